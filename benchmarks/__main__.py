@@ -1,7 +1,8 @@
-"""Benchmarks of transformers models on the headwise backend, with and without hooks; `--json` prints JSON.
+"""Benchmarks of transformers models on the headwise backend, with and without hooks; `--json`
+prints JSON.
 
-The others are commands of their own: `python -m benchmarks.serve`, `.capture`, `.distributed`, and on real data
-`.shakespeare`, `.mnist`, `.translate_multi30k`.
+The others are commands of their own: `python -m benchmarks.serve`, `.capture`, `.distributed`, and
+on real data `.shakespeare`, `.mnist`, `.translate_multi30k`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from . import transformers_decode
 def main() -> int:
     """Print the measurements on one thread."""
     with use_threads(1):
-        machine = describe_machine(MachineLimits.of_this_machine(), 1) | {"quick": False, "interrupted": False}
+        machine = describe_machine(MachineLimits.of_this_machine(), 1) | {
+            "quick": False,
+            "interrupted": False,
+        }
         report = BenchmarkReport(machine, transformers_decode.main())
     print(json.dumps(report.data) if "--json" in sys.argv[1:] else report)
     return 0

@@ -1,7 +1,9 @@
-"""Time and memory of a trace: a GPT-2 of 124M parameters runs on 4,096 tokens, with and without tracing.
+"""Time and memory of a trace: a GPT-2 of 124M parameters runs on 4,096 tokens, with and without
+tracing.
 
-`python -m benchmarks.capture [TOKENS]` prints the seconds of both runs, the announced and the recorded bytes, and how
-much higher the peak memory of the tracing process is. Each run is a process of its own.
+`python -m benchmarks.capture [TOKENS]` prints the seconds of both runs, the announced and the
+recorded bytes, and how much higher the peak memory of the tracing process is. Each run is a process
+of its own.
 """
 
 from __future__ import annotations
@@ -45,13 +47,21 @@ def main(argv: list[str]) -> int:
         print(json.dumps(run(argv[1], tokens)))
         return 0
     results = {
-        kind: json.loads(subprocess.check_output([sys.executable, "-m", "benchmarks.capture", str(tokens), kind]))
+        kind: json.loads(
+            subprocess.check_output([sys.executable, "-m", "benchmarks.capture", str(tokens), kind])
+        )
         for kind in ("plain", "traced")
     }
     extra_peak = results["traced"]["peak"] - results["plain"]["peak"]
     print(
         json.dumps(
-            {"tokens": tokens, "threads": torch.get_num_threads(), **results, "extra_peak_bytes": extra_peak}, indent=2
+            {
+                "tokens": tokens,
+                "threads": torch.get_num_threads(),
+                **results,
+                "extra_peak_bytes": extra_peak,
+            },
+            indent=2,
         )
     )
     return 0

@@ -1,15 +1,17 @@
-"""What choosing costs: every row of `headwise bench` on the chosen path, and on every other path that could take it.
+"""What choosing costs: every row of `headwise bench` on the chosen path, and on every other path
+that could take it.
 
     python -m benchmarks.choices [KIND[:PIECE] ...] [--threads COUNT] [--seconds SECONDS] [--json]
 
-A row is run as headwise chooses; then with each take-over point that it consults on the other side, so that torch's
-path runs where headwise's own did, or the other way round; then with every backend forced that supports its calls. The
-loss is the time of the chosen path over that of the fastest, 1.00 if it is the fastest. Runs alternate, and the fastest
-sample of each counts, because other work can only add to it. The fastest of many paths owes some of its lead to chance,
-so a loss above 5 % is measured again with fresh samples of these two paths alone, and those count. With one thread,
-samples are processor time, to which other processes add little. The last lines list the kernels that ran, each with its
-largest gain: the time of the fastest path without it over that of the chosen path with it. Exit code 1 if a row loses
-more than 5 %, or if a result depends on the choice.
+A row is run as headwise chooses; then with each take-over point that it consults on the other side,
+so that torch's path runs where headwise's own did, or the other way round; then with every backend
+forced that supports its calls. The loss is the time of the chosen path over that of the fastest,
+1.00 if it is the fastest. Runs alternate, and the fastest sample of each counts, because other work
+can only add to it. The fastest of many paths owes some of its lead to chance, so a loss above 5 %
+is measured again with fresh samples of these two paths alone, and those count. With one thread,
+samples are processor time, to which other processes add little. The last lines list the kernels
+that ran, each with its largest gain: the time of the fastest path without it over that of the
+chosen path with it. Exit code 1 if a row loses more than 5 %, or if a result depends on the choice.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ from headwise.machine.takeover_points import (
 
 MAX_LOSS = 1.05
 SECONDS_PER_ROW, MIN_SAMPLE_SECONDS, MIN_ROUNDS, MAX_ROUNDS = 6.0, 0.01, 3, 60
-MAX_SLOWDOWN = 4.0  # an alternative whose second call is this much slower than the chosen path is not sampled further
+# an alternative whose second call is this much slower than the chosen path is not sampled further
+MAX_SLOWDOWN = 4.0
 MAX_DENSE_KEYS = 2048  # all scores of longer rows do not fit
 TOLERANCE = 3e-2  # of results in bfloat16
 
@@ -72,7 +75,9 @@ class RecordingPoints(dict[str, TakeoverPoint]):
 
 @dataclass
 class PathRecord:
-    """The backends that could take the calls of a run, and the path that it took: its backends and kernels in order."""
+    """The backends that could take the calls of a run, and the path that it took: its backends and
+    kernels in order.
+    """
 
     possible: set[str] = field(default_factory=set)
     backends: list[str] = field(default_factory=list)
@@ -86,7 +91,9 @@ class PathRecord:
 
 @contextmanager
 def select_backends(choose: Callable[[CoreDispatch, Any, Any, str], str]) -> Iterator[None]:
-    """Let `choose` replace the choice of `CoreDispatch.select`, which it is given as the last argument."""
+    """Let `choose` replace the choice of `CoreDispatch.select`, which it is given as the last
+    argument.
+    """
     original = CoreDispatch.select
 
     def select(self: CoreDispatch, attention_mask: Any, inputs: Any) -> str:
@@ -104,7 +111,9 @@ def record_path(record: PathRecord) -> Iterator[None]:
     """Record the backends and kernels of all calls inside the context."""
 
     def choose(dispatch: CoreDispatch, attention_mask: Any, inputs: Any, name: str) -> str:
-        record.possible |= {one for one in dispatch.backend_names if can_run(one, dispatch, attention_mask, inputs)}
+        record.possible |= {
+            one for one in dispatch.backend_names if can_run(one, dispatch, attention_mask, inputs)
+        }
         record.backends.append(name)
         return name
 
@@ -143,20 +152,33 @@ def force_backend(forced: str) -> Iterator[None]:
 
 
 def opposite_points(name: str, points: TakeoverPoints) -> list[tuple[str, TakeoverPoints]]:
-    """The points with one of them at each end: the own path at every size, and torch's at every size."""
+    """The points with one of them at each end: the own path at every size, and torch's at every
+    size.
+    """
     always, never = (NEVER, 0.0) if name in UP_TO_POINTS else (0.0, NEVER)
-    companions = {f"gemm_tokens_{name[5:]}": NEVER} if name[:5] in ("gemv_", "gemm_") and "tokens" not in name else {}
+    companions = (
+        {f"gemm_tokens_{name[5:]}": NEVER}
+        if name[:5] in ("gemv_", "gemm_") and "tokens" not in name
+        else {}
+    )
     return [
         (f"{name}: own", points.with_sizes(**{name: always}, **companions)),
         (f"{name}: torch", points.with_sizes(**{name: never})),
     ]
 
 
-def alternatives(call: TimedCall) -> tuple[PathRecord, dict[str, TimedCall], dict[str, frozenset[str]]]:
-    """The path that headwise chooses for a call, the call on every other path that could take it, and their kernels."""
+def alternatives(
+    call: TimedCall,
+) -> tuple[PathRecord, dict[str, TimedCall], dict[str, frozenset[str]]]:
+    """The path that headwise chooses for a call, the call on every other path that could take it,
+    and their kernels.
+    """
     points, chosen = current_points(), PathRecord()
     recording = RecordingPoints(points.points)
-    with assume_points(TakeoverPoints(points.machine_class, recording, points.calibration)), record_path(chosen):
+    with (
+        assume_points(TakeoverPoints(points.machine_class, recording, points.calibration)),
+        record_path(chosen),
+    ):
         call()
     candidates: dict[str, TimedCall] = {}
     for name in sorted(recording.consulted):
@@ -164,12 +186,18 @@ def alternatives(call: TimedCall) -> tuple[PathRecord, dict[str, TimedCall], dic
             candidates[label] = _within(lambda changed=changed: assume_points(changed), call)
     for name in sorted(chosen.possible):
         candidates[f"backend {name}"] = _within(lambda name=name: force_backend(name), call)
-    runs, kernels, paths = dict[str, TimedCall](), {"chosen": frozenset(chosen.kernels)}, {chosen.path}
+    runs, kernels, paths = (
+        dict[str, TimedCall](),
+        {"chosen": frozenset(chosen.kernels)},
+        {chosen.path},
+    )
     for label, run in candidates.items():
         record = PathRecord()
         with record_path(record):
             run()
-        if record.path not in paths:  # some points decide nothing in this row, and some decide the same
+        if (
+            record.path not in paths
+        ):  # some points decide nothing in this row, and some decide the same
             paths.add(record.path)
             runs[label], kernels[label] = run, frozenset(record.kernels)
     return chosen, runs, kernels
@@ -185,7 +213,9 @@ def _within(context: Callable[[], Any], call: TimedCall) -> TimedCall:
 
 @dataclass(frozen=True)
 class RowChoice:
-    """One row: the fastest sample of the chosen path and of each alternative, results that differ, gains of kernels."""
+    """One row: the fastest sample of the chosen path and of each alternative, results that differ,
+    gains of kernels.
+    """
 
     name: str
     chosen: str
@@ -209,10 +239,15 @@ class RowChoice:
         differs = "".join(f"\n    ! {name}: {how}" for name, how in self.differs.items())
         mark = " <--" if self.loss > MAX_LOSS else ""
         milliseconds = f"{self.seconds['chosen'] * 1e3:10.3f} ms"
-        return f"{self.loss:5.2f}  {milliseconds}  {self.name} [{self.chosen}; {others}]{mark}{differs}"
+        return (
+            f"{self.loss:5.2f}  {milliseconds}  {self.name} [{self.chosen}; "
+            f"{others}]{mark}{differs}"
+        )
 
 
-def compare_paths(case: BenchmarkCase, name: str, max_seconds: float, clock: Callable[[], float]) -> RowChoice:
+def compare_paths(
+    case: BenchmarkCase, name: str, max_seconds: float, clock: Callable[[], float]
+) -> RowChoice:
     """Time the chosen path of a row and all alternatives in rounds of random order."""
     chosen, runs, kernels = alternatives(case.ours)
     runs = {"chosen": case.ours, **runs}
@@ -224,7 +259,11 @@ def compare_paths(case: BenchmarkCase, name: str, max_seconds: float, clock: Cal
     for label, run in runs.items():
         result = list_tensors(run())
         is_compared = is_repeatable and case.tolerance is not None
-        how = describe_difference(expected, result, max(TOLERANCE, case.tolerance or 0)) if is_compared else ""
+        how = (
+            describe_difference(expected, result, max(TOLERANCE, case.tolerance or 0))
+            if is_compared
+            else ""
+        )
         differs |= {label: how} if how else {}
         seconds[label] = time_calls(run, 1, clock)
     del expected, result
@@ -239,8 +278,12 @@ def compare_paths(case: BenchmarkCase, name: str, max_seconds: float, clock: Cal
     return row
 
 
-def kernel_gains(seconds: Mapping[str, float], kernels: Mapping[str, frozenset[str]]) -> dict[str, float]:
-    """For each kernel of the chosen path: the time of the fastest path without it over that of the chosen path."""
+def kernel_gains(
+    seconds: Mapping[str, float], kernels: Mapping[str, frozenset[str]]
+) -> dict[str, float]:
+    """For each kernel of the chosen path: the time of the fastest path without it over that of the
+    chosen path.
+    """
     gains = dict[str, float]()
     for name in kernels["chosen"]:
         without = [seconds[label] for label, names in kernels.items() if name not in names]
@@ -261,9 +304,14 @@ def print_gains(rows: Sequence[RowChoice]) -> None:
 
 
 def sample_paths(
-    runs: Mapping[str, TimedCall], calls: Mapping[str, int], max_seconds: float, clock: Callable[[], float]
+    runs: Mapping[str, TimedCall],
+    calls: Mapping[str, int],
+    max_seconds: float,
+    clock: Callable[[], float],
 ) -> dict[str, float]:
-    """The fastest sample of each path in `calls`, the number of calls per sample; rounds are in random order."""
+    """The fastest sample of each path in `calls`, the number of calls per sample; rounds are in
+    random order.
+    """
     seconds, started = dict.fromkeys(calls, math.inf), time.perf_counter()
     with garbage_collection_disabled():
         for number, label in enumerate(interleaved_order(dict.fromkeys(calls, MAX_ROUNDS), seed=0)):
@@ -296,11 +344,24 @@ def compare_rows(
 
 def main() -> int:
     """Print one line per row, as it is finished."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.choices", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="KIND[:PIECE]", help="rows, as for headwise bench (default: all)")
-    parser.add_argument("--threads", type=int, metavar="COUNT", help="torch's threads (default: all processors)")
-    parser.add_argument("--seconds", type=float, default=SECONDS_PER_ROW, help="time of a row (default: 6)")
-    parser.add_argument("--full", action="store_true", help="all rows of a full benchmark, not those of a quick one")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.choices", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="KIND[:PIECE]",
+        help="rows, as for headwise bench (default: all)",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="COUNT", help="torch's threads (default: all processors)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS_PER_ROW, help="time of a row (default: 6)"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all rows of a full benchmark, not those of a quick one"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     threads, rows = check_threads(args.threads), list[RowChoice]()
@@ -314,7 +375,11 @@ def main() -> int:
                 print(row, flush=True)
     if args.json:
         columns = ("name", "chosen", "seconds", "differs", "gains", "fastest", "loss")
-        print(json.dumps([{column: getattr(row, column) for column in columns} for row in rows], indent=1))
+        print(
+            json.dumps(
+                [{column: getattr(row, column) for column in columns} for row in rows], indent=1
+            )
+        )
     print_gains(rows)
     worst = max((row.loss for row in rows), default=1.0)
     print(f"{len(rows)} rows, the largest loss is {worst:.2f}", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""Two processes against one on the same batches: how much of the second is gained, and what they send each other.
+"""Two processes against one on the same batches: how much of the second is gained, and what they
+send each other.
 
-`python -m benchmarks.distributed [--json]` starts two processes by torchrun, one thread each. Both take steps of one
-GPT every way that work can be divided; in between the first takes them alone while the other waits. Efficiency is the
-speed-up over two. Bytes are those that a rank sends in a ring: counted from the description, and seen as collectives
-were called.
+`python -m benchmarks.distributed [--json]` starts two processes by torchrun, one thread each. Both
+take steps of one GPT every way that work can be divided; in between the first takes them alone
+while the other waits. Efficiency is the speed-up over two. Bytes are those that a rank sends in a
+ring: counted from the description, and seen as collectives were called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ import headwise as hw
 from headwise.bench.reference_models import GPTShape, to_model_spec
 from headwise.data import Batch
 from headwise.distributed import Parallelism, ProcessInfo, join_process_group
-from headwise.distributed.communication_volume import BatchShape, CommunicationMeter, count_communication
+from headwise.distributed.communication_volume import (
+    BatchShape,
+    CommunicationMeter,
+    count_communication,
+)
 from headwise.distributed.ranks import ProcessMesh
 from headwise.distributed.sharded_model import shard_model, wrap_single_process
 from headwise.training import Recipe
@@ -31,21 +36,29 @@ from headwise.training.optimisers import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
 
 MODES = ("data=2", "shards=2", "tensor=2", "context=2")
-# A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how often.
-CASES = ((GPTShape(), 48, 4, 7), (GPTShape(tokens=512, length=256, layers=6, heads=6, model=384), 8, 1, 3))
+# A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how
+# often.
+CASES = (
+    (GPTShape(), 48, 4, 7),
+    (GPTShape(tokens=512, length=256, layers=6, heads=6, model=384), 8, 1, 3),
+)
 
 
 class Work:
     """Steps of one model, divided one way, on the same batch every time."""
 
     def __init__(self, shape: GPTShape, rows: int, world: ProcessMesh | None) -> None:
-        ids = torch.randint(shape.tokens, (rows, shape.length), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            shape.tokens, (rows, shape.length), generator=torch.Generator().manual_seed(0)
+        )
         self.batch, self.world = Batch(ids, ids.roll(-1, 1)), world
         net = hw.build(to_model_spec(shape), seed=0)
         holding = wrap_single_process(net) if world is None else shard_model(net, world)
         recipe = Recipe(batch=rows, precision="fp32", compile="off", attention="fused")
         self.train_step = TrainStep(holding, recipe, StepOptions("fp32", "off"))
-        self.optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, recipe.decayed_parameters), recipe)
+        self.optimiser = AdamWOptimiser(
+            group_parameters(holding.own, net.spec, recipe.decayed_parameters), recipe
+        )
         self.holding, self.clip = holding, recipe.clip
         net.train()
 
@@ -56,7 +69,9 @@ class Work:
         self.optimiser.step(1e-4)
 
     def sent(self) -> tuple[int, float]:
-        """How many messages the gradients of a step take, and the bytes that this rank sends with them."""
+        """How many messages the gradients of a step take, and the bytes that this rank sends with
+        them.
+        """
         with CommunicationMeter() as meter:
             self.train_step.compute_gradients(self.batch)
         self.optimiser.zero_grad()
@@ -71,9 +86,14 @@ def timed(work: Callable[[], None], calls: int) -> float:
     return (time.perf_counter() - begun) / calls
 
 
-def rows_of(launch: ProcessInfo, shape: GPTShape, rows: int, calls: int, repeats: int) -> list[dict[str, Any]]:
+def rows_of(
+    launch: ProcessInfo, shape: GPTShape, rows: int, calls: int, repeats: int
+) -> list[dict[str, Any]]:
     """One row for each mode, of one shape."""
-    works = {mode: Work(shape, rows, ProcessMesh(launch, Parallelism.over(mode, launch.size))) for mode in MODES}
+    works = {
+        mode: Work(shape, rows, ProcessMesh(launch, Parallelism.over(mode, launch.size)))
+        for mode in MODES
+    }
     first = Work(shape, rows, None) if launch.is_leader else None
     taken: dict[str, list[float]] = {"alone": [], **{mode: [] for mode in MODES}}
     for turn in range(repeats + 1):
@@ -91,7 +111,9 @@ def rows_of(launch: ProcessInfo, shape: GPTShape, rows: int, calls: int, repeats
         batch = BatchShape(rows, shape.length)
         counted = sum(
             message.moved
-            for message in count_communication(to_model_spec(shape), Parallelism.parse(mode), batch_shape=batch)
+            for message in count_communication(
+                to_model_spec(shape), Parallelism.parse(mode), batch_shape=batch
+            )
         )
         found.append(
             {
@@ -121,7 +143,9 @@ def main() -> int:
                 "-m",
                 "benchmarks.distributed",
             ]
-            return subprocess.run([sys.executable, "-m", *torchrun, *sys.argv[1:]], check=False).returncode
+            return subprocess.run(
+                [sys.executable, "-m", *torchrun, *sys.argv[1:]], check=False
+            ).returncode
         rows = [row for case in CASES for row in rows_of(launch, *case)]
         if not launch.is_leader:
             return 0
@@ -130,8 +154,10 @@ def main() -> int:
             return 0
         for row in rows:
             print(
-                f"{row['name']:<38} one {row['alone_s'] * 1e3:.1f} ms, two {row['step_s'] * 1e3:.1f} ms a step: "
-                f"efficiency {row['efficiency']:.0%}; {row['messages']} messages, {row['bytes_seen'] / 1e6:.2f} MB "
+                f"{row['name']:<38} one {row['alone_s'] * 1e3:.1f} ms, two "
+                f"{row['step_s'] * 1e3:.1f} ms a step: "
+                f"efficiency {row['efficiency']:.0%}; {row['messages']} messages, "
+                f"{row['bytes_seen'] / 1e6:.2f} MB "
                 f"sent ({row['bytes_counted'] / 1e6:.2f} counted); spread {row['spread']:.0%}"
             )
     return 0

@@ -1,6 +1,8 @@
-"""Run every backend that supports a call on CUDA, compare it with `dense`, and write docs/gpu.json for docs/gpu.md.
+"""Run every backend that supports a call on CUDA, compare it with `dense`, and write docs/gpu.json
+for docs/gpu.md.
 
-Each call runs once with torch's `set_sync_debug_mode("error")`, which raises if the host waits for the device.
+Each call runs once with torch's `set_sync_debug_mode("error")`, which raises if the host waits for
+the device.
 """
 
 from __future__ import annotations
@@ -34,12 +36,20 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure_spec(name: str, dtype: torch.dtype, device: str, tokens: int = TOKENS) -> list[dict[str, Any]]:
+def measure_spec(
+    name: str, dtype: torch.dtype, device: str, tokens: int = TOKENS
+) -> list[dict[str, Any]]:
     """The result of every backend that supports whole sequences of this kind of layer."""
     spec = hw.design(model=WIDTH, heads=HEADS, **SPECS[name])
     core = spec.core_of(spec.projection_form(False))
-    reasons = backends.unsupported_reasons_by_backend(CallSignature(spec, core, device=device, dtype=dtype))
-    supported = [backend for backend, found in reasons.items() if not found and (device == "cuda" or backend != "flex")]
+    reasons = backends.unsupported_reasons_by_backend(
+        CallSignature(spec, core, device=device, dtype=dtype)
+    )
+    supported = [
+        backend
+        for backend, found in reasons.items()
+        if not found and (device == "cuda" or backend != "flex")
+    ]
     judge = hw.Attention(spec, backend="dense").to(device, dtype).eval()
     x = torch.randn(1, tokens, WIDTH, device=device, dtype=dtype)
     with torch.no_grad():
@@ -47,7 +57,9 @@ def measure_spec(name: str, dtype: torch.dtype, device: str, tokens: int = TOKEN
         return [_measure_backend(backend, judge, x, expected) for backend in supported]
 
 
-def _measure_backend(backend: str, judge: hw.Attention, x: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+def _measure_backend(
+    backend: str, judge: hw.Attention, x: torch.Tensor, expected: torch.Tensor
+) -> dict[str, Any]:
     layer = hw.Attention(judge.spec, backend=backend).to(x.device, x.dtype).eval()
     layer.load_state_dict(judge.state_dict())
     try:
@@ -55,9 +67,18 @@ def _measure_backend(backend: str, judge: hw.Attention, x: torch.Tensor, expecte
         waits = x.is_cuda and _waits_for_device(lambda: layer(x))
         seconds = time_run(lambda: layer(x), SECONDS)
     except Exception as failure:  # what does not run is reported
-        return {"backend": backend, "failed": " ".join(f"{type(failure).__name__}: {failure}".split())[:160]}
+        return {
+            "backend": backend,
+            "failed": " ".join(f"{type(failure).__name__}: {failure}".split())[:160],
+        }
     is_right = error <= TOLERANCE[x.dtype]
-    return {"backend": backend, "seconds": seconds, "error": error, "is_right": is_right, "waits": waits}
+    return {
+        "backend": backend,
+        "seconds": seconds,
+        "error": error,
+        "is_right": is_right,
+        "waits": waits,
+    }
 
 
 def _waits_for_device(run: Callable[[], Any]) -> bool:
@@ -76,13 +97,18 @@ def _waits_for_device(run: Callable[[], Any]) -> bool:
 def main() -> int:
     """Measure all kinds of layers in float32 and bfloat16."""
     if not torch.cuda.is_available():
-        print("cannot run on a GPU: torch finds no CUDA device. Install a build of torch with CUDA.", file=sys.stderr)
+        print(
+            "cannot run on a GPU: torch finds no CUDA device. Install a build of torch with CUDA.",
+            file=sys.stderr,
+        )
         return 1
     rows = []
     for name in SPECS:
         for dtype in TOLERANCE:
             label = str(dtype).removeprefix("torch.")
-            rows += [{"layer": name, "dtype": label, **one} for one in measure_spec(name, dtype, "cuda")]
+            rows += [
+                {"layer": name, "dtype": label, **one} for one in measure_spec(name, dtype, "cuda")
+            ]
             print(f"{name}, {label}", file=sys.stderr)
     device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": TOKENS}
     RESULTS.write_text(json.dumps(device | {"rows": rows}, indent=1) + "\n")

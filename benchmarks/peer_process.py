@@ -1,4 +1,5 @@
-"""A model in a process of its own, with or without headwise imported, that runs a forward pass on request.
+"""A model in a process of its own, with or without headwise imported, that runs a forward pass on
+request.
 
 `python -m benchmarks.peer_process registered 1` runs a model on one token for every line of stdin.
 """
@@ -13,9 +14,14 @@ from typing import Any
 import torch
 
 CONFIG = {
-    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 16384,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 16384,
+}
 
 
 def build_model(attention: str) -> Any:
@@ -32,7 +38,9 @@ class PeerProcess:
 
     def __init__(self, backend: str, tokens: int) -> None:
         command = [sys.executable, "-m", "benchmarks.peer_process", backend, str(tokens)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
 
     def __enter__(self) -> PeerProcess:
         self.run()

@@ -1,7 +1,9 @@
-"""Tiny Shakespeare in nanoGPT's setting for a laptop: 0.8 million parameters, 2,000 steps of 12 rows of 64 characters.
+"""Tiny Shakespeare in nanoGPT's setting for a laptop: 0.8 million parameters, 2,000 steps of 12
+rows of 64 characters.
 
-`python -m benchmarks.shakespeare` trains ours through `hw.train`, and the same recipe written plainly in PyTorch in
-the same process, and prints the validation loss in nats a character and the seconds of each. nanoGPT's README reports
+`python -m benchmarks.shakespeare` trains ours through `hw.train`, and the same recipe written
+plainly in PyTorch in the same process, and prints the validation loss in nats a character and the
+seconds of each. nanoGPT's README reports
 1.88, the mean of 20 random batches; ours is of the whole held-out text. The recipe's rate of learning is low for so
 small a model, so ours runs at that rate and, everything else alike, at one of its own.
 """
@@ -34,16 +36,38 @@ EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is
 
 def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
     """Train with `hw.train`, which chooses the precision."""
-    data = make_task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
+    data = make_task(
+        "text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0
+    )
     recipe = Recipe(
-        steps=STEPS, batch=BATCH, lr=rate, schedule="cosine", warmup=WARM / STEPS, min_lr_ratio=LEAST / rate,
-        betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, init="gpt2", seed=1337, evaluate_every=250,
-        evaluate_batches=10**6, checkpoint_every=1000,
-    )  # fmt: skip
+        steps=STEPS,
+        batch=BATCH,
+        lr=rate,
+        schedule="cosine",
+        warmup=WARM / STEPS,
+        min_lr_ratio=LEAST / rate,
+        betas=(0.9, 0.99),
+        weight_decay=0.1,
+        clip=1.0,
+        init="gpt2",
+        seed=1337,
+        evaluate_every=250,
+        evaluate_batches=10**6,
+        checkpoint_every=1000,
+    )
     result = hw.train(data, to_model_spec(SHAPE), recipe, out=folder)
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    curve = {row["step"]: round(row["metrics"]["loss"], 4) for row in rows if row["event"] == "evaluation"}
-    return {"nats": min(curve.values()), "seconds": result.seconds, "curve": curve, "precision": result.precision}
+    curve = {
+        row["step"]: round(row["metrics"]["loss"], 4)
+        for row in rows
+        if row["event"] == "evaluation"
+    }
+    return {
+        "nats": min(curve.values()),
+        "seconds": result.seconds,
+        "curve": curve,
+        "precision": result.precision,
+    }
 
 
 def train_by_hand(path: Path) -> dict[str, float]:
@@ -56,7 +80,10 @@ def train_by_hand(path: Path) -> dict[str, float]:
     torch.manual_seed(1337)
     net = PlainGPT(SHAPE)
     matrices = [p for p in net.parameters() if p.ndim > 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in net.parameters() if p.ndim < 2]}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.ndim < 2]},
+    ]
     optimiser = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
     begun, best = time.perf_counter(), math.inf
     for step in range(1, STEPS + 1):
@@ -69,7 +96,11 @@ def train_by_hand(path: Path) -> dict[str, float]:
         optimiser.step()
         if step % 250 == 0:
             with torch.no_grad():
-                best = min(best, sum(_loss(net, parts["valid"]).item() for _ in range(EVALUATIONS)) / EVALUATIONS)
+                best = min(
+                    best,
+                    sum(_loss(net, parts["valid"]).item() for _ in range(EVALUATIONS))
+                    / EVALUATIONS,
+                )
     return {"nats": best, "seconds": time.perf_counter() - begun}
 
 

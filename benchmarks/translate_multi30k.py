@@ -1,9 +1,10 @@
 """Multi30k from German to English: three layers each, 256 wide, one vocabulary of 6,000 pieces.
 
-`python -m benchmarks.translate_multi30k [STEPS [FOLDER [LAYERS WIDTH]]]` trains through `hw.train` (into FOLDER, whose
-run it goes on with), scores test_2016 by greedy decoding with sacreBLEU (13a, cased), and prints the curve of held-out
-losses with the seconds. Six layers of 8 heads have 48 heads of each of three kinds, as in 1905.09418. The data is for
-research alone and is read where it lies.
+`python -m benchmarks.translate_multi30k [STEPS [FOLDER [LAYERS WIDTH]]]` trains through `hw.train`
+(into FOLDER, whose run it goes on with), scores test_2016 by greedy decoding with sacreBLEU (13a,
+cased), and prints the curve of held-out losses with the seconds. Six layers of 8 heads have 48
+heads of each of three kinds, as in 1905.09418. The data is for research alone and is read where it
+lies.
 """
 
 from __future__ import annotations
@@ -50,21 +51,38 @@ def described(vocabulary: int, layers: int = LAYERS, width: int = WIDTH) -> Mode
         embedding = EmbeddingSpec(
             vocabulary, positions=PositionSpec("sinusoidal"), scale=width**0.5, **embedding_options
         )
-        return StackSpec.from_blocks(name, width, [block] * layers, embedding=embedding, norm=NormSpec())
+        return StackSpec.from_blocks(
+            name, width, [block] * layers, embedding=embedding, norm=NormSpec()
+        )
 
     feed = FeedForwardSpec(4 * width, "relu", bias="ud")
-    full, causal = (hw.design(model=width, heads=HEADS, pattern=pattern) for pattern in ("full()", "causal()"))
+    full, causal = (
+        hw.design(model=width, heads=HEADS, pattern=pattern) for pattern in ("full()", "causal()")
+    )
     encoder, decoder = BlockSpec(full, feed=feed), BlockSpec(causal, cross=full, feed=feed)
     stacks = (stack("encoder", encoder), stack("decoder", decoder, table="encoder"))
-    return ModelSpec("multi30k", "encoder-decoder", stacks, (OutputHeadSpec("tokens", vocabulary, table="encoder"),))
+    return ModelSpec(
+        "multi30k",
+        "encoder-decoder",
+        stacks,
+        (OutputHeadSpec("tokens", vocabulary, table="encoder"),),
+    )
 
 
 def recipe(steps: int) -> Recipe:
     """One-cycle over all steps."""
     return Recipe(
-        steps=steps, batch=128, lr=1.5e-3, warmup=0.15, weight_decay=0.01, dropout=0.15, label_smoothing=0.1,
-        evaluate_every=max(1, steps // 10), evaluate_batches=8, checkpoint_every=max(1, steps // 10),
-    )  # fmt: skip
+        steps=steps,
+        batch=128,
+        lr=1.5e-3,
+        warmup=0.15,
+        weight_decay=0.01,
+        dropout=0.15,
+        label_smoothing=0.1,
+        evaluate_every=max(1, steps // 10),
+        evaluate_batches=8,
+        checkpoint_every=max(1, steps // 10),
+    )
 
 
 def score_test_set(data: ParallelTextTask, result: TrainingResult) -> dict[str, Any]:
@@ -76,7 +94,10 @@ def score_test_set(data: ParallelTextTask, result: TrainingResult) -> dict[str, 
         batch = data.batch(index, recipe.batch, "test")
         translations += [data.text(row) for row in examiner.generate_answers(result.net, batch)]
         references += batch.gold
-    return {"test_2016": asdict(score_translations(translations, references)), "sentences": len(translations)}
+    return {
+        "test_2016": asdict(score_translations(translations, references)),
+        "sentences": len(translations),
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -87,16 +108,30 @@ def main(argv: list[str]) -> int:
     steps = int(argv[0]) if argv else STEPS
     with tempfile.TemporaryDirectory() as folder:
         out = Path(argv[1]) if len(argv) > 1 else Path(folder) / "run"
-        texts = out.with_name(f"{out.name}-texts")  # beside the run: a run goes on with the files that it began with
+        texts = out.with_name(
+            f"{out.name}-texts"
+        )  # beside the run: a run goes on with the files that it began with
         texts.mkdir(parents=True, exist_ok=True)
         de, en, *held = unpack(paths, texts)
-        data = make_task("parallel", path=(de, en), valid=tuple(held[:2]), test=tuple(held[2:]), vocab=VOCABULARY)
+        data = make_task(
+            "parallel", path=(de, en), valid=tuple(held[:2]), test=tuple(held[2:]), vocab=VOCABULARY
+        )
         outputs = data.model().heads[0].outputs
-        result = hw.train(data, described(outputs, *map(int, argv[2:])), recipe(steps), out=out, resume="allowed")
+        result = hw.train(
+            data, described(outputs, *map(int, argv[2:])), recipe(steps), out=out, resume="allowed"
+        )
         results = score_test_set(data, result)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    curve = {row["step"]: round(row["metrics"]["loss"], 3) for row in rows if row["event"] == "evaluation"}
-    print(json.dumps(result.data | results | {"curve": curve, "threads": torch.get_num_threads()}, indent=2))
+    curve = {
+        row["step"]: round(row["metrics"]["loss"], 3)
+        for row in rows
+        if row["event"] == "evaluation"
+    }
+    print(
+        json.dumps(
+            result.data | results | {"curve": curve, "threads": torch.get_num_threads()}, indent=2
+        )
+    )
     return 0
 
 

@@ -4,7 +4,9 @@ from headwise.interfaces.part import part
 
 @part
 class LogLength(ScoreStep):
-    """s -> s log(i + 1), where query i attends to i + 1 keys: scalable softmax (2501.19399) with factor 1."""
+    """s -> s log(i + 1), where query i attends to i + 1 keys: scalable softmax (2501.19399) with
+    factor 1.
+    """
 
     positional = True
 

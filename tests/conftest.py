@@ -1,4 +1,6 @@
-"""Settings of every test: one thread, a seed for each test, and uninitialised memory filled with NaN."""
+"""Settings of every test: one thread, a seed for each test, and uninitialised memory filled with
+NaN.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,34 @@ from support.pretended_device import register_device
 from support.shape_checks import install_shape_checks
 
 os.environ["LC_ALL"] = "C.UTF-8"  # English texts, whatever the locale of the user
-os.environ["HEADWISE_KERNELS"] = "wait"  # the same kernels run however many are compiled; processes inherit it
+os.environ["HEADWISE_KERNELS"] = (
+    "wait"  # the same kernels run however many are compiled; processes inherit it
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps
 
-os.environ["HEADWISE_MACHINE_CLASS"] = "x86-avx512-bf16"  # the same choices on every machine, whatever was calibrated
+os.environ["HEADWISE_MACHINE_CLASS"] = (
+    "x86-avx512-bf16"  # the same choices on every machine, whatever was calibrated
+)
 
-torch.set_num_threads(1)  # several processes share the cores; more threads than cores only wait for each other
+torch.set_num_threads(
+    1
+)  # several processes share the cores; more threads than cores only wait for each other
 
 
-# Without a GPU, seed the generator of the CPU alone: `torch.manual_seed` also stores a stack trace for each kind of
-# device that may be initialised later, which takes longer than most tests.
+# Without a GPU, seed the generator of the CPU alone: `torch.manual_seed` also stores a stack trace
+# for each kind of device that may be initialised later, which takes longer than most tests.
 seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
-# --- hypothesis ----------------------------------------------------------------------------------------
+# --- hypothesis -----------------------------------------------------------------------------------
 
 
 class TorchRandom:
-    """The random generator of torch for hypothesis: seeded before each example and restored afterwards."""
+    """The random generator of torch for hypothesis: seeded before each example and restored
+    afterwards.
+    """
 
     def seed(self, value: int) -> None:
         seed_torch(value)
@@ -56,18 +66,21 @@ class TorchRandom:
 TORCH_RANDOM = TorchRandom()  # hypothesis keeps a weak reference only
 hypothesis.register_random(TORCH_RANDOM)
 
-# Compiling and first calls make any deadline a coin toss. `--hypothesis-profile=slow` chooses the other.
+# Compiling and first calls make any deadline a coin toss. `--hypothesis-profile=slow` chooses the
+# other.
 hypothesis.settings.register_profile("default", derandomize=True, max_examples=25, deadline=None)
 hypothesis.settings.register_profile("slow", derandomize=True, max_examples=500, deadline=None)
 hypothesis.settings.load_profile("default")
 
 
-# --- around every test ---------------------------------------------------------------------------------
+# --- around every test ----------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def seed_generators(request: pytest.FixtureRequest) -> None:
-    """Seed all generators from the id of the test, so that numbers depend neither on the run nor on its order."""
+    """Seed all generators from the id of the test, so that numbers depend neither on the run nor on
+    its order.
+    """
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - seeds what others draw; our own code takes a generator
@@ -93,7 +106,9 @@ ORIGINALS = [(owner, name, getattr(owner, name)) for owner, name in EMPTY_FUNCTI
 
 @pytest.fixture(autouse=True, scope="session")
 def nan_filled():
-    """torch.empty, torch.empty_like and Tensor.new_empty return NaN during the whole session, fixtures included."""
+    """torch.empty, torch.empty_like and Tensor.new_empty return NaN during the whole session,
+    fixtures included.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, make in ORIGINALS:
             patch.setattr(owner, name, nan_initialised(make))
@@ -102,7 +117,9 @@ def nan_filled():
 
 @pytest.fixture(autouse=True)
 def plain_empty_in_compile_tests(request: pytest.FixtureRequest, nan_filled: None):
-    """Compile tests use the real torch.empty, because decompositions of Inductor call it while tracing."""
+    """Compile tests use the real torch.empty, because decompositions of Inductor call it while
+    tracing.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, make in ORIGINALS if request.node.get_closest_marker("compile") else ():
             patch.setattr(owner, name, make)
@@ -111,14 +128,18 @@ def plain_empty_in_compile_tests(request: pytest.FixtureRequest, nan_filled: Non
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_objects() -> None:
-    """Hide what earlier modules imported from the garbage collector: a full collection would walk through all of it."""
+    """Hide what earlier modules imported from the garbage collector: a full collection would walk
+    through all of it.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def small_curves():
-    """Runs write small pictures of their learning curves, because drawing them takes longer than most of these runs."""
+    """Runs write small pictures of their learning curves, because drawing them takes longer than
+    most of these runs.
+    """
     from headwise.training import loop
     from support.small_training import save_small_curves
 
@@ -129,7 +150,9 @@ def small_curves():
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """A folder `shared` with real data beside the checkout; tests that need it are skipped without it."""
+    """A folder `shared` with real data beside the checkout; tests that need it are skipped without
+    it.
+    """
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip("there is no folder `shared` beside the checkout")
@@ -138,7 +161,9 @@ def shared() -> Path:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders are loaded with transformers in this process: one of their own takes seconds to begin."""
+    """Folders are loaded with transformers in this process: one of their own takes seconds to
+    begin.
+    """
     from headwise.surgery.hf_export import load_check
 
     run_loader = load_check._run_loader
@@ -157,25 +182,35 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_check, "_run_loader", run_here)
 
 
-# --- what runs -----------------------------------------------------------------------------------------
+# --- what runs ------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shapes", action="store_true", help="hold every tensor to the letters in its name")
-    parser.addoption("--fast", action="store_true", help=f"keep {FAST_CASES} cases of each parametrised test")
+    parser.addoption(
+        "--shapes", action="store_true", help="hold every tensor to the letters in its name"
+    )
+    parser.addoption(
+        "--fast", action="store_true", help=f"keep {FAST_CASES} cases of each parametrised test"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    if runs_tests and not torch.cuda.is_available():  # before the first backward pass, which counts the devices
+    if (
+        runs_tests and not torch.cuda.is_available()
+    ):  # before the first backward pass, which counts the devices
         register_device()
-    if config.getoption("--shapes") and runs_tests:  # a process that only hands out tests imports nothing
+    if (
+        config.getoption("--shapes") and runs_tests
+    ):  # a process that only hands out tests imports nothing
         install_shape_checks()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect without the garbage collector, which took half of the time, and hide what was collected from it."""
+    """Collect without the garbage collector, which took half of the time, and hide what was
+    collected from it.
+    """
     gc.disable()
     try:
         return (yield)

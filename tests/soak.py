@@ -1,11 +1,13 @@
-"""Hostile inputs and injected faults for as long as you like: run as a script, with the figures of docs/reliability.md.
+"""Hostile inputs and injected faults for as long as you like: run as a script, with the figures of
+docs/reliability.md.
 
     PYTHONPATH=tests python -m soak --seconds 3600 --out docs/reliability.json
 
-Every parser, route and command gets `--inputs` inputs (default 1,000) of a new seed, then operands that do not fit each
-kernel operation and tokenizers that end are tried; while time is left, all begin again with the next seed. No round
-begins after `--seconds`, so the script ends within that time and one round; what was never tried is printed. Exit code
-1 says that an input failed; its traceback is printed.
+Every parser, route and command gets `--inputs` inputs (default 1,000) of a new seed, then operands
+that do not fit each kernel operation and tokenizers that end are tried; while time is left, all
+begin again with the next seed. No round begins after `--seconds`, so the script ends within that
+time and one round; what was never tried is printed. Exit code 1 says that an input failed; its
+traceback is printed.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def parser_round(name: str) -> Round:
 
     def run(count: int, seed: int) -> Counter[str]:
         outcomes = Counter[str]()
-        count_inputs(parser.inputs, lambda value: outcomes.update([try_input(parser, value)]), count, seed)
+        count_inputs(
+            parser.inputs, lambda value: outcomes.update([try_input(parser, value)]), count, seed
+        )
         return outcomes
 
     return run
@@ -55,7 +59,9 @@ def page_round(count: int, seed: int) -> Counter[str]:
     client = hostile_requests.page_client(view)
     count_inputs(
         hostile_requests.page_requests(view),
-        lambda request: outcomes.update([_outcome(hostile_requests.check_page_answer(client, request))]),
+        lambda request: outcomes.update(
+            [_outcome(hostile_requests.check_page_answer(client, request))]
+        ),
         count,
         seed,
     )
@@ -104,15 +110,21 @@ def list_rounds() -> dict[str, Round]:
     return rounds | {f"headwise {command}": command_round(command) for command in cli.COMMANDS}
 
 
-# --- Faults ---------------------------------------------------------------------------------------------------
+# --- Faults ---------------------------------------------------------------------------------------
 
 
 def bad_operand_faults() -> tuple[int, list[str]]:
-    """Call every kernel operation with operands that do not fit, in a process of its own; return calls and failures."""
+    """Call every kernel operation with operands that do not fit, in a process of its own; return
+    calls and failures.
+    """
     command = [sys.executable, "-m", "support.bad_operands"]
-    run = subprocess.run(command, env=os.environ | {"HEADWISE_KERNELS": "wait"}, stdout=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        command, env=os.environ | {"HEADWISE_KERNELS": "wait"}, stdout=subprocess.PIPE, text=True
+    )
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    failures = [] if run.returncode == 0 else [f"{lines[-1]} ended the process with {run.returncode}"]
+    failures = (
+        [] if run.returncode == 0 else [f"{lines[-1]} ended the process with {run.returncode}"]
+    )
     for name, outcome in zip(lines[::2], lines[1::2], strict=False):
         is_special = name.endswith(("operands that fit", *bad_operands.EQUAL_PROBLEMS))
         if "Error: " not in outcome and not (is_special and outcome in ("accepted", "equal")):
@@ -124,7 +136,7 @@ FAULTS = {
     "operands of kernel operations that do not fit": bad_operand_faults,
 }
 
-# --- The run --------------------------------------------------------------------------------------------------
+# --- The run --------------------------------------------------------------------------------------
 
 
 class SoakRun:
@@ -150,7 +162,9 @@ class SoakRun:
     def try_fault(self, name: str, inject: Callable[[], tuple[int, list[str]]]) -> None:
         """Inject one kind of fault and add its counts."""
         injected, failures = inject()
-        self.faults.setdefault(name, Counter()).update({"injected": injected, "failures": len(failures)})
+        self.faults.setdefault(name, Counter()).update(
+            {"injected": injected, "failures": len(failures)}
+        )
         for failure in failures:
             self.failures.append(f"{name}: {failure}")
             print(self.failures[-1], file=sys.stderr)
@@ -165,10 +179,15 @@ class SoakRun:
     def data(self) -> dict[str, Any]:
         """The counts as JSON-serialisable values."""
         keys = ("inputs", "read", "refused", "failures")
-        versions = f"headwise {headwise.__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+        versions = (
+            f"headwise {headwise.__version__}, Python {platform.python_version()}, torch "
+            f"{torch.__version__}"
+        )
         return {
             "versions": versions,
-            "inputs": {name: {key: counts[key] for key in keys} for name, counts in self.inputs.items()},
+            "inputs": {
+                name: {key: counts[key] for key in keys} for name, counts in self.inputs.items()
+            },
             "faults": {name: dict(counts) for name, counts in self.faults.items()},
         }
 
@@ -182,7 +201,10 @@ def run_rounds(seconds: float, count: int, names: list[str]) -> Iterator[SoakRun
             if time.monotonic() < end:
                 begin = time.monotonic()
                 soak.try_round(name, run, count, seed)
-                print(f"{name}: {dict(soak.inputs[name])} in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+                print(
+                    f"{name}: {dict(soak.inputs[name])} in {time.monotonic() - begin:.0f} s",
+                    file=sys.stderr,
+                )
                 yield soak
         for name, inject in FAULTS.items():
             if (not names or name in names) and time.monotonic() < end:
@@ -196,13 +218,25 @@ def run_rounds(seconds: float, count: int, names: list[str]) -> Iterator[SoakRun
 
 def main() -> int:
     """Run, write the figures, and return 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600.0, help="time after which no round begins")
-    parser.add_argument("--inputs", type=int, default=MANY, help="inputs of a round (default: 1000)")
-    parser.add_argument(
-        "--only", nargs="*", default=[], metavar="NAME", help="parsers to try (default: all, and faults)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON file for the figures; other names in it are kept")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="time after which no round begins"
+    )
+    parser.add_argument(
+        "--inputs", type=int, default=MANY, help="inputs of a round (default: 1000)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="parsers to try (default: all, and faults)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the figures; other names in it are kept"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     hostile_requests.load_all()

@@ -1,4 +1,6 @@
-"""docs/comparison.md: every mark of headwise has evidence that exists, and the marks of the tools add up."""
+"""docs/comparison.md: every mark of headwise has evidence that exists, and the marks of the tools
+add up.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,35 @@ from support.syntax_trees import syntax_nodes
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tools" / "feature_comparison.toml"
 PAGE = ROOT / "docs" / "comparison.md"
-FEATURES = [row for group in tomllib.loads(DATA.read_text("utf-8"))["groups"] for row in group["rows"]]
+FEATURES = [
+    row for group in tomllib.loads(DATA.read_text("utf-8"))["groups"] for row in group["rows"]
+]
 EVIDENCE = sorted({one for row in FEATURES for one in row["evidence"]})
 COMMANDS = [one for one in EVIDENCE if one.startswith("headwise ")]
 TESTS = [one for one in EVIDENCE if one not in COMMANDS]
 
-# "yes" counts 1 and "partial" 1/2: the sums that were noted when the marks were given. A changed mark changes its sum.
+# "yes" counts 1 and "partial" 1/2: the sums that were noted when the marks were given. A changed
+# mark changes its sum.
 POINTS = {
-    "BV": 11, "CV": 9, "TL": 15, "NN": 12, "IQ": 16, "LT": 11.5, "TE": 5.5, "EX": 13, "CL": 11.5, "AV": 12, "TX": 7,
-    "TP": 9, "HF": 6.5, "CA": 11, "PV": 8, "NP": 16.5, "IN": 15, "TK": 18.5,
-}  # fmt: skip
+    "BV": 11,
+    "CV": 9,
+    "TL": 15,
+    "NN": 12,
+    "IQ": 16,
+    "LT": 11.5,
+    "TE": 5.5,
+    "EX": 13,
+    "CL": 11.5,
+    "AV": 12,
+    "TX": 7,
+    "TP": 9,
+    "HF": 6.5,
+    "CA": 11,
+    "PV": 8,
+    "NP": 16.5,
+    "IN": 15,
+    "TK": 18.5,
+}
 
 
 @pytest.fixture
@@ -44,7 +65,11 @@ def defined_tests(path: Path) -> set[str]:
     """Names of the test functions at the top of a file."""
     module = syntax_nodes(path.read_text("utf-8"))[0]
     assert isinstance(module, ast.Module)
-    return {node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {
+        node.name
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def test_there_are_62_features_and_18_tools(comparison_page: ModuleType):
@@ -53,7 +78,10 @@ def test_there_are_62_features_and_18_tools(comparison_page: ModuleType):
     assert len({feature.name for feature in comparison.features}) == 62
     assert len(comparison.groups) == 7
     assert len({tool.name for tool in comparison.tools}) == 18
-    assert all(re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", tool.address) for tool in comparison.tools)
+    assert all(
+        re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", tool.address)
+        for tool in comparison.tools
+    )
     assert all(tool.version for tool in comparison.tools)
 
 
@@ -63,7 +91,9 @@ def test_every_mark_of_another_tool_has_a_source(comparison_page: ModuleType):
     marked = {code for row in FEATURES for code in (*row["yes"], *row["partial"])}
     assert marked == set(sources)
     assert [
-        code for code, basis in sources.items() if not re.search(r"\b(source|repository|issues|https://)", basis)
+        code
+        for code, basis in sources.items()
+        if not re.search(r"\b(source|repository|issues|https://)", basis)
     ] == []
 
 
@@ -71,7 +101,7 @@ def test_marks_of_the_tools_add_up():
     points = {
         code: sum((code in row["yes"]) + (code in row["partial"]) / 2 for row in FEATURES)
         for code in POINTS
-    }  # fmt: skip
+    }
     assert points == POINTS
 
 
@@ -93,31 +123,48 @@ def test_named_commands_and_options_exist(command: str, capsys: pytest.CaptureFi
 
 
 def test_no_yes_without_a_test_and_no_gap_without_a_reason():
-    without = [row["number"] for row in FEATURES if row["ours"] == "yes" and not set(row["evidence"]) & set(TESTS)]
+    without = [
+        row["number"]
+        for row in FEATURES
+        if row["ours"] == "yes" and not set(row["evidence"]) & set(TESTS)
+    ]
     assert without == []
-    assert [row["number"] for row in FEATURES if (row["ours"] == "yes") == bool(row.get("missing"))] == []
+    assert [
+        row["number"] for row in FEATURES if (row["ours"] == "yes") == bool(row.get("missing"))
+    ] == []
     assert {row["ours"] for row in FEATURES} <= {"yes", "partial", "no"}
 
 
 def test_the_page_shows_every_mark(comparison_page: ModuleType):
     """The tables of the page, read back, hold the marks of the data file."""
     codes = [tool.code for tool in comparison_page.load_comparison().tools]
-    lines = [cells(line) for line in PAGE.read_text("utf-8").splitlines() if re.match(r"\| \d+ \| ", line)]
+    lines = [
+        cells(line)
+        for line in PAGE.read_text("utf-8").splitlines()
+        if re.match(r"\| \d+ \| ", line)
+    ]
     word = {"yes": "yes", "partial": "part", "no": "·"}
     marks = [
-        [word["yes" if code in row["yes"] else "partial" if code in row["partial"] else "no"] for code in codes]
+        [
+            word["yes" if code in row["yes"] else "partial" if code in row["partial"] else "no"]
+            for code in codes
+        ]
         for row in FEATURES
     ]
     expected = [
         [str(row["number"]), row["feature"], word[row["ours"]], *own]
         for row, own in zip(FEATURES, marks, strict=True)
-    ]  # fmt: skip
+    ]
     assert lines == expected
 
 
 def test_the_page_shows_evidence_and_gaps():
     text = PAGE.read_text("utf-8").partition("\n## Evidence\n")[2]
-    rows = {int(line.split()[1]): cells(line) for line in text.splitlines() if re.match(r"\| \d+ ", line)}
+    rows = {
+        int(line.split()[1]): cells(line)
+        for line in text.splitlines()
+        if re.match(r"\| \d+ ", line)
+    }
     assert sorted(rows) == [row["number"] for row in FEATURES]
     for row in FEATURES:
         _, ours, shown, missing = rows[row["number"]]
@@ -134,7 +181,14 @@ def test_the_page_is_fresh_and_linked(monkeypatch: pytest.MonkeyPatch):
     assert "(comparison.md)" in (ROOT / "docs" / "view.md").read_text("utf-8")
 
 
-ROW = {"number": 1, "feature": "a", "ours": "yes", "evidence": ["headwise view"], "yes": ["A"], "partial": ["B"]}
+ROW = {
+    "number": 1,
+    "feature": "a",
+    "ours": "yes",
+    "evidence": ["headwise view"],
+    "yes": ["A"],
+    "partial": ["B"],
+}
 
 
 @pytest.mark.parametrize(
@@ -152,4 +206,8 @@ ROW = {"number": 1, "feature": "a", "ours": "yes", "evidence": ["headwise view"]
 def test_inconsistent_rows_are_refused(comparison_page: ModuleType, change: dict, message: str):
     with pytest.raises(ValueError, match=message):
         comparison_page.read_feature("Views", ROW | change, ["A", "B", "C"])
-    assert comparison_page.read_feature("Views", ROW, ["A", "B", "C"]).marks == {"A": "yes", "B": "partial", "C": "no"}
+    assert comparison_page.read_feature("Views", ROW, ["A", "B", "C"]).marks == {
+        "A": "yes",
+        "B": "partial",
+        "C": "no",
+    }

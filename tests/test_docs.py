@@ -1,4 +1,6 @@
-"""Every Python block of the documentation runs, and the pages about commands and errors show what is printed."""
+"""Every Python block of the documentation runs, and the pages about commands and errors show what
+is printed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from support.small_training import SHORT_RUNS
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # The code of a Chinese page is that of the English one.
-ENGLISH = [path for path in sorted((ROOT / "docs").glob("*.md")) if not path.name.endswith(".zh.md")]
+ENGLISH = [
+    path for path in sorted((ROOT / "docs").glob("*.md")) if not path.name.endswith(".zh.md")
+]
 PAGES = {path.name: path for path in ENGLISH if BLOCK.search(path.read_text("utf-8"))}
 VARIANT = "adding-a-variant.md"
 
@@ -77,7 +81,9 @@ def specs(module: ModuleType) -> list[hw.AttentionSpec]:
 def test_its_docstring_is_true(temperature: ModuleType):
     source = next(BLOCK.finditer(PAGES[VARIANT].read_text()))[1]
     checks = [
-        test for test in doctest.DocTestFinder().find(temperature.Temperature, globs=vars(temperature)) if test.examples
+        test
+        for test in doctest.DocTestFinder().find(temperature.Temperature, globs=vars(temperature))
+        if test.examples
     ]
     assert checks
     assert all(line.want in source for test in checks for line in test.examples)
@@ -87,7 +93,11 @@ def test_its_docstring_is_true(temperature: ModuleType):
 
 def test_the_report_of_the_page_is_the_one_it_prints(temperature: ModuleType):
     """All but the errors, which are rounding, and the exact number of comparisons of each check."""
-    shown = re.search(r"^```text\n(Temperature\(\): .*?)\n```", PAGES[VARIANT].read_text(), re.DOTALL | re.MULTILINE)
+    shown = re.search(
+        r"^```text\n(Temperature\(\): .*?)\n```",
+        PAGES[VARIANT].read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     assert shown is not None
     errors = re.compile(r" +\d\.\de[+-]\d\d")
     assert errors.sub("", shown[1]) == errors.sub("", str(temperature.report))
@@ -97,7 +107,9 @@ def test_the_part_of_the_page_is_pruned_and_printed(temperature: ModuleType):
     for spec in specs(temperature):
         layer = cases.layer(spec)
         _, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 4])
-        torch.testing.assert_close(weights["temperature.log"], layer.state_dict()["temperature.log"][[1, 4]])
+        torch.testing.assert_close(
+            weights["temperature.log"], layer.state_dict()["temperature.log"][[1, 4]]
+        )
         assert eval(repr(spec), vars(hw) | {"Temperature": temperature.Temperature}) == spec
 
 
@@ -106,9 +118,15 @@ CHINESE = [path.name for path in sorted((ROOT / "docs").glob("*.zh.md"))]
 
 @pytest.mark.parametrize("name", CHINESE)
 def test_both_languages_have_the_same_sections_pictures_and_commands(name: str):
-    """Headings by level, names of pictures and generated parts, and entries of `headwise learn`, in their order."""
-    structure = re.compile(r"^#+ |\]\(img/[^)]+|<!-- generated: [a-z0-9-]+|`headwise learn [C\d][^`]+`", re.MULTILINE)
-    texts = [(ROOT / "docs" / page).read_text("utf-8") for page in (name, name.replace(".zh.md", ".md"))]
+    """Headings by level, names of pictures and generated parts, and entries of `headwise learn`, in
+    their order.
+    """
+    structure = re.compile(
+        r"^#+ |\]\(img/[^)]+|<!-- generated: [a-z0-9-]+|`headwise learn [C\d][^`]+`", re.MULTILINE
+    )
+    texts = [
+        (ROOT / "docs" / page).read_text("utf-8") for page in (name, name.replace(".zh.md", ".md"))
+    ]
     chinese, english = (structure.findall(text) for text in texts)
     assert len(english) > 3
     assert [found.removesuffix("-zh") for found in chinese] == english
@@ -117,7 +135,9 @@ def test_both_languages_have_the_same_sections_pictures_and_commands(name: str):
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)    \S.*\n(?:(?:    .*)?\n)*")
 CHINESE_GUIDES = [
-    name for name in CHINESE if INDENTED.search(text := (ROOT / "docs" / name).read_text()) or "```" in text
+    name
+    for name in CHINESE
+    if INDENTED.search(text := (ROOT / "docs" / name).read_text()) or "```" in text
 ]
 
 
@@ -128,10 +148,15 @@ def content_of_guide(name: str) -> dict[str, list[str]]:
     links = re.findall(r"\]\(([^)]+)", prose)
     return {
         "code": [block.strip() for block in [*FENCED.findall(text), *INDENTED.findall(text)]],
-        "code in sentences": sorted({" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose)}),
+        "code in sentences": sorted(
+            {" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose)}
+        ),
         "figures": sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\(.*?\)", "", prose))),
         "links": sorted(re.sub(r"(\.zh)?\.md(#.*)?|^#.*", ".md", link) for link in links),
-        "cells by row": [str(row.replace("\\|", "").count("|")) for row in re.findall(r"^\|.*", prose, re.MULTILINE)],
+        "cells by row": [
+            str(row.replace("\\|", "").count("|"))
+            for row in re.findall(r"^\|.*", prose, re.MULTILINE)
+        ],
     }
 
 
@@ -147,7 +172,7 @@ def test_chinese_guides_have_the_commands_code_figures_and_links_of_the_english_
         assert found == english[kind], kind
 
 
-# --- commands ------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text("utf-8")
 ERRORS_PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
@@ -161,7 +186,9 @@ SHORT = SHORT_RUNS | {
 
 
 def run_headwise(line: str) -> tuple[int, str, str]:
-    """Exit code and output of a line `headwise COMMAND ...`, in this process; stdout may go to a file."""
+    """Exit code and output of a line `headwise COMMAND ...`, in this process; stdout may go to a
+    file.
+    """
     words, _, target = line.partition(" > ")
     argv = shlex.split(words)[1:]
     out, err = io.StringIO(), io.StringIO()
@@ -185,7 +212,9 @@ def test_every_command_of_the_session_runs(tmp_path: Path, monkeypatch: pytest.M
     shutil.copy(ROOT / "examples" / "windows.toml", tmp_path)
     monkeypatch.chdir(tmp_path)
     printed = ""
-    for language, block in re.findall(r"^```(sh|text)\n(.*?)^```", COMMANDS_PAGE, re.DOTALL | re.MULTILINE):
+    for language, block in re.findall(
+        r"^```(sh|text)\n(.*?)^```", COMMANDS_PAGE, re.DOTALL | re.MULTILINE
+    ):
         if language == "text":
             assert set(block.splitlines()) <= set(printed.splitlines())
             continue
@@ -193,7 +222,13 @@ def test_every_command_of_the_session_runs(tmp_path: Path, monkeypatch: pytest.M
             code, printed, err = run_headwise(line)
             assert code == 0, f"{line}: {err}"
             assert printed, line
-    for name in ("runs/dates", "runs/pruned/PROOF.md", "runs/grouped/PROOF.md", "dates.html", "runs/windows/report"):
+    for name in (
+        "runs/dates",
+        "runs/pruned/PROOF.md",
+        "runs/grouped/PROOF.md",
+        "dates.html",
+        "runs/windows/report",
+    ):
         assert Path(name).exists(), name
 
 
@@ -210,7 +245,11 @@ def test_the_exceptions_of_the_page_are_those_of_the_library():
     from headwise import errors
 
     rows = re.findall(r"^\| `(?:hw|headwise\.errors)\.(\w+)` \| `(\w+)`", ERRORS_PAGE, re.MULTILINE)
-    classes = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
+    classes = {
+        name: one
+        for name, one in vars(errors).items()
+        if isinstance(one, type) and issubclass(one, Exception)
+    }
     assert dict(rows) == {name: one.__bases__[0].__name__ for name, one in classes.items()}
     public = re.findall(r"^\| `hw\.(\w+)`", ERRORS_PAGE, re.MULTILINE)
     assert all(getattr(hw, name) is classes[name] for name in public)

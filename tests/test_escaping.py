@@ -1,4 +1,6 @@
-"""Names and texts of models cannot hide, rearrange or inject anything on a terminal, a page, a figure or a report."""
+"""Names and texts of models cannot hide, rearrange or inject anything on a terminal, a page, a
+figure or a report.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import pytest
 import headwise as hw
 from headwise import cli, escaping
 from headwise.cli.arguments import print_page
-from headwise.escaping import escape_html, escape_markdown, escape_page, escape_svg, escape_terminal, shorten_message
+from headwise.escaping import (
+    escape_html,
+    escape_markdown,
+    escape_page,
+    escape_svg,
+    escape_terminal,
+    shorten_message,
+)
 from support.syntax_trees import syntax_nodes
 
 SOURCE = Path(hw.__file__).parent
@@ -44,7 +53,14 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_invisible_characters_are_shown(name: str, escape: escaping.Escape):
     shown = escape(f"a{HOSTILE[name]}b")
-    assert {unicodedata.category(char) for char in shown} & {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"} == set()
+    assert {unicodedata.category(char) for char in shown} & {
+        "Cc",
+        "Cf",
+        "Cs",
+        "Co",
+        "Zl",
+        "Zp",
+    } == set()
     assert HOSTILE[name] not in shown
     assert shown.startswith("a")
     assert shown.endswith("b")
@@ -77,7 +93,9 @@ def test_markup_is_text():
         document = Collector()
         document.feed(f'<p title="{escape(MARKUP)}">{escape(MARKUP)}</p>')
         assert (document.tags, document.text) == ([("p", [("title", MARKUP)])], MARKUP)
-        element = ElementTree.fromstring(f'<text title="{escape_svg(MARKUP)}">{escape_svg(MARKUP)}</text>')
+        element = ElementTree.fromstring(
+            f'<text title="{escape_svg(MARKUP)}">{escape_svg(MARKUP)}</text>'
+        )
         assert (element.get("title"), element.text) == (MARKUP, MARKUP)
     shown = escape_markdown(f"`a` **b** [c](d) | e\nf {MARKUP}")
     assert "\n" not in shown
@@ -86,12 +104,20 @@ def test_markup_is_text():
 
 def test_messages_have_at_most_300_characters_of_foreign_text(capsys: pytest.CaptureFixture[str]):
     quoted = (repr("x" * 5000), repr("y z" * 5000), '"' + "it's " * 999 + '"', "w" * 5000)
-    listed = ([7] * 999, [[1, 2]] * 999, {"a": ["b c"] * 999}, [{"a b": {"c d": list(range(999))}}, 5])
+    listed = (
+        [7] * 999,
+        [[1, 2]] * 999,
+        {"a": ["b c"] * 999},
+        [{"a b": {"c d": list(range(999))}}, 5],
+    )
     for foreign in (*quoted, *map(str, listed)):
         message = shorten_message(f"config.json has {foreign}, unlike the model; correct it")
         assert len(message) < 300 + 60
         assert message.endswith("correct it")
-    assert shorten_message(f"cannot write to {'x' * 999}: it is long") == f"cannot write to {'x' * 300}…: it is long"
+    assert (
+        shorten_message(f"cannot write to {'x' * 999}: it is long")
+        == f"cannot write to {'x' * 300}…: it is long"
+    )
     assert cli.main(["why", "\x1b[2J\u202e" + "n" * 9000]) == 2
     err = capsys.readouterr().err
     assert len(err) < 700
@@ -100,17 +126,21 @@ def test_messages_have_at_most_300_characters_of_foreign_text(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_pages_on_a_terminal(is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_pages_on_a_terminal(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """What a program reads from a pipe is unchanged."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     print_page("\x1b[1mbold\x1b[0m \x1b[2J\n\tb")
     bold = "\x1b[1mbold\x1b[0m "
-    assert capsys.readouterr().out == bold + ("\\x1b[2J\n\tb\n" if is_terminal else "\x1b[2J\n\tb\n")
+    assert capsys.readouterr().out == bold + (
+        "\\x1b[2J\n\tb\n" if is_terminal else "\x1b[2J\n\tb\n"
+    )
 
 
-# How often modules print what is not constant. Those of cli/arguments.py and exit_status.py escape, and so does what is
-# printed elsewhere: a drawing of a mask, lines of progress, parts of a text, JSON, help texts, a script, and answers to
-# a process.
+# How often modules print what is not constant. Those of cli/arguments.py and exit_status.py escape,
+# and so does what is printed elsewhere: a drawing of a mask, lines of progress, parts of a text,
+# JSON, help texts, a script, and answers to a process.
 PRINTS = {
     "cli/__init__.py": 5,
     "cli/arguments.py": 2,
@@ -131,17 +161,28 @@ def is_print(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not node.args or isinstance(node.args[0], ast.Constant):
         return False
     function = ast.unparse(node.func)
-    return function == "print" or re.fullmatch(r"(sys\.|self\._)?(stream|stdout|stderr)\.write", function) is not None
+    return (
+        function == "print"
+        or re.fullmatch(r"(sys\.|self\._)?(stream|stdout|stderr)\.write", function) is not None
+    )
 
 
 def test_commands_print_in_one_place():
     nodes = {path: syntax_nodes(path.read_text()) for path in SOURCE.rglob("*.py")}
-    found = {path.relative_to(SOURCE).as_posix(): sum(map(is_print, one)) for path, one in nodes.items()}
+    found = {
+        path.relative_to(SOURCE).as_posix(): sum(map(is_print, one)) for path, one in nodes.items()
+    }
     assert {path: count for path, count in found.items() if count} == PRINTS
 
 
 def test_there_is_one_place():
-    """No other module escapes by itself, except the frame of a notebook, whose content is a whole page."""
+    """No other module escapes by itself, except the frame of a notebook, whose content is a whole
+    page.
+    """
     own = re.compile(r"html\.escape|saxutils|isprintable|\"unicode_escape\"|from html import")
-    found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if own.search(path.read_text())}
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if own.search(path.read_text())
+    }
     assert found == {"escaping.py", "viewer/view.py", "head_analysis/head_figures.py"}

@@ -41,17 +41,25 @@ def failing(times: int, call, error: Exception):
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace"])
-def test_the_old_file_outlives_every_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_the_old_file_outlives_every_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     files.write_atomically(tmp_path / "a", b"old")
-    monkeypatch.setattr(os, name, failing(1, getattr(os, name), OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(OSError, match=r"a cannot be written: No space left on device; make room") as excinfo:
+    monkeypatch.setattr(
+        os, name, failing(1, getattr(os, name), OSError(errno.ENOSPC, "No space left on device"))
+    )
+    with pytest.raises(
+        OSError, match=r"a cannot be written: No space left on device; make room"
+    ) as excinfo:
         files.write_atomically(tmp_path / "a", b"new")
     assert excinfo.value.errno == errno.ENOSPC
     assert "\n" not in str(excinfo.value)
     assert contents(tmp_path) == {"a": b"old"}
 
 
-def test_a_folder_that_cannot_be_synced_has_the_new_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_synced_has_the_new_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     files.write_atomically(tmp_path / "a", b"old")
     monkeypatch.setattr(os, "fsync", failing(2, os.fsync, OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error; give a folder that can be written"):
@@ -59,11 +67,15 @@ def test_a_folder_that_cannot_be_synced_has_the_new_file_whole(tmp_path: Path, m
     assert contents(tmp_path) == {"a": b"new"}
 
 
-def test_a_file_reaches_the_disk_before_its_name_and_the_name_before_the_end(tmp_path: Path, monkeypatch):
+def test_a_file_reaches_the_disk_before_its_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch
+):
     order = []
     for name in ("write", "fsync", "replace"):
         call = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, name=name, call=call: (order.append(name), call(*args))[1])
+        monkeypatch.setattr(
+            os, name, lambda *args, name=name, call=call: (order.append(name), call(*args))[1]
+        )
     files.write_atomically(tmp_path / "a", b"x")
     assert order == ["write", "fsync", "replace", "fsync"]
 
@@ -75,7 +87,9 @@ def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pyte
     assert contents(tmp_path) == {}
 
 
-def test_a_system_that_takes_little_at_a_time_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_system_that_takes_little_at_a_time_gets_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:3]))
     files.write_atomically(tmp_path / "a", b"0123456789")
@@ -91,10 +105,16 @@ def test_leftovers_are_swept(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "write", [files.write_atomically, lambda path, data: files.write_together(path.parent, {path.name: data})]
+    "write",
+    [
+        files.write_atomically,
+        lambda path, data: files.write_together(path.parent, {path.name: data}),
+    ],
 )
 def test_what_killed_writers_left_is_deleted_and_what_others_write_stays(tmp_path: Path, write):
-    left, written, other = (tmp_path / f".{name}.tmp" for name in ("a.0123abcd", "a.89abcdef", "a.b.0123abcd"))
+    left, written, other = (
+        tmp_path / f".{name}.tmp" for name in ("a.0123abcd", "a.89abcdef", "a.b.0123abcd")
+    )
     for path in (left, written, other):
         path.write_bytes(b"cut")
     with written.open("rb") as file:
@@ -113,7 +133,9 @@ def make_link(path: Path) -> None:
 @pytest.mark.parametrize("make", [make_link, os.mkfifo, lambda path: path.write_bytes(b"mine")])
 def test_a_lock_writes_to_no_file_of_others(tmp_path: Path, make):
     make(tmp_path / files.LOCK)
-    with pytest.raises((OSError, SpecError), match=r"\.lock (cannot be written: it is|is not a lock of headwise)"):
+    with pytest.raises(
+        (OSError, SpecError), match=r"\.lock (cannot be written: it is|is not a lock of headwise)"
+    ):
         files.FolderLock(tmp_path).__enter__()
     left = {path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert left <= {b"mine"}
@@ -127,12 +149,18 @@ def test_lines_are_appended_to_no_file_of_others(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync"])
-def test_several_files_outlive_every_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_several_files_outlive_every_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     """The failure is at the second file, when the first is on disk under a temporary name."""
     old = {"a": b"1", "b": b"1"}
     files.write_together(tmp_path, old)
     calls = {"open": 2, "write": 2, "fsync": 2}[name]
-    monkeypatch.setattr(os, name, failing(calls, getattr(os, name), OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        os,
+        name,
+        failing(calls, getattr(os, name), OSError(errno.ENOSPC, "No space left on device")),
+    )
     with pytest.raises(OSError, match=r"b cannot be written: No space left on device; make room"):
         files.write_together(tmp_path, {"a": b"2", "b": b"2"})
     assert contents(tmp_path) == old
@@ -159,7 +187,9 @@ def test_a_lock_names_its_holder_and_outlives_it_not(tmp_path: Path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=-1, cwd=source)
     assert holder.stdout is not None
     holder.stdout.readline()
-    with pytest.raises(SpecError, match=f"is being written by process {holder.pid} on .*; wait for it"):
+    with pytest.raises(
+        SpecError, match=f"is being written by process {holder.pid} on .*; wait for it"
+    ):
         files.FolderLock(tmp_path).__enter__()
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
@@ -200,7 +230,9 @@ def test_a_wrong_line_inside_is_no_torn_one(tmp_path: Path):
 
 def test_a_full_disk_is_reported_for_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = files.JsonLines(tmp_path / "a.jsonl")
-    monkeypatch.setattr(os, "write", failing(1, os.write, OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        os, "write", failing(1, os.write, OSError(errno.ENOSPC, "No space left on device"))
+    )
     with pytest.raises(OSError, match=r"a.jsonl cannot be written: No space left"):
         lines.append({"step": 1})
     lines.close()

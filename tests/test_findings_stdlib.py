@@ -1,4 +1,6 @@
-"""The page about induction during training: its measures and tests on a model that trains in seconds."""
+"""The page about induction during training: its measures and tests on a model that trains in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ NAMES = ("measures", "curves", "page")
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the script."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    own: dict[str, ModuleType] = {name: importlib.import_module(f"induction_{name}") for name in NAMES}
+    own: dict[str, ModuleType] = {
+        name: importlib.import_module(f"induction_{name}") for name in NAMES
+    }
     return SimpleNamespace(**own, script=importlib.import_module("induction_study"))
 
 
@@ -38,8 +42,19 @@ def tiny(parts: Any, tmp_path: Path) -> Any:
     text.write_text(" ".join(words[n] for n in draw.integers(0, len(words), 3000)))
     usual = parts.measures.Setting()
     recipe = replace(usual.recipe, steps=4, batch=4, evaluate_every=2, checkpoint_every=2)
-    return replace(usual, path=str(text), vocab=270, length=16, width=12, heads=3, recipe=recipe, kept=(0, 2, 4),
-                   texts=5, rows=7, seeds=(0,))  # fmt: skip
+    return replace(
+        usual,
+        path=str(text),
+        vocab=270,
+        length=16,
+        width=12,
+        heads=3,
+        recipe=recipe,
+        kept=(0, 2, 4),
+        texts=5,
+        rows=7,
+        seeds=(0,),
+    )
 
 
 def test_examples_are_true(parts: Any):
@@ -62,10 +77,14 @@ def net_of(tiny: Any) -> Any:
 def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
     net, examples = net_of(tiny), parts.measures.repeated_scenes(270, 16, 4, 0)
     by_text = parts.measures.ByText(parts.measures.TESTED)
-    table = measure_heads(net, examples, options=MeasureOptions(parts.measures.TESTED), collectors=[by_text])
+    table = measure_heads(
+        net, examples, options=MeasureOptions(parts.measures.TESTED), collectors=[by_text]
+    )
     for name in parts.measures.TESTED:
         values = [one.measures[name].value for one in table.heads]
-        np.testing.assert_allclose(by_text.values(name).mean(0), values, rtol=1e-6)  # all texts have as many rows
+        np.testing.assert_allclose(
+            by_text.values(name).mean(0), values, rtol=1e-6
+        )  # all texts have as many rows
         alone = measure_heads(net, [examples[2]], options=MeasureOptions((name,), min_texts=1))
         np.testing.assert_allclose(
             by_text.values(name)[2], [one.measures[name].value for one in alone.heads], rtol=1e-6
@@ -73,10 +92,14 @@ def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
 
 
 def test_induction_of_repeated_rows_by_hand(parts: Any, tiny: Any):
-    """A row of the second half may read one token behind its like; a head that reads all alike has 1 of t."""
+    """A row of the second half may read one token behind its like; a head that reads all alike has
+    1 of t.
+    """
     net, examples = net_of(tiny), parts.measures.repeated_scenes(270, 16, 3, 0)
     table = measure_heads(net, examples, options=MeasureOptions(("induction",)))
-    by_hand = sum(1 / (at + 1) for at in range(8, 16)) / 8  # at 8..15, of the keys 0..at: no head has a sink
+    by_hand = (
+        sum(1 / (at + 1) for at in range(8, 16)) / 8
+    )  # at 8..15, of the keys 0..at: no head has a sink
     assert math.isclose(table.heads[0].measures["induction"].chance, by_hand, rel_tol=1e-6)
 
 
@@ -85,13 +108,18 @@ def test_losses_are_of_the_next_token(parts: Any, tiny: Any):
     ids = examples[1].inputs["x"]
     logits = net(ids)[0].detach().double()
     by_hand = [float(logits[at].logsumexp(0) - logits[at, ids[0, at + 1]]) for at in range(15)]
-    np.testing.assert_allclose(parts.measures.losses(net, parts.measures.ids_of(examples))[1], by_hand, rtol=1e-5)
+    np.testing.assert_allclose(
+        parts.measures.losses(net, parts.measures.ids_of(examples))[1], by_hand, rtol=1e-5
+    )
 
 
 def test_composition_by_whole_matrices(parts: Any, tiny: Any):
     """|W_QK W_OV^T| / |W_QK| |W_OV| of weights taken from the state by hand."""
     net = net_of(tiny)
-    found, state = parts.measures.composition(net), {name: one.double() for name, one in net.state_dict().items()}
+    found, state = (
+        parts.measures.composition(net),
+        {name: one.double() for name, one in net.state_dict().items()},
+    )
     assert np.isnan(found[3:]).all()
     assert np.isnan(found[:3, :3]).all()
     q, k = (state[f"decoder.1.attention.project.{side}"].view(3, 4, 12) for side in "qk")
@@ -125,27 +153,46 @@ def test_training_measuring_and_reporting(parts: Any, tiny: Any, tmp_path: Path)
 
 
 def make_findings(parts: Any, shift: float) -> Any:
-    """A story made up: noise, and a head whose induction rises by `shift` at the second of three steps."""
+    """A story made up: noise, and a head whose induction rises by `shift` at the second of three
+    steps.
+    """
     draw = np.random.default_rng(0)
     Seen = parts.measures.Seen
 
     def one(rise: float) -> Any:
-        scores = {(data, name): draw.normal(0, 0.01, (40, 6)) for data in ("source", "repeated")
-                  for name in parts.measures.TESTED}  # fmt: skip
+        scores = {
+            (data, name): draw.normal(0, 0.01, (40, 6))
+            for data in ("source", "repeated")
+            for name in parts.measures.TESTED
+        }
         scores["repeated", "induction"][:, 4] += rise
-        return Seen({}, scores, {name: draw.normal(0, 0.1, (40, 15)) for name in ("source", "repeated")}, np.empty(0))
+        return Seen(
+            {},
+            scores,
+            {name: draw.normal(0, 0.1, (40, 15)) for name in ("source", "repeated")},
+            np.empty(0),
+        )
 
     heads = {"previous": 1, "induction": 4}
     story = parts.measures.Story(0, (one(0), one(shift), one(shift)), heads, ((), ()), ({}, {}))
-    return parts.measures.Found(parts.measures.Setting(kept=(0, 10, 20), seeds=(0,)), None, 0, (story,), one(0))
+    return parts.measures.Found(
+        parts.measures.Setting(kept=(0, 10, 20), seeds=(0,)), None, 0, (story,), one(0)
+    )
 
 
 def test_tests_find_what_is_there_and_nothing_else(parts: Any):
     found = parts.curves.tests(make_findings(parts, 0.3))
-    rise = {("head", 0, 10, "repeated", "induction", 4), ("head", 0, 20, "repeated", "induction", 4)}
-    assert {key for key, one in found.items() if one.is_above_chance} == rise | {("change", 0, 10, "induction")}
+    rise = {
+        ("head", 0, 10, "repeated", "induction", 4),
+        ("head", 0, 20, "repeated", "induction", 4),
+    }
+    assert {key for key, one in found.items() if one.is_above_chance} == rise | {
+        ("change", 0, 10, "induction")
+    }
     assert len(found) == 2 * 2 * 2 * 6 + 2 * 4
-    assert 0 < found["head", 0, 10, "repeated", "induction", 4].p < 1e-20  # 0.3 is 190 standard errors
+    assert (
+        0 < found["head", 0, 10, "repeated", "induction", 4].p < 1e-20
+    )  # 0.3 is 190 standard errors
     nothing = parts.curves.tests(make_findings(parts, 0.0))
     assert not any(one.is_above_chance for one in nothing.values())
 

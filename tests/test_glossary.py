@@ -1,4 +1,6 @@
-"""The glossaries: the English and the Chinese page have the same terms, code words and letters, in the same order."""
+"""The glossaries: the English and the Chinese page have the same terms, code words and letters, in
+the same order.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 def rows(name: str) -> list[list[str]]:
     """The cells of all rows of the tables of a page, without headers."""
     lines = (DOCS / name).read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("|")
+    ]
     return [row for row in cells if row[0] not in ("word", "letter", "---")]
 
 

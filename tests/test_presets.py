@@ -13,7 +13,10 @@ from headwise.nn import reference
 from headwise.presets import PRESETS
 from support.layer_cases import check_close
 
-PUBLISHED = "mha gqa mqa mla moh dcmha mohsa collaborative talking diff entmax linear performer longformer bigbird kha"
+PUBLISHED = (
+    "mha gqa mqa mla moh dcmha mohsa collaborative talking diff entmax linear performer "
+    "longformer bigbird kha"
+)
 
 
 def layer_of(name: str, dtype=torch.float64) -> hw.Attention:
@@ -53,7 +56,10 @@ def test_a_causal_preset_decodes_from_its_cache(name):
         return
     x = torch.randn(2, 11, 256, dtype=torch.float64)
     cache = layer.cache(batch=2, capacity=12)
-    parts = [layer(x[:, :4], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(4, 11))]
+    parts = [
+        layer(x[:, :4], cache=cache),
+        *(layer(x[:, t : t + 1], cache=cache) for t in range(4, 11)),
+    ]
     check_close(torch.cat(parts, 1), layer(x))
 
 
@@ -77,18 +83,28 @@ def test_gradients_are_finite_under_autocast(name):
     assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
 
 
-# --- learning ------------------------------------------------------------------------------------------
+# --- learning -------------------------------------------------------------------------------------
 
-PAIRS, KEYS, VALUES, NUM_QUERIES = 8, 16, 8, 4  # pairs in a text, keys and values there are, questions at its end
+PAIRS, KEYS, VALUES, NUM_QUERIES = (
+    8,
+    16,
+    8,
+    4,
+)  # pairs in a text, keys and values there are, questions at its end
 CHANCE = torch.tensor(float(VALUES)).log().item()
 
 
 class LookUp(nn.Module):
-    """Tokens that hold a key and a value, then tokens that hold a key; one layer says which value."""
+    """Tokens that hold a key and a value, then tokens that hold a key; one
+    layer says which value.
+    """
 
     def __init__(self, spec: hw.AttentionSpec) -> None:
         super().__init__()
-        self.identity, self.value = nn.Embedding(KEYS, spec.model), nn.Embedding(VALUES + 1, spec.model)
+        self.identity, self.value = (
+            nn.Embedding(KEYS, spec.model),
+            nn.Embedding(VALUES + 1, spec.model),
+        )
         self.layer, self.says = hw.Attention(spec), nn.Linear(spec.model, VALUES)
 
     def forward(self, keys, values):
@@ -103,7 +119,11 @@ def texts(step: int, batch: int = 64):
     values = torch.randint(VALUES, (batch, PAIRS), generator=draw)
     which = torch.rand(batch, PAIRS, generator=draw).argsort(1)[:, :NUM_QUERIES]
     blank = torch.full((batch, NUM_QUERIES), VALUES)
-    return torch.cat([sample, sample.gather(1, which)], 1), torch.cat([values, blank], 1), values.gather(1, which)
+    return (
+        torch.cat([sample, sample.gather(1, which)], 1),
+        torch.cat([values, blank], 1),
+        values.gather(1, which),
+    )
 
 
 def learnt(spec: hw.AttentionSpec, steps: int) -> float:

@@ -1,4 +1,6 @@
-"""Every analysis gives the same numbers on a device that is not the CPU, and leaves no tensor behind on the CPU."""
+"""Every analysis gives the same numbers on a device that is not the CPU, and leaves no tensor
+behind on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def parses(model: nn.Module) -> Any:
     sentences = [
         sentence
         for word in ("the", "a", "b")
-        for sentence in read_conllu(conllu_examples.conllu_lines(conllu_examples.ROWS.replace("The", word)))
+        for sentence in read_conllu(
+            conllu_examples.conllu_lines(conllu_examples.ROWS.replace("The", word))
+        )
     ]
     examples = list(examples_from_sentences(model, sentences).examples_with_frequencies())
     assert examples
@@ -104,7 +108,11 @@ def lab_effect(model: Any) -> Any:
 
 def trace_weights(model: nn.Module, inputs: Any) -> Any:
     trace = hw.trace(model, inputs)
-    return [trace.head_weights(layer.name, head) for layer in trace.layers for head in range(layer.heads)]
+    return [
+        trace.head_weights(layer.name, head)
+        for layer in trace.layers
+        for head in range(layer.heads)
+    ]
 
 
 def byte_model() -> nn.Module:
@@ -136,26 +144,46 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "ablate to noise": (small_model, lambda m: ablated(m, "noise")),
     "head means": (small_model, lambda m: hw.head_means(m, [IDS])),
     "attention maps": (small_model, lambda m: hw.compute_attention_maps(m, IDS).rollout()),
-    "logit": (small_model, lambda m: [share.value for share in hw.attribute_logit(m, IDS[:1]).heads]),
+    "logit": (
+        small_model,
+        lambda m: [share.value for share in hw.attribute_logit(m, IDS[:1]).heads],
+    ),
     "lab": (small_model, lab_effect),
     "heads": (byte_model, lambda m: measures(hw.heads(m, TEXTS, tokenizer="bytes"))),
-    "heads of Clark et al.": (byte_model, lambda m: measures(hw.heads(m, TEXTS, criteria="clark", tokenizer="bytes"))),
+    "heads of Clark et al.": (
+        byte_model,
+        lambda m: measures(hw.heads(m, TEXTS, criteria="clark", tokenizer="bytes")),
+    ),
     "words": (
         byte_model,
-        lambda m: measures(hw.heads(m, TEXTS, options=FEW._replace(units="words"), tokenizer="bytes")),
+        lambda m: measures(
+            hw.heads(m, TEXTS, options=FEW._replace(units="words"), tokenizer="bytes")
+        ),
     ),
     "parses": (conllu_examples.build_encoder, parses),
-    "padded task": (task_model, lambda m: measures(hw.measure_heads(m, list_examples(m), options=FEW))),
-    "importance in a padded task": (task_model, lambda m: ratings(hw.importance(m, list_examples(m)))),
+    "padded task": (
+        task_model,
+        lambda m: measures(hw.measure_heads(m, list_examples(m), options=FEW)),
+    ),
+    "importance in a padded task": (
+        task_model,
+        lambda m: ratings(hw.importance(m, list_examples(m))),
+    ),
     "evaluate": (task_model, lambda m: hw.evaluate(m, PADDED_TASK, batches=1).metrics),
     "redundancy": (byte_model, lambda m: hw.measure_redundancy(m, byte_examples(m)).data),
     "prune": (byte_model, lambda m: logits(hw.prune(m, 0.5, TEXTS, tokenizer="bytes").after)),
     "convert": (byte_model, lambda m: logits(hw.convert(m, 1).after)),
-    "convert aligned": (byte_model, lambda m: logits(hw.convert(m, ALIGNED, TEXTS, tokenizer="bytes").after)),
+    "convert aligned": (
+        byte_model,
+        lambda m: logits(hw.convert(m, ALIGNED, TEXTS, tokenizer="bytes").after),
+    ),
     "encoder-decoder": (translator, lambda m: hw.run_model(m, {"x": IDS, "source": IDS})),
     "tuple of ids": (small_model, lambda m: hw.run_model(m, (IDS,))),
     "tuple": (attention_of_torch, lambda m: trace_weights(m, (ROWS, ROWS, ROWS))),
-    "transformers": (lambda: ZOO["llama"].build().double(), lambda m: trace_weights(m, {"input_ids": IDS})),
+    "transformers": (
+        lambda: ZOO["llama"].build().double(),
+        lambda m: trace_weights(m, {"input_ids": IDS}),
+    ),
     "texts of transformers": (ZOO["bert"].build, lambda m: ablated(m)),
 }
 SLOW = ("importance by lrp-jacobian", "importance by lrp", "importance by shapley")
@@ -167,7 +195,9 @@ def importance(method: str) -> Callable[[Any], Any]:
     )
 
 
-CALLS |= {f"importance by {method}": (byte_model, importance(method)) for method in IMPORTANCE_METHODS}
+CALLS |= {
+    f"importance by {method}": (byte_model, importance(method)) for method in IMPORTANCE_METHODS
+}
 
 
 @pytest.mark.parametrize(
@@ -185,13 +215,19 @@ def test_results_equal_those_on_the_cpu(name: str):
 
 
 def move_block(block: nn.Module, device: torch.device) -> None:
-    """Move a block, and its inputs and outputs at each call, as accelerate does for a model on several devices."""
+    """Move a block, and its inputs and outputs at each call, as accelerate does for a model on
+    several devices.
+    """
 
     def to(where: torch.device, values: Any) -> Any:
-        return tree_map(lambda value: value.to(where) if isinstance(value, Tensor) else value, values)
+        return tree_map(
+            lambda value: value.to(where) if isinstance(value, Tensor) else value, values
+        )
 
     block.to(device)
-    block.register_forward_pre_hook(lambda _, args, kwargs: to(device, (args, kwargs)), with_kwargs=True)
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: to(device, (args, kwargs)), with_kwargs=True
+    )
     block.register_forward_hook(lambda _, args, output: to(torch.device("cpu"), output))
 
 

@@ -1,4 +1,6 @@
-"""Progress of long commands: what a terminal and a pipe show, and that every long command reports it."""
+"""Progress of long commands: what a terminal and a pipe show, and that every long command reports
+it.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,22 @@ def test_a_pipe_gets_lines_at_intervals():
         clock.seconds += 1
     report("")
     assert stream.getvalue().splitlines() == [
-        f"measuring heads: {done} of 40 texts, {format_duration(40 - done)} left" for done in (10, 20, 30, 40)
+        f"measuring heads: {done} of 40 texts, {format_duration(40 - done)} left"
+        for done in (10, 20, 30, 40)
     ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("progress")
-    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 300, "n_positions": 64}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 24,
+        "n_head": 4,
+        "n_layer": 2,
+        "vocab_size": 300,
+        "n_positions": 64,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "model")
@@ -86,9 +96,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COMMANDS = {
-    "heads": (["heads", "--importance", "taylor"], ["measuring heads: 40 of 40 texts, 0:", "importance of heads (taylor): 40 of 40 texts, 0:"]),  # noqa: E501 - one case a line
-    "prune": (["prune", "--keep", "0.5", "--uptrain", "2"], ["ranking heads: 20 of 20 texts, 0:", "removing heads", "comparing texts before and after: 19 of 20 texts, 0:", "retraining by distillation: 2 of 2 steps, 0:"]),  # noqa: E501 - one case a line
-    "convert": (["convert", "--kv", "2", "--align"], ["collecting keys and values: 19 of 20 texts, 0:", "measuring speed"]),  # noqa: E501 - one case a line
+    "heads": (["heads", "--importance", "taylor"], [("measuring heads: 40 of 40 texts, "
+                                                    "0:"), ("importance of heads (taylor): 40 of "
+                                                           "40 texts, 0:")]),
+    "prune": (["prune", "--keep", "0.5", "--uptrain", "2"], [("ranking heads: 20 of 20 texts, "
+                                                             "0:"), "removing heads", ("comparing "
+                                                                                      "texts before and after: 19 of 20 texts, 0:"), "retraining by distillation: 2 of 2 steps, 0:"]),  # noqa: E501 - one case a line
+    "convert": (["convert", "--kv", "2", "--align"], [("collecting keys and values: 19 of 20 "
+                                                      "texts, 0:"), "measuring speed"]),
     "sweep": (["prune", "--sweep", "--by", "michel"], ["ranking heads: 20 of 20 texts, 0:"]),
     "gates": (["prune", "--keep", "0.5", "--gates", "2"], ["training gates: 2 of 2 steps, 0:"]),
 }  # fmt: skip
@@ -96,20 +111,29 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_long_commands_report_counts_and_the_time_left_when_piped(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     (command, *options), expected = COMMANDS[name]
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
     out = [] if name == "heads" else ["--out", str(tmp_path / "out")]
     fast = [] if name in ("heads", "sweep") else ["--seconds", "0.05", "--length", "8"]
-    code = cli.main([command, str(folder / "model"), "--data", str(folder / "texts"), *options, *out, *fast])
+    code = cli.main(
+        [command, str(folder / "model"), "--data", str(folder / "texts"), *options, *out, *fast]
+    )
     printed = capsys.readouterr()
     assert code == 0, printed.err
     if "--uptrain" in options:
         record = json.loads((tmp_path / "out" / "heads.json").read_text())["change"]
         assert [point["step"] for point in record["uptraining"]["curve"]] == [0, 2]
     for line in expected:
-        assert any(shown.startswith(line) for shown in printed.err.splitlines()), (line, printed.err)
+        assert any(shown.startswith(line) for shown in printed.err.splitlines()), (
+            line,
+            printed.err,
+        )
     assert not re.search(r"\d:\d\d left", printed.out)
 
 
@@ -129,6 +153,8 @@ def test_a_study_prints_the_time_left(tmp_path: Path, monkeypatch: pytest.Monkey
     clock, lines = Clock(), list[str]()
     monkeypatch.setattr(study_runner, "TimeLeft", lambda: progress.TimeLeft(clock))
     cells = [Cell("gqa", "recall", 1e-3, seed, {}) for seed in range(14)]
-    study_runner._run_stage(cells, "tune", tmp_path, SlowEngine(clock), lambda cell: True, lines.append)  # pyright: ignore[reportPrivateUsage, reportArgumentType] - run without processes
+    study_runner._run_stage(
+        cells, "tune", tmp_path, SlowEngine(clock), lambda cell: True, lines.append
+    )  # pyright: ignore[reportPrivateUsage, reportArgumentType] - run without processes
     assert lines[1].endswith("seed 1  done in 5.0 s, 1:00 left")
     assert lines[-1].endswith("seed 13  done in 5.0 s, 0:00 left")

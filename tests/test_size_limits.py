@@ -1,4 +1,6 @@
-"""Sizes that no document needs are refused before anything is allocated or enumerated, with the largest value."""
+"""Sizes that no document needs are refused before anything is allocated or enumerated, with the
+largest value.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +17,59 @@ from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
 
 SPEC = (
-    "model = 8\npattern = 'full()'\nproject = 'Direct'\nsimilarity = 'Dot'\nnormaliser = 'Softmax'\nmerge = 'Concat'\n"
+    "model = 8\npattern = 'full()'\nproject = 'Direct'\nsimilarity = 'Dot'\nnormaliser = "
+    "'Softmax'\nmerge = 'Concat'\n"
 )
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}
 HEADS = "heads = {{q = {q}, kv = {kv}, dim = {dim}, kv_head_of_query = [{map}]}}\n"
 
 
-def spec(model: object = 8, q: object = 2, kv: object = 2, dim: object = 4, head_map: str = "0, 1") -> str:
+def spec(
+    model: object = 8, q: object = 2, kv: object = 2, dim: object = 4, head_map: str = "0, 1"
+) -> str:
     """A spec as TOML, with other sizes."""
-    return SPEC.replace("model = 8", f"model = {model}") + HEADS.format(q=q, kv=kv, dim=dim, map=head_map)
+    return SPEC.replace("model = 8", f"model = {model}") + HEADS.format(
+        q=q, kv=kv, dim=dim, map=head_map
+    )
 
 
 PRIME = 2**61 - 1
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "width": (lambda: hw.from_toml(spec(model=2**24 + 1)), "model = 16777217 is too large; give 16777216 or less"),
-    "heads": (lambda: hw.from_toml(spec(q=65537)), "heads.q = 65537 is too large; give 65536 or less"),
+    "width": (
+        lambda: hw.from_toml(spec(model=2**24 + 1)),
+        "model = 16777217 is too large; give 16777216 or less",
+    ),
+    "heads": (
+        lambda: hw.from_toml(spec(q=65537)),
+        "heads.q = 65537 is too large; give 65536 or less",
+    ),
     "kv": (lambda: hw.from_toml(spec(kv=PRIME)), "too large; give 65536 or less"),
-    "dim": (lambda: hw.from_toml(spec(dim=65537)), "heads.dim = 65537 is too large; give 65536 or less"),
+    "dim": (
+        lambda: hw.from_toml(spec(dim=65537)),
+        "heads.dim = 65537 is too large; give 65536 or less",
+    ),
     "map": (lambda: hw.from_toml(spec(head_map=f"0, {PRIME}")), "too large; give 65536 or less"),
     "digits": (lambda: hw.from_toml(spec(model="9" * 5000)), "a number has more than 4,300 digits"),
-    "many digits": (lambda: hw.from_toml(spec(model="9" * 4000)), "a number of 4000 digits is too large"),
+    "many digits": (
+        lambda: hw.from_toml(spec(model="9" * 4000)),
+        "a number of 4000 digits is too large",
+    ),
     "design": (lambda: hw.design(model=PRIME, heads=2), "is too large; give 16777216 or less"),
     "design heads": (lambda: hw.design(model=PRIME - 1, heads=PRIME), "too large"),
-    "preset": (lambda: hw.design(preset="gqa", model=8, heads=PRIME), "too large; give 65536 or less"),
+    "preset": (
+        lambda: hw.design(preset="gqa", model=8, heads=PRIME),
+        "too large; give 65536 or less",
+    ),
     "python": (lambda: hw.design(model=10**6000, heads=2), "a number of 6001 digits is too large"),
     "part": (lambda: Latent(rank=2**64), "Latent.rank = 18446744073709551616 is too large"),
     "grid": (
         lambda: hw.ContinuousBias(rows=10**6, columns=10**6),
         "hidden of ContinuousBias = 2047997952000512 is too large; give 268435456 or less",
     ),
-    "toml": (lambda: hw.from_toml("a = " + "[" * 100_000), "nested too deeply; give at most 64 levels"),
+    "toml": (
+        lambda: hw.from_toml("a = " + "[" * 100_000),
+        "nested too deeply; give at most 64 levels",
+    ),
     "json": (lambda: hw.from_json("[" * 100_000), "nested too deeply; give at most 64 levels"),
     "shallow json": (lambda: hw.from_json('{"a":' * 65 + "1" + "}" * 65), "nested too deeply"),
     "model toml": (lambda: model_spec.from_toml("a = " + "[" * 100_000), "nested too deeply"),
@@ -55,7 +80,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "recipe": (lambda: recipe.from_toml("a = " + "[" * 100_000), "nested too deeply"),
     "recipe digits": (lambda: recipe.from_toml("steps = " + "9" * 5000), "more than 4,300 digits"),
     "plan": (
-        lambda: PruningPlan.from_dict(families.read_model_spec(GPT2), {"keep": {"decoder.0.attention": [PRIME]}}),
+        lambda: PruningPlan.from_dict(
+            families.read_model_spec(GPT2), {"keep": {"decoder.0.attention": [PRIME]}}
+        ),
         "too large; give 65536 or less",
     ),
 }
@@ -84,7 +111,12 @@ def test_a_prime_batch_is_divided_without_counting():
 
 @pytest.mark.parametrize("depth", [64, 65])
 def test_nesting_is_counted_in_tables_and_lists(depth: int):
-    text = '{"a": ' * (depth // 2) + "[" * (depth - depth // 2) + "]" * (depth - depth // 2) + "}" * (depth // 2)
+    text = (
+        '{"a": ' * (depth // 2)
+        + "[" * (depth - depth // 2)
+        + "]" * (depth - depth // 2)
+        + "}" * (depth // 2)
+    )
     if depth == 64:
         assert size_limits.parse_json("it", text, "") == json.loads(text)
     else:

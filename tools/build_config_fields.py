@@ -1,8 +1,10 @@
-"""Write docs/config-fields.json: what becomes of each field of config.json in each family that hw.load builds.
+"""Write docs/config-fields.json: what becomes of each field of config.json in each family that
+hw.load builds.
 
     python tools/build_config_fields.py [FAMILY ...]
 
-Every field is compared with transformers for several values. With names of families, only their rows are replaced.
+Every field is compared with transformers for several values. With names of families, only their
+rows are replaced.
 """
 
 from __future__ import annotations
@@ -44,13 +46,20 @@ def main(families: list[str]) -> int:
 def _write_row(family: str, counts: dict[str, int], fields: dict[str, list[str]]) -> None:
     """Replace the row of a family, one line per class of fields."""
     old = json.loads(TABLE_FILE.read_text()) if TABLE_FILE.is_file() else {}
-    cases, rows = old.get("cases", {}) | {family: counts}, old.get("families", {}) | {family: fields}
+    cases, rows = (
+        old.get("cases", {}) | {family: counts},
+        old.get("families", {}) | {family: fields},
+    )
     lines = ["{", f'"transformers": "{transformers.__version__}",', '"cases": {']
-    lines.append(",\n".join(f" {json.dumps(name)}: {json.dumps(cases[name])}" for name in sorted(cases)))
+    lines.append(
+        ",\n".join(f" {json.dumps(name)}: {json.dumps(cases[name])}" for name in sorted(cases))
+    )
     lines.append('},\n"families": {')
     blocks = []
     for name in sorted(rows):
-        kinds = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(names)}" for kind, names in rows[name].items())
+        kinds = ",\n".join(
+            f"  {json.dumps(kind)}: {json.dumps(names)}" for kind, names in rows[name].items()
+        )
         blocks.append(f" {json.dumps(name)}: {{\n{kinds}\n }}")
     lines.append(",\n".join(blocks) + "\n}\n}\n")
     TABLE_FILE.write_text("\n".join(lines))

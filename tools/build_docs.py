@@ -1,7 +1,9 @@
-"""Write the generated parts of the READMEs and docs/*.md; with --check, only report which are stale, and fail.
+"""Write the generated parts of the READMEs and docs/*.md; with --check, only report which are
+stale, and fail.
 
-A generated part is between `<!-- generated: NAME -->` and `<!-- /generated -->`; the function of this name in
-this file returns its text. Every fact about the code in the documents is generated, so that it stays true.
+A generated part is between `<!-- generated: NAME -->` and `<!-- /generated -->`; the function of
+this name in this file returns its text. Every fact about the code in the documents is generated, so
+that it stays true.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ os.environ["HEADWISE_MACHINE_CLASS"] = (
     "x86-avx512-bf16"  # the documents show the choices of the machine that was measured
 )
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /generated -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /generated -->)", re.DOTALL
+)
 MARK = re.compile(r"<!-- (?:generated: [\w-]+|/generated) -->")
 
 Generator = Callable[[], str]
@@ -39,10 +43,12 @@ def generates(make: Generator) -> Generator:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; a bar inside a cell is escaped."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
-# --- generators ----------------------------------------------------------------------------------------
+# --- generators -----------------------------------------------------------------------------------
 
 
 @generates
@@ -78,11 +84,17 @@ def traffic() -> str:
         "data=2,tensor=2",
         "context=2,tensor=2",
     ):
-        messages = count_communication(described, Parallelism.parse(text), batch_shape=BatchShape(16, 64))
+        messages = count_communication(
+            described, Parallelism.parse(text), batch_shape=BatchShape(16, 64)
+        )
         moved = sum(message.moved for message in messages) / 1e6
-        counts = {kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")}
+        counts = {
+            kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")
+        }
         rows.append([f"`{text}`", *(str(count) for count in counts.values()), f"{moved:.2f} MB"])
-    return table(["parallelism", "all-reduces", "all-gathers", "reduce-scatters", "sent per rank"], rows)
+    return table(
+        ["parallelism", "all-reduces", "all-gathers", "reduce-scatters", "sent per rank"], rows
+    )
 
 
 @generates
@@ -96,13 +108,20 @@ def divided() -> str:
     for name in PRESETS:
         spec = design(preset=name, model=512, heads=8)
         try:
-            share = costs.count_parameters(partition_heads(name, spec, 2)[0].spec) / costs.count_parameters(spec)
+            share = costs.count_parameters(
+                partition_heads(name, spec, 2)[0].spec
+            ) / costs.count_parameters(spec)
             cell = f"{share:.0%}"
         except SpecError as refused:
             cell = f"not divisible: {str(refused).partition(': ')[2].partition(',')[0]}"
         rows.append([f"`{name}`", cell, f"{count_kv_entry_numbers(spec):,}"])
     return table(
-        ["preset", "`tensor=2`: share of the parameters per rank", "`context=2`: numbers sent per token"], rows
+        [
+            "preset",
+            "`tensor=2`: share of the parameters per rank",
+            "`context=2`: numbers sent per token",
+        ],
+        rows,
     )
 
 
@@ -113,13 +132,18 @@ def is_module(path: Path) -> bool:
 @generates
 def parts() -> str:
     """Every registered part: its interface, definition and paper."""
-    rows = [(f"`{cls.__name__}`", phase(cls), summary(cls), cls.paper or "-") for cls in registered_parts()]
+    rows = [
+        (f"`{cls.__name__}`", phase(cls), summary(cls), cls.paper or "-")
+        for cls in registered_parts()
+    ]
     return table(["part", "interface", "definition", "paper"], rows)
 
 
 @generates
 def part_conflicts() -> str:
-    """Every part and pair of parts that conflicts, with the message; all other pairs can be combined."""
+    """Every part and pair of parts that conflicts, with the message; all other pairs can be
+    combined.
+    """
     single_conflicts, pairs, rows = conflicts_with_defaults(), 0, []
     parts = registered_parts()
     for n, one in enumerate(parts):
@@ -128,12 +152,23 @@ def part_conflicts() -> str:
                 continue  # a slot holds one part
             pairs += 1
             reasons = [
-                text for text in conflicts(one, other) if text not in single_conflicts[one] + single_conflicts[other]
+                text
+                for text in conflicts(one, other)
+                if text not in single_conflicts[one] + single_conflicts[other]
             ]
-            rows += [(f"`{one.__name__}`", f"`{other.__name__}`", "; ".join(reasons))] if reasons else []
-    single = [(f"`{cls.__name__}`", "-", "; ".join(texts)) for cls, texts in single_conflicts.items() if texts]
+            rows += (
+                [(f"`{one.__name__}`", f"`{other.__name__}`", "; ".join(reasons))]
+                if reasons
+                else []
+            )
+    single = [
+        (f"`{cls.__name__}`", "-", "; ".join(texts))
+        for cls, texts in single_conflicts.items()
+        if texts
+    ]
     summary_line = (
-        f"Of {pairs} pairs of parts, {len(rows)} conflict. Both parts have default fields, and the layer has default "
+        f"Of {pairs} pairs of parts, {len(rows)} conflict. Both parts have default fields, and "
+        "the layer has default "
         "choices."
     )
     return f"{summary_line}\n\n{table(['part', 'with', 'reason'], [*single, *rows])}"
@@ -175,7 +210,15 @@ def served() -> str:
 API_SECTIONS = {
     "Layers": ("presets", "spec", "nn", "masking", "interfaces", "backends", "cache", "errors"),
     "Costs": ("costs",),
-    "Models, training, generation": ("models", "model_spec", "hub", "training", "distributed", "generation", "serving"),
+    "Models, training, generation": (
+        "models",
+        "model_spec",
+        "hub",
+        "training",
+        "distributed",
+        "generation",
+        "serving",
+    ),
     "Heads": ("inspect", "traces", "head_analysis", "viewer"),
     "Surgery": ("surgery",),
     "Benchmarks and checks": ("bench", "part_checks"),
@@ -191,7 +234,12 @@ def api() -> str:
     rest, lines = dict(_MODULE_OF_NAME), []
     for title, packages in API_SECTIONS.items():
         names = [name for name, module in rest.items() if module.partition(".")[0] in packages]
-        lines += [f"## {title}", "", *(f"::: headwise.{rest.pop(name)}.{name}" for name in sorted(names)), ""]
+        lines += [
+            f"## {title}",
+            "",
+            *(f"::: headwise.{rest.pop(name)}.{name}" for name in sorted(names)),
+            "",
+        ]
     if rest:
         raise SystemExit(f"API_SECTIONS lacks the modules of {sorted(rest)}; add them")
     return "\n\n".join(line for line in lines if line)
@@ -228,7 +276,10 @@ def learn_documents() -> str:
     rows = []
     for document in load_documents():
         verdicts = [entry.verdict for entry in document.entries]
-        counts = [str(verdicts.count(verdict)) for verdict in (Verdict.HOLDS, Verdict.HOLDS_IF, Verdict.WRONG)]
+        counts = [
+            str(verdicts.count(verdict))
+            for verdict in (Verdict.HOLDS, Verdict.HOLDS_IF, Verdict.WRONG)
+        ]
         topics = ", ".join(f"`{topic}`" for topic in list_topics(document.entries))
         rows.append([f"`{document.id}`", document.title.en, *counts, topics])
     return table(["document", "title", "holds", "holds if", "wrong", "topics"], rows)
@@ -255,8 +306,17 @@ def gpu_runs() -> str:
             rows.append([*cells, row["failed"], "-", "-"])
         else:
             error = f"{row['error']:.1e}{'' if row['is_right'] else ', wrong'}"
-            rows.append([*cells, f"{row['seconds'] * 1e3:.2f} ms", error, "yes" if row["waits"] else "no"])
-    head = ["layer", "dtype", "backend", f"{data['tokens']:,} tokens, forward", "error", "waits for the GPU"]
+            rows.append(
+                [*cells, f"{row['seconds'] * 1e3:.2f} ms", error, "yes" if row["waits"] else "no"]
+            )
+    head = [
+        "layer",
+        "dtype",
+        "backend",
+        f"{data['tokens']:,} tokens, forward",
+        "error",
+        "waits for the GPU",
+    ]
     return f"{data['device']}, torch {data['torch']}\n\n{table(head, rows)}"
 
 
@@ -281,7 +341,10 @@ def hostile_input_counts() -> str:
     """Inputs of each parser, route and command."""
     import reliability_page
 
-    return table(["parser, route or command", "inputs", "read", "refused", "failures"], reliability_page.input_rows())
+    return table(
+        ["parser, route or command", "inputs", "read", "refused", "failures"],
+        reliability_page.input_rows(),
+    )
 
 
 @generates
@@ -334,10 +397,14 @@ def readme_part(name: str, argument: str) -> str:
 
 
 for file_name in README_EXAMPLES:
-    GENERATORS["example-" + file_name.partition(".")[0].replace("_", "-")] = partial(readme_part, "example", file_name)
+    GENERATORS["example-" + file_name.partition(".")[0].replace("_", "-")] = partial(
+        readme_part, "example", file_name
+    )
 for language, suffix in (("en", ""), ("zh", "-zh")):
     for table_name in ("presets_table", "benchmark_rows", "compared_groups"):
-        GENERATORS[table_name.replace("_", "-") + suffix] = partial(readme_part, table_name, language)
+        GENERATORS[table_name.replace("_", "-") + suffix] = partial(
+            readme_part, table_name, language
+        )
 
 
 def concept_part(name: str, language: str) -> str:
@@ -408,7 +475,9 @@ def phase(cls: type) -> str:
     """Name of the interface that the part implements."""
     from headwise import interfaces
 
-    return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(interfaces.__name__))
+    return next(
+        base.__name__ for base in cls.__mro__ if base.__module__.startswith(interfaces.__name__)
+    )
 
 
 def summary(cls: type) -> str:
@@ -431,7 +500,7 @@ def interval_coverage_zh() -> str:
     return interval_coverage.format_coverage("zh")
 
 
-# --- the files -----------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 def pages() -> list[Path]:
@@ -447,16 +516,22 @@ def generate(path: Path) -> str:
         name = block["name"]
         if name not in GENERATORS:
             names = ", ".join(sorted(GENERATORS))
-            raise SystemExit(f"{path.relative_to(ROOT)}: there is no generator {name!r}; use one of {names}")
+            raise SystemExit(
+                f"{path.relative_to(ROOT)}: there is no generator {name!r}; use one of {names}"
+            )
         if MARK.search(block["body"]):
             raise SystemExit(
-                f"{path.relative_to(ROOT)}: the generated part {name!r} has no end; add <!-- /generated -->"
+                f"{path.relative_to(ROOT)}: the generated part {name!r} has no end; add <!-- "
+                "/generated -->"
             )
         return f"{block[1]}{GENERATORS[name]().strip(chr(10))}\n{block[4]}"
 
     new, num_blocks = BLOCK.subn(filled, text)
     if 2 * num_blocks != len(MARK.findall(new)):
-        raise SystemExit(f"{path.relative_to(ROOT)}: a generated part lacks its start or its end; add the missing mark")
+        raise SystemExit(
+            f"{path.relative_to(ROOT)}: a generated part lacks its start or its end; add the "
+            "missing mark"
+        )
     return new
 
 
@@ -470,7 +545,9 @@ def write(path: Path, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page is stale"
+    )
     check = parser.parse_args(argv).check
     stale = 0
     for path in pages():
@@ -479,7 +556,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         stale += 1
         if check:
-            diff = difflib.unified_diff(old.splitlines(), new.splitlines(), name, "fresh", lineterm="")
+            diff = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), name, "fresh", lineterm=""
+            )
             print(*diff, sep="\n")
         else:
             write(path, new)

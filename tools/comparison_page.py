@@ -1,4 +1,6 @@
-"""The generated parts of docs/comparison.md: features of headwise and of other tools, from feature_comparison.toml."""
+"""The generated parts of docs/comparison.md: features of headwise and of other tools, from
+feature_comparison.toml.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,14 @@ def load_comparison(path: Path = DATA) -> Comparison:
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     tools = tuple(Tool(**tool) for tool in data["tools"])
     codes = [tool.code for tool in tools]
-    features = tuple(read_feature(group["name"], row, codes) for group in data["groups"] for row in group["rows"])
+    features = tuple(
+        read_feature(group["name"], row, codes) for group in data["groups"] for row in group["rows"]
+    )
     numbers = [feature.number for feature in features]
     if len(set(codes)) < len(codes) or numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(
-            f"{path.name}: codes of tools must differ, and rows are numbered from 1; got {codes}, {numbers}"
+            f"{path.name}: codes of tools must differ, and rows are numbered from 1; got {codes}, "
+            f"{numbers}"
         )
     return Comparison(tools, features)
 
@@ -73,11 +78,19 @@ def read_feature(group: str, row: dict, codes: Sequence[str]) -> Feature:
         raise ValueError(f"{where}: unknown mark ours={row['ours']!r}; use one of {list(POINTS)}")
     missing = row.get("missing", "")
     if row["ours"] == "yes" and (missing or not row["evidence"]):
-        raise ValueError(f"{where}: ours='yes' needs evidence and no `missing`; name a test or a command")
+        raise ValueError(
+            f"{where}: ours='yes' needs evidence and no `missing`; name a test or a command"
+        )
     if row["ours"] != "yes" and not missing:
         raise ValueError(f"{where}: ours={row['ours']!r} needs `missing`; name what is missing")
-    marks = dict.fromkeys(codes, "no") | dict.fromkeys(row["partial"], "partial") | dict.fromkeys(row["yes"], "yes")
-    return Feature(group, row["number"], row["feature"], row["ours"], tuple(row["evidence"]), missing, marks)
+    marks = (
+        dict.fromkeys(codes, "no")
+        | dict.fromkeys(row["partial"], "partial")
+        | dict.fromkeys(row["yes"], "yes")
+    )
+    return Feature(
+        group, row["number"], row["feature"], row["ours"], tuple(row["evidence"]), missing, marks
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -87,7 +100,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def tools_table() -> str:
     """The compared tools: code, address, version, and what their marks were read from."""
-    rows = [[tool.code, f"[{tool.name}]({tool.address})", tool.version, tool.basis] for tool in load_comparison().tools]
+    rows = [
+        [tool.code, f"[{tool.name}]({tool.address})", tool.version, tool.basis]
+        for tool in load_comparison().tools
+    ]
     return table(["code", "tool", "version", "marks read from"], rows)
 
 
@@ -102,7 +118,12 @@ def group_table(comparison: Comparison, group: str) -> str:
     """The marks of all tools for the features of one group."""
     head = ["", "feature", OURS, *(tool.code for tool in comparison.tools)]
     rows = [
-        [str(feature.number), feature.name, CELLS[feature.ours], *(CELLS[mark] for mark in feature.marks.values())]
+        [
+            str(feature.number),
+            feature.name,
+            CELLS[feature.ours],
+            *(CELLS[mark] for mark in feature.marks.values()),
+        ]
         for feature in comparison.features
         if feature.group == group
     ]
@@ -112,9 +133,15 @@ def group_table(comparison: Comparison, group: str) -> str:
 def totals_table(comparison: Comparison) -> str:
     """Numbers of features by mark, for every tool in the order of the tables."""
     marks = {OURS: [feature.ours for feature in comparison.features]}
-    marks |= {tool.name: [feature.marks[tool.code] for feature in comparison.features] for tool in comparison.tools}
+    marks |= {
+        tool.name: [feature.marks[tool.code] for feature in comparison.features]
+        for tool in comparison.tools
+    }
     points = {name: sum(POINTS[mark] for mark in own) for name, own in marks.items()}
-    rows = [[name, *(str(marks[name].count(mark)) for mark in POINTS), f"{points[name]:g}"] for name in marks]
+    rows = [
+        [name, *(str(marks[name].count(mark)) for mark in POINTS), f"{points[name]:g}"]
+        for name in marks
+    ]
     return table(["tool", *POINTS, "yes + partial / 2"], rows)
 
 
@@ -126,4 +153,9 @@ def evidence_table() -> str:
 def evidence_rows(comparison: Comparison) -> Iterator[list[str]]:
     for feature in comparison.features:
         shown = "<br>".join(f"`{one}`" for one in feature.evidence)
-        yield [f"{feature.number} {feature.name}", feature.ours, shown or "·", feature.missing or "·"]
+        yield [
+            f"{feature.number} {feature.name}",
+            feature.ours,
+            shown or "·",
+            feature.missing or "·",
+        ]

@@ -1,4 +1,6 @@
-"""The generated parts of docs/concepts.md and docs/questions.md: statements of `headwise learn` with their runs."""
+"""The generated parts of docs/concepts.md and docs/questions.md: statements of `headwise learn`
+with their runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CONCEPTS = {
     "what-heads-do": "002-2.4 002-2.6c 002-2.6g 002-2.6f 002-2.6e 002-2.2c",
     "circuits": "002-4.3c 002-4.3d 002-4.3f",
     "which-heads-can-go": "002-2.6b 002-2.6h 002-2.6i 003-6.6",
-    "how-variants-differ": "002-FF.3 002-4.1 002-4.2b 002-4.3b 002-4.3e 002-2.5c 002-2.5b 003-4.3c 003-4.3",
+    "how-variants-differ": (
+        "002-FF.3 002-4.1 002-4.2b 002-4.3b 002-4.3e 002-2.5c 002-2.5b 003-4.3c 003-4.3"
+    ),
     "training": "003-5.2d 003-5.2e 003-5.2 002-FF.1 002-FF.6",
     "misconceptions": "003-7.1 003-7.2 003-7.3 003-7.4 003-7.5 003-7.5b",
     "questions": "003-6.1 003-6.2 003-6.3 003-6.4 003-6.5 003-6.6 003-6.6b 003-6.7",
@@ -39,7 +43,9 @@ def run_entry(entry_id: str) -> tuple[Entry, Result]:
 
 
 def concept_list(name: str, language: str) -> str:
-    """One item for each entry: its statement, the verdict, the reason with numbers, and the command."""
+    """One item for each entry: its statement, the verdict, the reason with numbers, and the
+    command.
+    """
     return "\n".join(concept_item(entry_id, language) for entry_id in CONCEPTS[name].split())
 
 
@@ -51,4 +57,6 @@ def concept_item(entry_id: str, language: str) -> str:
     if language == "en":
         return f"- **{statement}** *{result.verdict.value}*. {reason} {command}"
     space = "" if reason.endswith("。") else " "  # the Chinese full stop has a space of its own
-    return f"- **{statement}** *{Words(language).verdict(result.verdict)}*。{reason}{space}{command}"
+    return (
+        f"- **{statement}** *{Words(language).verdict(result.verdict)}*。{reason}{space}{command}"
+    )

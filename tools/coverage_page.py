@@ -1,9 +1,11 @@
-"""Coverage of transformers by tracing and ablation: `python tools/coverage_page.py [TYPE...]` writes docs/coverage.md.
+"""Coverage of transformers by tracing and ablation: `python tools/coverage_page.py [TYPE...]`
+writes docs/coverage.md.
 
-Every text and vision family that can be built tiny from its config alone is built with random weights and run once.
-A family is traced if the attention weights recomputed from the captured call equal those of the model's own eager
-attention. It is ablated if zero-ablating a head gives the same output as a copy of the model whose output projection
-has zeros in the columns of that head; `find_projection` finds both without headwise. Nothing is downloaded.
+Every text and vision family that can be built tiny from its config alone is built with random
+weights and run once. A family is traced if the attention weights recomputed from the captured call
+equal those of the model's own eager attention. It is ablated if zero-ablating a head gives the same
+output as a copy of the model whose output projection has zeros in the columns of that head;
+`find_projection` finds both without headwise. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ import headwise as hw
 from headwise.inspect.adapters import transformers_interface
 from headwise.inspect.adapters.output_projection import UnreadableCall
 from headwise.inspect.attention_sites import find_attention
-from headwise.inspect.hooks import AttentionInputs, ObservedCall, SiteModule, WeightsOnlyCall, install_hooks
+from headwise.inspect.hooks import (
+    AttentionInputs,
+    ObservedCall,
+    SiteModule,
+    WeightsOnlyCall,
+    install_hooks,
+)
 
 SECONDS, MEMORY, TOLERANCE = 15, 8 << 30, 1e-5
 
@@ -80,55 +88,167 @@ LIMITS = """## Limits
 - The test uses tiny models with random weights, on a CPU, in float32."""
 
 
-# --- Tiny models of families, built from their configs, and inputs for them ---------------------------
+# --- Tiny models of families, built from their configs, and inputs for them -----------------------
 
 WORDS, LARGEST = 99, 4e7
 LAYERS = {
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "encoder_layers": 2,
-    "decoder_layers": 2, "depth": 2, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1, "prediction_length": 4,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "depth": 2,
+    "vocab_size": WORDS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "prediction_length": 4,
+}
 DEPTHS = ("layers", "layer", "depth")
 SMALL = LAYERS | {
-    "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "embed_dim": 64, "hidden_dim": 64, "model_dim": 64,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "dim": 64,
+    "embed_dim": 64,
+    "hidden_dim": 64,
+    "model_dim": 64,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "d_kv": 16,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48, "intermediate_size": 48, "d_ff": 48, "ffn_dim": 48, "n_inner": 48,
-    "max_position_embeddings": 64, "n_positions": 64, "image_size": 32, "patch_size": 8, "num_channels": 3,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "embedding_size": 64, "num_mel_bins": 16, "max_source_positions": 13, "max_target_positions": 32,
-    "rotary_dim": 8, "type_vocab_size": 2, "num_codebooks": 2,
-}  # fmt: skip
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "intermediate_size": 48,
+    "d_ff": 48,
+    "ffn_dim": 48,
+    "n_inner": 48,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_channels": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "embedding_size": 64,
+    "num_mel_bins": 16,
+    "max_source_positions": 13,
+    "max_target_positions": 32,
+    "rotary_dim": 8,
+    "type_vocab_size": 2,
+    "num_codebooks": 2,
+}
 MLA = {
-    "deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "kimi_k25", "mistral4", "minicpm3", "youtu", "axk2",
-    "bailing_hybrid", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "mistral_large4_text", "kimi_linear",
-}  # fmt: skip
+    "deepseek_v2",
+    "deepseek_v3",
+    "axk1",
+    "glm4_moe_lite",
+    "kimi_k25",
+    "mistral4",
+    "minicpm3",
+    "youtu",
+    "axk2",
+    "bailing_hybrid",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "mistral_large4_text",
+    "kimi_linear",
+}
 
 
-MULTIMODAL_ROPE = ("_vl", "omni", "glm4v", "glm46v", "glm_image", "glm_ocr", "glmga")  # with defaults in their code
+MULTIMODAL_ROPE = (
+    "_vl",
+    "omni",
+    "glm4v",
+    "glm46v",
+    "glm_image",
+    "glm_ocr",
+    "glmga",
+)  # with defaults in their code
 NUM_HEADS = (
-    "num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads",
-    "decoder_attention_heads", "heads",
-)  # fmt: skip
+    "num_attention_heads",
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "num_q_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "heads",
+)
 HEAD_WIDTHS = (
     ("v_head_dim",),
-    ("head_dim", "attention_head_size", "head_size", "d_kv", "key_value_proj_dim", "dim_head", "dim_per_head"),
+    (
+        "head_dim",
+        "attention_head_size",
+        "head_size",
+        "d_kv",
+        "key_value_proj_dim",
+        "dim_head",
+        "dim_per_head",
+    ),
 )
 HIDDEN_SIZES = ("embed_dim", "hidden_size", "d_model", "n_embd", "dim")
 OUTPUT_PROJECTIONS = (
-    "o_proj", "o_proj.linear", "out_proj", "c_proj", "dense", "out_lin", "wo", "Wo", "o", "proj", "projection",
-    "projection_layer", "to_out", "to_out.0", "linear_out", "fc_out", "out", "output", "output_projection",
-    "attention_out", "^output.dense", "^attention_output.dense", "^output.out_proj", "^output", "^o_proj", "^out_proj",
+    "o_proj",
+    "o_proj.linear",
+    "out_proj",
+    "c_proj",
+    "dense",
+    "out_lin",
+    "wo",
+    "Wo",
+    "o",
+    "proj",
+    "projection",
+    "projection_layer",
+    "to_out",
+    "to_out.0",
+    "linear_out",
+    "fc_out",
+    "out",
+    "output",
+    "output_projection",
+    "attention_out",
+    "^output.dense",
+    "^attention_output.dense",
+    "^output.out_proj",
+    "^output",
+    "^o_proj",
+    "^out_proj",
     "^dense",
-)  # fmt: skip
+)
 
 
 def configs(kind: Any, family: str) -> Iterator[Any]:
-    """Yield small configs of one family: all sizes small, few layers only, and small sizes with the usual layers."""
-    for sizes in (SMALL, LAYERS, {key: size for key, size in SMALL.items() if not key.endswith(DEPTHS)}):
+    """Yield small configs of one family: all sizes small, few layers only, and small sizes with the
+    usual layers.
+    """
+    for sizes in (
+        SMALL,
+        LAYERS,
+        {key: size for key, size in SMALL.items() if not key.endswith(DEPTHS)},
+    ):
         yield shrink(kind(), family, sizes)
 
 
@@ -148,7 +268,10 @@ def shrink(config: Any, family: str, sizes: dict[str, int]) -> Any:
     try:
         kinds = list(config.layer_types or [])
         if len(kinds) > 2:
-            config.layer_types = [kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[0])]
+            config.layer_types = [
+                kinds[0],
+                next((kind for kind in kinds if kind != kinds[0]), kinds[0]),
+            ]
     except Exception:
         pass
     for name in getattr(config, "sub_configs", None) or {}:
@@ -163,9 +286,15 @@ def _match_sizes(config: Any, family: str) -> None:
     if family in MLA:
         config.head_dim, config.num_key_value_heads = 8, 4
     rope = getattr(config, "rope_parameters", None)
-    if isinstance(rope, dict) and ("mrope_section" in rope or any(name in family for name in MULTIMODAL_ROPE)):
+    if isinstance(rope, dict) and (
+        "mrope_section" in rope or any(name in family for name in MULTIMODAL_ROPE)
+    ):
         pairs = int(8 * rope.get("partial_rotary_factor", 1))
-        rope["mrope_section"] = [pairs // 4, (pairs - pairs // 4) // 2, pairs - pairs // 4 - (pairs - pairs // 4) // 2]
+        rope["mrope_section"] = [
+            pairs // 4,
+            (pairs - pairs // 4) // 2,
+            pairs - pairs // 4 - (pairs - pairs // 4) // 2,
+        ]
     heads = getattr(config, "num_heads", None)
     if isinstance(heads, list) and isinstance(getattr(config, "embed_dim", None), int):
         config.embed_dim = 8 * heads[0]
@@ -189,7 +318,9 @@ def build_model(cls: Any, config: Any) -> nn.Module:
 
 
 def find_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Return the first inputs that the model runs on: its main input, or text and an image together."""
+    """Return the first inputs that the model runs on: its main input, or text and an image
+    together.
+    """
     first_error: Exception | None = None
     for inputs in candidate_inputs(model, config):
         try:
@@ -215,7 +346,11 @@ def candidate_inputs(model: nn.Module, config: Any) -> Iterator[dict[str, Tensor
     part = getattr(config, "vision_config", config)
     if first == "pixel_values" or part is not config:
         for image in images(part):
-            yield {first: image, **more} if first != "input_ids" else {"input_ids": ids, "pixel_values": image}
+            yield (
+                {first: image, **more}
+                if first != "input_ids"
+                else {"input_ids": ids, "pixel_values": image}
+            )
             yield {"input_ids": ids, "pixel_values": image, **more}
     if first == "pixel_values_videos":
         yield from ({first: image[:, None].repeat(1, 16, 1, 1, 1)} for image in images(part))
@@ -237,7 +372,7 @@ def images(config: Any) -> Iterator[Tensor]:
     yield torch.randn(2, getattr(config, "num_frames", 8), channels, *size)
 
 
-# --- Outputs of two runs, and captured attention weights with those of the model ----------------------
+# --- Outputs of two runs, and captured attention weights with those of the model ------------------
 
 
 class Recorder:
@@ -260,11 +395,15 @@ class Recorder:
 
 @contextmanager
 def record_own_weights() -> Iterator[dict[int, Tensor]]:
-    """Yield a dictionary that collects the weights returned by attention functions, by the id of the module."""
+    """Yield a dictionary that collects the weights returned by attention functions, by the id of
+    the module.
+    """
     weights: dict[int, Tensor] = {}
     original = transformers_interface._call_with_hooks
 
-    def call_and_record(function: Any, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_and_record(
+        function: Any, name: str, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         def recording(*args: Any, **kwargs: Any) -> Any:
             outputs = function(*args, **kwargs)
             if isinstance(outputs[1], Tensor):
@@ -299,7 +438,9 @@ def run(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Any:
 def output_difference(outputs: Any, expected: Any) -> float:
     """Return the largest difference of two outputs, relative to the largest number (at least 1)."""
     pairs = [(a, b) for a, b in zip(tensors(outputs), tensors(expected), strict=True) if a.numel()]
-    largest = max([1.0, *(float(b[b.isfinite()].abs().max()) for _, b in pairs if b.isfinite().any())])
+    largest = max(
+        [1.0, *(float(b[b.isfinite()].abs().max()) for _, b in pairs if b.isfinite().any())]
+    )
     return max(float((a - b).nan_to_num(0, 0, 0).abs().max()) for a, b in pairs) / largest
 
 
@@ -314,7 +455,9 @@ def output_attentions(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tenso
 
 
 def weight_error(core: ObservedCall, own: Tensor) -> float:
-    """Return the largest error of captured weights; those of a sliding window are compared by diagonal."""
+    """Return the largest error of captured weights; those of a sliding window are compared by
+    diagonal.
+    """
     if isinstance(core, WeightsOnlyCall) and own.shape[:2] != core.weights.shape[:2]:
         return torch.inf
     if isinstance(core, WeightsOnlyCall) and own.shape[2:] != core.weights.shape[2:]:
@@ -322,13 +465,21 @@ def weight_error(core: ObservedCall, own: Tensor) -> float:
         if length > min(wide.shape[-2:]) or keys % 2 == 0:
             return torch.inf
         cells = [(t, t + n - keys // 2, n) for t in range(length) for n in range(keys)]
-        return max(float((wide[..., t, s] - own[..., t, n]).abs().max()) for t, s, n in cells if 0 <= s < length)
+        return max(
+            float((wide[..., t, s] - own[..., t, n]).abs().max())
+            for t, s, n in cells
+            if 0 <= s < length
+        )
     rows = [core.head_weights(head).float() for head in range(own.shape[1])]
     same = all(row.shape == own[:, 0].shape for row in rows)
-    return max(float((row - own[:, n].float()).abs().max()) for n, row in enumerate(rows)) if same else torch.inf
+    return (
+        max(float((row - own[:, n].float()).abs().max()) for n, row in enumerate(rows))
+        if same
+        else torch.inf
+    )
 
 
-# --- The check of a family, and the page --------------------------------------------------------------
+# --- The check of a family, and the page ----------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -351,7 +502,9 @@ class ReachedSite(NamedTuple):
     own: Tensor | None  # weights returned by the attention function of the model
 
 
-def record_sites(model: nn.Module, inputs: dict[str, Tensor], sites: list[SiteModule]) -> list[ReachedSite]:
+def record_sites(
+    model: nn.Module, inputs: dict[str, Tensor], sites: list[SiteModule]
+) -> list[ReachedSite]:
     """Run the model; return every site that the input reaches, with its recorded call."""
     recorders = {site.module: Recorder() for site in sites}
     patches = {id(patch): patch for site in sites for patch in site.adapter.patches()}
@@ -360,7 +513,9 @@ def record_sites(model: nn.Module, inputs: dict[str, Tensor], sites: list[SiteMo
     with record_own_weights() as weights, install_hooks(hooks, list(patches.values()), overrides):
         run(model, inputs)
     reached = [site for site in sites if recorders[site.module].outputs is not None]
-    return [ReachedSite(site, recorders[site.module], weights.get(id(site.module))) for site in reached]
+    return [
+        ReachedSite(site, recorders[site.module], weights.get(id(site.module))) for site in reached
+    ]
 
 
 def check_weights(model: nn.Module, inputs: dict[str, Tensor], sites: list[ReachedSite]) -> str:
@@ -394,14 +549,22 @@ class OwnProjection(NamedTuple):
 
 
 def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
-    """Return the output projection of the attention module at `path`, by names, sizes and the config alone."""
+    """Return the output projection of the attention module at `path`, by names, sizes and the
+    config alone.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     module, parent, parts = modules[path], path.rpartition(".")[0], path.split(".")
-    around = [".".join(parts[:end]) for end in reversed(range(len(parts) + 1))]  # the innermost first
+    around = [
+        ".".join(parts[:end]) for end in reversed(range(len(parts) + 1))
+    ]  # the innermost first
     sources = [module, *(getattr(modules[outer], "config", None) for outer in around)]
     heads = first_int(sources, NUM_HEADS)
     for name in OUTPUT_PROJECTIONS:
-        place = f"{parent}.{name[1:]}".strip(".") if name.startswith("^") else f"{path}.{name}".strip(".")
+        place = (
+            f"{parent}.{name[1:]}".strip(".")
+            if name.startswith("^")
+            else f"{path}.{name}".strip(".")
+        )
         columns = count_columns(modules.get(place))
         if not columns:
             continue
@@ -409,7 +572,9 @@ def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
             width = first_int(sources, names)
             if heads * width == columns:
                 return OwnProjection(place, heads, width)
-        width = first_int([module], HEAD_WIDTHS[1]) or (first_int(sources, HIDDEN_SIZES) // heads if heads else 0)
+        width = first_int([module], HEAD_WIDTHS[1]) or (
+            first_int(sources, HIDDEN_SIZES) // heads if heads else 0
+        )
         if (
             heads and width and columns % width == 0
         ):  # the projection may also read other channels, after those of the heads
@@ -418,7 +583,9 @@ def find_projection(model: nn.Module, path: str) -> OwnProjection | None:
 
 
 def first_int(sources: list[Any], names: tuple[str, ...]) -> int:
-    """Return the first of these attributes that is a positive int, by source and then by name; 0 if none is."""
+    """Return the first of these attributes that is a positive int, by source and then by name; 0 if
+    none is.
+    """
     for source in sources:
         for name in names:
             try:
@@ -447,13 +614,17 @@ def zero_columns(model: nn.Module, projection: OwnProjection, head: int) -> nn.M
 
 
 def check_ablation(model: nn.Module, inputs: dict[str, Tensor], sites: list[ReachedSite]) -> str:
-    """Return "yes" if ablating the first and the last head equals zero columns, at the ends of each class of sites."""
+    """Return "yes" if ablating the first and the last head equals zero columns, at the ends of each
+    class of sites.
+    """
     original = run(model, inputs)
     has_effect = False
     by_class: dict[type[nn.Module], list[ReachedSite]] = {}
     for site in sites:
         by_class.setdefault(type(model.get_submodule(site.module.site.path)), []).append(site)
-    for site in dict.fromkeys(site for of_class in by_class.values() for site in (of_class[0], of_class[-1])):
+    for site in dict.fromkeys(
+        site for of_class in by_class.values() for site in (of_class[0], of_class[-1])
+    ):
         info = site.module.site
         projection = find_projection(model, info.path)
         if not info.ablate.possible:
@@ -487,7 +658,9 @@ def check_family(family: str) -> Row | None:
     try:
         for config in configs(kind, family):
             result = check_config(row, cls, config)
-            best = max(best or result, result, key=lambda row: (row.ablated, row.traced, row.sites > 0))
+            best = max(
+                best or result, result, key=lambda row: (row.ablated, row.traced, row.sites > 0)
+            )
             if result.ablated == "yes":
                 break
     except Exception as error:
@@ -514,8 +687,12 @@ def check_config(row: Row, cls: Any, config: Any) -> Row:
         reached = record_sites(model, inputs, sites)
         if not reached:
             reasons = {site.site.ablate.reason for site in sites} - {""}
-            return row._replace(reason="; ".join(sorted(reasons)) or "the test input reaches no site")
-        checks = [_run_check(check, model, inputs, reached) for check in (check_weights, check_ablation)]
+            return row._replace(
+                reason="; ".join(sorted(reasons)) or "the test input reaches no site"
+            )
+        checks = [
+            _run_check(check, model, inputs, reached) for check in (check_weights, check_ablation)
+        ]
         traced, ablated = ("yes" if check == "yes" else "no" for check in checks)
         reason = "; ".join(dict.fromkeys(check for check in checks if check != "yes"))
         return row._replace(traced=traced, ablated=ablated, reason=reason)
@@ -523,7 +700,9 @@ def check_config(row: Row, cls: Any, config: Any) -> Row:
         return row._replace(reason=f"{step}: {format_error(error)}")
 
 
-def _run_check(check: Any, model: nn.Module, inputs: dict[str, Tensor], sites: list[ReachedSite]) -> str:
+def _run_check(
+    check: Any, model: nn.Module, inputs: dict[str, Tensor], sites: list[ReachedSite]
+) -> str:
     """Return the result of a check, or the error that it raised."""
     try:
         return check(model, inputs, sites)
@@ -547,19 +726,24 @@ def page(rows: list[Row]) -> str:
     both = counts["yes", "yes"]
     num_ablated = sum(row.ablated == "yes" for row in rows)
     lines = [
-        "# Coverage of transformers", "",
+        "# Coverage of transformers",
+        "",
         *HEADER.format(
             version=transformers.__version__, total=len(rows), both=both, ablated=num_ablated
-        ).splitlines(), "",
-        "| family | class | adapter | sites | traced | ablated | reason if not |", "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        ).splitlines(),
+        "",
+        "| family | class | adapter | sites | traced | ablated | reason if not |",
+        "|---|---|---|---|---|---|---|",
+    ]
     order = sorted(rows, key=lambda row: (row.ablated != "yes", row.traced != "yes", row.family))
     table = [[str(cell).replace("|", "/") for cell in row] for row in order]
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in table), "", LIMITS, ""])
 
 
 class FamilyTimeout(BaseException):
-    """Raised when a family takes too long; not an Exception, so that no check takes it for an error of its own."""
+    """Raised when a family takes too long; not an Exception, so that no check takes it for an error
+    of its own.
+    """
 
 
 def raise_timeout(*_: object) -> None:

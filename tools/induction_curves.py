@@ -1,4 +1,6 @@
-"""Curves over training steps for `induction_study.py`, with intervals over texts and corrected tests."""
+"""Curves over training steps for `induction_study.py`, with intervals over texts and corrected
+tests.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Key = tuple[str | int, ...]
 
 
 class Test(NamedTuple):
-    """A mean of differences over texts, and how likely chance alone does as much, corrected over all tests."""
+    """A mean of differences over texts, and how likely chance alone does as much, corrected over
+    all tests.
+    """
 
     mean: float
     p: float
@@ -34,7 +38,8 @@ class Test(NamedTuple):
 
 
 def in_context(losses: Array) -> Array:
-    """How much less is lost late in a text than early, [texts]: an eighth of it at the end, one around an eighth.
+    """How much less is lost late in a text than early, [texts]: an eighth of it at the end, one
+    around an eighth.
 
     >>> in_context(np.arange(15.0)[None]).tolist()
     [12.0]
@@ -45,7 +50,8 @@ def in_context(losses: Array) -> Array:
 
 
 def again(losses: Array) -> Array:
-    """How much less is lost of random tokens when they come again, [texts], but for the first, which none could know.
+    """How much less is lost of random tokens when they come again, [texts], but for the first,
+    which none could know.
 
     >>> again(np.array([[5.0, 5.0, 5.0, 9.0, 1.0, 1.0, 1.0]])).tolist()
     [-4.0]
@@ -80,7 +86,10 @@ def tests(found: Found) -> Mapping[Key, Test]:
     for heads in (True, False):
         p = _likely({key: one for key, one in columns.items() if (key[0] == "head") == heads})
         sure = correct_p_values(np.array(list(p.values())))
-        found_of |= {key: Test(float(np.nanmean(columns[key])), float(q)) for key, q in zip(p, sure, strict=True)}
+        found_of |= {
+            key: Test(float(np.nanmean(columns[key])), float(q))
+            for key, q in zip(p, sure, strict=True)
+        }
     return found_of
 
 
@@ -107,12 +116,19 @@ def _silent(story: Story) -> Iterator[tuple[Key, Array]]:
     last = story.steps[-1].losses
     if story.silenced[0]:
         for which, quiet in zip(("called", "others"), story.quiet, strict=True):
-            yield ("silent", story.seed, which, CONTEXT), in_context(quiet["source"]) - in_context(last["source"])
-            yield ("silent", story.seed, which, AGAIN), again(quiet["repeated"]) - again(last["repeated"])
+            yield (
+                ("silent", story.seed, which, CONTEXT),
+                in_context(quiet["source"]) - in_context(last["source"]),
+            )
+            yield (
+                ("silent", story.seed, which, AGAIN),
+                again(quiet["repeated"]) - again(last["repeated"]),
+            )
 
 
 def halfway(steps: Sequence[int], curve: Array) -> float:
-    """The step at which a curve is first halfway from its first value to its last, on a line between kept steps.
+    """The step at which a curve is first halfway from its first value to its last, on a line
+    between kept steps.
 
     >>> halfway((0, 10, 20), np.array([0.0, 0.0, 1.0]))
     15.0
@@ -120,14 +136,20 @@ def halfway(steps: Sequence[int], curve: Array) -> float:
     goal = (curve[0] + curve[-1]) / 2
     beyond = (curve - goal) * np.sign(curve[-1] - curve[0]) >= 0
     at = max(1, int(beyond.argmax()))
-    part = (goal - curve[at - 1]) / (curve[at] - curve[at - 1]) if curve[at] != curve[at - 1] else 1.0
+    part = (
+        (goal - curve[at - 1]) / (curve[at] - curve[at - 1]) if curve[at] != curve[at - 1] else 1.0
+    )
     return float(steps[at - 1] + part * (steps[at] - steps[at - 1]))
 
 
 def spread(curve: Array) -> Array:
     """The mean of every draw of texts, [draws, steps], of [steps, texts]."""
     texts = curve.shape[1]
-    return np.random.default_rng(0).multinomial(texts, np.full(texts, 1 / texts), size=DRAWS) @ curve.T / texts
+    return (
+        np.random.default_rng(0).multinomial(texts, np.full(texts, 1 / texts), size=DRAWS)
+        @ curve.T
+        / texts
+    )
 
 
 def when(steps: Sequence[int], curve: Array) -> tuple[float, float, float]:
@@ -137,19 +159,27 @@ def when(steps: Sequence[int], curve: Array) -> tuple[float, float, float]:
 
 
 def called(found: Found, story: Story, tests_by_key: Mapping[Key, Test]) -> list[int]:
-    """How many heads at each kept step are called induction on random tokens, and are surely above the twin's."""
+    """How many heads at each kept step are called induction on random tokens, and are surely above
+    the twin's.
+    """
     counts = [0]
     for step, one in list(zip(found.setting.kept, story.steps, strict=True))[1:]:
         names = [[own.name for own in head.classes] for head in one.tables["repeated"].heads]
-        counts.append(sum(
-            "induction" in own and tests_by_key["head", story.seed, step, "repeated", "induction", head].is_above_chance
-            for head, own in enumerate(names)
-        ))  # fmt: skip
+        counts.append(
+            sum(
+                "induction" in own
+                and tests_by_key[
+                    "head", story.seed, step, "repeated", "induction", head
+                ].is_above_chance
+                for head, own in enumerate(names)
+            )
+        )
     return counts
 
 
 def appears(steps: Sequence[int], counts: Sequence[int]) -> tuple[int, int] | None:
-    """The last kept step without such a head and the next, from which on there always is one; None if there is none.
+    """The last kept step without such a head and the next, from which on there always is one; None
+    if there is none.
 
     >>> appears((0, 10, 20, 30), (0, 1, 0, 2)), appears((0, 10), (0, 0))
     ((20, 30), None)

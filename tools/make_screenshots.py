@@ -1,8 +1,10 @@
-"""Writes docs/img: every screen of `headwise view` with the bundled sample, light and dark, as WebP without loss.
+"""Writes docs/img: every screen of `headwise view` with the bundled sample, light and dark, as WebP
+without loss.
 
     python tools/make_screenshots.py [--out docs/img]
 
-It needs a built page (`make web`), Playwright, Debian's chromium, fonts with Chinese signs, and Pillow.
+It needs a built page (`make web`), Playwright, Debian's chromium, fonts with Chinese signs, and
+Pillow.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ CHROMIUM = "chromium"
 
 
 class Shot(NamedTuple):
-    """One picture: its name, the address of the screen, labels of buttons to press, and a key to press at the end."""
+    """One picture: its name, the address of the screen, labels of buttons to press, and a key to
+    press at the end.
+    """
 
     name: str
     address: str
@@ -43,8 +47,12 @@ SHOTS = (
     Shot("text", "text?site=6&head=1&position=9", ready=".chip"),
     Shot("class", "classify?site=1&head=2"),
     Shot("similar", "similarity?site=6&head=1", ready="svg.plot"),
-    Shot("lab", "lab?site=6&head=1", ("Ablate", "Compute the effect"), ready="[data-testid=effect]"),
-    Shot("diff", "diff?site=7&head=1&with=ablated", ("Compare",), ready="[data-testid=diff-change]"),
+    Shot(
+        "lab", "lab?site=6&head=1", ("Ablate", "Compute the effect"), ready="[data-testid=effect]"
+    ),
+    Shot(
+        "diff", "diff?site=7&head=1&with=ablated", ("Compare",), ready="[data-testid=diff-change]"
+    ),
     Shot("points", "head?site=1&head=3&form=points&position=4", ready=".query-point"),
     Shot("prune", "prune?site=6&head=1", ready=".switch"),
     Shot("steps", "steps?site=3&head=4&position=9&key=2", ready=".step"),
@@ -67,7 +75,9 @@ def serve_sample() -> Iterator[str]:
         started.set()
 
     opened = open_target(Target())
-    threading.Thread(target=serve, args=(opened,), kwargs={"on_start": on_start}, daemon=True).start()
+    threading.Thread(
+        target=serve, args=(opened,), kwargs={"on_start": on_start}, daemon=True
+    ).start()
     if not started.wait(30):
         raise SystemExit("the server did not start; run `headwise view` to see why")
     yield addresses[0]
@@ -80,7 +90,9 @@ def take_pictures(folder: Path) -> Iterator[Path]:
     check_fonts()
     path = shutil.which(CHROMIUM)
     if path is None:
-        raise SystemExit(f"there is no {CHROMIUM}; install it with: sudo apt-get install -y chromium")
+        raise SystemExit(
+            f"there is no {CHROMIUM}; install it with: sudo apt-get install -y chromium"
+        )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for theme in THEMES:
@@ -98,9 +110,13 @@ def take_pictures(folder: Path) -> Iterator[Path]:
 
 def check_fonts() -> None:
     """Stop where no font has the Chinese tokens of the sample, which would be shown as boxes."""
-    fonts = subprocess.run(["fc-list", ":lang=zh"], capture_output=True, text=True, check=True).stdout
+    fonts = subprocess.run(
+        ["fc-list", ":lang=zh"], capture_output=True, text=True, check=True
+    ).stdout
     if not fonts.strip():
-        raise SystemExit("no font has Chinese signs; install one with: sudo apt-get install -y fonts-noto-cjk")
+        raise SystemExit(
+            "no font has Chinese signs; install one with: sudo apt-get install -y fonts-noto-cjk"
+        )
 
 
 def take_picture(page: Any, shot: Shot, path: Path) -> Path:
@@ -126,7 +142,9 @@ def write_webp(screenshot: bytes, path: Path) -> None:
     """Write a PNG as WebP without loss, which makes a picture of a page a third as large."""
     from PIL import Image
 
-    Image.open(io.BytesIO(screenshot)).convert("RGB").save(path, lossless=True, quality=100, method=6)
+    Image.open(io.BytesIO(screenshot)).convert("RGB").save(
+        path, lossless=True, quality=100, method=6
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,7 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{path.stat().st_size / 1000:8.1f} kB  {path.name}")
     print(f"{total / 1000:8.1f} kB in all")
     if total > MAX_BYTES:
-        print(f"the pictures are larger than {MAX_BYTES / 1e6:g} MB; take fewer, or smaller ones", file=sys.stderr)
+        print(
+            f"the pictures are larger than {MAX_BYTES / 1e6:g} MB; take fewer, or smaller ones",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -1,8 +1,10 @@
-"""Makes the bundled sample of `headwise view`: `python tools/make_view_sample.py`, about six minutes on one core.
+"""Makes the bundled sample of `headwise view`: `python tools/make_view_sample.py`, about six
+minutes on one core.
 
-It trains a small encoder-decoder on the task dates (seeded, no data from elsewhere), measures and classifies its heads
-over held-out examples, traces one translation, and writes all of it to src/headwise/viewer/sample. --run keeps the
-training run in a folder, from which a second call continues.
+It trains a small encoder-decoder on the task dates (seeded, no data from elsewhere), measures and
+classifies its heads over held-out examples, traces one translation, and writes all of it to
+src/headwise/viewer/sample. --run keeps the training run in a folder, from which a second call
+continues.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ RECIPE = Recipe(
     attention="fused",
 )
 NUM_EXAMPLES = 256  # held-out examples over which the heads are measured
-README = "Translates dates and amounts of money between English, ISO notation and Chinese; made for headwise view."
+README = (
+    "Translates dates and amounts of money between English, ISO notation and Chinese; made "
+    "for headwise view."
+)
 
 
 def measure(net: Transformer) -> hw.head_analysis.head_table.HeadTable:
@@ -48,7 +53,10 @@ def measure(net: Transformer) -> hw.head_analysis.head_table.HeadTable:
     reader = ExampleReader(net)
     reader.add_task_examples(TASK, NUM_EXAMPLES)
     table = hw.measure_heads(
-        net, reader.examples_with_frequencies(), collectors=[AlignmentScores()], name="dates translator"
+        net,
+        reader.examples_with_frequencies(),
+        collectors=[AlignmentScores()],
+        name="dates translator",
     )
     return hw.classify_heads(table)
 
@@ -57,7 +65,9 @@ def capture(net: Transformer) -> hw.Trace:
     """Trace of one translation, with values, so that the page can show what heads write."""
     target = hw.generate(net, SOURCE)
     print(f"{SOURCE} -> {target}")
-    return hw.trace(net, {"source": SOURCE, "text": target}, capture=hw.Capture(extra=("v",))).with_thumbnails()
+    return hw.trace(
+        net, {"source": SOURCE, "text": target}, capture=hw.Capture(extra=("v",))
+    ).with_thumbnails()
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""The generated parts of README.md and README.zh-CN.md: examples, presets, benchmarks, and points of other tools."""
+"""The generated parts of README.md and README.zh-CN.md: examples, presets, benchmarks, and points
+of other tools.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ BENCHMARKS = {
 }
 BENCHMARK_TEXTS = {
     "en": ("{processor}, {threads} threads, torch {torch}.", ("work", "headwise", "speedup over")),
-    "zh": ("{processor}，{threads} 个线程，torch {torch}。", ("任务", "headwise 用时", "相对加速比")),
+    "zh": (
+        "{processor}，{threads} 个线程，torch {torch}。",
+        ("任务", "headwise 用时", "相对加速比"),
+    ),
 }
 PRESET_HEADS = {
     "en": ("preset", "what it is", "paper", "parameters", "cache per token"),
@@ -102,9 +107,13 @@ def presets_table(language: str) -> str:
         text = variants_page.sentence(make.__doc__)
         paper = PAPER.search(text)
         if paper is None:
-            raise ValueError(f"the docstring of the preset {name} does not end with its paper: {text!r}")
+            raise ValueError(
+                f"the docstring of the preset {name} does not end with its paper: {text!r}"
+            )
         what = text[: paper.start()] if language == "en" else PRESETS_ZH[name]
-        link = f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper[1][0].isdigit() else paper[1]
+        link = (
+            f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper[1][0].isdigit() else paper[1]
+        )
         parameters, _, per_token, _ = variants_page.costs_of(name)
         cache = CACHE_TEXTS[language].get(per_token, f"{per_token} B")
         rows.append((f"[`{name}`](docs/variants.md#{name})", what, link, parameters, cache))
@@ -112,12 +121,16 @@ def presets_table(language: str) -> str:
 
 
 def benchmark_rows(language: str) -> str:
-    """Five rows of docs/bench.json with all libraries that they were compared with, and the machine."""
+    """Five rows of docs/bench.json with all libraries that they were compared with, and the
+    machine.
+    """
     report = BenchmarkReport.read(MEASURED)
     rows = {row["name"]: row for row in report.rows}
     lines = []
     for name, work in BENCHMARKS.items():
-        speedups = "<br>".join(f"{peer}: {ratio:.2f} x" for peer, ratio in rows[name]["ratio"].items())
+        speedups = "<br>".join(
+            f"{peer}: {ratio:.2f} x" for peer, ratio in rows[name]["ratio"].items()
+        )
         lines.append((work[language], format_seconds(rows[name]["ours_s"]), speedups))
     sentence, head = BENCHMARK_TEXTS[language]
     machine = {**report.machine, "torch": report.machine["versions"]["torch"]}
@@ -136,7 +149,9 @@ def compared_groups(language: str) -> str:
             for tool in comparison.tools
         }
         best = max(points.values())
-        names = ", ".join(f"[{tool.name}]({tool.address})" for tool, own in points.items() if own == best)
+        names = ", ".join(
+            f"[{tool.name}]({tool.address})" for tool, own in points.items() if own == best
+        )
         title = group if language == "en" else GROUPS_ZH[group]
         rows.append((title, str(len(features)), f"{ours:g}", f"{best:g}: {names}"))
     return table(GROUP_HEADS[language], rows)

@@ -1,4 +1,6 @@
-"""Hooks of mkdocs: pages of the repository's root become pages of the site, and docstrings become Markdown."""
+"""Hooks of mkdocs: pages of the repository's root become pages of the site, and docstrings become
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-# Files of the root by their name in the site. The READMEs are the first page in English and in Chinese.
+# Files of the root by their name in the site. The READMEs are the first page in English and in
+# Chinese.
 ROOT_PAGES = {
     "README.md": "index.md",
     "README.zh-CN.md": "index.zh.md",
@@ -25,7 +28,9 @@ OPTION = re.compile(r"--[a-z][\w-]*")
 
 
 def on_config(config: Any) -> Any:
-    """List every page of docs/findings in the navigation, the Chinese ones among the Chinese pages."""
+    """List every page of docs/findings in the navigation, the Chinese ones
+    among the Chinese pages.
+    """
     pages = sorted(f"findings/{path.name}" for path in (ROOT / "docs" / "findings").glob("*.md"))
     for section in config.nav:
         if "Findings" in section:
@@ -50,7 +55,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Keep the options of commands in sentences on one line."""
-    return INLINE_CODE.sub(lambda match: match[0] if match[0].startswith("<pre") else keep_options(match[0]), html)
+    return INLINE_CODE.sub(
+        lambda match: match[0] if match[0].startswith("<pre") else keep_options(match[0]), html
+    )
 
 
 def keep_options(code: str) -> str:
@@ -63,16 +70,22 @@ def keep_options(code: str) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Mark Chinese pages as such, so that browsers choose Chinese fonts and screen readers a Chinese voice."""
+    """Mark Chinese pages as such, so that browsers choose Chinese fonts and screen readers a
+    Chinese voice.
+    """
     if not page.file.src_path.endswith(".zh.md"):
         return output
-    return output.replace('<html lang="en"', '<html lang="zh-Hans"', 1).replace("Table of contents", "目录")
+    return output.replace('<html lang="en"', '<html lang="zh-Hans"', 1).replace(
+        "Table of contents", "目录"
+    )
 
 
 def adapt_links(text: str) -> str:
     """Links as the site needs them; those to files that are not pages become plain text.
 
-    >>> adapt_links("[a](docs/heads.md#x) [b](../SECURITY.md) [c](examples/a.ipynb) [d](heads.md) [e](https://e.org)")
+    >>> adapt_links(
+    ...     "[a](docs/heads.md#x) [b](../SECURITY.md) [c](examples/a.ipynb) [d](heads.md) [e](https://e.org)"
+    ... )
     '[a](heads.md#x) [b](SECURITY.md) c [d](heads.md) [e](https://e.org)'
     """
 
@@ -84,7 +97,9 @@ def adapt_links(text: str) -> str:
             return f"[{words}]({ROOT_PAGES[name]}{mark}{fragment})"
         if path.startswith("docs/"):
             return f"[{words}]({path.removeprefix('docs/')}{mark}{fragment})"
-        is_other_file = not path.endswith((".md", ".svg", ".webp")) and ":" not in path and path != ""
+        is_other_file = (
+            not path.endswith((".md", ".svg", ".webp")) and ":" not in path and path != ""
+        )
         return words if is_other_file else match[0]
 
     return LINK.sub(adapt, text)

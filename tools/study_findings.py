@@ -1,8 +1,10 @@
-"""Findings of studies: `python tools/study_findings.py RUNS NAME...` writes docs/findings/study-NAME.md with figures.
+"""Findings of studies: `python tools/study_findings.py RUNS NAME...` writes
+docs/findings/study-NAME.md with figures.
 
-RUNS is the folder of the stored runs; that of studies/NAME.toml is in RUNS/NAME, at the scale "page", or the one in
-`SCALES`. Cells without a result there are trained, so that an interrupted run goes on. The verdict of each study, which
-a person writes after reading its numbers, is in tools/study_verdicts.toml.
+RUNS is the folder of the stored runs; that of studies/NAME.toml is in RUNS/NAME, at the scale
+"page", or the one in `SCALES`. Cells without a result there are trained, so that an interrupted run
+goes on. The verdict of each study, which a person writes after reading its numbers, is in
+tools/study_verdicts.toml.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from headwise.files import write_atomically
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.report_page import SVG_STYLE, draw_differences, draw_lengths
 from headwise.studies.study_file import Study, read_study
-from headwise.studies.study_report import StudyReport, describe_protocol, list_task_details, write_report
+from headwise.studies.study_report import (
+    StudyReport,
+    describe_protocol,
+    list_task_details,
+    write_report,
+)
 from headwise.studies.study_runner import run_study
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,9 +61,12 @@ PAGE = """# Study: {name}
 {protocol}
 """
 LIMITS = (
-    "The models are small ({parameters} parameters) and are trained for {steps} steps on {tasks}: what is shown holds "
-    "for this size and this task. What is not significant may become so with more seeds or longer training. "
-    "[Studies](../studies.md) explains the protocol, and [{name}](../../studies/{name}.toml) is the study file."
+    "The models are small ({parameters} parameters) and are trained for {steps} steps on {tasks}: "
+    "what is shown holds "
+    "for this size and this task. What is not significant may become so with more seeds or longer "
+    "training. "
+    "[Studies](../studies.md) explains the protocol, and [{name}](../../studies/{name}.toml) is "
+    "the study file."
 )
 COLOURS = """
 :root { --text: #1b1b1f; --muted: #5c5c66; --line: #dcdce0; --seed: #3b3fb6; }
@@ -67,11 +77,15 @@ COLOURS = """
 def write_page(name: str, runs: Path) -> Path:
     """Write the page of one study from its stored run; returns its path."""
     study = read_study(ROOT / "studies" / f"{name}.toml", SCALES.get(name, SCALE))
-    results = run_study(study, runs / name, ProcessEngine(JOBS), progress=lambda line: print(line, file=sys.stderr))
+    results = run_study(
+        study, runs / name, ProcessEngine(JOBS), progress=lambda line: print(line, file=sys.stderr)
+    )
     report = write_report(results, runs / name)
     verdicts = tomllib.loads((ROOT / "tools" / "study_verdicts.toml").read_text(encoding="utf-8"))
     tables = [
-        table for task in study.tasks.values() for table in (report.score_table(task), *list_task_details(report, task))
+        table
+        for task in study.tasks.values()
+        for table in (report.score_table(task), *list_task_details(report, task))
     ]
     if name in ABOUT_DECODING and (decoding := report.decode_table()) is not None:
         tables.append(decoding)
@@ -96,7 +110,10 @@ def _write_figures(report: StudyReport) -> Iterator[str]:
     """Write the figures of the page beside it; yields the lines that show them."""
     name = report.results.study.name
     for task in report.results.study.tasks.values():
-        drawings = {"differences": draw_differences(report, task), "lengths": draw_lengths(report, task)}
+        drawings = {
+            "differences": draw_differences(report, task),
+            "lengths": draw_lengths(report, task),
+        }
         for kind, figures in drawings.items():
             for svg, caption in figures:
                 file = f"study-{name}-{task.name}-{kind}.svg"
@@ -107,7 +124,9 @@ def _write_figures(report: StudyReport) -> Iterator[str]:
 
 
 def _list_limits(report: StudyReport) -> Iterator[str]:
-    """What the page does not show: the size of its models, and what the scale leaves out of the study file."""
+    """What the page does not show: the size of its models, and what the scale leaves out of the
+    study file.
+    """
     study, grid = report.results.study, report.results.grid
     full = read_study(ROOT / "studies" / f"{study.name}.toml")
     sizes = [model.size.parameters for model in grid.models.values()]
@@ -120,13 +139,20 @@ def _list_limits(report: StudyReport) -> Iterator[str]:
     )
     for kind, before, after in _left_out(full, study):
         if missing := [one for one in before if one not in after]:
-            yield f"{kind} of the study file that were left out at this scale: {', '.join(missing)}."
+            yield (
+                f"{kind} of the study file that were left out at this scale: {', '.join(missing)}."
+            )
     if len(full.rates) > 1 and len(study.rates) == 1:
         rates = ", ".join(f"{rate:g}" for rate in full.rates)
-        yield f"A single learning rate, {study.rates[0]:g}, although the study file tries {rates} for each variant."
+        yield (
+            f"A single learning rate, {study.rates[0]:g}, although the study file tries {rates} "
+            "for each variant."
+        )
 
 
-def _left_out(full: Study, study: Study) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+def _left_out(
+    full: Study, study: Study
+) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     yield "Tasks", full.tasks, study.tasks
     yield "Variants", full.variants, study.variants
     yield "Edits", full.edits, study.edits

@@ -1,4 +1,6 @@
-"""The generated part of docs/tasks.md: every synthetic task with an example, its options, metrics and chance level."""
+"""The generated part of docs/tasks.md: every synthetic task with an example, its options, metrics
+and chance level.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from headwise.data.synthetic_task import SyntheticTask
 
 
 class TaskNotes(NamedTuple):
-    """Notes about a task: options of a short example, which models the task distinguishes, and which not."""
+    """Notes about a task: options of a short example, which models the task distinguishes, and
+    which not.
+    """
 
     example_options: dict[str, Any]
     distinguishes: str
@@ -25,48 +29,62 @@ class TaskNotes(NamedTuple):
 TASK_NOTES = {
     "copy": TaskNotes(
         {"symbols": 9, "block": 5, "gap": 2},
-        "models with one and with two layers (2209.11895, 2408.14332); sliding windows, because information moves at "
-        "most `layers * (window - 1)` tokens; position encodings, on longer sequences than in training (2402.01032); "
+        "models with one and with two layers (2209.11895, 2408.14332); sliding windows, because "
+        "information moves at "
+        "most `layers * (window - 1)` tokens; position encodings, on longer sequences than in "
+        "training (2402.01032); "
         "linear and softmax attention",
         "MHA, GQA and MQA",
     ),
     "dates": TaskNotes(
         {},
-        "correct and broken implementations of cross-attention, padding and decoding with a KV cache; cross-attention "
+        "correct and broken implementations of cross-attention, padding and decoding with a KV "
+        "cache; cross-attention "
         "heads and the true alignments, which are known",
         "most attention variants: all score close to 1",
     ),
     "graph": TaskNotes(
         {"nodes": 14, "chords": 2, "sources": 4},
-        "attention patterns, because information moves along edges only; numbers of layers, because fewer than `reach` "
+        "attention patterns, because information moves along edges only; numbers of layers, "
+        "because fewer than `reach` "
         "layers cannot solve the task",
-        "MHA, GQA and MQA; models for arbitrary graphs, because the pattern is part of the spec and all examples have "
+        "MHA, GQA and MQA; models for arbitrary graphs, because the pattern is part of the spec "
+        "and all examples have "
         "the same graph",
     ),
     "group": TaskNotes(
         {"group": "S3", "length": 12},
-        "recurrence and attention; numbers of layers, because A5 needs more layers for longer rows and cyclic groups "
-        "do not (2404.08819); linear recurrences with and without negative eigenvalues (2411.12537)",
-        "variants of softmax attention, for which the task is a negative control: all learn the training length, and "
+        "recurrence and attention; numbers of layers, because A5 needs more layers for longer "
+        "rows and cyclic groups "
+        "do not (2404.08819); linear recurrences with and without negative eigenvalues "
+        "(2411.12537)",
+        "variants of softmax attention, for which the task is a negative control: all learn the "
+        "training length, and "
         "none generalises parity far beyond it (2207.02098)",
     ),
     "lookup2": TaskNotes(
         {"entities": 2, "attributes": 2, "values": 9, "direct": 1, "composed": 1},
-        "possibly methods that compose heads: 2405.08553 suggests that models with fewer heads than attributes learn "
-        "such a task late. Test this before you rely on it. The default model did not learn the task: with 4 entities, "
-        "2 attributes and 16 values its accuracy was 0.39 after 1,600 steps, with a chance level of 0.06",
+        "possibly methods that compose heads: 2405.08553 suggests that models with fewer heads "
+        "than attributes learn "
+        "such a task late. Test this before you rely on it. The default model did not learn the "
+        "task: with 4 entities, "
+        "2 attributes and 16 values its accuracy was 0.39 after 1,600 steps, with a chance level "
+        "of 0.06",
         "models that have at least as many heads as attributes",
     ),
     "markov": TaskNotes(
         {"symbols": 3, "length": 16},
-        "numbers of layers; stages of training, because models first predict uniformly, then by unigrams, then by "
+        "numbers of layers; stages of training, because models first predict uniformly, then by "
+        "unigrams, then by "
         "bigrams (2402.11004)",
-        "most variants after convergence, including linear attention, which can count bigrams too. Compare the number "
+        "most variants after convergence, including linear attention, which can count bigrams "
+        "too. Compare the number "
         "of steps until convergence instead",
     ),
     "recall": TaskNotes(
         {"vocabulary": 32, "length": 20, "pairs": 4},
-        "softmax attention (MHA, GQA or MQA) and linear attention, whose state must grow with the number of pairs; "
+        "softmax attention (MHA, GQA or MQA) and linear attention, whose state must grow with the "
+        "number of pairs; "
         "windows shorter than the sequence (2312.04927, 2403.17844)",
         "MHA, GQA and MQA",
     ),
@@ -75,7 +93,9 @@ TASK_NOTES = {
 
 def page() -> str:
     """Markdown with a section per synthetic task."""
-    return "\n\n".join(section(name) for name, cls in sorted(TASKS.items()) if issubclass(cls, SyntheticTask))
+    return "\n\n".join(
+        section(name) for name, cls in sorted(TASKS.items()) if issubclass(cls, SyntheticTask)
+    )
 
 
 def section(name: str) -> str:
@@ -86,10 +106,26 @@ def section(name: str) -> str:
     layers = " + ".join(str(len(stack.layers)) for stack in spec.stacks)
     options = ", ".join(f"`{field.name}={getattr(task, field.name)!r}`" for field in fields(task))
     chance = ", ".join(f"{metric} {value:.3g}" for metric, value in task.chance.items())
-    lines = [f"### {name}", "", prose(type(task)), "", *example(make_task(name, **notes.example_options)), ""]
-    lines += [f"- **options**: {options}", f"- **metrics**: {metrics(task)}", f"- **chance**: {chance}"]
+    lines = [
+        f"### {name}",
+        "",
+        prose(type(task)),
+        "",
+        *example(make_task(name, **notes.example_options)),
+        "",
+    ]
+    lines += [
+        f"- **options**: {options}",
+        f"- **metrics**: {metrics(task)}",
+        f"- **chance**: {chance}",
+    ]
     width = spec.stacks[-1].model
-    lines += [f"- **default model**: {spec.kind}, {layers} layers, {width} channels, {num_params:,} parameters"]
+    lines += [
+        (
+            f"- **default model**: {spec.kind}, {layers} layers, {width} channels, {num_params:,} "
+            "parameters"
+        )
+    ]
     lines += [
         f"- **distinguishes**: {notes.distinguishes}",
         f"- **does not distinguish**: {notes.does_not_distinguish}",
@@ -116,7 +152,8 @@ def metrics(task: Task) -> str:
         kind = re.split("[<>=]", label)[0] if re.search("[<>=]", label) else label
         slices += [kind] if label and kind not in slices else []
     return "; ".join(
-        metric + (f" by {', '.join(slices)}" if slices else "") for metric, slices in slices_of_metric.items()
+        metric + (f" by {', '.join(slices)}" if slices else "")
+        for metric, slices in slices_of_metric.items()
     )
 
 
@@ -140,8 +177,14 @@ def aligned(task: Task, batch: Batch) -> Iterator[str]:
         yield f"input  {task.text(inputs)}"
         yield f"label  {int(labels)}"
         return
-    label_texts = ["" if label == IGNORE_INDEX else task.text([label]) for label in labels[is_real].tolist()]
-    columns = [(task.text([token]), label) for token, label in zip(inputs, label_texts, strict=True)]
+    label_texts = [
+        "" if label == IGNORE_INDEX else task.text([label]) for label in labels[is_real].tolist()
+    ]
+    columns = [
+        (task.text([token]), label) for token, label in zip(inputs, label_texts, strict=True)
+    ]
     for header, row in zip(("input ", "labels"), zip(*columns, strict=True), strict=True):
-        cells = [cell.rjust(max(map(len, column))) for cell, column in zip(row, columns, strict=True)]
+        cells = [
+            cell.rjust(max(map(len, column))) for cell, column in zip(row, columns, strict=True)
+        ]
         yield f"{header}  {' '.join(cells)}".rstrip()

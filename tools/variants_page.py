@@ -26,7 +26,10 @@ def cost_table() -> tuple[Row, list[Row]]:
         f"cache, MB at {CACHE_TOKENS} tokens",
         "backends: forward / with gradients / decode step",
     ]
-    rows = [[f"[`{name}`](#{name})", *costs_of(name), " / ".join(cpu_backends(specs(name)))] for name in PRESETS]
+    rows = [
+        [f"[`{name}`](#{name})", *costs_of(name), " / ".join(cpu_backends(specs(name)))]
+        for name in PRESETS
+    ]
     return head, rows
 
 
@@ -35,9 +38,15 @@ def specs(name: str) -> AttentionSpec:
 
 
 def costs_of(name: str) -> list[str]:
-    """Parameters, FLOPs required per token, and the size of a bfloat16 cache: per token, and in all."""
+    """Parameters, FLOPs required per token, and the size of a bfloat16 cache: per token, and in
+    all.
+    """
     spec = specs(name)
-    flops = costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=TOKENS)) / TOKENS / 1e6
+    flops = (
+        costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=TOKENS))
+        / TOKENS
+        / 1e6
+    )
     lines_of_cost = [f"{costs.count_parameters(spec):,}", f"{flops:.3f}"]
     if spec.pattern.tokens_before_decode != 0:
         return [*lines_of_cost, "-", "-"]
@@ -47,7 +56,9 @@ def costs_of(name: str) -> list[str]:
 
 
 def cpu_backends(spec: AttentionSpec) -> list[str]:
-    """The backends chosen on the CPU: for a whole text without and with gradients, and for a decode step if any."""
+    """The backends chosen on the CPU: for a whole text without and with gradients, and for a decode
+    step if any.
+    """
     whole, trained = hw.why(spec), hw.why(spec, when="grad")
     step = hw.why(spec, tokens="one")
     names = [str(reasons.backend) for reasons in (whole, trained, step)]
@@ -59,7 +70,8 @@ def backends_sentence(spec: AttentionSpec) -> str:
     calls = ("for a forward pass", "with gradients", "for a decode step")
     names = cpu_backends(spec)
     calls_of_backend = {
-        name: [call for own, call in zip(names, calls, strict=False) if own == name] for name in dict.fromkeys(names)
+        name: [call for own, call in zip(names, calls, strict=False) if own == name]
+        for name in dict.fromkeys(names)
     }
     if len(calls_of_backend) == 1:
         return f"`{names[0]}` for all calls"
@@ -85,7 +97,10 @@ def sections() -> Iterator[str]:
             if per_token.isdigit()
             else f"a recurrent state of {cache_size} MB at any length"
         )
-        lines += [f"- **cache**: {cache_text}", f"- **backends on a CPU**: {backends_sentence(spec)}"]
+        lines += [
+            f"- **cache**: {cache_text}",
+            f"- **backends on a CPU**: {backends_sentence(spec)}",
+        ]
         lines += [f"- **backend on CUDA**: `{on_cuda(spec)}`"]
         disagreements = dict.fromkeys(text for part in unusual(spec) for text in part.disagreements)
         lines += [f"- **sources disagree**: {text}" for text in disagreements]
@@ -100,7 +115,11 @@ def on_cuda(spec: AttentionSpec) -> str:
 def formulas(spec: AttentionSpec) -> Iterator[str]:
     """The definition of every part that is not a default, with its paper."""
     for part in dict.fromkeys(unusual(spec)):
-        paper = f" ([{part.paper}](https://arxiv.org/abs/{part.paper}))" if part.paper[:4].isdigit() else ""
+        paper = (
+            f" ([{part.paper}](https://arxiv.org/abs/{part.paper}))"
+            if part.paper[:4].isdigit()
+            else ""
+        )
         yield f"`{part!r}`{paper}: {sentence(type(part).__doc__)}"
 
 
@@ -126,7 +145,9 @@ def share(spec: AttentionSpec) -> str:
     """The difference of its parameters from those of multi-head attention."""
     plain = costs.count_parameters(hw.design(model=MODEL, heads=HEADS))
     more = costs.count_parameters(spec) - plain
-    return "as multi-head attention" if not more else f"{more:+,} compared with multi-head attention"
+    return (
+        "as multi-head attention" if not more else f"{more:+,} compared with multi-head attention"
+    )
 
 
 def sentence(doc: str | None) -> str:
@@ -137,8 +158,14 @@ def sentence(doc: str | None) -> str:
 def others() -> Iterator[str]:
     """Parts that no preset uses: definition, and cost with default choices for the rest."""
     used = {type(part) for name in PRESETS for _, part in specs(name).parts()}
-    for cls in (cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part) and cls not in used):
-        paper = f" ([{cls.paper}](https://arxiv.org/abs/{cls.paper}))" if cls.paper[:4].isdigit() else ""
+    for cls in (
+        cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part) and cls not in used
+    ):
+        paper = (
+            f" ([{cls.paper}](https://arxiv.org/abs/{cls.paper}))"
+            if cls.paper[:4].isdigit()
+            else ""
+        )
         yield f"- `{cls.__name__}`{paper}: {sentence(cls.__doc__)}{extra(cls)}"
         yield from (f"  - sources disagree: {text}" for text in cls.disagreements)
 
@@ -164,7 +191,9 @@ def page() -> str:
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     rest = (
-        "### Parts without a preset\n\nThese parts belong to no preset; add them to any spec. Costs are the difference "
-        "that the part makes in a causal layer with default choices for all other parts.\n\n" + "\n".join(others())
+        "### Parts without a preset\n\nThese parts belong to no preset; add them to any spec. "
+        "Costs are the difference "
+        "that the part makes in a causal layer with default choices for all other parts.\n\n"
+        + "\n".join(others())
     )
     return "\n\n".join([table, *sections(), rest])

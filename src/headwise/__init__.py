@@ -1,14 +1,16 @@
 """headwise: a PyTorch library for building, measuring and changing attention heads.
 
-A layer is described by an `AttentionSpec`, which `design` builds from a few arguments. From the spec follow the layer
-(`Attention`), its costs (`cost`), the backends that can run it (`why`) and its text form (`to_toml`). `build`, `train`
-and `generate` are for whole models; `load`, `sites`, `ablate`, `heads` and `importance` analyse trained ones; `prune`,
-`convert` and `uptrain` change them. Public names are imported when they are first used.
+A layer is described by an `AttentionSpec`, which `design` builds from a few arguments. From the
+spec follow the layer (`Attention`), its costs (`cost`), the backends that can run it (`why`) and
+its text form (`to_toml`). `build`, `train` and `generate` are for whole models; `load`, `sites`,
+`ablate`, `heads` and `importance` analyse trained ones; `prune`, `convert` and `uptrain` change
+them. Public names are imported when they are first used.
 
-Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `masking` and `cache` hold positions and
-past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs` counts it. Of models: `model_spec`,
-`families`, `models` and `hub`; `data`, `training`, `distributed` and `studies`; `generation` and `serving`. Of heads:
-`inspect`, `traces`, `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`, `bench`,
+Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `masking` and `cache`
+hold positions and past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs`
+counts it. Of models: `model_spec`, `families`, `models` and `hub`; `data`, `training`,
+`distributed` and `studies`; `generation` and `serving`. Of heads: `inspect`, `traces`,
+`head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`, `bench`,
 `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
 `size_limits`, `machine` and `translation`.
 
@@ -288,7 +290,9 @@ __all__ = sorted(_MODULE_OF_NAME)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, a module, or a part from the registry (so new parts need no entry here)."""
+    """Import a public name, a module, or a part from the registry (so new parts need no entry
+    here).
+    """
     if name in _MODULE_OF_NAME:
         value = getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
     elif name in _MODULES:
@@ -298,9 +302,16 @@ def __getattr__(name: str) -> Any:
     else:
         raise AttributeError(f"headwise has no {name!r}")
     globals()[name] = value
-    if f"{__name__}.parts" in sys.modules:  # specs may exist now: make all names available that their repr may contain
+    if (
+        f"{__name__}.parts" in sys.modules
+    ):  # specs may exist now: make all names available that their repr may contain
         globals().update(import_module(f"{__name__}.parts").REGISTRY)
-        globals().update({key: getattr(import_module(f"{__name__}.{home}"), key) for key, home in _REPR_NAMES.items()})
+        globals().update(
+            {
+                key: getattr(import_module(f"{__name__}.{home}"), key)
+                for key, home in _REPR_NAMES.items()
+            }
+        )
     return value
 
 

@@ -1,4 +1,6 @@
-"""The exceptions of headwise and words of their messages, which give the fact, the values and a remedy."""
+"""The exceptions of headwise and words of their messages, which give the fact, the values and a
+remedy.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Names and texts of models as text of a terminal, HTML, SVG or Markdown: one function for each.
 
-Control characters, characters that change the direction of text, and characters without width are shown as their code,
-because a hostile name could otherwise hide or rearrange what is around it. Markup is escaped.
+Control characters, characters that change the direction of text, and characters without width are
+shown as their code, because a hostile name could otherwise hide or rearrange what is around it.
+Markup is escaped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import html
 import re
 from collections.abc import Callable
 
-# Invisible characters that `str.isprintable` counts as printable: joiners, fillers, blanks and variation selectors.
+# Invisible characters that `str.isprintable` counts as printable: joiners, fillers, blanks and
+# variation selectors.
 INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
@@ -50,7 +52,10 @@ def escape_page(text: str) -> str:
     >>> escape_page("\\x1b[1mbold\\x1b[0m \\x1b[2J")
     '\\x1b[1mbold\\x1b[0m \\\\x1b[2J'
     """
-    return "".join(part if STYLE.fullmatch(part) else make_visible(part, keep="\n\t") for part in STYLE.split(text))
+    return "".join(
+        part if STYLE.fullmatch(part) else make_visible(part, keep="\n\t")
+        for part in STYLE.split(text)
+    )
 
 
 def escape_html(text: str) -> str:
@@ -84,7 +89,8 @@ def escape_markdown(text: str) -> str:
 
 
 def shorten_message(message: str) -> str:
-    """Return an error message on one line of a terminal, with quoted texts, lists, tables and long words cut.
+    """Return an error message on one line of a terminal, with quoted texts, lists, tables and long
+    words cut.
 
     >>> shorten_message(f"there is no {'x' * 999!r}; give a name")[-25:]
     "xxxxxxxxxx…'; give a name"
@@ -92,7 +98,8 @@ def shorten_message(message: str) -> str:
     line = _cut_lists(escape_terminal(message))
     for long in (rf"('[^']{{{MAX_QUOTED}}})[^']+'", rf'("[^"]{{{MAX_QUOTED}}})[^"]+"'):
         line = re.sub(long, lambda match: f"{match[1]}…{match[1][0]}", line)
-    # A quoted text of one word has up to 4 characters more: quotes, the dots, and a sign after them.
+    # A quoted text of one word has up to 4 characters more: quotes, the dots, and a sign after
+    # them.
     return re.sub(rf"(\S{{{MAX_QUOTED}}})\S{{5,}}?([:;,]?)(?!\S)", r"\1…\2", line)
 
 

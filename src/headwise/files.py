@@ -26,10 +26,11 @@ TEMPORARY_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(TEMPORARY)}")
 
 
 def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write `data`, in one or several pieces, to a temporary file and rename it to `path` after syncing to disk.
+    """Write `data`, in one or several pieces, to a temporary file and rename it to `path` after
+    syncing to disk.
 
-    Readers see either the old or the complete new file. A failed write removes its temporary file. Raises OSError for
-    devices, pipes and symbolic links, which the rename would replace.
+    Readers see either the old or the complete new file. A failed write removes its temporary file.
+    Raises OSError for devices, pipes and symbolic links, which the rename would replace.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +85,9 @@ def _replace_all(folder: Path, temporary: Mapping[Path, Path]) -> None:
 
 
 def _write_for_later(path: Path, temporary: Path, data: bytes, written: ExitStack) -> None:
-    """Write the contents of `path` to a temporary file, which stays locked until the stack is closed."""
+    """Write the contents of `path` to a temporary file, which stays locked until the stack is
+    closed.
+    """
     with explain_os_error(path):
         _refuse_special_file(path)
         delete_abandoned(path)
@@ -104,7 +107,9 @@ def _refuse_special_file(path: Path) -> None:
 
 @contextmanager
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[None]:
-    """Write a new file, which is locked within the context, so that no other process takes it for abandoned."""
+    """Write a new file, which is locked within the context, so that no other process takes it for
+    abandoned.
+    """
     handle = _create_locked(path)
     try:
         for piece in pieces:
@@ -152,16 +157,24 @@ def explain_os_error(path: Path) -> Iterator[None]:
 def explain_failed_write(error: OSError, path: Path | str) -> OSError:
     """Return an OSError with the path and a remedy in its message."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "make room and try again; existing files are intact" if full else "give a folder that can be written"
+    remedy = (
+        "make room and try again; existing files are intact"
+        if full
+        else "give a folder that can be written"
+    )
     explained = OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}")
     explained.errno = error.errno
     return explained
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a file or folder is a lock or a temporary one of headwise, which a killed process may have left.
+    """Whether a file or folder is a lock or a temporary one of headwise, which a killed process may
+    have left.
 
-    >>> [is_leftover(Path(name)) for name in ("notes.tmp", ".notes.tmp", ".model.toml.0123abcd.tmp")]
+    >>> [
+    ...     is_leftover(Path(name))
+    ...     for name in ("notes.tmp", ".notes.tmp", ".model.toml.0123abcd.tmp")
+    ... ]
     [False, False, True]
     """
     if path.name != LOCK:
@@ -174,7 +187,9 @@ def is_leftover(path: Path) -> bool:
 
 
 def _is_holder(content: bytes) -> bool:
-    """Whether the contents of a lock are ours; a process that was killed may have written a part of them."""
+    """Whether the contents of a lock are ours; a process that was killed may have written a part of
+    them.
+    """
     return HOLDER.startswith(content[: len(HOLDER)])
 
 
@@ -186,7 +201,9 @@ def remove_leftovers(folder: Path | str) -> None:
 
 
 def delete_abandoned(path: Path) -> None:
-    """Delete the temporary files and folders beside `path` that killed writers of `path` have left."""
+    """Delete the temporary files and folders beside `path` that killed writers
+    of `path` have left.
+    """
     start = f".{path.name}."
     with suppress(OSError), os.scandir(path.parent) as entries:
         for name in [entry.name for entry in entries if entry.name.startswith(start)]:
@@ -209,7 +226,9 @@ def delete_leftover(path: Path) -> None:
 
 
 def _open_own_file(path: Path, flags: int) -> int:
-    """Open a regular file and return its handle; raises OSError for symbolic links, devices and pipes."""
+    """Open a regular file and return its handle; raises OSError for symbolic links, devices and
+    pipes.
+    """
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -223,7 +242,8 @@ def _open_own_file(path: Path, flags: int) -> int:
 
 
 def read_text_file(path: Path | str) -> str:
-    """Return the text of a UTF-8 file, without a byte order mark; an error names the file and the line.
+    """Return the text of a UTF-8 file, without a byte order mark; an error names the file and the
+    line.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -251,7 +271,9 @@ def read_json_file(path: Path | str) -> Any:
     try:
         return json.loads(read_text_file(path))
     except json.JSONDecodeError as error:
-        raise SpecError(f"{path}, line {error.lineno} is not JSON: {error.msg}; delete or correct the file") from None
+        raise SpecError(
+            f"{path}, line {error.lineno} is not JSON: {error.msg}; delete or correct the file"
+        ) from None
     except RecursionError:
         raise SpecError(f"{path} is nested too deeply; delete or correct the file") from None
 
@@ -266,7 +288,8 @@ def sha256(path: Path | str) -> str:
 
 
 class FolderLock:
-    """Exclusive lock for writing to a folder, which is created if missing; a second process gets a SpecError.
+    """Exclusive lock for writing to a folder, which is created if missing; a second process gets a
+    SpecError.
 
     The operating system releases the lock when its process ends, however it ends.
 
@@ -313,9 +336,11 @@ class FolderLock:
 
 
 class JsonLines:
-    """An append-only file of JSON lines. `read_lines` skips a last line that was cut short by a crash.
+    """An append-only file of JSON lines. `read_lines` skips a last line that was cut short by a
+    crash.
 
-    `append` passes a line to the operating system at once; `sync` waits until all lines are on disk.
+    `append` passes a line to the operating system at once; `sync` waits until all lines are on
+    disk.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -354,7 +379,9 @@ def read_lines(path: Path | str) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError:
-            raise SpecError(f"{path}: line {number} is not JSON; delete the line or the file") from None
+            raise SpecError(
+                f"{path}: line {number} is not JSON; delete the line or the file"
+            ) from None
     return records
 
 

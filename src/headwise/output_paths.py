@@ -1,7 +1,8 @@
 """Which paths may be written, and folders that appear complete or not at all.
 
-`check_output` is the only rule: a new path may be written, and a file or folder that headwise wrote earlier may be
-replaced if the caller asks for it. Devices, symbolic links, and files and folders of others are refused.
+`check_output` is the only rule: a new path may be written, and a file or folder that headwise wrote
+earlier may be replaced if the caller asks for it. Devices, symbolic links, and files and folders of
+others are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Existing = Literal["refuse", "overwrite", "continue"]
 
 
 class FileKind(NamedTuple):
-    """A kind of file that headwise writes: its name in messages, and bytes of which such a file has one."""
+    """A kind of file that headwise writes: its name in messages, and bytes of which such a file has
+    one.
+    """
 
     name: str
     markers: tuple[bytes, ...]
@@ -45,7 +48,8 @@ class FolderKind(NamedTuple):
 
     - `name`: its name in messages.
     - `markers`: patterns of file names; a folder with such a file is of this kind.
-    - `list_names`: patterns of all names in such a folder. Only a folder without other names may be replaced. None if
+    - `list_names`: patterns of all names in such a folder. Only a folder without other names may be
+      replaced. None if
       the files are written one by one, so that other files may be in the folder too.
     """
 
@@ -56,20 +60,24 @@ class FolderKind(NamedTuple):
 
 OutputKind = FileKind | FolderKind
 
-# What a figure of headwise states about itself, by suffix: without dates, so that equal data gives an equal file.
+# What a figure of headwise states about itself, by suffix: without dates, so that equal data gives
+# an equal file.
 FIGURE_METADATA: dict[str, dict[str, str | None]] = {
     ".svg": {"Date": None, "Creator": "headwise"},
     ".pdf": {"CreationDate": None, "ModDate": None, "Creator": "headwise"},
     ".png": {"Software": "headwise"},
 }
-FIGURE_FILE = FileKind("figure", (b"<dc:title>headwise</dc:title>", b"/Creator (headwise)", b"Software\0headwise"))
+FIGURE_FILE = FileKind(
+    "figure", (b"<dc:title>headwise</dc:title>", b"/Creator (headwise)", b"Software\0headwise")
+)
 
 
 def check_output(path: Path | str, kind: OutputKind, existing: Existing = "refuse") -> Path:
     """Return `path` if an output of this kind may be written there; raise SpecError otherwise.
 
-    A path without a file or folder may be written, and so may an empty folder. An output of the same kind is refused
-    unless `existing` is "overwrite" or, for commands that add to their earlier output, "continue".
+    A path without a file or folder may be written, and so may an empty folder. An output of the
+    same kind is refused unless `existing` is "overwrite" or, for commands that add to their earlier
+    output, "continue".
 
     >>> check_output("/dev/null", FileKind("trace", (b"x",)), "overwrite")
     Traceback (most recent call last):
@@ -77,7 +85,9 @@ def check_output(path: Path | str, kind: OutputKind, existing: Existing = "refus
     """
     name, form = os.fspath(path), "file" if isinstance(kind, FileKind) else "folder"
     if not name or "\0" in name:
-        raise SpecError(f"cannot write to {name!r}: it is not a path; give the path of a new {form}")
+        raise SpecError(
+            f"cannot write to {name!r}: it is not a path; give the path of a new {form}"
+        )
     target = Path(name)
     try:
         status = os.lstat(target)
@@ -89,7 +99,8 @@ def check_output(path: Path | str, kind: OutputKind, existing: Existing = "refus
         fact = _existing_problem(target, status.st_mode, kind)
         if not fact and existing == "refuse" and not _is_empty_folder(target):
             raise SpecError(
-                f"cannot write to {target}: it exists; replace it with --overwrite (overwrite=True), "
+                f"cannot write to {target}: it exists; replace it with --overwrite "
+                "(overwrite=True), "
                 f"or give a new {form}"
             )
     if fact:
@@ -98,7 +109,9 @@ def check_output(path: Path | str, kind: OutputKind, existing: Existing = "refus
 
 
 def _parent_problem(target: Path, kind: OutputKind) -> str:
-    """Why a new path cannot be created; "" if it can. Folders are created with their parents, files are not."""
+    """Why a new path cannot be created; "" if it can. Folders are created with their parents, files
+    are not.
+    """
     parent = target.absolute().parent
     if isinstance(kind, FileKind) and not parent.is_dir():
         return f"the folder {parent} does not exist"
@@ -114,11 +127,19 @@ def _existing_problem(target: Path, mode: int, kind: OutputKind) -> str:
     if stat.S_ISLNK(mode):
         return f"it is a symbolic link to {os.readlink(target)}"
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        return "it is a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "it is a pipe or socket"
+        return (
+            "it is a device"
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+            else "it is a pipe or socket"
+        )
     if isinstance(kind, FileKind):
         if stat.S_ISDIR(mode):
             return "it is a folder"
-        return "" if _has_marker(target, kind.markers) else f"it is a file, but not a {kind.name} of headwise"
+        return (
+            ""
+            if _has_marker(target, kind.markers)
+            else f"it is a file, but not a {kind.name} of headwise"
+        )
     return _folder_problem(target, kind) if stat.S_ISDIR(mode) else "it is a file"
 
 
@@ -141,12 +162,16 @@ def _folder_problem(folder: Path, kind: FolderKind) -> str:
     if kind.list_names is None:
         return ""
     patterns = tuple(kind.list_names(folder))
-    foreign = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    foreign = [
+        name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     return f"it contains {foreign[0]}, which is not part of a {kind.name}" if foreign else ""
 
 
 def _is_special(path: Path) -> bool:
-    """Whether a name in a folder is a symbolic link, device, pipe or socket, through which a writer could leave it."""
+    """Whether a name in a folder is a symbolic link, device, pipe or socket, through which a writer
+    could leave it.
+    """
     mode = os.lstat(path).st_mode
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
@@ -160,15 +185,19 @@ def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not _list_names(path)
 
 
-# --- Folders that appear complete or not at all --------------------------------------------------------
+# --- Folders that appear complete or not at all ---------------------------------------------------
 
 
 @contextmanager
-def stage_folder(path: Path | str, kind: FolderKind, existing: Existing = "refuse") -> Iterator[Path]:
-    """Yield an empty folder to write to, which becomes `path` in one step if the block ends without an error.
+def stage_folder(
+    path: Path | str, kind: FolderKind, existing: Existing = "refuse"
+) -> Iterator[Path]:
+    """Yield an empty folder to write to, which becomes `path` in one step if the block ends without
+    an error.
 
-    The folder is beside `path`, in a hidden folder that is deleted in the end. Until the last step `path` is unchanged,
-    even if the process is killed. Hidden folders of killed processes are deleted by the next call for the same path.
+    The folder is beside `path`, in a hidden folder that is deleted in the end. Until the last step
+    `path` is unchanged, even if the process is killed. Hidden folders of killed processes are
+    deleted by the next call for the same path.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -211,7 +240,9 @@ def stage_folder(path: Path | str, kind: FolderKind, existing: Existing = "refus
 
 
 def _make_locked_folder(folder: Path) -> int:
-    """Make a folder and return its handle, which holds a lock on it until it is closed or the process ends."""
+    """Make a folder and return its handle, which holds a lock on it until it is closed or the
+    process ends.
+    """
     folder.mkdir()
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -231,12 +262,16 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _publish(staged: Path, target: Path) -> None:
-    """Rename `staged` to `target`; a folder that exists there takes the place of `staged`, in the same step."""
+    """Rename `staged` to `target`; a folder that exists there takes the place of `staged`, in the
+    same step.
+    """
     if not target.exists() or _is_empty_folder(target):
         for name in os.listdir(target) if target.exists() else ():
             delete_leftover(target / name)
         os.rename(staged, target)
-    elif not _exchange(staged, target):  # a system without this operation: two steps, and back if the second fails
+    elif not _exchange(
+        staged, target
+    ):  # a system without this operation: two steps, and back if the second fails
         previous = staged.with_name("previous")
         os.rename(target, previous)
         try:
@@ -253,6 +288,8 @@ def _exchange(first: Path, second: Path) -> bool:
     try:
         if sys.platform == "darwin":
             return library.renamex_np(*names, 2) == 0  # RENAME_SWAP
-        return library.renameat2(-100, names[0], -100, names[1], 2) == 0  # AT_FDCWD, RENAME_EXCHANGE
+        return (
+            library.renameat2(-100, names[0], -100, names[1], 2) == 0
+        )  # AT_FDCWD, RENAME_EXCHANGE
     except AttributeError:
         return False

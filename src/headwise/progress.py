@@ -1,4 +1,6 @@
-"""Progress of long commands on stderr, with the time left: one line on a terminal, lines at intervals elsewhere."""
+"""Progress of long commands on stderr, with the time left: one line on a terminal, lines at
+intervals elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class CountedMessage(str):
         return message
 
 
-def count_items(items: Sequence[Item], log: Callable[[str], object], label: str, unit: str) -> Iterator[Item]:
+def count_items(
+    items: Sequence[Item], log: Callable[[str], object], label: str, unit: str
+) -> Iterator[Item]:
     """Yield the items, and log their number so far.
 
     >>> list(count_items("ab", print, "reading", "texts"))
@@ -67,15 +71,25 @@ class TimeLeft:
     def seconds(self, message: CountedMessage) -> float | None:
         """Return the seconds left after this message; None while nothing was counted."""
         if message.label != self._label:
-            self._label, self._start_time, self._start_count = message.label, self._now(), message.done
+            self._label, self._start_time, self._start_count = (
+                message.label,
+                self._now(),
+                message.done,
+            )
         counted = message.done - self._start_count
-        return None if not counted else (self._now() - self._start_time) / counted * (message.total - message.done)
+        return (
+            None
+            if not counted
+            else (self._now() - self._start_time) / counted * (message.total - message.done)
+        )
 
 
 class ProgressReporter:
-    """Prints progress messages on stderr: a terminal shows the latest one, otherwise lines are printed at intervals.
+    """Prints progress messages on stderr: a terminal shows the latest one, otherwise lines are
+    printed at intervals.
 
-    The first line is printed after LINE_INTERVAL seconds, so that a command which is refused prints its error alone.
+    The first line is printed after LINE_INTERVAL seconds, so that a command which is refused prints
+    its error alone.
 
     >>> seconds = [0.0]
     >>> report = ProgressReporter(sys.stdout, now=lambda: seconds[0])
@@ -85,7 +99,9 @@ class ProgressReporter:
     ranking heads: 2 of 8 texts, 1:00 left
     """
 
-    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream, self._now = stream, now
         self._time_left, self._last_line_time = TimeLeft(now), now()
 

@@ -1,7 +1,8 @@
-"""The largest sizes that a document may ask for, and readers of JSON and TOML that refuse what no document needs.
+"""The largest sizes that a document may ask for, and readers of JSON and TOML that refuse what no
+document needs.
 
-A number in a text costs its writer nothing, so every size is compared with its largest value before anything is
-allocated, enumerated or divided by it.
+A number in a text costs its writer nothing, so every size is compared with its largest value before
+anything is allocated, enumerated or divided by it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def check_nesting(what: str, value: Any) -> None:
     while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1
         if depth > MAX_NESTING:
-            raise SpecError(f"{what} is nested too deeply; give at most {MAX_NESTING} levels of tables and lists")
+            raise SpecError(
+                f"{what} is nested too deeply; give at most {MAX_NESTING} levels of tables and "
+                "lists"
+            )
         level = [item for outer in level for item in _items(outer)]
 
 
@@ -66,7 +70,8 @@ def _items(value: Any) -> list[Any]:
 
 
 def parse_json(what: str, text: str | bytes, remedy: str) -> Any:
-    """Return the value of a JSON document; `what` and `remedy` are the begin and the end of the message of an error.
+    """Return the value of a JSON document; `what` and `remedy` are the begin and the end of the
+    message of an error.
 
     >>> parse_json("the spec", "[1, {}]", "write a spec")
     [1, {}]
@@ -86,9 +91,15 @@ def _parse(name: str, loads: Callable[[Any], Any], what: str, text: Any, remedy:
     try:
         value = loads(text)
     except RecursionError:
-        raise SpecError(f"{what} is nested too deeply; give at most {MAX_NESTING} levels of tables and lists") from None
+        raise SpecError(
+            f"{what} is nested too deeply; give at most {MAX_NESTING} levels of tables and lists"
+        ) from None
     except ValueError as error:  # of the syntax, of the encoding, or a number of too many digits
-        fact = "a number has more than 4,300 digits" if "set_int_max_str_digits" in str(error) else str(error)
+        fact = (
+            "a number has more than 4,300 digits"
+            if "set_int_max_str_digits" in str(error)
+            else str(error)
+        )
         raise SpecError(f"{what} is not {name}: {fact}; {remedy}") from None
     check_nesting(what, value)
     return value

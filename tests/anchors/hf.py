@@ -17,7 +17,8 @@ import headwise as hw
 
 @dataclass
 class Site:
-    """One attention layer: what reads its input, what writes its output, and the layer as we spell it.
+    """One attention layer: what reads its input, what writes its output, and the layer as we spell
+    it.
 
     `attends` is the part of the model that says its weights: "attentions" and the depth in it.
     """
@@ -33,9 +34,13 @@ class Site:
 
     @property
     def layer(self) -> hw.Attention:
-        """Our layer with the model's weights, in the precision of what it saw; a name too many is an error."""
+        """Our layer with the model's weights, in the precision of what it saw; a name too many is
+        an error.
+        """
         layer = hw.Attention(self.spec).to(self.inputs[0].dtype).eval()
-        constants = {name: tensor for name, tensor in layer.named_buffers() if name not in self.weights}
+        constants = {
+            name: tensor for name, tensor in layer.named_buffers() if name not in self.weights
+        }
         layer.load_state_dict(self.weights | constants)
         return layer
 
@@ -56,7 +61,9 @@ class Site:
 
 @dataclass
 class Model:
-    """A model with its sites. `off` is how far it may be from us, relative to the largest number of an output."""
+    """A model with its sites. `off` is how far it may be from us, relative to the largest number of
+    an output.
+    """
 
     model: nn.Module
     sites: list[Site]
@@ -72,14 +79,17 @@ class Model:
 
 
 def randomised(model: nn.Module) -> nn.Module:
-    """The model in float64 with numbers that matter: fresh biases are zero, and fresh weights so small that
-    attention is nearly even."""
+    """The model in float64 with numbers that matter: fresh biases are zero, and fresh weights so
+    small that attention is nearly even.
+    """
     model = model.double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, dtype=parameter.dtype)
             flat = parameter.dim() < 2 or "relative_attention_bias" in name
-            parameter.copy_(parameter + 0.4 * noise if flat else noise * 1.5 / math.sqrt(parameter.shape[-1]))
+            parameter.copy_(
+                parameter + 0.4 * noise if flat else noise * 1.5 / math.sqrt(parameter.shape[-1])
+            )
     return model
 
 
@@ -94,11 +104,15 @@ def projections(
 ) -> dict[str, Tensor]:
     ours = ("project.q", "project.k", "project.v", "output.o")
     return {
-        k: w for our, name in zip(ours, names, strict=True) for k, w in linear(our, getattr(attention, name)).items()
+        k: w
+        for our, name in zip(ours, names, strict=True)
+        for k, w in linear(our, getattr(attention, name)).items()
     }
 
 
 def blocks(model: nn.Module, spec: Any, weights: Any) -> list[Site]:
-    """The sites of a decoder whose layers are `model.layers[n].self_attn`; `spec` takes the depth."""
+    """The sites of a decoder whose layers are `model.layers[n].self_attn`;
+    `spec` takes the depth.
+    """
     each = enumerate(layer.self_attn for layer in model.layers)
     return [Site(a, a, spec(depth), weights(a), ("attentions", depth)) for depth, a in each]

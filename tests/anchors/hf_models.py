@@ -1,6 +1,7 @@
 """Tiny random transformers models, and for each of their attention layers our spec and its weights.
 
-Every spec is written by hand from the numbers of the config: nothing here reads a spec out of a model.
+Every spec is written by hand from the numbers of the config: nothing here reads a spec out of a
+model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GATED = USUAL | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermedia
 WEIGHTS = "qkv"
 
 
-# --- absolute positions --------------------------------------------------------------------------------
+# --- absolute positions ---------------------------------------------------------------------------
 
 
 def bert() -> Model:
@@ -52,18 +53,27 @@ def gpt2(by_depth: bool = False) -> Model:
     sites = []
     for depth, block in enumerate(model.h):
         scale = 7**-0.5 / (depth + 1 if by_depth else 1)
-        spec = hw.design(model=21, heads=3, pattern="causal()", bias="qkvo", similarity=hw.Dot(scale=scale))
+        spec = hw.design(
+            model=21, heads=3, pattern="causal()", bias="qkvo", similarity=hw.Dot(scale=scale)
+        )
         # Conv1D keeps its matrix as (in, out), and q, k and v side by side.
-        sides = block.attn.c_attn.weight.detach().T.chunk(3), block.attn.c_attn.bias.detach().chunk(3)
-        weights = {f"project.{side}": weight for side, weight in zip(WEIGHTS, sides[0], strict=True)}
-        weights |= {f"project.{side}_bias": bias for side, bias in zip(WEIGHTS, sides[1], strict=True)}
+        sides = (
+            block.attn.c_attn.weight.detach().T.chunk(3),
+            block.attn.c_attn.bias.detach().chunk(3),
+        )
+        weights = {
+            f"project.{side}": weight for side, weight in zip(WEIGHTS, sides[0], strict=True)
+        }
+        weights |= {
+            f"project.{side}_bias": bias for side, bias in zip(WEIGHTS, sides[1], strict=True)
+        }
         weights["output.o"] = block.attn.c_proj.weight.detach().T
         weights["output.o_bias"] = block.attn.c_proj.bias.detach()
         sites.append(Site(block.attn, block.attn, spec, weights, ("attentions", depth)))
     return Model(model, sites, 1e-12)
 
 
-# --- rotary positions: transformers takes its angles and its softmax in float32, hence 2e-6 -------------
+# --- rotary positions: transformers takes its angles and its softmax in float32, hence 2e-6 -------
 
 
 def llama(rope: dict[str, Any] | None = None, scaling: Any = None, bias: bool = False) -> Model:
@@ -78,7 +88,13 @@ def llama(rope: dict[str, Any] | None = None, scaling: Any = None, bias: bool = 
     )
     rotary = hw.Rotary(base=500.0) if scaling is None else hw.Rotary(base=500.0, scaling=scaling)
     spec = hw.design(
-        model=42, heads=6, kv=2, dim=10, pattern="causal()", modifiers=(rotary,), bias="qkvo" if bias else ""
+        model=42,
+        heads=6,
+        kv=2,
+        dim=10,
+        pattern="causal()",
+        modifiers=(rotary,),
+        bias="qkvo" if bias else "",
     )
     model = randomised(tf.LlamaModel(config))
     return Model(model, blocks(model, lambda depth: spec, projections), 2e-6)
@@ -94,7 +110,12 @@ def stablelm() -> Model:
     )
     model = randomised(tf.StableLmModel(config))
     spec = hw.design(
-        model=60, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(base=500.0, dims=4),), bias="qkv"
+        model=60,
+        heads=6,
+        kv=2,
+        pattern="causal()",
+        modifiers=(hw.Rotary(base=500.0, dims=4),),
+        bias="qkv",
     )
     return Model(model, blocks(model, lambda depth: spec, projections), 2e-6)
 
@@ -108,7 +129,9 @@ def qwen3() -> Model:
 
 
 def olmo2() -> Model:
-    config = tf.Olmo2Config(hidden_size=24, rms_norm_eps=1e-2, pad_token_id=0, eos_token_id=1, **GATED)
+    config = tf.Olmo2Config(
+        hidden_size=24, rms_norm_eps=1e-2, pad_token_id=0, eos_token_id=1, **GATED
+    )
     model = randomised(tf.Olmo2Model(config))
     turns = (hw.QKNorm(scope="full", eps=1e-2), hw.Rotary(base=10_000.0))
     spec = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=turns)
@@ -116,7 +139,10 @@ def olmo2() -> Model:
 
 
 def normed(attention: nn.Module) -> dict[str, Tensor]:
-    norms = {"qk_norm.q": attention.q_norm.weight.detach(), "qk_norm.k": attention.k_norm.weight.detach()}
+    norms = {
+        "qk_norm.q": attention.q_norm.weight.detach(),
+        "qk_norm.k": attention.k_norm.weight.detach(),
+    }
     return projections(attention) | norms
 
 
@@ -149,7 +175,13 @@ def gemma2() -> Model:
 
 def gpt_oss() -> Model:
     """A sink in every head, biases everywhere, YaRN, and every second layer sees 5 keys."""
-    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+    }
     config = tf.GptOssConfig(
         hidden_size=42,
         head_dim=10,
@@ -183,7 +215,7 @@ def gpt_oss() -> Model:
     return Model(model, blocks(model, spec, weights), 2e-6)
 
 
-# --- T5: buckets in float32 on both sides, all else in float64 -----------------------------------------
+# --- T5: buckets in float32 on both sides, all else in float64 ------------------------------------
 
 
 def t5() -> Model:
@@ -202,10 +234,20 @@ def t5() -> Model:
     )
     model = randomised(tf.T5Model(config))
     sites = []
-    for stack, looking, pattern in ((model.encoder, "both", "full()"), (model.decoder, "back", "causal()")):
+    for stack, looking, pattern in (
+        (model.encoder, "both", "full()"),
+        (model.decoder, "back", "causal()"),
+    ):
         table = stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.detach()
         bias = hw.T5Bias(buckets=8, reach=11, looking=looking)
-        spec = hw.design(model=19, heads=3, dim=5, pattern=pattern, modifiers=(bias,), similarity=hw.Dot(scale=1.0))
+        spec = hw.design(
+            model=19,
+            heads=3,
+            dim=5,
+            pattern=pattern,
+            modifiers=(bias,),
+            similarity=hw.Dot(scale=1.0),
+        )
         for depth, block in enumerate(stack.block):
             attention = block.layer[0].SelfAttention
             message = f"{'encoder' if looking == 'both' else 'decoder'}_attentions"
@@ -214,11 +256,19 @@ def t5() -> Model:
     cross = hw.design(model=19, heads=3, dim=5, similarity=hw.Dot(scale=1.0))
     for depth, block in enumerate(model.decoder.block):
         attention = block.layer[1].EncDecAttention
-        sites.append(Site(attention, attention, cross, projections(attention, "qkvo"), ("cross_attentions", depth)))
+        sites.append(
+            Site(
+                attention,
+                attention,
+                cross,
+                projections(attention, "qkvo"),
+                ("cross_attentions", depth),
+            )
+        )
     return Model(model, sites, 1e-12)
 
 
-# --- latent attention ----------------------------------------------------------------------------------
+# --- latent attention -----------------------------------------------------------------------------
 
 
 def deepseek(

@@ -1,6 +1,8 @@
-"""Tiny random models of transformers as a whole, and their weights under the names of our description.
+"""Tiny random models of transformers as a whole, and their weights under the names of our
+description.
 
-Names are translated by substitution, one after the other; fused tensors are split by `split_tensor`.
+Names are translated by substitution, one after the other; fused tensors are split by
+`split_tensor`.
 """
 
 from __future__ import annotations
@@ -20,36 +22,101 @@ from headwise import families
 
 VOCABULARY = 37
 USUAL = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "attn_implementation": "eager"}
-GATED = USUAL | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 29, "hidden_size": 42}
+GATED = USUAL | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 29,
+    "hidden_size": 42,
+}
 GATED |= {"head_dim": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-BERT = USUAL | {"hidden_size": 15, "num_attention_heads": 3, "intermediate_size": 29, "max_position_embeddings": 23}
-T5 = {"d_model": 19, "num_heads": 3, "d_kv": 5, "d_ff": 29, "vocab_size": VOCABULARY, "num_layers": 3}
-T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 11, "decoder_start_token_id": 0}
+BERT = USUAL | {
+    "hidden_size": 15,
+    "num_attention_heads": 3,
+    "intermediate_size": 29,
+    "max_position_embeddings": 23,
+}
+T5 = {
+    "d_model": 19,
+    "num_heads": 3,
+    "d_kv": 5,
+    "d_ff": 29,
+    "vocab_size": VOCABULARY,
+    "num_layers": 3,
+}
+T5 |= {
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 11,
+    "decoder_start_token_id": 0,
+}
 T5 |= {"num_decoder_layers": 2, "attn_implementation": "eager"}
-BART = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 29))}
-BART |= {"encoder_attention_heads": 3, "decoder_attention_heads": 5, "d_model": 15, "vocab_size": VOCABULARY}
+BART = {
+    f"{stack}_{name}": size
+    for stack in ("encoder", "decoder")
+    for name, size in (("layers", 2), ("ffn_dim", 29))
+}
+BART |= {
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 5,
+    "d_model": 15,
+    "vocab_size": VOCABULARY,
+}
 BART |= {"max_position_embeddings": 23, "attn_implementation": "eager"}
-VIT = {"hidden_size": 15, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 29, "num_labels": 7}
+VIT = {
+    "hidden_size": 15,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 29,
+    "num_labels": 7,
+}
 VIT |= {"image_size": (11, 9), "patch_size": 3, "num_channels": 2, "attn_implementation": "sdpa"}
-LOCAL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LOCAL = {
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
-OSS = GATED | LOCAL | {"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-OSS |= {"max_position_embeddings": 256, "rope_parameters": YARN | {"original_max_position_embeddings": 64}}
-LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 7, "q_lora_rank": 8, "qk_rope_head_dim": 6, "qk_nope_head_dim": 5}
-LATENT |= {"v_head_dim": 11, "moe_intermediate_size": 9, "n_routed_experts": 5, "num_experts_per_tok": 2, "head_dim": 6}
+OSS = (
+    GATED
+    | LOCAL
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+)
+OSS |= {
+    "max_position_embeddings": 256,
+    "rope_parameters": YARN | {"original_max_position_embeddings": 64},
+}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 7,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 5,
+}
+LATENT |= {
+    "v_head_dim": 11,
+    "moe_intermediate_size": 9,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "head_dim": 6,
+}
 LATENT |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2}
 LATENT |= {"experts_implementation": "eager"}
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(n_embd=21, n_head=3, n_inner=29, n_layer=3, n_positions=23, vocab_size=VOCABULARY)
+        tf.GPT2Config(
+            n_embd=21, n_head=3, n_inner=29, n_layer=3, n_positions=23, vocab_size=VOCABULARY
+        )
     ),
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**GATED, attention_bias=True, mlp_bias=True)),
+    "llama": lambda: tf.LlamaForCausalLM(
+        tf.LlamaConfig(**GATED, attention_bias=True, mlp_bias=True)
+    ),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**GATED, sliding_window=5)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**GATED, tie_word_embeddings=True)),
     "gemma2": lambda: tf.Gemma2ForCausalLM(
         tf.Gemma2Config(
-            **(GATED | LOCAL), query_pre_attn_scalar=3, attn_logit_softcapping=1.5, final_logit_softcapping=2.0
+            **(GATED | LOCAL),
+            query_pre_attn_scalar=3,
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=2.0,
         )
     ),
     "gpt-oss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**OSS)),
@@ -220,12 +287,23 @@ def mapped(theirs: nn.Module, ours: hw.Transformer) -> dict[str, Tensor]:
                 name = re.sub(pattern, new, name)
             found[name] = part
     tied = {"head.tokens.weight", "encoder.embedding.tokens", "decoder.embedding.tokens", "lm_head"}
-    tied |= {"encoder.embed_tokens", "decoder.embed_tokens", "cls.predictions.decoder", "cls.predictions.decoder_bias"}
+    tied |= {
+        "encoder.embed_tokens",
+        "decoder.embed_tokens",
+        "cls.predictions.decoder",
+        "cls.predictions.decoder_bias",
+    }
     strange = set(found) - set(expected) - tied
     if strange:
         raise ValueError(f"nothing of ours is called {sorted(strange)}")
-    shaped = {name: part.reshape(expected[name].shape) for name, part in found.items() if name in expected}
-    constants = {w.name: expected[w.name] for w in ours.spec.weights() if not w.trainable and w.name not in shaped}
+    shaped = {
+        name: part.reshape(expected[name].shape) for name, part in found.items() if name in expected
+    }
+    constants = {
+        w.name: expected[w.name]
+        for w in ours.spec.weights()
+        if not w.trainable and w.name not in shaped
+    }
     return shaped | constants
 
 
@@ -238,10 +316,15 @@ def split_tensor(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, T
             yield f"{stem.removesuffix('.attn.c_attn')}.attention.project.{side}.{last}", part
     elif re.search(r"\.c_\w+\.weight$", key):
         yield key, tensor.T
-    elif last.startswith("gate_up_proj") and config.model_type == "gpt_oss":  # (expert, in, out), gates between ups
+    elif (
+        last.startswith("gate_up_proj") and config.model_type == "gpt_oss"
+    ):  # (expert, in, out), gates between ups
         ending = "_bias" if last.endswith("bias") else ""
         for side, part in (("gate", tensor[..., ::2]), ("up", tensor[..., 1::2])):
-            yield f"{stem.removesuffix('mlp.experts')}feed.each.{side}{ending}", part if ending else part.mT
+            yield (
+                f"{stem.removesuffix('mlp.experts')}feed.each.{side}{ending}",
+                part if ending else part.mT,
+            )
     elif last.startswith("gate_up_proj"):
         for side, part in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
             yield f"{stem.removesuffix('mlp.experts')}feed.each.{side}", part
@@ -250,7 +333,10 @@ def split_tensor(key: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, T
         yield f"{stem.removesuffix('mlp.experts')}feed.each.{last.replace('_proj', '')}", result
     elif "kv_b_proj" in key:  # keys and values of a head lie together
         each = tensor.unflatten(0, (config.num_attention_heads, -1))
-        for side, part in (("k", each[:, : config.qk_nope_head_dim]), ("v", each[:, config.qk_nope_head_dim :])):
+        for side, part in (
+            ("k", each[:, : config.qk_nope_head_dim]),
+            ("v", each[:, config.qk_nope_head_dim :]),
+        ):
             yield f"{stem.removesuffix('self_attn.kv_b_proj')}attention.project.{side}_up", part
     else:
         yield key, tensor

@@ -1,9 +1,11 @@
-"""The attention layers of five source documents, rendered from their formulas in plain torch, quirks included.
+"""The attention layers of five source documents, rendered from their formulas in plain torch,
+quirks included.
 
-They are other people's definitions: nothing here imports or resembles the library. What is deliberately kept as it
-stands in the sources: a mask that writes -1e9 (so that a row without any visible key weighs all forbidden keys
-alike), a layer norm with the unbiased deviation and its epsilon outside the root, norms before each sublayer, and
-rotary positions as complex numbers over neighbouring channels.
+They are other people's definitions: nothing here imports or resembles the library. What is
+deliberately kept as it stands in the sources: a mask that writes -1e9 (so that a row without any
+visible key weighs all forbidden keys alike), a layer norm with the unbiased deviation and its
+epsilon outside the root, norms before each sublayer, and rotary positions as complex numbers over
+neighbouring channels.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-HIDDEN = -1e9  # what masked scores become; not minus infinity, and that shows when every key is masked
+HIDDEN = (
+    -1e9
+)  # what masked scores become; not minus infinity, and that shows when every key is masked
 
 
-# --- 000: three linear maps, with or without biases ----------------------------------------------------
+# --- 000: three linear maps, with or without biases -----------------------------------------------
 
 
 class Projections(nn.Module):
@@ -26,13 +30,15 @@ class Projections(nn.Module):
 
     def __init__(self, hidden_size: int, all_head_size: int, *, qkv_bias: bool) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(hidden_size, all_head_size, bias=qkv_bias) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(hidden_size, all_head_size, bias=qkv_bias) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.query(x), self.key(x), self.value(x)
 
 
-# --- 001: scaled dot products on [batch, head, token, channel] -----------------------------------------
+# --- 001: scaled dot products on [batch, head, token, channel] ------------------------------------
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -47,7 +53,7 @@ class ScaledDotProductAttention(nn.Module):
         return scores.softmax(-1) @ v
 
 
-# --- 002: Llama 3, one rank ----------------------------------------------------------------------------
+# --- 002: Llama 3, one rank -----------------------------------------------------------------------
 
 
 def rotations(dim: int, end: int, theta: float) -> Tensor:
@@ -58,13 +64,17 @@ def rotations(dim: int, end: int, theta: float) -> Tensor:
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Neighbouring channels as one complex number each, multiplied: x [B, T, H, D], turns [T, D/2]."""
+    """Neighbouring channels as one complex number each, multiplied: x [B, T, H,
+    D], turns [T, D/2].
+    """
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns[None, :, None, :]).flatten(-2)
 
 
 class LlamaAttention(nn.Module):
-    """Grouped queries by repeating keys and values, a cache written at start_pos, and no biases anywhere."""
+    """Grouped queries by repeating keys and values, a cache written at start_pos, and no biases
+    anywhere.
+    """
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, batch: int, length: int) -> None:
         super().__init__()
@@ -85,7 +95,10 @@ class LlamaAttention(nn.Module):
         self.cache_k[:, start_pos:past] = rotated(k, now)
         self.cache_v[:, start_pos:past] = v
         times = self.n_heads // self.n_kv_heads
-        keys, values = (c[:, :past].repeat_interleave(times, 2).transpose(1, 2) for c in (self.cache_k, self.cache_v))
+        keys, values = (
+            c[:, :past].repeat_interleave(times, 2).transpose(1, 2)
+            for c in (self.cache_k, self.cache_v)
+        )
         scores = rotated(q, now).transpose(1, 2) @ keys.mT / math.sqrt(self.head_dim)
         if count > 1:
             ahead = torch.full((count, count), -math.inf, dtype=x.dtype).triu(1)
@@ -93,11 +106,15 @@ class LlamaAttention(nn.Module):
         return self.wo((scores.softmax(-1) @ values).transpose(1, 2).reshape(batch, count, -1))
 
 
-# --- 002: the annotated transformer --------------------------------------------------------------------
+# --- 002: the annotated transformer ---------------------------------------------------------------
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: nn.Module | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scores where mask == 0 become -1e9; the softmax is over everything."""
     scores = query @ key.mT / math.sqrt(query.shape[-1])
@@ -109,7 +126,9 @@ def attention(
 
 
 class MultiHeadedAttention(nn.Module):
-    """h heads of d_k = d_model / h; four linear maps with biases; mask [B, 1 or T, S] is the same for all heads."""
+    """h heads of d_k = d_model / h; four linear maps with biases; mask [B, 1 or T, S] is the same
+    for all heads.
+    """
 
     def __init__(self, h: int, d_model: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -118,7 +137,9 @@ class MultiHeadedAttention(nn.Module):
         self.dropout = nn.Dropout(p=dropout)
         self.weights: Tensor | None = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         mask = None if mask is None else mask.unsqueeze(1)
         batch = query.shape[0]
         q, k, v = (
@@ -130,14 +151,22 @@ class MultiHeadedAttention(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """a (x - mean) / (std + eps) + b, std unbiased: not torch's, which has the biased variance + eps in the root."""
+    """a (x - mean) / (std + eps) + b, std unbiased: not torch's, which has the biased variance +
+    eps in the root.
+    """
 
     def __init__(self, features: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.a, self.b, self.eps = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features)), eps
+        self.a, self.b, self.eps = (
+            nn.Parameter(torch.ones(features)),
+            nn.Parameter(torch.zeros(features)),
+            eps,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.b
+        return (
+            self.a * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.b
+        )
 
 
 class SublayerConnection(nn.Module):
@@ -165,9 +194,13 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Masked self-attention, attention to the encoder's memory (which no norm of this layer touches), feed-forward."""
+    """Masked self-attention, attention to the encoder's memory (which no norm of this layer
+    touches), feed-forward.
+    """
 
-    def __init__(self, size: int, self_attn: nn.Module, src_attn: nn.Module, feed_forward: nn.Module) -> None:
+    def __init__(
+        self, size: int, self_attn: nn.Module, src_attn: nn.Module, feed_forward: nn.Module
+    ) -> None:
         super().__init__()
         self.self_attn, self.src_attn, self.feed_forward = self_attn, src_attn, feed_forward
         self.sublayer = nn.ModuleList(SublayerConnection(size) for _ in range(3))
@@ -184,18 +217,24 @@ def feed_forward(d_model: int, d_ff: int) -> nn.Module:
 
 
 def scattered(module: nn.Module) -> nn.Module:
-    """The module in float64 with every parameter random, norms and biases too: nothing hides behind a 0 or a 1."""
+    """The module in float64 with every parameter random, norms and biases too: nothing hides behind
+    a 0 or a 1.
+    """
     module = copy.deepcopy(module).double()
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5 + (0.7 if parameter.dim() == 1 else 0.0))
+            parameter.copy_(
+                torch.randn_like(parameter) * 0.5 + (0.7 if parameter.dim() == 1 else 0.0)
+            )
     return module
 
 
-# --- 003: one function on [batch, token, channel] ------------------------------------------------------
+# --- 003: one function on [batch, token, channel] -------------------------------------------------
 
 
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What is read and the weights; mask [B, T, S] hides where it is 0."""
     scores = torch.matmul(q, k.transpose(-2, -1)) / torch.tensor(q.shape[-1], dtype=q.dtype).sqrt()
     if mask is not None:

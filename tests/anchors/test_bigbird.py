@@ -1,8 +1,10 @@
-"""BigBird as transformers has it: its block plan, said as a pattern or a mask, gives its layer's outputs.
+"""BigBird as transformers has it: its block plan, said as a pattern or a mask, gives its layer's
+outputs.
 
-Where it differs from our pattern, these tests say how. Its first and last block are global, ours the first
-`globals`; it draws for each head apart and only among the first 2 random + 5 blocks, we draw one plan for all heads
-among all; and it draws in training alone: else it reads the first block once more for each block it would draw.
+Where it differs from our pattern, these tests say how. Its first and last block are global, ours
+the first `globals`; it draws for each head apart and only among the first 2 random + 5 blocks, we
+draw one plan for all heads among all; and it draws in training alone: else it reads the first block
+once more for each block it would draw.
 """
 
 from __future__ import annotations
@@ -72,10 +74,14 @@ def passed(model: nn.Module, live: Tensor) -> list[Site]:
 
 
 def plan(attention: nn.Module) -> list[list[list[int]]]:
-    """The blocks that its own functions draw for each head and each row of blocks between first and last."""
+    """The blocks that its own functions draw for each head and each row of blocks between first and
+    last.
+    """
     np.random.seed(attention.seed)  # noqa: NPY002 - what transformers draws from
     where = attention._get_rand_attn_plan(T, BLOCK, attention.num_random_blocks)
-    chosen = attention._bigbird_block_rand_mask_with_head(T, T, BLOCK, BLOCK, attention.num_attention_heads, *where)
+    chosen = attention._bigbird_block_rand_mask_with_head(
+        T, T, BLOCK, BLOCK, attention.num_attention_heads, *where
+    )
     return [rows.tolist() for rows in chosen]
 
 
@@ -94,7 +100,9 @@ def edges(rows: list[list[int]]) -> hw.Edges:
 def tokens(pad: str) -> hw.SequenceInfo:
     """Blocks lie where tokens lie in the batch, so padding on the left moves no position."""
     live = hw.SequenceInfo.from_batch(
-        torch.zeros(B, T), lengths=LENGTHS if pad != "none" else [T] * B, pad=pad.replace("none", "left")
+        torch.zeros(B, T),
+        lengths=LENGTHS if pad != "none" else [T] * B,
+        pad=pad.replace("none", "left"),
     )
     return hw.SequenceInfo(torch.arange(T).expand(B, -1), live.segment.expand(B, -1))
 
@@ -124,14 +132,19 @@ def test_heads_that_draw_apart_are_a_mask(record_property):
         plans = plan(site.reads)
         assert plans[0] != plans[1] != plans[2]
         both = [(fixed() | edges(rows)).allows(place[:, None], place) for rows in plans]
-        worst = max(worst, far(site.layer(site.inputs[0], sequence=at, mask=torch.stack(both)[None]), site, at))
+        worst = max(
+            worst,
+            far(site.layer(site.inputs[0], sequence=at, mask=torch.stack(both)[None]), site, at),
+        )
     record_property("worst", worst)
     assert worst < 1e-12
 
 
 @pytest.mark.parametrize("pad", ["none", "right", "left"])
 def test_outside_training_it_reads_the_first_block_over_and_over(pad: str, record_property):
-    """Its plan is then all zeros: three times the same keys weigh as one with log 3 more, in every inner row."""
+    """Its plan is then all zeros: three times the same keys weigh as one with log 3 more, in every
+    inner row.
+    """
     model, at = bigbird(3, 2), tokens(pad)
     more = torch.zeros(T, T, dtype=torch.float64)
     more[BLOCK:-BLOCK, :BLOCK] = math.log(3)
@@ -147,7 +160,9 @@ def test_outside_training_it_reads_the_first_block_over_and_over(pad: str, recor
 
 @pytest.mark.parametrize("random", [1, 2])
 def test_where_blocks_are_drawn_from(random: int):
-    """Each inner row draws as many different blocks that it does not read already; theirs lie early, ours anywhere."""
+    """Each inner row draws as many different blocks that it does not read already; theirs lie
+    early, ours anywhere.
+    """
     attention = bigbird(3, random).train().encoder.layer[1].attention.self
     ours = hw.BigBird(T, block=BLOCK, window=3, globals=1, random=random, seed=1)
     for rows in plan(attention):

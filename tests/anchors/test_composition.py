@@ -31,7 +31,9 @@ def test_rectangular_talking_heads(causal):
     layer = cases.layer(spec)
     w, (x, _) = arrays(layer), cases.tensors(spec)
     result = x.numpy()
-    q, k = (np.einsum("btd,hkd->bhtk", result, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+    q, k = (
+        np.einsum("btd,hkd->bhtk", result, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk"
+    )
     v = np.einsum("btd,hvd->bhtv", result, w["project.v"].reshape(5, 3, 10))
     logits = np.einsum("bhtk,bhsk->bhts", q, k) / 2
     mixed = np.einsum("bgts,gh->bhts", logits, w["talking_heads.mixing"])
@@ -44,7 +46,9 @@ def test_rectangular_talking_heads(causal):
 
 
 def test_talking_heads_of_cait():
-    """2103.17239 as timm's TalkingHeadAttn: proj_l on the scaled scores and proj_w on the weights, both with a bias."""
+    """2103.17239 as timm's TalkingHeadAttn: proj_l on the scaled scores and proj_w on the weights,
+    both with a bias.
+    """
     mixes = (hw.TalkingHeads(bias=True), hw.TalkingHeads(on="weights", bias=True))
     spec = hw.design(model=12, heads=3, bias="qkvo", modifiers=mixes)
     layer = cases.layer(spec)
@@ -55,9 +59,13 @@ def test_talking_heads_of_cait():
     qkv = (x @ qkv_weight.T + qkv_bias).reshape(2, 5, 3, 3, 4).transpose(2, 0, 3, 1, 4)
     q, k, v = qkv[0] * 4**-0.5, qkv[1], qkv[2]
     attn = q @ k.swapaxes(-2, -1)
-    attn = (attn.transpose(0, 2, 3, 1) @ w["talking_heads.mixing"] + w["talking_heads.bias"]).transpose(0, 3, 1, 2)
+    attn = (
+        attn.transpose(0, 2, 3, 1) @ w["talking_heads.mixing"] + w["talking_heads.bias"]
+    ).transpose(0, 3, 1, 2)
     attn = softmax(attn)
-    attn = (attn.transpose(0, 2, 3, 1) @ w["talking_heads_2.mixing"] + w["talking_heads_2.bias"]).transpose(0, 3, 1, 2)
+    attn = (
+        attn.transpose(0, 2, 3, 1) @ w["talking_heads_2.mixing"] + w["talking_heads_2.bias"]
+    ).transpose(0, 3, 1, 2)
     y = (attn @ v).swapaxes(1, 2).reshape(2, 5, 12) @ w["output.o"].T + w["output.o_bias"]
     check_close(layer(torch.from_numpy(x)), torch.from_numpy(y))
 
@@ -86,7 +94,9 @@ def test_who_has_parameters_by_score_head_cannot_follow_another_number():
     ):
         with pytest.raises(hw.SpecError, match="use heads=0"):
             base(**({"modifiers": (hw.TalkingHeads(heads=7),)} | changes))
-    with pytest.raises(hw.SpecError, match="there are 7 rows of attention weights, but heads has 6"):
+    with pytest.raises(
+        hw.SpecError, match="there are 7 rows of attention weights, but heads has 6"
+    ):
         hw.AttentionSpec(
             model=10,
             heads=hw.Heads.grouped(q=6, dim=4),

@@ -1,4 +1,6 @@
-"""Both versions of differential attention by their formulas in numpy, and where they are something else."""
+"""Both versions of differential attention by their formulas in numpy, and where they are something
+else.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,19 @@ def set_noise(layer: hw.Attention, value: float) -> None:
         layer.differential_v2["noise"].zero_()[:, 0] = value
 
 
-# --- version 2 -----------------------------------------------------------------------------------------
+# --- version 2 ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kv", "vdim"), [(6, None), (3, None), (2, 5), (1, 5)])
 def test_version_2_as_published(kv: int, vdim: int | None):
     layer = cases.layer(base(modifiers=(hw.DifferentialV2(),), kv=kv, vdim=vdim, **LAST))
     heads = layer.spec.heads
-    assert (heads.q, heads.kv, heads.vdim, len(layer.spec.score_head_of_output)) == (12, kv, vdim or 4, 6)
+    assert (heads.q, heads.kv, heads.vdim, len(layer.spec.score_head_of_output)) == (
+        12,
+        kv,
+        vdim or 4,
+        6,
+    )
     w, x = written.numbers(layer), X.numpy()
     q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 12), ("k", kv), ("v", kv)))
     attn = written.read(q, k, v, [h // (12 // kv) for h in range(12)], causal=True)
@@ -63,7 +70,9 @@ def test_version_2_outputs_zero_if_it_subtracts_equal_heads_fully():
 
 
 def test_version_2_costs_a_second_query_and_a_number_a_head():
-    twice, usual = (hw.design(model=512, heads=8, kv=2, modifiers=m) for m in ((hw.DifferentialV2(),), ()))
+    twice, usual = (
+        hw.design(model=512, heads=8, kv=2, modifiers=m) for m in ((hw.DifferentialV2(),), ())
+    )
     assert hw.costs.count_parameters(twice) - hw.costs.count_parameters(usual) == 512**2 + 512 * 8
     assert hw.costs.cached_numbers_per_token(twice) == hw.costs.cached_numbers_per_token(usual)
 
@@ -80,7 +89,7 @@ def test_options_of_values_do_not_change_the_number_of_heads(vdim: int | None):
     assert base(modifiers=(hw.DifferentialV2(),), kv=2, vdim=vdim).heads.q == 12
 
 
-# --- version 1 -----------------------------------------------------------------------------------------
+# --- version 1 ------------------------------------------------------------------------------------
 
 
 def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pair_and_a_norm():
@@ -93,7 +102,10 @@ def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pai
         p["b2"].fill_(np.log1p(start) / 4)
     state = layer.state_dict()
     plain = hw.Attention(base(heads=3, vdim=8, **LAST)).double()
-    first = {f"project.{side}": state[f"project.{side}"].unflatten(0, (6, 4))[::2].flatten(0, 1) for side in "qk"}
+    first = {
+        f"project.{side}": state[f"project.{side}"].unflatten(0, (6, 4))[::2].flatten(0, 1)
+        for side in "qk"
+    }
     plain.load_state_dict({name: state[name] for name in plain.state_dict()} | first)
     o = plain.head_outputs(X).detach().numpy()
     normed = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * state["differential.norm"].numpy()
@@ -103,7 +115,9 @@ def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pai
 @pytest.mark.parametrize("kv", [3, 1])
 def test_version_1_as_released(kv: int):
     """Keys of a pair lie side by side, and either head reads its own where they are grouped."""
-    layer = cases.layer(base(heads=3, kv=kv, modifiers=(hw.Differential(depth=1, eps=1e-3),), **LAST))
+    layer = cases.layer(
+        base(heads=3, kv=kv, modifiers=(hw.Differential(depth=1, eps=1e-3),), **LAST)
+    )
     w, x = written.numbers(layer), X.numpy()
     q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 6), ("k", 2 * kv), ("v", kv)))
     q1, q2, k1, k2 = q[:, :, ::2], q[:, :, 1::2], k[:, :, ::2], k[:, :, 1::2]
@@ -111,7 +125,9 @@ def test_version_1_as_released(kv: int):
     start = 0.8 - 0.6 * np.exp(-0.3)
     dots = [(w[f"differential.a{n}"] * w[f"differential.b{n}"]).sum() for n in (1, 2)]
     noise = np.exp(dots[0]) - np.exp(dots[1]) + start
-    o = written.read(q1, k1, v, reads, causal=True) - noise * written.read(q2, k2, v, reads, causal=True)
+    o = written.read(q1, k1, v, reads, causal=True) - noise * written.read(
+        q2, k2, v, reads, causal=True
+    )
     o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-3) * w["differential.norm"] * (1 - start)
     assert far(layer.head_outputs(X), o) < EXACT
 
@@ -126,11 +142,16 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
             p[name].mul_(0.1)
         noise = ((p["a1"] * p["b1"]).sum().exp() - (p["a2"] * p["b2"]).sum().exp() + 0.2).item()
     assert 0 < noise < 1
-    second = hw.Attention(base(heads=3, vdim=8, modifiers=(hw.DifferentialV2(), hw.HeadNorm()), **LAST)).double()
+    second = hw.Attention(
+        base(heads=3, vdim=8, modifiers=(hw.DifferentialV2(), hw.HeadNorm()), **LAST)
+    ).double()
     state = first.state_dict()
     theirs = {name: state[name] for name in ("project.q", "project.v", "output.o")}
     theirs |= {"project.k": state["project.k"].unflatten(0, (6, 4))[::2].flatten(0, 1)}
-    theirs |= {"head_norm.scale": 0.8 * state["differential.norm"], "differential_v2.noise": torch.zeros(3, 10)}
+    theirs |= {
+        "head_norm.scale": 0.8 * state["differential.norm"],
+        "differential_v2.noise": torch.zeros(3, 10),
+    }
     second.load_state_dict(theirs)
     set_noise(second, float(np.log(noise / (1 - noise))))
     assert far(first(X), second(X).detach().numpy()) < EXACT
@@ -148,22 +169,33 @@ def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: lis
 
 @pytest.mark.parametrize("project", [hw.Latent(rank=8, rope=2), hw.Overlapping()], ids=repr)
 def test_pairs_of_version_2_share_a_key(project: hw.Project):
-    with pytest.raises(hw.SpecError, match=r"pairs of heads that share a key.* use project Direct\(\)$"):
+    with pytest.raises(
+        hw.SpecError, match=r"pairs of heads that share a key.* use project Direct\(\)$"
+    ):
         base(heads=3, project=project, modifiers=(hw.DifferentialV2(),))
 
 
-# --- what cannot be ------------------------------------------------------------------------------------
+# --- what cannot be -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("heads", "words"),
     [
         (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
-        (hw.Heads(q=6, kv=6, dim=4), r"heads 0 and 1.*different key-value heads; use a kv that divides 3"),
+        (
+            hw.Heads(q=6, kv=6, dim=4),
+            r"heads 0 and 1.*different key-value heads; use a kv that divides 3",
+        ),
         (hw.Heads(q=6, kv=2, dim=4), r"heads 2 and 3.*kv_head_of_query=\(0, 0, 1, 1"),
-        (hw.Heads(q=4, kv=2, dim=4, kv_head_of_query=(0, 0, 1, 1), value_heads=(0, 1, 1, 1)), r"heads 0 and 1"),
+        (
+            hw.Heads(q=4, kv=2, dim=4, kv_head_of_query=(0, 0, 1, 1), value_heads=(0, 1, 1, 1)),
+            r"heads 0 and 1",
+        ),
         (hw.Heads(q=4, kv=2, dim=4, value_heads=(0, 1)), r"2 rows for 4; mix no heads"),
-        (hw.Heads(q=4, kv=2, dim=4, score_head_of_output=(0, 3)), r"score_head_of_output=\(0, 3\) names second heads"),
+        (
+            hw.Heads(q=4, kv=2, dim=4, score_head_of_output=(0, 3)),
+            r"score_head_of_output=\(0, 3\) names second heads",
+        ),
     ],
 )
 def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
@@ -191,7 +223,7 @@ def test_rows_are_joined_once():
         base(modifiers=(hw.Differential(), hw.DifferentialV2()))
 
 
-# --- the presets ---------------------------------------------------------------------------------------
+# --- the presets ----------------------------------------------------------------------------------
 
 
 def rotated(x: np.ndarray, pairs: str) -> np.ndarray:
@@ -201,7 +233,11 @@ def rotated(x: np.ndarray, pairs: str) -> np.ndarray:
     a, b = (x[..., ::2], x[..., 1::2]) if pairs == "interleaved" else np.split(x, 2, -1)
     turned = (a + 1j * b) * np.exp(1j * angles)[None, :, None]
     halves = turned.real, turned.imag
-    return np.stack(halves, -1).reshape(x.shape) if pairs == "interleaved" else np.concatenate(halves, -1)
+    return (
+        np.stack(halves, -1).reshape(x.shape)
+        if pairs == "interleaved"
+        else np.concatenate(halves, -1)
+    )
 
 
 PRESET_X = torch.linspace(-2, 2, 2 * 7 * 48, dtype=torch.float64).sin().view(2, 7, 48)
@@ -219,7 +255,11 @@ def preset_layer(**options: Any) -> hw.Attention:
         ("own", 6, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
         ("repeated", 6, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
         ("own", 3, [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]),
-        ("repeated", 3, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),  # two repeats: both heads of a pair share a key
+        (
+            "repeated",
+            3,
+            [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5],
+        ),  # two repeats: both heads of a pair share a key
         ("own", 2, [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]),
         ("repeated", 2, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),  # three: pairs 1 and 4 do not
     ],
@@ -228,14 +268,17 @@ def test_the_preset_diff_as_released(keys: str, kv: int, key_of_score_head: list
     layer = preset_layer(preset="diff", heads=6, kv=kv, keys=keys, pairs=pairs)
     assert layer.spec == hw.from_toml(hw.to_toml(layer.spec))
     w, x = written.numbers(layer), PRESET_X.numpy()
-    q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 12), ("k", 2 * kv), ("v", kv)))
+    q, k, v = (
+        written.projected(w, x, side, n) for side, n in (("q", 12), ("k", 2 * kv), ("v", kv))
+    )
     q, k = rotated(q, pairs), rotated(k, pairs)
     dots = [(w[f"differential.a{n}"] * w[f"differential.b{n}"]).sum() for n in (1, 2)]
     noise = np.exp(dots[0]) - np.exp(dots[1]) + 0.2
     outputs = []
     for i in range(6):
         first, second = (
-            written.shares(q[:, :, head], k[:, :, key_of_score_head[head]], causal=True) for head in (2 * i, 2 * i + 1)
+            written.shares(q[:, :, head], k[:, :, key_of_score_head[head]], causal=True)
+            for head in (2 * i, 2 * i + 1)
         )
         outputs.append((first - noise * second) @ v[:, :, i // (6 // kv)])
     o = np.stack(outputs, 2)
@@ -248,21 +291,27 @@ def test_the_preset_diff2_as_released(pairs: str):
     layer = preset_layer(preset="diff2", heads=6, kv=3, pairs=pairs)
     w, x = written.numbers(layer), PRESET_X.numpy()
     q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 12), ("k", 3), ("v", 3)))
-    attn = written.read(rotated(q, pairs), rotated(k, pairs), v, [h // 4 for h in range(12)], causal=True)
+    attn = written.read(
+        rotated(q, pairs), rotated(k, pairs), v, [h // 4 for h in range(12)], causal=True
+    )
     noise = written.sigmoid(x @ w["differential_v2.noise"].T)[..., None]
     assert far(layer.head_outputs(PRESET_X), attn[:, :, ::2] - noise * attn[:, :, 1::2]) < EXACT
 
 
 @pytest.mark.parametrize("preset", ["diff", "diff2"])
 def test_the_presets_pair_channels_as_the_released_codes_do(preset: str):
-    default, half = (hw.design(preset=preset, **options).modifiers[0] for options in ({}, {"pairs": "half"}))
+    default, half = (
+        hw.design(preset=preset, **options).modifiers[0] for options in ({}, {"pairs": "half"})
+    )
     assert (default, half) == (hw.Rotary(pairs="interleaved"), hw.Rotary())
 
 
 def test_wrong_options_of_the_presets_are_errors():
     with pytest.raises(hw.SpecError, match=r"diff has no keys='own_key'; .*own"):
         hw.design(preset="diff", keys="own_key")
-    with pytest.raises(hw.SpecError, match=r"Rotary\(pairs='odd'\) is unknown; use 'half' or 'interleaved'"):
+    with pytest.raises(
+        hw.SpecError, match=r"Rotary\(pairs='odd'\) is unknown; use 'half' or 'interleaved'"
+    ):
         hw.design(preset="diff2", pairs="odd")
     with pytest.raises(hw.SpecError, match="pairs='half' and modifiers exclude each other"):
         hw.design(preset="diff", pairs="half", modifiers=(hw.Rotary(), hw.Differential()))

@@ -1,8 +1,10 @@
-"""transformers' DiffLlama, layer by layer, is differential attention version 1 with its heads in another order.
+"""transformers' DiffLlama, layer by layer, is differential attention version 1 with its heads in
+another order.
 
-With h query and g key-value heads of width D, theirs pairs query head i with i + h/2 and key head j with j + g/2,
-where the paper and we pair neighbours; and the value of key group j, 2 D wide, is their value heads j and j + g/2 one
-after the other, where ours lie in a row. The norm has no weights, so ours are ones. Its layers count from 0.
+With h query and g key-value heads of width D, theirs pairs query head i with i + h/2 and key head j
+with j + g/2, where the paper and we pair neighbours; and the value of key group j, 2 D wide, is
+their value heads j and j + g/2 one after the other, where ours lie in a row. The norm has no
+weights, so ours are ones. Its layers count from 0.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ def neighbours(theirs: Tensor) -> Tensor:
 def weights(attention: Any) -> dict[str, Tensor]:
     tensors = linear("project.q", attention.q_proj) | linear("project.k", attention.k_proj)
     tensors |= linear("project.v", attention.v_proj)
-    lambdas = {f"{ours}{n}": getattr(attention, f"lambda_{side}{n}") for ours, side in ("aq", "bk") for n in (1, 2)}
+    lambdas = {
+        f"{ours}{n}": getattr(attention, f"lambda_{side}{n}")
+        for ours, side in ("aq", "bk")
+        for n in (1, 2)
+    }
     return (
         {name: neighbours(tensor) for name, tensor in tensors.items()}
         | linear("output.o", attention.o_proj)
@@ -74,7 +80,15 @@ def diffllama(heads: int, kv: int, bias: bool) -> Model:
             bias="qkvo" if bias else "",
             modifiers=(hw.Rotary(base=500.0), hw.Differential(depth=depth, eps=1e-2)),
         )
-        sites.append(Site(layer.self_attn, layer.self_attn, spec, weights(layer.self_attn), ("attentions", depth)))
+        sites.append(
+            Site(
+                layer.self_attn,
+                layer.self_attn,
+                spec,
+                weights(layer.self_attn),
+                ("attentions", depth),
+            )
+        )
     return Model(model, sites, OFF)
 
 
@@ -105,7 +119,9 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
         mask = {"attention_mask": at.is_real.long()}
     live, worst = at.is_real.expand(B, -1), []
     with model.run_with_hooks():
-        outputs = model.model(torch.randint(2, 37, (B, T)), output_attentions=True, use_cache=False, **mask)
+        outputs = model.model(
+            torch.randint(2, 37, (B, T)), output_attentions=True, use_cache=False, **mask
+        )
     assert [site.inputs[0].shape for site in model.sites] == [(B, T, 42)] * LAYERS
     for site, theirs in zip(model.sites, outputs.attentions, strict=True):
         layer, probe = site.layer, hw.Probe("weights")
@@ -113,7 +129,9 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
         assert far(layer(x, sequence=at)[live], y[live]) < off
         worst.append(far(layer(x, sequence=at, probe=probe)[live], y[live]))
         paired = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        worst.append(far(probe.tensors["weights"].transpose(1, 2)[live], paired.transpose(1, 2)[live]))
+        worst.append(
+            far(probe.tensors["weights"].transpose(1, 2)[live], paired.transpose(1, 2)[live])
+        )
     record_property("worst", max(worst))
     assert max(worst) < off
 

@@ -10,7 +10,11 @@ from support import layer_cases as cases
 from support.layer_cases import base, check_close
 
 T = 17
-CASES = [(keys, rate, after) for keys, after in ((1, 0), (4, 0), (5, 2), (3, 2)) for rate in (1, 2, 3, 20)]
+CASES = [
+    (keys, rate, after)
+    for keys, after in ((1, 0), (4, 0), (5, 2), (3, 2))
+    for rate in (1, 2, 3, 20)
+]
 
 
 def layers(keys: int, rate: int, after: int) -> tuple[hw.Attention, hw.Attention]:

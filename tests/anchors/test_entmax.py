@@ -1,4 +1,6 @@
-"""Entmax against its authors' package (entmax 1.3), numpy renderings of its formulas, and what holds of any root."""
+"""Entmax against its authors' package (entmax 1.3), numpy renderings of its formulas, and what
+holds of any root.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def weights(s_S: Tensor, alpha: float, allowed: Tensor | None = None) -> Tensor:
 
 def learned(heads: int, alpha: float = 1.5, a: Tensor | None = None) -> hw.Attention:
     """A layer whose heads learn their alpha; a sets it."""
-    layer = hw.Attention(base(heads=heads, kv=heads, normaliser=hw.Entmax(alpha=alpha, kind="learned"))).double()
+    layer = hw.Attention(
+        base(heads=heads, kv=heads, normaliser=hw.Entmax(alpha=alpha, kind="learned"))
+    ).double()
     if a is not None:
         with torch.no_grad():
             layer.normaliser["a"].copy_(a)
@@ -54,21 +58,31 @@ def learned(heads: int, alpha: float = 1.5, a: Tensor | None = None) -> hw.Atten
 
 
 def check_root(s_S: Tensor, w_S: Tensor, alpha: float, atol: float) -> None:
-    """(alpha - 1) s - w^(alpha - 1) is one number over the keys read, and no other key lies above it.
+    """(alpha - 1) s - w^(alpha - 1) is one number over the keys read, and no other key lies above
+    it.
 
-    These are the conditions of the optimum. Near alpha = 1 a weight may well be too small for its precision.
+    These are the conditions of the optimum. Near alpha = 1 a weight may well be too small for its
+    precision.
     """
     tiny = torch.finfo(w_S.dtype).tiny
-    x_S, w_S = (alpha - 1) * (s_S - s_S.amax(-1, keepdim=True)).double(), w_S.masked_fill(w_S < tiny, 0.0).double()
+    x_S, w_S = (
+        (alpha - 1) * (s_S - s_S.amax(-1, keepdim=True)).double(),
+        w_S.masked_fill(w_S < tiny, 0.0).double(),
+    )
     above = x_S - w_S ** (alpha - 1)
     tau = (above * w_S).sum(-1, keepdim=True)
     assert (w_S >= 0).all()
     check_close(w_S.sum(-1), torch.ones_like(w_S[..., 0]), rtol=0, atol=1e-5)
-    check_close(above.masked_fill(w_S == 0, 0.0), tau.expand_as(w_S).masked_fill(w_S == 0, 0.0), rtol=0, atol=atol)
+    check_close(
+        above.masked_fill(w_S == 0, 0.0),
+        tau.expand_as(w_S).masked_fill(w_S == 0, 0.0),
+        rtol=0,
+        atol=atol,
+    )
     assert (x_S.masked_fill(w_S > 0, -torch.inf) <= tau + atol + tiny ** (alpha - 1)).all()
 
 
-# --- against the package -------------------------------------------------------------------------------
+# --- against the package --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spread", [0.03, 1.0, 7.0])
@@ -89,7 +103,9 @@ def test_the_gradient_in_alpha_is_the_packages():
     a = torch.tensor([-2.5, -1.0, 0.0, 1.5, 3.0], dtype=torch.float64)
     layer = learned(5, a=a)
     s, g = numbers(3, 5, 7, 31), numbers(3, 5, 7, 31)
-    ours = made(layer.spec.normaliser, s, torch.ones(1, 1, 1, 31, dtype=torch.bool), layer.normaliser)
+    ours = made(
+        layer.spec.normaliser, s, torch.ones(1, 1, 1, 31, dtype=torch.bool), layer.normaliser
+    )
     mine = torch.autograd.grad(ours, layer.normaliser["a"], g)[0]
     other = a.clone().requires_grad_()
     theirs = entmax.entmax_bisect(s, alpha=(1 + other.sigmoid())[:, None, None], n_iter=80)
@@ -109,7 +125,7 @@ def test_masked_keys_are_keys_that_are_not_there():
                 check_close(ours[b, h, t, keys], theirs, rtol=1e-9, atol=1e-10)
 
 
-# --- the formulas, in numpy ----------------------------------------------------------------------------
+# --- the formulas, in numpy -----------------------------------------------------------------------
 
 
 def sparsemax(z: np.ndarray) -> np.ndarray:
@@ -121,7 +137,9 @@ def sparsemax(z: np.ndarray) -> np.ndarray:
 
 
 def entmax15(z: np.ndarray) -> np.ndarray:
-    """tau_k = mean_k - sqrt((1 - k var_k) / k) over the k highest z / 2, k* = #{k: tau_k <= z_(k) / 2} (1905.05702)."""
+    """tau_k = mean_k - sqrt((1 - k var_k) / k) over the k highest z / 2, k* = #{k: tau_k <= z_(k) /
+    2} (1905.05702).
+    """
     x = z / 2
     top = np.sort(x)[::-1]
     taus = []
@@ -142,13 +160,17 @@ def test_sorting_and_stepping_agree(alpha, oracle):
             check_close(part.normalise_row(s, {}), expected)
             check_close(weights(s, alpha), expected)
             if alpha == 1.5:
-                check_close(halving.normalise_row(s, {"a": torch.zeros((), dtype=torch.float64)}), expected)
+                check_close(
+                    halving.normalise_row(s, {"a": torch.zeros((), dtype=torch.float64)}), expected
+                )
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_gradients_are_finite_differences(alpha):
     s = numbers(3, 17).requires_grad_()
-    assert torch.autograd.gradcheck(lambda s: weights(s, alpha), s, eps=1e-7, atol=1e-5, fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda s: weights(s, alpha), s, eps=1e-7, atol=1e-5, fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("at", [1.02, 1.1, 1.5, 1.9])
@@ -163,11 +185,13 @@ def test_the_gradient_in_alpha_is_a_finite_difference(at):
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5, abs=1e-7)
 
 
-# --- what must hold ------------------------------------------------------------------------------------
+# --- what must hold -------------------------------------------------------------------------------
 
 
 def rows(n: int) -> dict[str, Tensor]:
-    """Rows whose roots are hard to find: ties, near ties, keys at the very edge, and groups of growing size."""
+    """Rows whose roots are hard to find: ties, near ties, keys at the very edge, and groups of
+    growing size.
+    """
     k = torch.arange(n, dtype=torch.float64)
     found = {f"gauss {s}": numbers(4, n) * s for s in (1e-6, 1e-2, 0.1, 0.3, 1, 10, 1e4)}
     found |= {f"ramp {s}": -k[None] * s / n for s in (1e-6, 0.3, 3, 1e4)}
@@ -176,7 +200,9 @@ def rows(n: int) -> dict[str, Tensor]:
     for edge in (0.1, 1e-3, 1e-6):
         found[f"one above {edge}"] = torch.where(k == 0, 0.0, edge - 1)[None]
     for growth, depth in ((1.3, 0.3), (2.0, 0.1), (2.0, 0.6), (3.5, 0.5)):
-        found[f"groups {growth} {depth}"] = -depth * (1 + k * (growth - 1)).log()[None] / math.log(growth)
+        found[f"groups {growth} {depth}"] = (
+            -depth * (1 + k * (growth - 1)).log()[None] / math.log(growth)
+        )
     return found
 
 
@@ -187,7 +213,12 @@ def test_the_steps_are_enough_for_any_row(alpha, dtype):
         for s in rows(n).values():
             for scaled in (s, s / (alpha - 1)):
                 scores = scaled.to(dtype)
-                check_root(scores, weights(scores, alpha), alpha, atol=5e-4 if dtype == torch.float32 else 2e-12)
+                check_root(
+                    scores,
+                    weights(scores, alpha),
+                    alpha,
+                    atol=5e-4 if dtype == torch.float32 else 2e-12,
+                )
 
 
 def test_above_two_the_root_is_found_too():
@@ -232,7 +263,9 @@ def test_a_number_added_to_a_row_changes_nothing(alpha):
     assert torch.equal(weights(s + 4096.0, alpha), weights(s, alpha))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_a_query_with_nothing_to_read_gets_no_weight(alpha, dtype):
     s = numbers(2, 3, 5, 7).to(dtype).requires_grad_()
@@ -260,15 +293,20 @@ def test_scores_of_any_size_are_numbers(alpha, dtype):
 
 
 def test_where_the_package_gives_no_number():
-    """Its bisection multiplies before it takes the highest score away, and knows no row without a key."""
+    """Its bisection multiplies before it takes the highest score away, and knows no row without a
+    key.
+    """
     s = torch.full((128,), -1005.0).index_fill(0, torch.tensor([0]), -1000.0).bfloat16()
     assert entmax.entmax_bisect(s, alpha=1.5).isnan().all()
     assert weights(s, 1.5).tolist() == [1.0] + [0.0] * 127
     assert entmax.entmax_bisect(torch.full((3,), -torch.inf), alpha=1.5).isnan().all()
-    assert weights(torch.zeros(3), 1.5, torch.zeros(1, 1, 1, 3, dtype=torch.bool)).tolist() == [0.0] * 3
+    assert (
+        weights(torch.zeros(3), 1.5, torch.zeros(1, 1, 1, 3, dtype=torch.bool)).tolist()
+        == [0.0] * 3
+    )
 
 
-# --- learned -------------------------------------------------------------------------------------------
+# --- learned --------------------------------------------------------------------------------------
 
 
 def test_initial_alpha_of_heads_equals_the_option():
@@ -313,7 +351,8 @@ def test_what_training_does_to_a_layer():
     s, visible = torch.randn(3, 7, 6, 11), torch.ones(1, 1, 1, 11, dtype=torch.bool)
     turned, part = s.transpose(1, 2), layer.spec.normaliser
     check_close(
-        made(part, turned, visible, layer.normaliser), made(part, turned.contiguous(), visible, layer.normaliser)
+        made(part, turned, visible, layer.normaliser),
+        made(part, turned.contiguous(), visible, layer.normaliser),
     )
 
 
@@ -324,9 +363,13 @@ def test_a_second_derivative_is_exact_or_refused():
             torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
         return
     for alpha in (1.25, 1.5, 1.75, 2.0, 2.5):
-        assert torch.autograd.gradgradcheck(lambda s, alpha=alpha: made(hw.Entmax(alpha=alpha), s, sample), s)
+        assert torch.autograd.gradgradcheck(
+            lambda s, alpha=alpha: made(hw.Entmax(alpha=alpha), s, sample), s
+        )
     part, learned_a = hw.Entmax(kind="learned"), numbers(3, 1, 1).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda s, a: part.normalise(s, sample, PartStub(a)), (s, learned_a))
+    assert torch.autograd.gradgradcheck(
+        lambda s, a: part.normalise(s, sample, PartStub(a)), (s, learned_a)
+    )
 
 
 class PartStub:
@@ -352,7 +395,7 @@ def test_one_graph_holds_the_gradients_too(kind):
         check_close(mine, theirs)
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""Families against transformers: the same config.json builds a model there, on no device, and a description here.
+"""Families against transformers: the same config.json builds a model there, on no device, and a
+description here.
 
-Equal are the learned numbers in all and in every group: embedding, head, and each layer's attention, cross-attention,
-feed-forward and norms. Nothing here reads a shape out of our description but through `Weight.role` and its name.
+Equal are the learned numbers in all and in every group: embedding, head, and each layer's
+attention, cross-attention, feed-forward and norms. Nothing here reads a shape out of our
+description but through `Weight.role` and its name.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ NORM = re.compile(r"norm|\bln_|LayerNorm", re.IGNORECASE)
 
 def theirs(name: str, alone: str) -> Group:
     """Where a parameter of transformers stands, by its name."""
-    stack = next((value for value in ("encoder", "decoder") if f"{value}." in name and not alone), alone)
+    stack = next(
+        (value for value in ("encoder", "decoder") if f"{value}." in name and not alone), alone
+    )
     if not (layer := LAYER.search(name)):
         if HEAD.search(name):
             return "head", None, "head"
-        embeds = "embed" in name or name.split(".")[-2] in ("wte", "wpe", "shared") or "_token" in name
+        embeds = (
+            "embed" in name or name.split(".")[-2] in ("wte", "wpe", "shared") or "_token" in name
+        )
         return (stack or "encoder", None, "embedding" if embeds else "norm")
     rest = name[layer.end() - 1 :]
     if NORM.search(rest) and not OWN_NORM.search(rest):
@@ -77,7 +83,9 @@ def built(folder: Path) -> torch.nn.Module:
         return empty(*sizes, **(options | {"device": options.get("device") or "meta"}))
 
     with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", nowhere)  # the tests' own, which fills with NaN, is not known to the device
+        patch.setattr(
+            torch, "empty", nowhere
+        )  # the tests' own, which fills with NaN, is not known to the device
         return getattr(tf, config.architectures[0])._from_config(config)
 
 
@@ -101,17 +109,27 @@ def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: 
     assert expected is None or costs.count_parameters(ours) == expected
 
 
-@pytest.mark.parametrize(("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY])
-def test_small_models_of_odd_sizes_have_the_same_numbers(family: str, architecture: str, draw: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY]
+)
+def test_small_models_of_odd_sizes_have_the_same_numbers(
+    family: str, architecture: str, draw: int, tmp_path: Path
+):
     options = FAMILIES[family][1]() | {"model_type": family, "architectures": [architecture]}
     check_groups(folder_of(tmp_path, options))
 
 
-# --- attention, part by part ---------------------------------------------------------------------------
+# --- attention, part by part ----------------------------------------------------------------------
 
-# Layers of these are run against transformers' in test_transformers.py, with specs written there by hand.
-RUN = [name for name in test_transformers.MODELS if name not in ("stablelm", "olmo2", "llama-dynamic")]
-STACKS = {"encoder_attentions": ("encoder", "attention"), "decoder_attentions": ("decoder", "attention")}
+# Layers of these are run against transformers' in test_transformers.py, with specs written there by
+# hand.
+RUN = [
+    name for name in test_transformers.MODELS if name not in ("stablelm", "olmo2", "llama-dynamic")
+]
+STACKS = {
+    "encoder_attentions": ("encoder", "attention"),
+    "decoder_attentions": ("decoder", "attention"),
+}
 STACKS |= {"cross_attentions": ("decoder", "cross")}
 
 
@@ -140,7 +158,9 @@ def test_the_spec_is_the_one_that_computes_the_same(name: str, tmp_path: Path):
 
 
 def test_angles_that_follow_the_text_are_nearly_a_spec(tmp_path: Path):
-    """The hand-written spec is that of 13 tokens in a model of 8; up to 8 tokens it is the plain one."""
+    """The hand-written spec is that of 13 tokens in a model of 8; up to 8 tokens it is the plain
+    one.
+    """
     ours = saved(test_transformers.MODELS["llama-dynamic"](), tmp_path)
     (plain,) = {spec for _, spec in ours.attention_specs()}
     assert plain == test_transformers.MODELS["llama"]().sites[0].spec
@@ -148,53 +168,86 @@ def test_angles_that_follow_the_text_are_nearly_a_spec(tmp_path: Path):
     assert "up to 8 tokens" in ours.approximation_reasons()["decoder.0.attention"]
 
 
-def check_computes(theirs: torch.nn.Module, spec: hw.AttentionSpec, output: str, *sources: torch.Tensor) -> None:
-    """An attention of transformers, alone, against the layer that our spec builds, with its weights."""
+def check_computes(
+    theirs: torch.nn.Module, spec: hw.AttentionSpec, output: str, *sources: torch.Tensor
+) -> None:
+    """An attention of transformers, alone, against the layer that our spec builds, with its
+    weights.
+    """
     theirs, ours = theirs.double().eval(), hw.Attention(spec).double().eval()
     ours.load_state_dict(projections(theirs, ("q_proj", "k_proj", "v_proj", output)))
     x = torch.randn(2, 5, spec.model, dtype=torch.float64)
-    torch.testing.assert_close(ours(x, source=sources[0] if sources else None), theirs(x, *sources)[0])
+    torch.testing.assert_close(
+        ours(x, source=sources[0] if sources else None), theirs(x, *sources)[0]
+    )
 
 
 def test_attention_of_bart_and_vit_computes_the_same():
     """Neither stands among the models above; both are Vaswani's attention."""
-    options = {"d_model": 42, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "encoder_layers": 1}
+    options = {
+        "d_model": 42,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 3,
+        "encoder_layers": 1,
+    }
     options |= {"decoder_layers": 1, "vocab_size": 11}
     specs = dict(
-        families.read_model_spec(options | {"model_type": "bart", "architectures": ["BartModel"]}).attention_specs()
+        families.read_model_spec(
+            options | {"model_type": "bart", "architectures": ["BartModel"]}
+        ).attention_specs()
     )
     bart = tf.BartModel(tf.BartConfig(**options, attn_implementation="eager"))
     check_computes(bart.encoder.layers[0].self_attn, specs["encoder.0.attention"], "out_proj")
     source = torch.randn(2, 7, 42, dtype=torch.float64)
-    check_computes(bart.decoder.layers[0].encoder_attn, specs["decoder.0.cross"], "out_proj", source)
+    check_computes(
+        bart.decoder.layers[0].encoder_attn, specs["decoder.0.cross"], "out_proj", source
+    )
     assert specs["decoder.0.attention"] == replace(specs["decoder.0.cross"], pattern=hw.Causal())
 
-    options = {"hidden_size": 42, "num_attention_heads": 3, "num_hidden_layers": 1, "qkv_bias": False}
-    vit = tf.ViTModel(tf.ViTConfig(**options, image_size=4, patch_size=2, attn_implementation="eager"))
+    options = {
+        "hidden_size": 42,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 1,
+        "qkv_bias": False,
+    }
+    vit = tf.ViTModel(
+        tf.ViTConfig(**options, image_size=4, patch_size=2, attn_implementation="eager")
+    )
     ((_, spec),) = families.read_model_spec(options | {"model_type": "vit"}).attention_specs()
     check_computes(vit.layers[0].attention, spec, "o_proj")
 
 
-# --- what is remembered of a token ---------------------------------------------------------------------
+# --- what is remembered of a token ----------------------------------------------------------------
 
-REMEMBERED = {"llama-3-8b": 131_072, "deepseek-v3": 70_272, "llama-2-7b": 524_288, "deepseek-v2-lite": 31_104}
+REMEMBERED = {
+    "llama-3-8b": 131_072,
+    "deepseek-v3": 70_272,
+    "llama-2-7b": 524_288,
+    "deepseek-v2-lite": 31_104,
+}
 
 
 @pytest.mark.parametrize("name", REMEMBERED)
 def test_bytes_remembered_of_a_token(name: str):
     """At two bytes a number, over all layers; that of V2-Lite is 27 x 576 x 2."""
     model = families.read_model_spec(PUBLIC[name][0])
-    assert 2 * sum(costs.cached_numbers_per_token(spec) for _, spec in model.attention_specs()) == REMEMBERED[name]
+    assert (
+        2 * sum(costs.cached_numbers_per_token(spec) for _, spec in model.attention_specs())
+        == REMEMBERED[name]
+    )
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("deepseek-v3", 187_107_328), ("deepseek-v2-lite", 13_763_072)])
+@pytest.mark.parametrize(
+    ("name", "numbers"), [("deepseek-v3", 187_107_328), ("deepseek-v2-lite", 13_763_072)]
+)
 def test_latent_attention_has_the_published_numbers(name: str, numbers: int):
     assert {
-        costs.count_parameters(spec) for _, spec in families.read_model_spec(PUBLIC[name][0]).attention_specs()
+        costs.count_parameters(spec)
+        for _, spec in families.read_model_spec(PUBLIC[name][0]).attention_specs()
     } == {numbers}
 
 
-# --- windows, layer by layer ---------------------------------------------------------------------------
+# --- windows, layer by layer ----------------------------------------------------------------------
 
 
 def seen_by_transformers(model: tf.PreTrainedModel, tokens: int) -> list[torch.Tensor]:
@@ -205,14 +258,32 @@ def seen_by_transformers(model: tf.PreTrainedModel, tokens: int) -> list[torch.T
 
 
 def test_windows_begin_at_the_layer_in_the_qwen_config():
-    """A config that names no layer types has them by a rule; what transformers' own layers read decides."""
-    options = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "intermediate_size": 5}
-    options |= {"num_hidden_layers": 5, "vocab_size": 11, "use_sliding_window": True, "sliding_window": 3}
+    """A config that names no layer types has them by a rule; what transformers' own layers read
+    decides.
+    """
+    options = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 8,
+        "intermediate_size": 5,
+    }
+    options |= {
+        "num_hidden_layers": 5,
+        "vocab_size": 11,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+    }
     options |= {"max_window_layers": 2}
     theirs = tf.Qwen2Model(tf.Qwen2Config(**options, attn_implementation="eager")).eval()
-    ours = [spec.pattern for _, spec in families.read_model_spec(options | {"model_type": "qwen2"}).attention_specs()]
+    ours = [
+        spec.pattern
+        for _, spec in families.read_model_spec(options | {"model_type": "qwen2"}).attention_specs()
+    ]
     for pattern, value in zip(ours, seen_by_transformers(theirs, 9), strict=True):
         assert torch.equal(
-            value, hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0]
+            value,
+            hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[
+                0, 0
+            ],
         )
     assert ours == [hw.Causal()] * 2 + [hw.Window(3)] * 3

@@ -18,7 +18,9 @@ from support.layer_checks import decode_in_chunks
 def favor(draws=0, seed=0, **options) -> hw.AttentionSpec:
     """Attention by positive random features."""
     similarity = hw.FeatureMap(kind="favor", draws=draws, seed=seed)
-    return base(**({"similarity": similarity, "normaliser": hw.Sum(), "pattern": "causal"} | options))
+    return base(
+        **({"similarity": similarity, "normaliser": hw.Sum(), "pattern": "causal"} | options)
+    )
 
 
 def directions(seed, draws, dim) -> torch.Tensor:
@@ -45,7 +47,9 @@ def test_the_layer_by_its_formula():
             for side, n in (("q", h), ("k", g))
         )
         shares = phi_q @ phi_k.transpose(0, 2, 1) * visible
-        heads.append(shares / shares.sum(-1, keepdims=True) @ (result @ w["project.v"][5 * g : 5 * g + 5].T))
+        heads.append(
+            shares / shares.sum(-1, keepdims=True) @ (result @ w["project.v"][5 * g : 5 * g + 5].T)
+        )
     check_close(layer(x), torch.from_numpy(np.concatenate(heads, -1) @ w["output.o"].T))
 
 
@@ -77,7 +81,9 @@ def test_a_product_of_features_is_the_exponential_on_average(draws):
 
 
 def _products(kind, seed, q, k):
-    """What is lifted, with the factor of each query that it goes without; of short keys nothing is taken off."""
+    """What is lifted, with the factor of each query that it goes without; of short keys nothing is
+    taken off.
+    """
     w = sample_orthogonal_gaussian(seed, (kind.draws, 8))
     query_features, key_features = (
         kind.feature_map(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0]
@@ -99,7 +105,8 @@ def shares_of(layer, x):
     result = x[0].double().numpy() * x.shape[-1] ** -0.25
     exponents = result @ w.T - (result**2).sum(-1, keepdims=True) / 2
     query_features, key_features = (
-        np.exp(e) for e in (exponents - exponents.max(-1, keepdims=True), exponents - exponents.max())
+        np.exp(e)
+        for e in (exponents - exponents.max(-1, keepdims=True), exponents - exponents.max())
     )
     shares = query_features @ key_features.T
     return probe.tensors["weights"][0, 0].double().numpy(), shares / shares.sum(-1, keepdims=True)
@@ -107,13 +114,17 @@ def shares_of(layer, x):
 
 @pytest.mark.parametrize("dim", [8, 64, 128])
 def test_float32_at_the_top_of_the_features(dim):
-    """exp(w.x - |x|^2 / 2) is exp(|w|^2 / 2) where x is a direction itself: 1e39 and more at dim 128."""
+    """exp(w.x - |x|^2 / 2) is exp(|w|^2 / 2) where x is a direction itself: 1e39 and more at dim
+    128.
+    """
     layer = hw.Attention(favor(model=dim, heads=1, dim=dim, pattern="full"))
     w = layer.similarity["directions"].float()
     longest = w[w.square().sum(-1).argmax()] * dim**0.25
     near = torch.randn(1, 4000, dim) * 0.1 * dim**-0.25
     ours, truth = shares_of(layer, near + longest * torch.linspace(0.2, 1.0, 4000)[:, None])
-    assert abs(ours - truth).max() < 3e-4 * truth.max()  # the digits that exponents of some 90 leave
+    assert (
+        abs(ours - truth).max() < 3e-4 * truth.max()
+    )  # the digits that exponents of some 90 leave
     with torch.no_grad():
         layer.project["v"].copy_(1e3 * torch.eye(dim))
         for x in (longest.expand(1, 4000, -1), longest.expand(1, 4000, -1) * 0.3):
@@ -130,7 +141,9 @@ def test_lengths_that_float32_can_tell(dim):
 
 
 def test_no_key_leaves_float32():
-    """At dim 256 the longest direction is 18 long: what no range could hold counts as the most that one can."""
+    """At dim 256 the longest direction is 18 long: what no range could hold counts as the most that
+    one can.
+    """
     layer = hw.Attention(favor(model=256, heads=1, dim=256))
     w = layer.similarity["directions"].float()
     longest = w[w.square().sum(-1).argmax()] * 256**0.25
@@ -144,7 +157,9 @@ def test_no_key_leaves_float32():
 
 
 def test_more_features_come_closer_to_softmax():
-    """The error of weights falls as 1 / sqrt(draws): sixteen times as many, a quarter of it, within a factor of 1.6."""
+    """The error of weights falls as 1 / sqrt(draws): sixteen times as many, a quarter of it, within
+    a factor of 1.6.
+    """
     exact = cases.layer(base(pattern="causal", dim=8))
     x, _ = cases.tensors(exact.spec)
     truth = hw.Probe("weights")
@@ -171,7 +186,9 @@ def test_more_features_come_closer_to_softmax():
 
 @pytest.mark.parametrize("kind", ["elu", "relu", "favor"])
 def test_parallel_chunked_and_recurrent_are_one_function(kind):
-    spec = base(similarity=hw.FeatureMap(kind=kind), normaliser=hw.Sum(), pattern="causal", kv=3, vdim=5)
+    spec = base(
+        similarity=hw.FeatureMap(kind=kind), normaliser=hw.Sum(), pattern="causal", kv=3, vdim=5
+    )
     layer = cases.layer(spec)
     x = torch.randn(2, 131, 10, dtype=torch.float64)
     layer.backend_name = "dense"
@@ -189,11 +206,13 @@ def test_parallel_chunked_and_recurrent_are_one_function(kind):
     assert cache.nbytes == costs.cache_bytes(spec, batch=2, capacity=1, bytes_per_number=8)
 
 
-# --- the small numbers that released codes add ---------------------------------------------------------
+# --- the small numbers that released codes add ----------------------------------------------------
 
 
 def heads_of(layer: hw.Attention, x: torch.Tensor) -> list[list[np.ndarray]]:
-    """Queries, keys and values of each of six heads, by their definition, for three key-value heads."""
+    """Queries, keys and values of each of six heads, by their definition, for three key-value
+    heads.
+    """
     w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
     sides = {side: x.numpy() @ w[f"project.{side}"].T for side in "qkv"}
     widths = {"q": 4, "k": 4, "v": 5}
@@ -207,7 +226,9 @@ def heads_of(layer: hw.Attention, x: torch.Tensor) -> list[list[np.ndarray]]:
 
 
 def forms(layer: hw.Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    """Head outputs [B, T, H, V] of the dense form, the chunked form and token by token from a state."""
+    """Head outputs [B, T, H, V] of the dense form, the chunked form and token by token from a
+    state.
+    """
     found = []
     for backend in ("dense", "linear"):
         layer.backend_name = backend
@@ -219,7 +240,9 @@ def forms(layer: hw.Attention, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_eps_of_the_sum_is_that_of_the_released_linear_attention():
-    spec = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=0.7), pattern="causal", kv=3, vdim=5)
+    spec = base(
+        similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=0.7), pattern="causal", kv=3, vdim=5
+    )
     layer, x = cases.layer(spec), torch.randn(2, 131, 10, dtype=torch.float64)
     expected = []
     for q, k, v in heads_of(layer, x):
@@ -234,11 +257,15 @@ def test_eps_of_the_sum_is_that_of_the_released_linear_attention():
 
 @pytest.mark.parametrize("eps", [1e-4, 0.3])
 def test_eps_of_random_features_is_added_to_each_of_them(eps: float):
-    spec = favor(9, 3, kv=3, vdim=5, similarity=hw.FeatureMap(kind="favor", draws=9, seed=3, eps=eps))
+    spec = favor(
+        9, 3, kv=3, vdim=5, similarity=hw.FeatureMap(kind="favor", draws=9, seed=3, eps=eps)
+    )
     layer, x = cases.layer(spec), torch.randn(2, 131, 10, dtype=torch.float64)
     w, expected = layer.similarity["directions"].numpy(), []
     for q, k, v in heads_of(layer, x):
-        exponents_q, exponents_k = (t * 4**-0.25 @ w.T - (t**2).sum(-1, keepdims=True) / 4 for t in (q, k))
+        exponents_q, exponents_k = (
+            t * 4**-0.25 @ w.T - (t**2).sum(-1, keepdims=True) / 4 for t in (q, k)
+        )
         largest = (q * 4**-0.25 @ w.T).max(-1, keepdims=True)
         phi_q, phi_k = np.exp(exponents_q - largest) + eps, np.exp(exponents_k) + eps
         shares = phi_q @ phi_k.transpose(0, 2, 1) * np.tri(131)
@@ -250,11 +277,15 @@ def test_eps_of_random_features_is_added_to_each_of_them(eps: float):
 
 def test_eps_counts_against_directions_that_need_an_offset():
     """At dim 128 all exponents of keys lose an offset; eps loses it too."""
-    layer = hw.Attention(favor(model=128, heads=1, dim=128, similarity=hw.FeatureMap(kind="favor", eps=0.05))).double()
+    layer = hw.Attention(
+        favor(model=128, heads=1, dim=128, similarity=hw.FeatureMap(kind="favor", eps=0.05))
+    ).double()
     x, w = torch.randn(1, 40, 128, dtype=torch.float64), layer.similarity["directions"].numpy()
     assert (w**2).sum(-1).max() / 2 > 64
     q, k, v = (x.numpy() @ layer.project[side].detach().numpy().T for side in "qkv")
-    exponents_q, exponents_k = (t * 128**-0.25 @ w.T - (t**2).sum(-1, keepdims=True) / 2 / 128**0.5 for t in (q, k))
+    exponents_q, exponents_k = (
+        t * 128**-0.25 @ w.T - (t**2).sum(-1, keepdims=True) / 2 / 128**0.5 for t in (q, k)
+    )
     phi_q = np.exp(exponents_q - (q * 128**-0.25 @ w.T).max(-1, keepdims=True)) + 0.05
     shares = phi_q @ (np.exp(exponents_k) + 0.05).transpose(0, 2, 1) * np.tri(40)
     expected = shares / shares.sum(-1, keepdims=True) @ v
@@ -265,10 +296,14 @@ def test_eps_counts_against_directions_that_need_an_offset():
 def test_sums_with_eps_do_not_reach_one():
     plain = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", bias="v")
     short = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=1.0), pattern="causal", bias="v")
-    folded, reasons = (hw.fold_bias(spec, hw.Attention(spec).state_dict()).reasons_kept for spec in (plain, short))
+    folded, reasons = (
+        hw.fold_bias(spec, hw.Attention(spec).state_dict()).reasons_kept for spec in (plain, short)
+    )
     assert "v" not in folded
     assert "do not always sum to one" in str(reasons["v"])
-    with pytest.raises(hw.SpecError, match=r"Sum\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap"):
+    with pytest.raises(
+        hw.SpecError, match=r"Sum\(eps=1e-06\) needs scores of a known scale, unlike FeatureMap"
+    ):
         favor(normaliser=hw.Sum(eps=1e-6))
     with pytest.raises(hw.SpecError, match=r"Sum\(eps=-1.0\) is negative"):
         base(similarity=hw.FeatureMap(), normaliser=hw.Sum(eps=-1.0))
@@ -291,8 +326,13 @@ def test_a_query_that_meets_no_channel_reads_zero():
 
 
 def test_what_lifting_costs():
-    """2 dim m for each query of each score head and each key of each key head; a score then has m channels."""
-    spec, plain = favor(9, kv=2), base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2)
+    """2 dim m for each query of each score head and each key of each key head; a score then has m
+    channels.
+    """
+    spec, plain = (
+        favor(9, kv=2),
+        base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2),
+    )
     work = hw.CallSize(3, 7, 7, 7)
     features = 2 * 3 * 7 * (6 + 2) * 9 * 4
     wider = 2 * 3 * 49 * 6 * (9 - 4)
@@ -307,7 +347,10 @@ def test_what_lifting_costs():
         (hw.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
         (hw.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
         (hw.FeatureMap(kind="relu", seed=1), "'relu'.* samples nothing"),
-        (hw.FeatureMap(eps=1e-6), r"'elu', eps=1e-06\) has no eps; use normaliser Sum\(eps=1e-06\)"),
+        (
+            hw.FeatureMap(eps=1e-6),
+            r"'elu', eps=1e-06\) has no eps; use normaliser Sum\(eps=1e-06\)",
+        ),
         (hw.FeatureMap(kind="favor", eps=-1.0), "eps=-1.0.* is negative; use 1e-4"),
         (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* use at least 1"),
         (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
@@ -319,7 +362,9 @@ def test_features_that_cannot_be(similarity, message):
 
 
 def test_an_absorbed_query_keeps_nothing_but_products():
-    with pytest.raises(hw.SpecError, match="needs a dot product for its absorbed form, unlike FeatureMap"):
+    with pytest.raises(
+        hw.SpecError, match="needs a dot product for its absorbed form, unlike FeatureMap"
+    ):
         base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), project=hw.Latent(rank=8))
     with pytest.raises(hw.SpecError, match=r"heads.dim channels, unlike Overlapping"):
         favor(project=hw.Overlapping(overlap=1))

@@ -25,7 +25,9 @@ def normed(o: Any, eps: float) -> Any:
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
 @pytest.mark.parametrize(("scope", "shape"), [("shared", (5,)), ("head", (6, 5))])
 def test_every_head_by_itself(scope: str, shape: tuple[int, ...], eps: float):
-    layer = cases.layer(base(modifiers=(hw.HeadNorm(scope=scope, eps=eps),), kv=2, vdim=5, pattern="causal()"))
+    layer = cases.layer(
+        base(modifiers=(hw.HeadNorm(scope=scope, eps=eps),), kv=2, vdim=5, pattern="causal()")
+    )
     w, x = written.numbers(layer), X.numpy()
     assert w["head_norm.scale"].shape == shape
     q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 6), ("k", 2), ("v", 2)))

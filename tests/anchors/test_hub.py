@@ -1,4 +1,6 @@
-"""Folders of transformers, read and written: the same numbers, the same tokens, the same tensors on the way back."""
+"""Folders of transformers, read and written: the same numbers, the same tokens, the same tensors on
+the way back.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,31 @@ from support.llama2c_tokenizer import FIRST, reference_tokenize, tokenizer_file
 
 B, T, S = 2, 11, 13
 PAIRS = ("t5", "t5-gated", "bart")
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
 
 
 def rope(table: dict[str, Any]) -> dict[str, Any]:
-    return GATED | {"max_position_embeddings": 256, "rope_parameters": table | {"original_max_position_embeddings": 64}}
+    return GATED | {
+        "max_position_embeddings": 256,
+        "rope_parameters": table | {"original_max_position_embeddings": 64},
+    }
 
 
 def gpt2(**options: Any) -> tf.GPT2Config:
-    return tf.GPT2Config(n_embd=21, n_head=3, n_inner=29, n_layer=2, n_positions=23, vocab_size=VOCABULARY, **options)
+    return tf.GPT2Config(
+        n_embd=21, n_head=3, n_inner=29, n_layer=2, n_positions=23, vocab_size=VOCABULARY, **options
+    )
 
 
-# Besides those of hf_whole: what else their configs can say, and classes that stand on the same trunks.
+# Besides those of hf_whole: what else their configs can say, and classes that stand on the same
+# trunks.
 MORE: dict[str, Callable[[], nn.Module]] = {
     "gpt2-by-depth": lambda: tf.GPT2LMHeadModel(gpt2(scale_attn_by_inverse_layer_idx=True)),
     "gpt2-trunk": lambda: tf.GPT2Model(gpt2()),
@@ -60,7 +74,16 @@ MORE: dict[str, Callable[[], nn.Module]] = {
     "bert-two-heads": lambda: tf.BertForPreTraining(tf.BertConfig(**BERT)),
 }
 ALL = MODELS | MORE
-WRITTEN = ("gpt2", "gpt2-by-depth", "llama", "llama-tied", "llama-3", "llama-yarn", "llama-linear", "mistral")
+WRITTEN = (
+    "gpt2",
+    "gpt2-by-depth",
+    "llama",
+    "llama-tied",
+    "llama-3",
+    "llama-yarn",
+    "llama-linear",
+    "mistral",
+)
 WRITTEN += ("qwen2", "qwen3")
 
 
@@ -70,7 +93,9 @@ def without_gradients():
         yield
 
 
-def saved_model(name: str, folder: Path, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+def saved_model(
+    name: str, folder: Path, dtype: torch.dtype = torch.float64, **options: Any
+) -> nn.Module:
     """A model of transformers with numbers that matter, and its folder."""
     theirs = randomised(ALL[name]()).to(dtype)
     for key, buffer in theirs.named_buffers():
@@ -100,17 +125,27 @@ def both(name: str, theirs: nn.Module, ours: hw.Transformer) -> list[tuple[Tenso
     if name == "llama-span":
         return [(ours(x), torch.stack([outputs.start_logits, outputs.end_logits], -1))]
     if name == "bert-two-heads":
-        return [(ours(x), outputs.prediction_logits), (ours(x, head="next"), outputs.seq_relationship_logits)]
+        return [
+            (ours(x), outputs.prediction_logits),
+            (ours(x, head="next"), outputs.seq_relationship_logits),
+        ]
     return [(ours(x), outputs.logits)]
 
 
 def check_close(name: str, theirs: nn.Module, ours: hw.Transformer) -> None:
-    """To within a share of the largest number; rotary angles and RMSNorm are float32 in every dtype of theirs."""
-    exact = ours.spec.name in ("gpt2", "bert", "bart", "vit") and next(ours.parameters()).dtype == torch.float64
+    """To within a share of the largest number; rotary angles and RMSNorm are float32 in every dtype
+    of theirs.
+    """
+    exact = (
+        ours.spec.name in ("gpt2", "bert", "bart", "vit")
+        and next(ours.parameters()).dtype == torch.float64
+    )
     for got, expected in both(name, theirs, ours):
         assert expected.abs().max() > 0.1
         share = 1e-10 if exact else 1e-5
-        torch.testing.assert_close(got, expected, rtol=0.0, atol=share * expected.abs().max().item())
+        torch.testing.assert_close(
+            got, expected, rtol=0.0, atol=share * expected.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -151,20 +186,31 @@ def test_greedy_generation_is_token_for_token_the_same(name: str, tmp_path: Path
     theirs, prompt = saved_model(name, tmp_path), ids(3)
     theirs.generation_config.eos_token_id = None
     generated = theirs.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=17, do_sample=False, pad_token_id=0
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=17,
+        do_sample=False,
+        pad_token_id=0,
     )
-    assert hw.greedy_decode(hw.load(tmp_path), prompt, max_new_tokens=17) == generated[:, 3:].tolist()
+    assert (
+        hw.greedy_decode(hw.load(tmp_path), prompt, max_new_tokens=17) == generated[:, 3:].tolist()
+    )
 
 
-# --- and back ------------------------------------------------------------------------------------------
+# --- and back -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_was_read_is_written_as_it_was(name: str, tmp_path: Path):
-    """Every tensor to the bit, under its name; and the config says the same model to transformers."""
+    """Every tensor to the bit, under its name; and the config says the same
+    model to transformers.
+    """
     theirs = saved_model(name, tmp_path / "theirs")
     hw.export(hw.load(tmp_path / "theirs"), tmp_path / "ours")
-    one, two = (safetensors.torch.load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
+    one, two = (
+        safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
+        for folder in ("theirs", "ours")
+    )
     assert set(one) == set(two)
     assert all(torch.equal(one[key], two[key]) for key in one)
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
@@ -184,21 +230,29 @@ def ours(form: str) -> bp.ModelSpec:
             bp.PositionSpec("learned", 23),
         )
     else:
-        turns = (hw.Rotary(base=300.0, scaling=hw.YaRN(2.0, original=16, ramp="exact", swelling=1.25)),)
+        turns = (
+            hw.Rotary(base=300.0, scaling=hw.YaRN(2.0, original=16, ramp="exact", swelling=1.25)),
+        )
         own = {"model": 42 if form == "llama" else 21, "bias": "qkvo" if form == "llama" else ""}
         spec = hw.design(heads=6, kv=2, dim=10, pattern="causal()", modifiers=turns, **own)
         feed = bp.FeedForwardSpec(29, "gelu_tanh", "gated", "ugd" if form == "llama" else "")
         norm, positions = bp.NormSpec("rms", 1e-3), None
     embedding = bp.EmbeddingSpec(VOCABULARY, positions=positions)
     block = bp.BlockSpec(spec, feed=feed, norm=norm)
-    stack = bp.StackSpec.from_blocks("decoder", spec.model, [block] * 2, embedding=embedding, norm=norm)
+    stack = bp.StackSpec.from_blocks(
+        "decoder", spec.model, [block] * 2, embedding=embedding, norm=norm
+    )
     table = "decoder" if form == "gpt2" else ""
-    return bp.ModelSpec("mine", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCABULARY, table=table),))
+    return bp.ModelSpec(
+        "mine", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCABULARY, table=table),)
+    )
 
 
 @pytest.mark.parametrize("form", ["gpt2", "llama", "mistral"])
 def test_a_model_of_ours_is_read_by_transformers(form: str, tmp_path: Path):
-    """Nothing in the folder speaks of headwise, or asks for code. 21 channels on 6 heads are no llama there."""
+    """Nothing in the folder speaks of headwise, or asks for code. 21 channels on 6 heads are no
+    llama there.
+    """
     net, out = hw.build(ours(form), seed=0).eval(), tmp_path / "out"
     for p in net.parameters():
         p.copy_(p + 0.3 * torch.randn(p.shape))
@@ -211,7 +265,9 @@ def test_a_model_of_ours_is_read_by_transformers(form: str, tmp_path: Path):
     assert theirs.config.max_position_embeddings == (23 if form == "gpt2" else 77)
     check_same(net, theirs)
     prompt = ids(3)
-    generated = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
+    generated = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False
+    )
     assert generated[:, 3:].tolist() == hw.greedy_decode(net, prompt, max_new_tokens=9)
 
 
@@ -223,30 +279,63 @@ def check_same(net: hw.Transformer, theirs: nn.Module) -> None:
 
 
 def test_a_tokenizer_goes_both_ways(tmp_path: Path):
-    """The document is carried along, and transformers cuts text by it as it is, with what stands around a text."""
+    """The document is carried along, and transformers cuts text by it as it is, with what stands
+    around a text.
+    """
     words = train_bpe(["low lower lowest"] * 9, vocab_size=270, special_tokens=("<s>", "</s>"))
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 272}
-    net = hw.build(hw.families.read_model_spec({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
+    net = hw.build(
+        hw.families.read_model_spec(
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
+        )
+    )
     for n, (before, behind) in enumerate((((), ()), ((0,), ()), ((0,), (1,)))):
-        net.usage = bp.ProcessorSpec(before=before, behind=behind, end=(1,), tokenizer=words.document)
+        net.usage = bp.ProcessorSpec(
+            before=before, behind=behind, end=(1,), tokenizer=words.document
+        )
         out = tmp_path / str(n)
         hw.export(net, out)
         theirs = tf.AutoTokenizer.from_pretrained(out)
-        assert theirs("the lowest").input_ids == [*before, *words.encode(["the lowest"])[0].tolist(), *behind]
+        assert theirs("the lowest").input_ids == [
+            *before,
+            *words.encode(["the lowest"])[0].tolist(),
+            *behind,
+        ]
         assert (theirs.bos_token_id, theirs.eos_token_id) == (before[0] if before else None, 1)
         assert tf.AutoConfig.from_pretrained(out).eos_token_id == 1
         again = hw.load(out).usage
-        assert (again.before, again.behind, again.end, again.specials) == (before, behind, (1,), "read")
+        assert (again.before, again.behind, again.end, again.specials) == (
+            before,
+            behind,
+            (1,),
+            "read",
+        )
         assert (again.tokenizer == words.document) == (n == 0)
 
 
 def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
     """A Llama's would cut at other places than a document whose spaces are spaces."""
-    pieces = [*FIRST, ("lo", -1.0), ("lo ", -2.0), *((char, -9.0 - n) for n, char in enumerate("low "))]
+    pieces = [
+        *FIRST,
+        ("lo", -1.0),
+        ("lo ", -2.0),
+        *((char, -9.0 - n) for n, char in enumerate("low ")),
+    ]
     (tmp_path / "t.bin").write_bytes(tokenizer_file(pieces))
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": len(pieces)}
-    net = hw.build(hw.families.read_model_spec({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
-    net.usage = bp.ProcessorSpec(before=(1,), tokenizer=make_tokenizer_json(tmp_path / "t.bin", len(pieces)))
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": len(pieces),
+    }
+    net = hw.build(
+        hw.families.read_model_spec(
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
+        )
+    )
+    net.usage = bp.ProcessorSpec(
+        before=(1,), tokenizer=make_tokenizer_json(tmp_path / "t.bin", len(pieces))
+    )
     hw.export(net, tmp_path / "out")
     theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("low lo w\n", " lo\u2581w", "lowlo \u00e9"):
@@ -254,11 +343,17 @@ def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
 
 
 def test_usage_settings_of_a_folder_are_read(tmp_path: Path):
-    """Ids around a text as the tokenizer puts them, what begins and ends an answer, the mask, the names of classes."""
+    """Ids around a text as the tokenizer puts them, what begins and ends an answer, the mask, the
+    names of classes.
+    """
     saved_model("bert-classes", tmp_path)
-    words = {word: n for n, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"))}
+    words = {
+        word: n for n, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"))
+    }
     tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.post_processor = TemplateProcessing(
+        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     tokenizer.add_special_tokens(list(words)[:5])
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     (tmp_path / "tokenizer_config.json").write_text('{"mask_token": "[MASK]"}')
@@ -272,4 +367,7 @@ def test_usage_settings_of_a_folder_are_read(tmp_path: Path):
     (tmp_path / "t5" / "generation_config.json").write_text(
         '{"decoder_start_token_id": 0, "eos_token_id": [1, 36, 37]}'
     )
-    assert (hw.load(tmp_path / "t5").usage.begin, hw.load(tmp_path / "t5").usage.end) == ((0,), (1, 36))
+    assert (hw.load(tmp_path / "t5").usage.begin, hw.load(tmp_path / "t5").usage.end) == (
+        (0,),
+        (1, 36),
+    )

@@ -1,4 +1,6 @@
-"""Golden identities of the published variants, and their published sizes: neither needs our reference."""
+"""Golden identities of the published variants, and their published sizes: neither needs our
+reference.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def plain(layer: hw.Attention, spec, **renamed: str) -> hw.Attention:
 
 
 def check_same(spec, usual, x, change=None) -> None:
-    """The layer of a spec, after a change of its weights, is the plain layer with the rest of them."""
+    """The layer of a spec, after a change of its weights, is the plain layer
+    with the rest of them.
+    """
     layer = cases.layer(spec)
     with torch.no_grad():
         for part, weights in (change or {}).items():
@@ -36,14 +40,18 @@ EYE = torch.eye(6)
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_talking_heads_that_repeat_themselves(on):
-    check_same(base(modifiers=(hw.TalkingHeads(on=on),)), base(), X, {"talking_heads": {"mixing": EYE}})
+    check_same(
+        base(modifiers=(hw.TalkingHeads(on=on),)), base(), X, {"talking_heads": {"mixing": EYE}}
+    )
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_dynamic_heads_without_factors(on):
     spec = base(pattern="causal()", modifiers=(hw.Dynamic(on=on, static="full"),))
     names = [f"{side}_{kind}" for side in ("query", "key") for kind in ("target", "gate")]
-    check_same(spec, base(pattern="causal()"), X, {"dynamic": dict.fromkeys((*names, "static"), 0.0)})
+    check_same(
+        spec, base(pattern="causal()"), X, {"dynamic": dict.fromkeys((*names, "static"), 0.0)}
+    )
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
@@ -76,7 +84,9 @@ def test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixin
     wide = cases.layer(base(project=hw.Overlapping(overlap=overlap)))
     shared = cases.layer(base(project=hw.Collaborative(width=heads * dim)))
     channel = torch.arange(heads * dim)
-    band = [(channel >= h * dim - overlap) & (channel < (h + 1) * dim + overlap) for h in range(heads)]
+    band = [
+        (channel >= h * dim - overlap) & (channel < (h + 1) * dim + overlap) for h in range(heads)
+    ]
     with torch.no_grad():
         shared.project["q"].copy_(wide.project["q"])
         shared.project["k"].copy_(wide.project["k"])
@@ -118,7 +128,12 @@ def test_differential_heads_that_subtract_nothing():
     weights = (torch.einsum("bthk,bshk->bhts", q, k) / 2).softmax(-1)
     pair = weights[:, ::2] - start * weights[:, 1::2]
     o = torch.einsum("bhts,bshv->bthv", pair, v.view(3, 7, 3, 8))
-    normed = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.differential["norm"] * (1 - start)
+    normed = (
+        o
+        / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        * layer.differential["norm"]
+        * (1 - start)
+    )
     check_close(probe.tensors["heads"], normed)
 
 
@@ -145,14 +160,20 @@ def test_routing_sets_its_balance_once():
     aux_losses = hw.AuxLosses()
     for _ in range(2):
         layer(X, probe=hw.Probe(aux_losses=aux_losses))
-    assert aux_losses.total("balance").item() == pytest.approx(3.0)  # at uniform routing the code's value is K
+    assert aux_losses.total("balance").item() == pytest.approx(
+        3.0
+    )  # at uniform routing the code's value is K
 
 
 def test_routing_leaves_padding_out_of_its_balance():
     layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=1),)))
     short, padded = hw.AuxLosses(), hw.AuxLosses()
     layer(X[:, :4], probe=hw.Probe(aux_losses=short))
-    layer(X, sequence=hw.SequenceInfo.from_batch(X, lengths=[4, 4, 4]), probe=hw.Probe(aux_losses=padded))
+    layer(
+        X,
+        sequence=hw.SequenceInfo.from_batch(X, lengths=[4, 4, 4]),
+        probe=hw.Probe(aux_losses=padded),
+    )
     check_close(padded.total("balance"), short.total("balance"))
 
 
@@ -168,9 +189,13 @@ def test_grouped_heads_are_repeated_ones(kv):
 def test_latent_forms_are_one_function():
     turned = (hw.Rotary(pairs="interleaved"),)
     for rank in (None, 9):
-        expanded = base(project=hw.Latent(rank=8, rope=2, query_rank=rank), vdim=5, modifiers=turned)
+        expanded = base(
+            project=hw.Latent(rank=8, rope=2, query_rank=rank), vdim=5, modifiers=turned
+        )
         layer = cases.layer(expanded)
-        absorbed = cases.change_spec(expanded, project=hw.Latent(rank=8, rope=2, query_rank=rank, form="absorbed"))
+        absorbed = cases.change_spec(
+            expanded, project=hw.Latent(rank=8, rope=2, query_rank=rank, form="absorbed")
+        )
         check_close(plain(layer, absorbed)(X), layer(X))
 
 
@@ -187,15 +212,26 @@ def test_the_temperature_of_unit_vectors():
 SIZES = {
     "DeepSeek-V3 attention": (
         187_107_328,
-        lambda: hw.design(preset="mla", model=7168, heads=128, project=hw.Latent(rank=512, rope=64, query_rank=1536)),
+        lambda: hw.design(
+            preset="mla",
+            model=7168,
+            heads=128,
+            project=hw.Latent(rank=512, rope=64, query_rank=1536),
+        ),
     ),
     "DeepSeek-V2-Lite attention": (13_763_072, lambda: hw.design(preset="mla")),
-    "multi-head with biases, d=512": (1_050_624, lambda: hw.design(model=512, heads=8, bias="qkvo")),
+    "multi-head with biases, d=512": (
+        1_050_624,
+        lambda: hw.design(model=512, heads=8, bias="qkvo"),
+    ),
     "DCMHA extra at 32 heads of 80": (
         4 * 2560**2 + 20 * 32 * 2560 + 64 * 32**2,
         lambda: hw.design(model=2560, heads=32, modifiers=(hw.Dynamic(), hw.Dynamic(on="weights"))),
     ),
-    "MoH extra (h + 2) d": (4 * 512**2 + 10 * 512, lambda: hw.design(model=512, heads=8, modifiers=(hw.Routed(2, 3),))),
+    "MoH extra (h + 2) d": (
+        4 * 512**2 + 10 * 512,
+        lambda: hw.design(model=512, heads=8, modifiers=(hw.Routed(2, 3),)),
+    ),
     "MOHSA extra 2 o h d": (
         4 * 192**2 + 2 * 3 * 12 * 192,
         lambda: hw.design(model=192, heads=12, project=hw.Overlapping(overlap=3)),
@@ -206,7 +242,9 @@ SIZES = {
     ),
     "talking heads 2 h^2": (
         4 * 512**2 + 2 * 64,
-        lambda: hw.design(model=512, heads=8, modifiers=(hw.TalkingHeads(), hw.TalkingHeads(on="weights"))),
+        lambda: hw.design(
+            model=512, heads=8, modifiers=(hw.TalkingHeads(), hw.TalkingHeads(on="weights"))
+        ),
     ),
     "differential v1: 4 D + 2 D": (
         4 * 512**2 + 4 * 64 + 128,
@@ -228,7 +266,10 @@ CACHES = {
         2 * 2560 + 10 * 32,
         lambda: hw.design(model=2560, heads=32, modifiers=(hw.Dynamic(), hw.Dynamic(on="weights"))),
     ),
-    "overlapping, before it overlaps": (2 * 192, lambda: hw.design(model=192, heads=12, project=hw.Overlapping(3))),
+    "overlapping, before it overlaps": (
+        2 * 192,
+        lambda: hw.design(model=192, heads=12, project=hw.Overlapping(3)),
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Knocking heads by the paper's formulas in numpy; folded into the projection they are plain attention again."""
+"""Knocking heads by the paper's formulas in numpy; folded into the projection they are plain
+attention again.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,27 @@ def test_a_fresh_layer_is_plain_attention(knocking: hw.Knocking):
     options: dict[str, Any] = {"kv": 2, "vdim": 5, "pattern": "causal()", "bias": "qkvo"}
     fresh = hw.Attention(cases.base(modifiers=(knocking,), **options)).double()
     plain = hw.Attention(cases.base(**options)).double()
-    plain.load_state_dict({name: tensor for name, tensor in fresh.state_dict().items() if "knocking" not in name})
+    plain.load_state_dict(
+        {name: tensor for name, tensor in fresh.state_dict().items() if "knocking" not in name}
+    )
     assert torch.equal(fresh(X), plain(X))
 
 
 @pytest.mark.parametrize("sides", ["v", "qk", "qkv"])
 def test_one_matrix_for_all_heads_of_a_side(sides: str):
-    layer = cases.layer(cases.base(modifiers=(hw.Knocking(sides=sides),), kv=2, vdim=5, pattern="causal()", bias="qkv"))
+    layer = cases.layer(
+        cases.base(
+            modifiers=(hw.Knocking(sides=sides),), kv=2, vdim=5, pattern="causal()", bias="qkv"
+        )
+    )
     w, x = written.numbers(layer), X.numpy()
-    q, k, v = (written.projected(w, x, side, heads) for side, heads in (("q", 6), ("k", 2), ("v", 2)))
+    q, k, v = (
+        written.projected(w, x, side, heads) for side, heads in (("q", 6), ("k", 2), ("v", 2))
+    )
     knock = {side: w[f"knocking.{side}"].T for side in sides}  # as the paper writes it, x T
-    q, k, v = (x @ knock[side] if side in knock else x for side, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (
+        x @ knock[side] if side in knock else x for side, x in (("q", q), ("k", k), ("v", v))
+    )
     o = written.read(q, k, v, (0, 0, 0, 1, 1, 1), causal=True)
     assert far(layer.head_outputs(X), o) < EXACT
 
@@ -41,17 +53,22 @@ def test_one_matrix_for_all_heads_of_a_side(sides: str):
 def test_the_mlp_as_published():
     layer = cases.layer(cases.base(modifiers=(hw.Knocking(kind="mlp"),), kv=3, vdim=5, bias="v"))
     w, x = written.numbers(layer), X.numpy()
-    q, k, v = (written.projected(w, x, side, heads) for side, heads in (("q", 6), ("k", 3), ("v", 3)))
+    q, k, v = (
+        written.projected(w, x, side, heads) for side, heads in (("q", 6), ("k", 3), ("v", 3))
+    )
     up, gate, down = (w[f"knocking.{name}"].T for name in ("up", "gate", "down"))
     v = 2 * ((v @ up) * written.sigmoid(v @ gate)) @ down
     assert far(layer.head_outputs(X), written.read(q, k, v, (0, 0, 1, 1, 2, 2))) < EXACT
 
 
-@pytest.mark.parametrize(("knocking", "matrices"), [(hw.Knocking(sides="qkv"), 3), (hw.Knocking(kind="mlp"), 3)])
+@pytest.mark.parametrize(
+    ("knocking", "matrices"), [(hw.Knocking(sides="qkv"), 3), (hw.Knocking(kind="mlp"), 3)]
+)
 def test_published_sizes(knocking: hw.Knocking, matrices: int):
     spec = hw.design(model=512, heads=8, modifiers=(knocking,))
     assert (
-        hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=512, heads=8)) == matrices * 64**2
+        hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=512, heads=8))
+        == matrices * 64**2
     )
 
 
@@ -61,7 +78,7 @@ def test_cutting_heads_leaves_the_matrix_alone():
     assert all(torch.equal(weights[f"knocking.{side}"], layer.knocking[side]) for side in "qkv")
 
 
-# --- folding -------------------------------------------------------------------------------------------
+# --- folding --------------------------------------------------------------------------------------
 
 ROTARY = hw.Rotary(base=30.0)
 ALL, MLP = hw.Knocking(sides="qkv"), hw.Knocking(kind="mlp")
@@ -118,7 +135,9 @@ def test_nothing_to_fold_is_left_as_it_is():
     folded = hw.fold_qk_transforms(layer.spec, layer.state_dict())
     assert folded.spec == layer.spec
     assert list(folded.weights) == list(layer.state_dict())
-    assert all(torch.equal(weight, layer.state_dict()[name]) for name, weight in folded.weights.items())
+    assert all(
+        torch.equal(weight, layer.state_dict()[name]) for name, weight in folded.weights.items()
+    )
 
 
 def test_a_bias_behind_a_folded_matrix_can_go_too():
@@ -137,16 +156,23 @@ def test_a_bias_behind_a_folded_matrix_can_go_too():
 
 @pytest.mark.parametrize("project", [hw.Values(bias="v"), hw.Collaborative(width=9)], ids=repr)
 def test_values_are_knocked_whatever_compares(project: hw.Project):
-    """And where all it does is linear, it does not matter whether values or what is read of them meet it."""
+    """And where all it does is linear, it does not matter whether values or what is read of them
+    meet it.
+    """
     layer = cases.layer(cases.base(project=project, modifiers=(hw.Knocking(),), kv=2, vdim=5))
     plain = hw.Attention(cases.base(project=project, kv=2, vdim=5)).double()
     state = layer.state_dict()
-    plain.load_state_dict({name: weight for name, weight in state.items() if "knocking" not in name})
-    assert far(layer.head_outputs(X), (plain.head_outputs(X) @ state["knocking.v"].T).detach().numpy()) < EXACT
+    plain.load_state_dict(
+        {name: weight for name, weight in state.items() if "knocking" not in name}
+    )
+    assert (
+        far(layer.head_outputs(X), (plain.head_outputs(X) @ state["knocking.v"].T).detach().numpy())
+        < EXACT
+    )
     assert torch_flops(layer, X) == costs.counted_flops(layer.spec, hw.CallSize(3, 7, 7, 7))
 
 
-# --- what cannot be ------------------------------------------------------------------------------------
+# --- what cannot be -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,10 +188,16 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
             {"project": hw.Latent(rank=8, rope=2)},
             r"heads.dim and heads.vdim channels, unlike Latent.*use project Direct\(\)",
         ),
-        ({"sides": "qv"}, {"project": hw.Collaborative(width=9)}, r"Collaborative.*use project Direct\(\)"),
+        (
+            {"sides": "qv"},
+            {"project": hw.Collaborative(width=9)},
+            r"Collaborative.*use project Direct\(\)",
+        ),
         ({}, {"project": hw.Overlapping()}, r"Overlapping.*use project Direct\(\)"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], options: dict[str, Any], words: str):
+def test_what_cannot_be_meant_is_refused(
+    fields: dict[str, Any], options: dict[str, Any], words: str
+):
     with pytest.raises(hw.SpecError, match=words):
         cases.base(modifiers=(hw.Knocking(**fields),), **options)

@@ -32,7 +32,9 @@ def rows(kind, w, x, places):
         tables = [a @ b.T for a, b in zip(w["asking"], w["told"], strict=True)]
         return np.stack([np.stack([table[places]] * len(x)) for table in tables])
     by_head = w["hidden"].reshape(6, 4, 10), w["hidden_bias"].reshape(6, 4), w["out"], w["out_bias"]
-    return np.stack([np.maximum(x @ w1.T + b1, 0) @ w2 + b2 for w1, b1, w2, b2 in zip(*by_head, strict=True)])
+    return np.stack(
+        [np.maximum(x @ w1.T + b1, 0) @ w2 + b2 for w1, b1, w2, b2 in zip(*by_head, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("project", [hw.Direct(), hw.Values()], ids=["mixture", "pure"])
@@ -44,18 +46,29 @@ def test_synthesizers_by_their_formulas(kind, project):
     result, places = x.numpy(), PLACES[0].numpy()
     s = rows(kind, w, result, places)[..., places]
     if project == hw.Direct():
-        q, k = (np.einsum("btd,hkd->hbtk", result, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+        q, k = (
+            np.einsum("btd,hkd->hbtk", result, w[f"project.{side}"].reshape(6, 4, 10))
+            for side in "qk"
+        )
         s = s + q @ k.transpose(0, 1, 3, 2) / 2
     e = np.where(np.tril(np.ones((7, 7), bool)), np.exp(s - s.max(-1, keepdims=True)), 0.0)
-    o = e / e.sum(-1, keepdims=True) @ np.einsum("btd,hvd->hbtv", result, w["project.v"].reshape(6, 4, 10))
+    o = (
+        e
+        / e.sum(-1, keepdims=True)
+        @ np.einsum("btd,hvd->hbtv", result, w["project.v"].reshape(6, 4, 10))
+    )
     y = np.moveaxis(o, 0, 2).reshape(3, 7, 24) @ w["output.o"].T
-    check_close(layer(x, sequence=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
+    check_close(
+        layer(x, sequence=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_that_are_zero_are_an_average(kind):
     layer = cases.layer(base(project=hw.Values(), modifiers=(KINDS[kind],), pattern="window(3)"))
-    average = hw.Attention(base(project=hw.Values(), normaliser=hw.Average(), pattern="window(3)")).double()
+    average = hw.Attention(
+        base(project=hw.Values(), normaliser=hw.Average(), pattern="window(3)")
+    ).double()
     average.load_state_dict({k: v for k, v in layer.state_dict().items() if "learned" not in k})
     with torch.no_grad():
         for name, weight in layer.named_parameters():
@@ -69,32 +82,42 @@ def test_a_table_breaks_even_with_queries_and_keys():
     """h T^2 against 2 d h d_k, so T = sqrt(2 d d_k): 12 positions for d = 18 and d_k = 4."""
     plain = hw.design(model=18, heads=5, dim=4)
     for length, cheaper in ((11, True), (12, None), (13, False)):
-        table = hw.design(model=18, heads=5, dim=4, project=hw.Values(), modifiers=(hw.Learned(length=length),))
+        table = hw.design(
+            model=18, heads=5, dim=4, project=hw.Values(), modifiers=(hw.Learned(length=length),)
+        )
         difference = costs.count_parameters(plain) - costs.count_parameters(table)
         assert difference == 2 * 18 * 5 * 4 - 5 * length**2
         assert (difference == 0) if cheaper is None else ((difference > 0) == cheaper)
 
 
 def test_the_papers_sizes():
-    """2005.00743, table 1, at h d_k = d: random h N^2, factorised 2 h N k, dense d^2 + d N beside its biases."""
+    """2005.00743, table 1, at h d_k = d: random h N^2, factorised 2 h N k, dense d^2 + d N beside
+    its biases.
+    """
     sizes = {"random": 2 * 9**2, "factorised": 2 * 2 * 9 * 3, "dense": 10**2 + 10 * 9 + 10 + 2 * 9}
     for kind, size in sizes.items():
         spec = hw.design(model=10, heads=2, modifiers=(KINDS[kind],))
-        assert costs.count_parameters(spec) - costs.count_parameters(hw.design(model=10, heads=2)) == size
+        assert (
+            costs.count_parameters(spec) - costs.count_parameters(hw.design(model=10, heads=2))
+            == size
+        )
 
 
-# --- what it does not know -----------------------------------------------------------------------------
+# --- what it does not know ------------------------------------------------------------------------
 
 
 def learned(**options) -> hw.Attention:
     """A layer that knows seven positions."""
-    return cases.layer(base(**({"modifiers": (hw.Learned(length=7),), "pattern": "causal"} | options)))
+    return cases.layer(
+        base(**({"modifiers": (hw.Learned(length=7),), "pattern": "causal"} | options))
+    )
 
 
 def test_input_beyond_the_table_is_refused():
     layer, x = learned(), torch.randn(3, 8, 10, dtype=torch.float64)
     message = (
-        r"Learned\(length=7\) knows no position 7, its last one is 6; give it a length of 8, or give shorter input"
+        r"Learned\(length=7\) knows no position 7, its last one is 6; give it a length of "
+        r"8, or give shorter input"
     )
     with pytest.raises(ValueError, match=message):
         layer(x)
@@ -126,8 +149,16 @@ def test_positions_are_what_counts_and_not_how_many_tokens_there_are():
 def test_a_refused_step_leaves_the_cache_as_it_was(ragged):
     layer, x = learned(), torch.randn(2, 8, 10, dtype=torch.float64)
     cache = layer.cache(batch=2, capacity=40)
-    layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 3]) if ragged else None)
-    before = cache.used, cache.tokens.position.clone(), {k: v.clone() for k, v in cache.entry.items()}
+    layer(
+        x[:, :4],
+        cache=cache,
+        sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 3]) if ragged else None,
+    )
+    before = (
+        cache.used,
+        cache.tokens.position.clone(),
+        {k: v.clone() for k, v in cache.entry.items()},
+    )
     with pytest.raises(ValueError, match="knows no position 7"):
         layer(x[:, 4:8], cache=cache)
     assert cache.used == before[0]
@@ -157,7 +188,9 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
     torch._dynamo.reset()
     traced = torch.compile(layer, fullgraph=True, backend="eager")
     check_close(traced(x[:, :7]), expected)
-    check_close(traced(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 7, 7]))[:, :7], expected)
+    check_close(
+        traced(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 7, 7]))[:, :7], expected
+    )
     with pytest.raises(Exception, match="knows no position 7"):
         traced(x)
 
@@ -166,7 +199,10 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
     ("part", "message"),
     [
         (hw.Learned(length=0), r"length=0\) has no positions; use at least 1"),
-        (hw.Learned(length=5, kind="sparse"), "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'"),
+        (
+            hw.Learned(length=5, kind="sparse"),
+            "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'",
+        ),
         (hw.Learned(length=5, rank=3), "rank=3.* is not factorised; leave rank out"),
         (hw.Learned(length=5, kind="factorised", rank=0), "rank=0.* must be at least 1"),
     ],

@@ -1,7 +1,9 @@
-"""The listings of the five documents, run with one import changed: to `hw.attend`, or to a layer of `hw.nn`.
+"""The listings of the five documents, run with one import changed: to `hw.attend`, or to a layer of
+`hw.nn`.
 
-Each listing is executed twice: from the text of the document, where it lies beside the repository, and as the rewritten
-equal of `seeds`. What the changed import computes has to be what the listing computes by itself.
+Each listing is executed twice: from the text of the document, where it lies beside the repository,
+and as the rewritten equal of `seeds`. What the changed import computes has to be what the listing
+computes by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def check_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def read_listing(document: str, start: str) -> str:
-    """The code of a document from the line that begins so to the end of its block, without indentation."""
+    """The code of a document from the line that begins so to the end of its block, without
+    indentation.
+    """
     paths = sorted(DOCUMENTS.glob(f"{document}_*.txt"))
     if not paths:
         pytest.skip(f"the text of document {document} is not in {DOCUMENTS}")
@@ -69,10 +73,12 @@ def without_rows_that_see_nothing(batch: int, queries: int, keys: int) -> Tensor
     return mask
 
 
-# --- 002: the listing of multi-head attention, whose function `attention` is imported ---------------------
+# --- 002: the listing of multi-head attention, whose function `attention` is imported -------------
 
 
-def make_multi_headed(source: str, attention: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+def make_multi_headed(
+    source: str, attention: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> type[nn.Module]:
     if source == "rewritten":
         monkeypatch.setattr(seeds, "attention", attention)
         return seeds.MultiHeadedAttention
@@ -83,10 +89,14 @@ def make_multi_headed(source: str, attention: Callable[..., Any], monkeypatch: p
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("masked", ["none", "causal", "padding", "any"])
-def test_multi_headed_attention_imports_attend(source: str, masked: str, monkeypatch: pytest.MonkeyPatch):
+def test_multi_headed_attention_imports_attend(
+    source: str, masked: str, monkeypatch: pytest.MonkeyPatch
+):
     """`from headwise import attend as attention`."""
     with monkeypatch.context() as patch:
-        theirs = seeds.scattered(make_multi_headed(source, seeds.attention, patch)(HEADS, MODEL)).eval()
+        theirs = seeds.scattered(
+            make_multi_headed(source, seeds.attention, patch)(HEADS, MODEL)
+        ).eval()
         x, z = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL)
         z = x if masked == "causal" else z
         masks = {
@@ -103,7 +113,9 @@ def test_multi_headed_attention_imports_attend(source: str, masked: str, monkeyp
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_its_dropout_reaches_attend(source: str, monkeypatch: pytest.MonkeyPatch):
-    """The listing hands over its module; with `need_weights`, its `attn` has the dropped weights."""
+    """The listing hands over its module; with `need_weights`, its `attn` has
+    the dropped weights.
+    """
     recording = list[Tensor]()
 
     def attention(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -120,7 +132,7 @@ def test_its_dropout_reaches_attend(source: str, monkeypatch: pytest.MonkeyPatch
     assert dropped == [pytest.approx(0.5, abs=0.03), 0.0]
 
 
-# --- 002: encoder and decoder layers, whose attention is a layer of `hw.nn` --------------------------------
+# --- 002: encoder and decoder layers, whose attention is a layer of `hw.nn` -----------------------
 
 
 def make_layer(source: str, name: str, sublayers: int, **modules: nn.Module) -> nn.Module:
@@ -146,16 +158,23 @@ def adopt_linears(theirs: nn.Module) -> hw.nn.MultiHeadAttention:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_encoder_and_decoder_layers_import_our_layer(source: str):
-    """`from headwise.nn import MultiHeadAttention`; both are called as attention(query, key, value, mask)."""
+    """`from headwise.nn import MultiHeadAttention`; both are called as attention(query, key, value,
+    mask).
+    """
     x, memory = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL)
-    hidden, later = torch.arange(SOURCE) < torch.tensor([[6], [SOURCE]]), torch.ones(1, TOKENS, TOKENS).tril()
+    hidden, later = (
+        torch.arange(SOURCE) < torch.tensor([[6], [SOURCE]]),
+        torch.ones(1, TOKENS, TOKENS).tril(),
+    )
     cases = (
         ("EncoderLayer", 2, ("self_attn",), (x, later)),
         ("DecoderLayer", 3, ("self_attn", "src_attn"), (x, memory, hidden[:, None], later)),
     )
     for name, sublayers, attentions, arguments in cases:
         modules = {key: seeds.MultiHeadedAttention(HEADS, MODEL) for key in attentions}
-        layer = make_layer(source, name, sublayers, feed_forward=seeds.feed_forward(MODEL, WIDE), **modules)
+        layer = make_layer(
+            source, name, sublayers, feed_forward=seeds.feed_forward(MODEL, WIDE), **modules
+        )
         layer = seeds.scattered(layer)
         expected = layer(*arguments)
         for key in attentions:
@@ -163,7 +182,7 @@ def test_encoder_and_decoder_layers_import_our_layer(source: str):
         check_close(layer(*arguments), expected)
 
 
-# --- 000, 001, 003, and Llama 3 of 002 ----------------------------------------------------------------------
+# --- 000, 001, 003, and Llama 3 of 002 ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -174,13 +193,22 @@ def test_the_three_linear_maps_are_those_of_our_layer(source: str, bias: bool):
         layer = seeds.Projections(MODEL, MODEL, qkv_bias=bias)
     else:
         layer.hidden_size, layer.all_head_size = MODEL, MODEL
-        execute(read_listing("000", "self.query = nn.Linear"), self=layer, config=SimpleNamespace(qkv_bias=bias))
-    layer, ours, x = layer.double(), hw.nn.MultiHeadAttention(MODEL, HEADS, bias=bias).double(), numbers(1, 5, MODEL)
+        execute(
+            read_listing("000", "self.query = nn.Linear"),
+            self=layer,
+            config=SimpleNamespace(qkv_bias=bias),
+        )
+    layer, ours, x = (
+        layer.double(),
+        hw.nn.MultiHeadAttention(MODEL, HEADS, bias=bias).double(),
+        numbers(1, 5, MODEL),
+    )
     missing, unexpected = ours.load_state_dict(layer.state_dict(), strict=False)
     assert {name.split(".")[0] for name in missing} == {"output"}
     assert unexpected == []
     q, k, v = (
-        getattr(layer, side)(x).view(1, 5, HEADS, DIM).transpose(1, 2).double() for side in ("query", "key", "value")
+        getattr(layer, side)(x).view(1, 5, HEADS, DIM).transpose(1, 2).double()
+        for side in ("query", "key", "value")
     )
     ours.output = nn.Identity()
     check_close(ours(x, x, x), seeds.attention(q, k, v)[0].transpose(1, 2).flatten(2))
@@ -195,14 +223,18 @@ def test_the_class_on_four_axes_is_attend(source: str):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_function_on_three_axes_is_attend(source: str):
-    """`from headwise import attend as scaled_dot_product_attention`, except where a query sees nothing."""
+    """`from headwise import attend as scaled_dot_product_attention`, except where a query sees
+    nothing.
+    """
     names = vars(seeds) if source == "rewritten" else execute(read_listing("003", "import torch"))
     theirs, ours = names["scaled_dot_product_attention"], partial(hw.attend, need_weights=True)
     q, k, v = numbers(BATCH, TOKENS, 5), numbers(BATCH, SOURCE, 5), numbers(BATCH, SOURCE, DIM)
     mask = without_rows_that_see_nothing(BATCH, TOKENS, SOURCE)
     for arguments in ((q, k, v), (q, k, v, mask), (q, k, v, mask.long())):
         for one, other in zip(ours(*arguments), theirs(*arguments), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # the scale of the listing is float32
+            torch.testing.assert_close(
+                one, other, rtol=0, atol=1e-6
+            )  # the scale of the listing is float32
     mask[0, 1] = False
     assert (ours(q, k, v, mask)[0][0, 1] == 0).all()
     torch.testing.assert_close(theirs(q, k, v, mask)[0][0, 1], v[0].mean(0))
@@ -222,13 +254,19 @@ def test_the_weights_of_llama_are_those_of_our_layer(source: str, kv: int):
         theirs = seeds.LlamaAttention(24, 6, kv, BATCH, TOKENS)
     else:
         one_rank = SimpleNamespace(get_model_parallel_world_size=lambda: 1)
-        code = "from __future__ import annotations\n" + read_listing("002", "class Attention(nn.Module)")
+        code = "from __future__ import annotations\n" + read_listing(
+            "002", "class Attention(nn.Module)"
+        )
         parallel = dict.fromkeys(("ColumnParallelLinear", "RowParallelLinear"), ParallelLinear)
         listing = execute(code, fs_init=one_rank, **parallel)["Attention"]
         theirs = listing(SimpleNamespace(dim=24, n_heads=6, n_kv_heads=kv))
         assert theirs.n_rep == 6 // kv
     ours = hw.Attention(hw.design(model=24, heads=6, kv=kv, pattern="causal()"))
-    state = {name.removesuffix(".weight")[1:]: weight for name, weight in theirs.state_dict().items()}
-    named = {f"output.{key}" if key == "o" else f"project.{key}": weight for key, weight in state.items()}
+    state = {
+        name.removesuffix(".weight")[1:]: weight for name, weight in theirs.state_dict().items()
+    }
+    named = {
+        f"output.{key}" if key == "o" else f"project.{key}": weight for key, weight in state.items()
+    }
     assert ours.load_state_dict(named) == ([], [])
     assert sum(weight.numel() for weight in named.values()) == hw.costs.count_parameters(ours.spec)

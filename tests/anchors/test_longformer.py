@@ -1,4 +1,6 @@
-"""Longformer as transformers has it: the same hidden states through its layers and through our block."""
+"""Longformer as transformers has it: the same hidden states through its layers and through our
+block.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ def site(attention: nn.Module, window: int) -> Site:
     """One of their layers, beside our spec."""
     inner, outer = attention.self, attention.output.dense
     pattern = hw.Window(keys=window + 1, after=window // 2) | hw.Global(GLOBALS)
-    return Site(inner, outer, hw.design(model=15, heads=3, bias="qkvo", pattern=pattern), {}, ("attentions", 0))
+    return Site(
+        inner,
+        outer,
+        hw.design(model=15, heads=3, bias="qkvo", pattern=pattern),
+        {},
+        ("attentions", 0),
+    )
 
 
 def block(site: Site) -> hw.LongformerAttention:
@@ -63,7 +71,11 @@ def block(site: Site) -> hw.LongformerAttention:
 def padded_inputs(pad: str) -> tuple[dict[str, Tensor], hw.SequenceInfo]:
     """What their model is given, and our tokens."""
     x = torch.zeros(B, T)
-    tokens = hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=LENGTHS, pad=pad)
+    tokens = (
+        hw.SequenceInfo.from_batch(x)
+        if pad == "none"
+        else hw.SequenceInfo.from_batch(x, lengths=LENGTHS, pad=pad)
+    )
     live, position = tokens.is_real.expand(B, -1), tokens.position.expand(B, -1)
     chosen = torch.isin(position, torch.tensor(GLOBALS)) & live
     options = {"input_ids": torch.randint(2, 37, (B, T)), "attention_mask": live.long()}
@@ -72,9 +84,14 @@ def padded_inputs(pad: str) -> tuple[dict[str, Tensor], hw.SequenceInfo]:
 
 @pytest.mark.parametrize("pad", ["none", "right", "left"])
 def test_layers_agree(pad: str, record_property):
-    """At every token that is no padding; each row has other global tokens when rows are padded on the left."""
+    """At every token that is no padding; each row has other global tokens when rows are padded on
+    the left.
+    """
     model = longformer()
-    sites = [site(layer.attention, window) for layer, window in zip(model.encoder.layer, WINDOWS, strict=True)]
+    sites = [
+        site(layer.attention, window)
+        for layer, window in zip(model.encoder.layer, WINDOWS, strict=True)
+    ]
     hooks = [hook for each in sites for hook in each.hooks()]
     options, tokens = padded_inputs(pad)
     model(**options)

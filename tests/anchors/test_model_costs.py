@@ -1,7 +1,8 @@
-"""Whole models against torch's own counter: tiny random transformers, their config read here, every FLOP equal.
+"""Whole models against torch's own counter: tiny random transformers, their config read here, every
+FLOP equal.
 
-transformers runs attn_implementation="eager", so that every product is a matrix product which the counter sees. What it
-spends otherwise than we ask for stands in `test_latents_are_expanded_there`.
+transformers runs attn_implementation="eager", so that every product is a matrix product which the
+counter sees. What it spends otherwise than we ask for stands in `test_latents_are_expanded_there`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,52 @@ USUAL = EAGER | {"num_hidden_layers": 2}
 GROUPED = USUAL | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 29}
 GROUPED |= {"hidden_size": 42, "head_dim": 10}
 SMALL = {"num_attention_heads": 3, "intermediate_size": 29, "hidden_size": 15}
-T5 = EAGER | {"d_model": 15, "d_kv": 4, "num_heads": 3, "d_ff": 29, "num_layers": 2, "decoder_start_token_id": 0}
-BART = EAGER | {"d_model": 15, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 64}
-BART |= {"encoder_attention_heads": 3, "decoder_attention_heads": 5, "encoder_ffn_dim": 29, "decoder_ffn_dim": 31}
+T5 = EAGER | {
+    "d_model": 15,
+    "d_kv": 4,
+    "num_heads": 3,
+    "d_ff": 29,
+    "num_layers": 2,
+    "decoder_start_token_id": 0,
+}
+BART = EAGER | {
+    "d_model": 15,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "max_position_embeddings": 64,
+}
+BART |= {
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 5,
+    "encoder_ffn_dim": 29,
+    "decoder_ffn_dim": 31,
+}
 VIT = SMALL | {"num_hidden_layers": 2, "image_size": [12, 8], "patch_size": 4, "num_labels": 5}
-LATENT = USUAL | {"hidden_size": 42, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 29}
-LATENT |= {"moe_intermediate_size": 13, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
-LATENT |= {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 11, "kv_lora_rank": 12}
-LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "experts_implementation": "eager"}
+LATENT = USUAL | {
+    "hidden_size": 42,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "intermediate_size": 29,
+}
+LATENT |= {
+    "moe_intermediate_size": 13,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LATENT |= {
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 11,
+    "kv_lora_rank": 12,
+}
+LATENT |= {
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "experts_implementation": "eager",
+}
 OSS = GROUPED | {"sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
 OSS |= {"experts_implementation": "eager", "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -40,17 +79,29 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("Mistral", "ForCausalLM", GROUPED | {"sliding_window": 4}),
     "qwen3": ("Qwen3", "ForCausalLM", GROUPED),
     "gemma2": ("Gemma2", "ForCausalLM", GROUPED | {"sliding_window": 4}),
-    "gpt2": ("GPT2", "LMHeadModel", EAGER | {"n_embd": 21, "n_head": 3, "n_inner": 29, "n_layer": 2}),
+    "gpt2": (
+        "GPT2",
+        "LMHeadModel",
+        EAGER | {"n_embd": 21, "n_head": 3, "n_inner": 29, "n_layer": 2},
+    ),
     "bert": ("Bert", "ForMaskedLM", USUAL | SMALL),
     "bert-classifier": ("Bert", "ForSequenceClassification", USUAL | SMALL),
     "t5": ("T5", "ForConditionalGeneration", T5),
-    "t5-gated": ("T5", "ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3}),
+    "t5-gated": (
+        "T5",
+        "ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3},
+    ),
     "bart": ("Bart", "ForConditionalGeneration", BART),
     "vit": ("ViT", "ForImageClassification", VIT | {"attn_implementation": "eager"}),
     "deepseek_v3": ("DeepseekV3", "ForCausalLM", LATENT),
     "gpt_oss": ("GptOss", "ForCausalLM", OSS),
 }
-WRITERS = [name for name in MODELS if name not in ("bert", "bert-classifier", "vit", "t5-gated", "deepseek_v3")]
+WRITERS = [
+    name
+    for name in MODELS
+    if name not in ("bert", "bert-classifier", "vit", "t5-gated", "deepseek_v3")
+]
 
 
 def build_models(name: str) -> tuple[Any, hw.model_spec.ModelSpec]:
@@ -70,11 +121,15 @@ def model_inputs(net: Any) -> dict[str, Any]:
         return {"pixel_values": torch.randn(BATCH, 3, 12, 8)}
     draw = lambda length: torch.randint(3, 37, (BATCH, length))  # noqa: E731 - one line, used twice
     both = {"input_ids": draw(SOURCE), "decoder_input_ids": draw(TOKENS)}
-    return (both if net.config.is_encoder_decoder else {"input_ids": draw(TOKENS)}) | {"use_cache": False}
+    return (both if net.config.is_encoder_decoder else {"input_ids": draw(TOKENS)}) | {
+        "use_cache": False
+    }
 
 
 def priced(model: hw.model_spec.ModelSpec, **load: int) -> CostEstimate:
-    return estimate_cost(model, hw.Workload(**({"batch": BATCH, "context": TOKENS, "source": SOURCE} | load)))
+    return estimate_cost(
+        model, hw.Workload(**({"batch": BATCH, "context": TOKENS, "source": SOURCE} | load))
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -91,23 +146,42 @@ def test_training_is_counted_as_torch_counts_it(name):
 
 
 ENCODER = USUAL | SMALL | {"embedding_size": 6}
-RELATIVE = {"relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3}
+RELATIVE = {
+    "relative_attention": True,
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "conv_kernel_size": 3,
+}
 SHARED = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 24, "num_experts": 4}
 NOTED: dict[str, tuple[str, str, dict[str, Any]]] = {  # parts that a spec cannot describe
-    "qwen2_moe": ("Qwen2Moe", "ForCausalLM", GROUPED | SHARED | {"experts_implementation": "eager"}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        "ForCausalLM",
+        GROUPED | SHARED | {"experts_implementation": "eager"},
+    ),
     "albert": ("Albert", "ForMaskedLM", ENCODER),
     "albert-base": ("Albert", "Model", ENCODER),
     "electra": ("Electra", "ForMaskedLM", ENCODER),
     "electra-pretraining": ("Electra", "ForPreTraining", ENCODER),
-    "bloom": ("Bloom", "ForCausalLM", EAGER | {"hidden_size": 16, "n_layer": 2, "n_head": 2}
-              | {"apply_residual_connection_post_layernorm": True}),
+    "bloom": (
+        "Bloom",
+        "ForCausalLM",
+        EAGER
+        | {"hidden_size": 16, "n_layer": 2, "n_head": 2}
+        | {"apply_residual_connection_post_layernorm": True},
+    ),
     "m2m_100": ("M2M100", "ForConditionalGeneration", BART | {"d_model": 30}),
     "dinov2": ("Dinov2", "Model", VIT | {"image_size": 8, "attn_implementation": "eager"}),
     "siglip": ("SiglipVision", "Model", VIT | {"image_size": 8, "attn_implementation": "eager"}),
-    "whisper": ("Whisper", "ForConditionalGeneration", BART | {"d_model": 30, "vocab_size": 51865}
-                | {"num_mel_bins": 10, "max_source_positions": SOURCE}),
+    "whisper": (
+        "Whisper",
+        "ForConditionalGeneration",
+        BART
+        | {"d_model": 30, "vocab_size": 51865}
+        | {"num_mel_bins": 10, "max_source_positions": SOURCE},
+    ),
     "deberta-v2": ("DebertaV2", "ForMaskedLM", USUAL | SMALL | RELATIVE),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NOTED)
@@ -127,10 +201,19 @@ def test_a_note_on_a_part_without_a_spec_says_what_is_counted(name, monkeypatch)
     one = priced(model)
     assert one.parameters.total == sum(p.numel() for p in net.parameters() if p.requires_grad)
     missing = counter.get_total_flops() - one.counted_flops["prefill"]
-    notes = {part.reason: note for part in model.beyond for note in one.notes if note.startswith(part.reason)}
+    notes = {
+        part.reason: note
+        for part in model.beyond
+        for note in one.notes
+        if note.startswith(part.reason)
+    }
     assert len(notes) == len(model.beyond) > 0
     for part in model.beyond:
-        counted = "its parameters are counted, its FLOPs are not" if part.more else "the counts do not depend on it"
+        counted = (
+            "its parameters are counted, its FLOPs are not"
+            if part.more
+            else "the counts do not depend on it"
+        )
         assert notes[part.reason] == f"{part.reason}; {counted}"
     # LayerScale multiplies channel by channel, which the counter does not see.
     assert missing > 0 if name not in ("bloom", "m2m_100", "dinov2") else missing == 0
@@ -139,7 +222,12 @@ def test_a_note_on_a_part_without_a_spec_says_what_is_counted(name, monkeypatch)
 def written(net: Any) -> int:
     """FLOPs of their whole generation, greedy."""
     read = model_inputs(net)["input_ids"]
-    how = {"min_new_tokens": WRITTEN, "max_new_tokens": WRITTEN, "do_sample": False, "pad_token_id": 0}
+    how = {
+        "min_new_tokens": WRITTEN,
+        "max_new_tokens": WRITTEN,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         net.eval().generate(read, num_beams=1, forced_eos_token_id=None, **how)
     return counter.get_total_flops()
@@ -147,14 +235,18 @@ def written(net: Any) -> int:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_generation_is_counted_as_torch_counts_it(name):
-    """The prompt once, its last token scored; then one step for every token but the last, rings in their windows."""
+    """The prompt once, its last token scored; then one step for every token but the last, rings in
+    their windows.
+    """
     net, model = build_models(name)
     one = priced(model, generate=WRITTEN, context=1 if net.config.is_encoder_decoder else TOKENS)
     assert one.counted_flops["generate"] == written(net)
 
 
 def test_latents_are_expanded_there():
-    """Both keep latents; in every step transformers makes keys and values of all, ours reads them as they are."""
+    """Both keep latents; in every step transformers makes keys and values of all, ours reads them
+    as they are.
+    """
     net, model = build_models("deepseek_v3")
     one = priced(model, generate=WRITTEN)
     heads, dim, rope, vdim, rank = 6, 6, 4, 5, 12

@@ -1,4 +1,6 @@
-"""Whole models against transformers: the same config, the same weights, the same logits and the same answers."""
+"""Whole models against transformers: the same config, the same weights, the same logits and the
+same answers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def ids(count: int) -> Tensor:
 
 
 def check_close(got: Tensor, expected: Tensor, name: str) -> None:
-    """To within a share of the largest logit; theirs takes angles and root mean squares in float32 in every dtype."""
+    """To within a share of the largest logit; theirs takes angles and root mean squares in float32
+    in every dtype.
+    """
     share = 1e-5 if name in ROTARY or name.startswith("t5") else 1e-11
     torch.testing.assert_close(got, expected, rtol=0.0, atol=share * expected.abs().max().item())
 
@@ -76,18 +80,27 @@ def test_an_image_is_classified_alike(tmp_path: Path):
 @pytest.mark.parametrize("pad", ["left", "right"])
 @pytest.mark.parametrize("name", ["gpt2", "bert-masked", "bert-classes", "t5", "bart"])
 def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
-    """BART counts padding among positions, and so agrees on the right only; BERT's are handed over."""
+    """BART counts padding among positions, and so agrees on the right only;
+    BERT's are handed over.
+    """
     theirs, ours = build_pair(name, tmp_path)
     x, (at, mask) = ids(T), padded(T, pad)
     if name in PAIRS:
         (result, hidden), source = padded(S, "right" if name == "bart" else pad), ids(S)
-        at = hw.SequenceInfo.from_batch(x, lengths=LENGTHS[T], pad="right" if name == "bart" else pad)
+        at = hw.SequenceInfo.from_batch(
+            x, lengths=LENGTHS[T], pad="right" if name == "bart" else pad
+        )
         options: dict[str, Any] = {"input_ids": source, "decoder_input_ids": x} | hidden
         expected = theirs(**options, decoder_attention_mask=at.is_real.long()).logits
         got = ours(x, sequence=at, source=source, source_sequence=result)
     elif name == "bert-classes" and pad == "left":
-        rows = [x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])]  # theirs reads place 0
-        expected, got = torch.cat([theirs(input_ids=row).logits for row in rows]), ours(x, sequence=at)
+        rows = [
+            x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])
+        ]  # theirs reads place 0
+        expected, got = (
+            torch.cat([theirs(input_ids=row).logits for row in rows]),
+            ours(x, sequence=at),
+        )
     else:
         expected = theirs(input_ids=x, position_ids=at.position.expand(B, -1), **mask).logits
         got = ours(x, sequence=at)
@@ -119,18 +132,25 @@ def test_greedy_decoding_agrees(name: str, tmp_path: Path):
     prompt, source = ids(3), ids(S)
     if name in PAIRS:
         expected = likeliest(theirs, 9, input_ids=source, decoder_input_ids=prompt)
-        assert hw.greedy_decode(ours, prompt, max_new_tokens=9, encoder_output=ours.encode(source)) == expected
+        assert (
+            hw.greedy_decode(ours, prompt, max_new_tokens=9, encoder_output=ours.encode(source))
+            == expected
+        )
         return
     expected = likeliest(theirs, 9, input_ids=prompt)
     assert hw.greedy_decode(ours, prompt, max_new_tokens=9) == expected
     theirs.generation_config.eos_token_id = None
     generated = theirs.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, pad_token_id=0
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=9,
+        do_sample=False,
+        pad_token_id=0,
     )
     assert generated[:, 3:].tolist() == expected
 
 
-# --- torch's own layers, and a block in parallel --------------------------------------------------------
+# --- torch's own layers, and a block in parallel --------------------------------------------------
 
 NORM_FIRST = {"pre": True, "post": False}
 
@@ -142,7 +162,10 @@ def of_torch(layer: nn.Module, norms: dict[str, str]) -> dict[str, Tensor]:
         if name in dict(layer.named_children()):
             attention = getattr(layer, name)
             for side, weight, bias in zip(
-                "qkv", attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True
+                "qkv",
+                attention.in_proj_weight.chunk(3),
+                attention.in_proj_bias.chunk(3),
+                strict=True,
             ):
                 recorded |= {f"{ours}.project.{side}": weight, f"{ours}.project.{side}_bias": bias}
             recorded |= {
@@ -152,16 +175,30 @@ def of_torch(layer: nn.Module, norms: dict[str, str]) -> dict[str, Tensor]:
     for name, ours in (("linear1", "feed.up"), ("linear2", "feed.down")):
         recorded |= {ours: getattr(layer, name).weight, f"{ours}_bias": getattr(layer, name).bias}
     for name, ours in norms.items():
-        recorded |= {f"{ours}.weight": getattr(layer, name).weight, f"{ours}.bias": getattr(layer, name).bias}
+        recorded |= {
+            f"{ours}.weight": getattr(layer, name).weight,
+            f"{ours}.bias": getattr(layer, name).bias,
+        }
     return recorded
 
 
 @pytest.mark.parametrize("placement", NORM_FIRST)
 def test_layers_of_torch_agree(placement: str):
-    options: dict[str, Any] = {"d_model": 15, "nhead": 3, "dim_feedforward": 19, "activation": "gelu"}
+    options: dict[str, Any] = {
+        "d_model": 15,
+        "nhead": 3,
+        "dim_feedforward": 19,
+        "activation": "gelu",
+    }
     options |= {"batch_first": True, "norm_first": NORM_FIRST[placement], "layer_norm_eps": 1e-3}
-    theirs = [randomised(nn.TransformerEncoderLayer(**options)), randomised(nn.TransformerDecoderLayer(**options))]
-    every, past = (hw.design(model=15, heads=3, bias="qkvo", pattern=pattern) for pattern in ("full()", "causal()"))
+    theirs = [
+        randomised(nn.TransformerEncoderLayer(**options)),
+        randomised(nn.TransformerDecoderLayer(**options)),
+    ]
+    every, past = (
+        hw.design(model=15, heads=3, bias="qkvo", pattern=pattern)
+        for pattern in ("full()", "causal()")
+    )
     rest: dict[str, Any] = {
         "feed": FeedForwardSpec(19, "gelu", bias="ud"),
         "norm": NormSpec(eps=1e-3),
@@ -178,28 +215,52 @@ def test_layers_of_torch_agree(placement: str):
         ours.get_submodule(f"{stack}.0").load_state_dict(stored)
     source, x = (torch.randn(B, count, 15, dtype=torch.float64) for count in (S, T))
     (result, hidden), (at, mask) = padded(S, "left"), padded(T, "right")
-    dead = {name: ~value["attention_mask"].bool() for name, value in (("source", hidden), ("x", mask))}
+    dead = {
+        name: ~value["attention_mask"].bool() for name, value in (("source", hidden), ("x", mask))
+    }
     memory = theirs[0](source, src_key_padding_mask=dead["source"])
     blind = torch.ones(T, T, dtype=torch.bool).triu(1)
     expected = theirs[1](
-        x, memory, tgt_mask=blind, tgt_key_padding_mask=dead["x"], memory_key_padding_mask=dead["source"]
+        x,
+        memory,
+        tgt_mask=blind,
+        tgt_key_padding_mask=dead["x"],
+        memory_key_padding_mask=dead["source"],
     )
     got = ours(x, sequence=at, source=source, source_sequence=result)
     check_close(got[at.is_real], expected[at.is_real], "torch")
 
 
 def test_a_parallel_block_is_that_of_gptj():
-    """Rotary positions in pairs on the first channels, one norm for both branches, a bias on the head."""
+    """Rotary positions in pairs on the first channels, one norm for both branches, a bias on the
+    head.
+    """
     config = tf.GPTJConfig(
-        n_embd=24, n_head=3, n_layer=2, n_inner=19, rotary_dim=4, vocab_size=VOCABULARY, attn_implementation="eager"
+        n_embd=24,
+        n_head=3,
+        n_layer=2,
+        n_inner=19,
+        rotary_dim=4,
+        vocab_size=VOCABULARY,
+        attn_implementation="eager",
     )
     theirs = randomised(tf.GPTJForCausalLM(config))
-    spec = hw.design(model=24, heads=3, pattern="causal()", modifiers=(hw.Rotary(pairs="interleaved", dims=4),))
+    spec = hw.design(
+        model=24, heads=3, pattern="causal()", modifiers=(hw.Rotary(pairs="interleaved", dims=4),)
+    )
     block = BlockSpec(spec, feed=FeedForwardSpec(19, "gelu_tanh", bias="ud"), placement="parallel")
-    stack = StackSpec.from_blocks("decoder", 24, [block] * 2, embedding=EmbeddingSpec(VOCABULARY), norm=NormSpec())
-    ours = hw.build(ModelSpec("gptj", "decoder", (stack,), (OutputHeadSpec("tokens", VOCABULARY, bias="learned"),)))
+    stack = StackSpec.from_blocks(
+        "decoder", 24, [block] * 2, embedding=EmbeddingSpec(VOCABULARY), norm=NormSpec()
+    )
+    ours = hw.build(
+        ModelSpec(
+            "gptj", "decoder", (stack,), (OutputHeadSpec("tokens", VOCABULARY, bias="learned"),)
+        )
+    )
     ours = ours.double().eval()
     ours.load_state_dict(mapped(theirs, ours))
     x = ids(T)
     check_close(ours(x), theirs(input_ids=x).logits, "llama")
-    assert hw.greedy_decode(ours, x[:, :3], max_new_tokens=7) == likeliest(theirs, 7, input_ids=x[:, :3])
+    assert hw.greedy_decode(ours, x[:, :3], max_new_tokens=7) == likeliest(
+        theirs, 7, input_ids=x[:, :3]
+    )

@@ -1,6 +1,8 @@
-"""The library against the listings of five source documents: equal wherever a query may read anything at all.
+"""The library against the listings of five source documents: equal wherever a query may read
+anything at all.
 
-Where it may not, the listings average the values of the forbidden keys and we read zero; both is asserted.
+Where it may not, the listings average the values of the forbidden keys and we read zero; both is
+asserted.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def check_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def adopted(spec: hw.AttentionSpec, backend: str | None = None, **weights: nn.Module) -> hw.Attention:
+def adopted(
+    spec: hw.AttentionSpec, backend: str | None = None, **weights: nn.Module
+) -> hw.Attention:
     """Our layer in float64 with the weights of these linear maps, named q, k, v and o."""
     layer = hw.Attention(spec, backend=backend).double()
     state = layer.state_dict()
@@ -47,14 +51,16 @@ def of_four(theirs: nn.Module, backend: str | None = None, **options: object) ->
 
 
 def holed(batch: int, queries: int, keys: int) -> Tensor:
-    """A mask [B, T, S] with about half its keys visible; the second query of the first row sees nothing."""
+    """A mask [B, T, S] with about half its keys visible; the second query of the first row sees
+    nothing.
+    """
     mask = torch.rand(batch, queries, keys) < 0.5
     mask[..., 0] = True
     mask[0, 1] = False
     return mask
 
 
-# --- 000 and 001 ---------------------------------------------------------------------------------------
+# --- 000 and 001 ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
@@ -74,14 +80,20 @@ def test_projections(qkv_bias: bool):
 def test_scaled_dot_products_of_four_axes(backend: str):
     theirs = seeds.scattered(seeds.Projections(MODEL, MODEL, qkv_bias=True))
     layer = adopted(
-        hw.design(model=MODEL, heads=HEADS, bias="qkv"), backend, q=theirs.query, k=theirs.key, v=theirs.value
+        hw.design(model=MODEL, heads=HEADS, bias="qkv"),
+        backend,
+        q=theirs.query,
+        k=theirs.key,
+        v=theirs.value,
     )
     x = numbers(BATCH, TOKENS, MODEL)
     q, k, v = (side.view(BATCH, TOKENS, HEADS, DIM).transpose(1, 2) for side in theirs(x))
-    check_close(layer.head_outputs(x), seeds.ScaledDotProductAttention(DIM)(q, k, v).transpose(1, 2))
+    check_close(
+        layer.head_outputs(x), seeds.ScaledDotProductAttention(DIM)(q, k, v).transpose(1, 2)
+    )
 
 
-# --- 002: Llama 3 --------------------------------------------------------------------------------------
+# --- 002: Llama 3 ---------------------------------------------------------------------------------
 
 THETA = 500_000.0
 
@@ -114,9 +126,13 @@ def test_llama_with_its_cache(chunks: tuple[int, ...]):
 
 
 def test_the_other_pairing_is_another_function():
-    """Half-split pairs, as Hub checkpoints have them, differ from the listing's neighbouring ones."""
+    """Half-split pairs, as Hub checkpoints have them, differ from the listing's
+    neighbouring ones.
+    """
     theirs, layer = llama(2)
-    halves = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(base=THETA),))
+    halves = hw.design(
+        model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(base=THETA),)
+    )
     other = hw.Attention(halves).double()
     other.load_state_dict(layer.state_dict())
     x = numbers(BATCH, 13, 24)
@@ -124,25 +140,39 @@ def test_the_other_pairing_is_another_function():
         assert (other(x) - theirs(x, 0, seeds.rotations(4, 16, THETA))).abs().max() > 1e-3
 
 
-# --- 002: the annotated transformer --------------------------------------------------------------------
+# --- 002: the annotated transformer ---------------------------------------------------------------
 
 
 def test_multi_headed_attention_under_any_mask():
     theirs = seeds.scattered(seeds.MultiHeadedAttention(HEADS, MODEL))
-    x, z, mask = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL), holed(BATCH, TOKENS, SOURCE)
+    x, z, mask = (
+        numbers(BATCH, TOKENS, MODEL),
+        numbers(BATCH, SOURCE, MODEL),
+        holed(BATCH, TOKENS, SOURCE),
+    )
     layer, probe = of_four(theirs), hw.Probe("weights", "heads")
     with torch.no_grad():
         ours, expected = layer(x, source=z, mask=mask[:, None], probe=probe), theirs(x, z, z, mask)
     visible = mask.any(-1)
     check_close(ours[visible], expected[visible])
-    check_close(probe.tensors["weights"].transpose(1, 2)[visible], theirs.weights.transpose(1, 2)[visible])
+    check_close(
+        probe.tensors["weights"].transpose(1, 2)[visible], theirs.weights.transpose(1, 2)[visible]
+    )
     check_blind(layer, theirs, ours, expected, probe.tensors["heads"], visible, z)
 
 
 def check_blind(
-    layer: hw.Attention, theirs: nn.Module, ours: Tensor, expected: Tensor, heads: Tensor, recorded: Tensor, z: Tensor
+    layer: hw.Attention,
+    theirs: nn.Module,
+    ours: Tensor,
+    expected: Tensor,
+    heads: Tensor,
+    recorded: Tensor,
+    z: Tensor,
 ) -> None:
-    """A query without a visible key: theirs is the mean of all forbidden values, ours nothing but the bias."""
+    """A query without a visible key: theirs is the mean of all forbidden values, ours nothing but
+    the bias.
+    """
     assert not recorded.all()
     assert (heads[~recorded] == 0).all()
     bias = layer.state_dict()["output.o_bias"]
@@ -171,11 +201,15 @@ def test_padding_as_a_mask_of_keys(backend: str):
     ours, expected, live = layer(x, sequence=tokens), theirs(x, x, x, src_mask), tokens.is_real
     check_close(ours[live], expected[live])
     check_close(ours[~live], layer.state_dict()["output.o_bias"].expand_as(ours[~live]))
-    assert (ours[1] - expected[1]).abs().min() > 1e-6, "the empty row reads zero here and a mean there"
+    assert (ours[1] - expected[1]).abs().min() > 1e-6, (
+        "the empty row reads zero here and a mean there"
+    )
 
 
 def norm(x: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
-    """Unbiased deviation, epsilon outside the root; from the biased variance, so as not to say it as they do."""
+    """Unbiased deviation, epsilon outside the root; from the biased variance, so as not to say it
+    as they do.
+    """
     width = x.shape[-1]
     centred = x - x.mean(-1, keepdim=True)
     return centred / ((centred.square().sum(-1, keepdim=True) / (width - 1)).sqrt() + eps) * a + b
@@ -184,7 +218,9 @@ def norm(x: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
 def test_the_norm_of_the_listing_is_not_that_of_torch():
     theirs, x = seeds.scattered(seeds.LayerNorm(MODEL)), numbers(BATCH, TOKENS, MODEL)
     check_close(norm(x, theirs.a, theirs.b, theirs.eps), theirs(x))
-    assert (F.layer_norm(x, (MODEL,), theirs.a, theirs.b, theirs.eps) - theirs(x)).abs().max() > 1e-2
+    assert (
+        F.layer_norm(x, (MODEL,), theirs.a, theirs.b, theirs.eps) - theirs(x)
+    ).abs().max() > 1e-2
 
 
 def encoded(theirs: nn.Module, ours: hw.Attention, x: Tensor, tokens: hw.SequenceInfo) -> Tensor:
@@ -218,14 +254,20 @@ def test_decoder_layer():
     check_close(y, theirs(x, memory, at.is_real[:, None], later))
 
 
-# --- 003 -----------------------------------------------------------------------------------------------
+# --- 003 ------------------------------------------------------------------------------------------
 
 
 def test_three_axes_and_a_mask_of_three_axes():
-    """Their head is a batch row of its own; the same mask for every head, and one row that sees nothing."""
+    """Their head is a batch row of its own; the same mask for every head, and one row that sees
+    nothing.
+    """
     spec = hw.design(model=MODEL, heads=HEADS, dim=5, vdim=DIM)
     layer, probe = hw.Attention(spec).double(), hw.Probe("q", "k", "v", "weights", "heads")
-    x, z, mask = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL), holed(BATCH, TOKENS, SOURCE)
+    x, z, mask = (
+        numbers(BATCH, TOKENS, MODEL),
+        numbers(BATCH, SOURCE, MODEL),
+        holed(BATCH, TOKENS, SOURCE),
+    )
     layer(x, source=z, mask=mask[:, None], probe=probe)
     visible = mask.any(-1)
     for h in range(HEADS):

@@ -1,4 +1,6 @@
-"""Continuous batching of transformers, which `transformers serve` uses, on folders that headwise prune and convert wrote."""
+"""Continuous batching of transformers, which `transformers serve` uses, on folders that headwise
+prune and convert wrote.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,19 @@ def test_a_plain_folder_is_served(kind: str, tmp_path: Path):
     else:
         changed = hw.convert(model, hw.surgery.Pool(1))
     changed.save_pretrained(tmp_path / "small")
-    served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", attn_implementation="sdpa")
+    served = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "small", attn_implementation="sdpa"
+    )
     options = transformers.GenerationConfig(
-        max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=16, max_batch_tokens=64
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+        num_blocks=16,
+        max_batch_tokens=64,
     )
     answers = served.generate_batch(PROMPTS, generation_config=options)
-    expected = hw.generate(hw.load(tmp_path / "small"), PROMPTS, max_new_tokens=6, config=hw.DecodingConfig(end=()))
+    expected = hw.generate(
+        hw.load(tmp_path / "small"), PROMPTS, max_new_tokens=6, config=hw.DecodingConfig(end=())
+    )
     assert [answer.generated_tokens for answer in answers.values()] == expected

@@ -1,4 +1,6 @@
-"""Comparisons other than products, each against its formula in numpy and against those who use it."""
+"""Comparisons other than products, each against its formula in numpy and
+against those who use it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def softmax(s):
 
 
 def attended(w, x, compare, kv):
-    """y of six heads of width 4 over kv key heads: `compare(h, q, k)` gives the scores [B, T, S] of head h."""
+    """y of six heads of width 4 over kv key heads: `compare(h, q, k)` gives the scores [B, T, S] of
+    head h.
+    """
     heads = []
     for h in range(6):
         g = h * kv // 6
@@ -41,12 +45,14 @@ def attended(w, x, compare, kv):
     return np.concatenate(heads, -1) @ w["output.o"].T
 
 
-# --- Additive ------------------------------------------------------------------------------------------
+# --- Additive -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv", [1, 2, 6])
 def test_additive_scores_by_their_formula(kv):
-    """1409.0473, section A.1.2: v^T tanh(W_a s + U_a h), with the bias that the paper does not print."""
+    """1409.0473, section A.1.2: v^T tanh(W_a s + U_a h), with the bias that the paper does not
+    print.
+    """
     layer = cases.layer(base(similarity=hw.Additive(), kv=kv, vdim=5))
     w, (x, _) = arrays(layer), cases.tensors(layer.spec)
     v, b = w["similarity.v"], w["similarity.bias"]
@@ -57,7 +63,11 @@ def test_additive_scores_by_their_formula(kv):
 def test_one_additive_head_has_the_papers_parameters():
     hidden, state, annotations = 7, 10, 13
     spec = hw.design(model=state, heads=1, dim=hidden, source=annotations, similarity=hw.Additive())
-    ours = [np.prod(shape) for name, shape in spec.shapes().items() if name not in ("project.v", "output.o")]
+    ours = [
+        np.prod(shape)
+        for name, shape in spec.shapes().items()
+        if name not in ("project.v", "output.o")
+    ]
     assert sum(ours) == hidden * state + hidden * annotations + hidden + hidden
     work = hw.CallSize(1, 3, 11, 11)
     assert spec.core.flops(work.pairs) == 2 * 33 * (hidden + spec.heads.vdim)
@@ -65,7 +75,9 @@ def test_one_additive_head_has_the_papers_parameters():
 
 
 class Translator(nn.Module):
-    """A GRU that reads its source at every step through `read(state, source)`, as 1409.0473 decodes."""
+    """A GRU that reads its source at every step through `read(state, source)`, as 1409.0473
+    decodes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +85,9 @@ class Translator(nn.Module):
         self.decoder = nn.GRUCell(10, 10, dtype=torch.float64)
 
     def forward(self, source, steps, reader):
-        """The states of the decoder, fed with what it read: the reader is made once for the encoder's outputs."""
+        """The states of the decoder, fed with what it read: the reader is made once for the
+        encoder's outputs.
+        """
         read = reader(self.encoder(source)[0])
         state, states = torch.ones(len(source), 10, dtype=torch.float64), []
         for _ in range(steps):
@@ -84,14 +98,18 @@ class Translator(nn.Module):
 
 def test_a_recurrent_decoder_reads_through_the_layer():
     lengths = [11, 5, 2]
-    layer = cases.layer(hw.design(model=10, heads=1, dim=7, vdim=10, source=10, similarity=hw.Additive()))
+    layer = cases.layer(
+        hw.design(model=10, heads=1, dim=7, vdim=10, source=10, similarity=hw.Additive())
+    )
     with torch.no_grad():
         for name in ("project.v", "output.o"):
             layer.get_parameter(name).copy_(torch.eye(10))
     w = dict(layer.named_parameters())
 
     def ours(h_BSE):
-        sequence = layer.project_source(h_BSE, sequence=hw.SequenceInfo.from_batch(h_BSE, lengths=lengths))
+        sequence = layer.project_source(
+            h_BSE, sequence=hw.SequenceInfo.from_batch(h_BSE, lengths=lengths)
+        )
         return lambda state: layer(state[:, None], source=sequence)[:, 0]
 
     def written_out(h_BSE):
@@ -109,8 +127,17 @@ def test_a_recurrent_decoder_reads_through_the_layer():
     grads = []
     for reader in (ours, written_out):
         states = model(source, 4, reader)
-        loss = (states * torch.linspace(-1, 2, states.numel(), dtype=torch.float64).view_as(states)).sum()
-        grads.append((states, *torch.autograd.grad(loss, [*model.parameters(), w["project.q"], w["similarity.v"]])))
+        loss = (
+            states * torch.linspace(-1, 2, states.numel(), dtype=torch.float64).view_as(states)
+        ).sum()
+        grads.append(
+            (
+                states,
+                *torch.autograd.grad(
+                    loss, [*model.parameters(), w["project.q"], w["similarity.v"]]
+                ),
+            )
+        )
     for mine, theirs in zip(*grads, strict=True):
         check_close(mine, theirs)
     assert all(grad.abs().max() > 0 for grad in grads[0])
@@ -125,7 +152,7 @@ def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
     check_close(layer(x), expected)
 
 
-# --- Gaussian ------------------------------------------------------------------------------------------
+# --- Gaussian -------------------------------------------------------------------------------------
 
 
 def regression(width, keys=KEYS, values=VALUES, dtype=torch.float64):
@@ -164,12 +191,16 @@ def test_widths_run_from_the_nearest_key_to_the_average():
 def test_gaussian_scores_by_their_formula():
     layer = cases.layer(base(similarity=hw.Gaussian(width=1.7), kv=2, vdim=5))
     x, _ = cases.tensors(layer.spec)
-    expected = attended(arrays(layer), x.numpy(), lambda h, q, k: -((q - k) ** 2).sum(-1) / (2 * 1.7**2), 2)
+    expected = attended(
+        arrays(layer), x.numpy(), lambda h, q, k: -((q - k) ** 2).sum(-1) / (2 * 1.7**2), 2
+    )
     check_close(layer(x), torch.from_numpy(expected))
 
 
 def test_among_unit_keys_the_nearest_is_the_most_alike():
-    """|q - k|^2 = |q|^2 + 1 - 2 q.k, and a softmax does not see |q|^2 + 1: only q.k / width^2 is left."""
+    """|q - k|^2 = |q|^2 + 1 - 2 q.k, and a softmax does not see |q|^2 + 1: only q.k / width^2 is
+    left.
+    """
     width, unit = 0.8, (hw.QKNorm(kind="l2"),)
     near = cases.layer(base(similarity=hw.Gaussian(width=width), modifiers=unit))
     alike = cases.layer(base(similarity=hw.Dot(scale=1.0), modifiers=unit))
@@ -195,7 +226,9 @@ def test_an_offset_of_all_tokens_costs_no_digits(offset):
 
 @pytest.mark.parametrize("away", [1e3, 1e4, 1e6])
 def test_far_tokens_that_nobody_reads_change_nothing(away):
-    """In float32: a future token, padding, and the tokens of another document, as far off as they like."""
+    """In float32: a future token, padding, and the tokens of another document, as far off as they
+    like.
+    """
     layer = hw.Attention(base(similarity=hw.Gaussian(), pattern="causal"))
     x = torch.randn(2, 7, 10)
     moved = x.clone()
@@ -207,7 +240,9 @@ def test_far_tokens_that_nobody_reads_change_nothing(away):
             hw.SequenceInfo.from_batch(x, lengths=[5, 5]),
             hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0] * 5 + [1] * 2] * 2)),
         ):
-            assert torch.equal(layer(moved, sequence=tokens)[:, :5], layer(x, sequence=tokens)[:, :5])
+            assert torch.equal(
+                layer(moved, sequence=tokens)[:, :5], layer(x, sequence=tokens)[:, :5]
+            )
 
 
 def test_clusters_far_apart_are_each_as_if_alone():
@@ -221,7 +256,9 @@ def test_clusters_far_apart_are_each_as_if_alone():
     probe, result = hw.Probe("weights"), hw.Probe("weights")
     layer(x, probe=probe)
     judge(x.double(), probe=result)
-    assert (probe.tensors["weights"] - result.tensors["weights"]).abs().max() < 2e-4  # of q and k, which have 1e-5 each
+    assert (
+        probe.tensors["weights"] - result.tensors["weights"]
+    ).abs().max() < 2e-4  # of q and k, which have 1e-5 each
     assert (result.tensors["weights"][..., ::2, 1::2] == 0).all()
 
 
@@ -250,7 +287,12 @@ def test_empty_slots_do_not_cost_digits_either():
         judge(x[:, :6].double(), cache=truth, sequence=first)
         for t in range(6, 12):
             step = x[:, t : t + 1]
-            check_close(layer(step, cache=ours) - 1e4, judge(step.double(), cache=truth) - 1e4, rtol=0, atol=3e-3)
+            check_close(
+                layer(step, cache=ours) - 1e4,
+                judge(step.double(), cache=truth) - 1e4,
+                rtol=0,
+                atol=3e-3,
+            )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +309,9 @@ def test_a_width_that_cannot_be(similarity, message):
 
 
 @pytest.mark.parametrize("similarity", [hw.Additive(), hw.Gaussian(width=1.0)], ids=repr)
-@pytest.mark.parametrize("project", [hw.Collaborative(width=9), hw.Overlapping(overlap=1), hw.Latent(rank=8)], ids=repr)
+@pytest.mark.parametrize(
+    "project", [hw.Collaborative(width=9), hw.Overlapping(overlap=1), hw.Latent(rank=8)], ids=repr
+)
 def test_who_compares_vectors_themselves_wants_them_as_they_are(similarity, project):
     with pytest.raises(hw.SpecError, match=r"use project Direct\(\)"):
         base(similarity=similarity, project=project)

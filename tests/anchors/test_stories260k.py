@@ -1,4 +1,6 @@
-"""A trained model of 260,000 parameters, built from our layers: greedy decoding gives the published story."""
+"""A trained model of 260,000 parameters, built from our layers: greedy decoding gives the published
+story.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PROMPT = 16  # the golden logits are those after so many ids
 
 
 class Story:
-    """Token embedding, 5 blocks of RMSNorm, attention, RMSNorm and SwiGLU, RMSNorm, and the embedding again."""
+    """Token embedding, 5 blocks of RMSNorm, attention, RMSNorm and SwiGLU, RMSNorm, and the
+    embedding again.
+    """
 
     def __init__(self, weights: dict[str, Tensor], golden: dict[str, Any]) -> None:
         sizes = golden["config"]
@@ -55,7 +59,9 @@ class Story:
 
 def constants(layer: hw.Attention) -> dict[str, Tensor]:
     """What the layer holds that the checkpoint has no weights for: its own constants."""
-    return {name: tensor for name, tensor in layer.state_dict().items() if name.startswith("rotary.")}
+    return {
+        name: tensor for name, tensor in layer.state_dict().items() if name.startswith("rotary.")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +102,15 @@ def check_top_five(logits: Tensor, golden: dict[str, Any]) -> None:
     assert (top.values - torch.tensor(values)).abs().max() < 1e-4
 
 
-def test_the_model_is_the_one_described(weights: dict[str, Tensor], story: Story, golden: dict[str, Any]):
-    """512 x 64 embeddings, 5 layers of 45,440 numbers of which 12,288 are attention, and the last norm."""
-    trained = sum(weight.numel() for name, weight in weights.items() if not name.startswith("freqs"))
+def test_the_model_is_the_one_described(
+    weights: dict[str, Tensor], story: Story, golden: dict[str, Any]
+):
+    """512 x 64 embeddings, 5 layers of 45,440 numbers of which 12,288 are attention, and the last
+    norm.
+    """
+    trained = sum(
+        weight.numel() for name, weight in weights.items() if not name.startswith("freqs")
+    )
     assert trained == 512 * 64 + 5 * 45_440 + 64
     assert [sum(p.numel() for p in layer.parameters()) for layer in story.layers] == [12_288] * 5
     assert len(golden["greedy_ids"]) > 10 * PROMPT
@@ -131,7 +143,9 @@ def test_greedy_decoding_through_caches(story: Story, golden: dict[str, Any]):
 
 
 @pytest.mark.parametrize("chunks", [(PROMPT,), (1, 2, 13, 1, 37), (3, 5, 7, 11)])
-def test_a_prefill_in_chunks_changes_nothing(story: Story, golden: dict[str, Any], chunks: tuple[int, ...]):
+def test_a_prefill_in_chunks_changes_nothing(
+    story: Story, golden: dict[str, Any], chunks: tuple[int, ...]
+):
     ids, caches = golden["greedy_ids"], story.caches()
     got, at = [], 0
     for size in (*chunks, len(ids) - sum(chunks)):
@@ -146,10 +160,14 @@ def test_a_prefill_in_chunks_changes_nothing(story: Story, golden: dict[str, Any
 def test_rows_of_different_lengths_do_not_disturb_each_other(story: Story, golden: dict[str, Any]):
     """One attention layer, the same story cut at three places and padded on the left."""
     layer, ids = story.layers[0], golden["greedy_ids"][:29]
-    x = story.norm(story.weights["tok_embeddings"][torch.tensor([ids])], story.weights["attention_norm"][0])
+    x = story.norm(
+        story.weights["tok_embeddings"][torch.tensor([ids])], story.weights["attention_norm"][0]
+    )
     lengths = [29, 17, 5]
     rows = [F.pad(x[0, :length], (0, 0, 29 - length, 0)) for length in lengths]
     batch = torch.stack(rows)
     got = layer(batch, sequence=hw.SequenceInfo.from_batch(batch, lengths=lengths, pad="left"))
     want = layer(x)[0]
-    assert all((row[29 - n :] - want[:n]).abs().max() < 1e-5 for row, n in zip(got, lengths, strict=True))
+    assert all(
+        (row[29 - n :] - want[:n]).abs().max() < 1e-5 for row, n in zip(got, lengths, strict=True)
+    )

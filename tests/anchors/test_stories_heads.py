@@ -1,4 +1,6 @@
-"""stories260K, trained by others: what is seen of it here is what transformers computes of the same weights."""
+"""stories260K, trained by others: what is seen of it here is what transformers computes of the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_rows_are_those_of_transformers(shared: Path, tmp_path: Path):
     hw.export(net, tmp_path / "llama")
     other = load_original(tmp_path / "llama")
     other.set_attn_implementation("eager")
-    trace = hw.trace(net, "Once upon a time there was a little dog.", max_new_tokens=8, log=lambda _: None)
+    trace = hw.trace(
+        net, "Once upon a time there was a little dog.", max_new_tokens=8, log=lambda _: None
+    )
     ids = torch.tensor([trace.streams["text"][0].ids])
     with torch.no_grad():
         outputs = other(input_ids=ids, output_attentions=True)

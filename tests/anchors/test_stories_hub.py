@@ -1,6 +1,8 @@
-"""stories260K from its own file: its golden story, its tokenizer, the way to transformers and back, and on to training.
+"""stories260K from its own file: its golden story, its tokenizer, the way to transformers and back,
+and on to training.
 
-The file, its tokenizer and what they say lie in the folder `shared`; the numbers are those of the published run.
+The file, its tokenizer and what they say lie in the folder `shared`; the numbers are those of the
+published run.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def check_story(net: hw.Transformer, golden: dict[str, Any]) -> None:
     assert top.indices.tolist() == list(expected)
     assert (top.values - torch.tensor(values)).abs().max() < 1e-4
     tokenizer = Tokenizer.from_str(net.usage.tokenizer or "")
-    assert " " + tokenizer.decode(ids) == golden["greedy_text"]  # llama2.c too drops the space before the first word
+    assert (
+        " " + tokenizer.decode(ids) == golden["greedy_text"]
+    )  # llama2.c too drops the space before the first word
 
 
 def test_the_golden_story_from_its_own_file(story: hw.Transformer, golden: dict[str, Any]):
@@ -71,7 +75,9 @@ def test_the_golden_story_from_its_own_file(story: hw.Transformer, golden: dict[
     check_story(story, golden)
 
 
-def test_saved_as_our_folder_it_is_the_same(story: hw.Transformer, golden: dict[str, Any], tmp_path: Path):
+def test_saved_as_our_folder_it_is_the_same(
+    story: hw.Transformer, golden: dict[str, Any], tmp_path: Path
+):
     hw.save(story, tmp_path)
     check_story(hw.load(tmp_path), golden)
 
@@ -79,21 +85,28 @@ def test_saved_as_our_folder_it_is_the_same(story: hw.Transformer, golden: dict[
 def test_transformers_generates_the_same_text_from_our_folder(
     story: hw.Transformer, golden: dict[str, Any], tmp_path: Path
 ):
-    """Neighbouring channels turn together in the file, halves in a Llama: rows of q and k change their places."""
+    """Neighbouring channels turn together in the file, halves in a Llama: rows of q and k change
+    their places.
+    """
     hw.export(story, tmp_path / "llama", max_length=512)
     theirs, tokenizer = (
-        kind.from_pretrained(tmp_path / "llama") for kind in (tf.AutoModelForCausalLM, tf.AutoTokenizer)
+        kind.from_pretrained(tmp_path / "llama")
+        for kind in (tf.AutoModelForCausalLM, tf.AutoTokenizer)
     )
     ids = golden["greedy_ids"]
     prompt = tokenizer("", return_tensors="pt").input_ids
-    generated = theirs.generate(prompt, max_new_tokens=len(ids) - 1, do_sample=False, pad_token_id=0)
+    generated = theirs.generate(
+        prompt, max_new_tokens=len(ids) - 1, do_sample=False, pad_token_id=0
+    )
     assert generated.tolist() == [ids]
     assert " " + tokenizer.decode(generated[0], skip_special_tokens=True) == golden["greedy_text"]
     theirs.save_pretrained(tmp_path / "theirs")
     tokenizer.save_pretrained(tmp_path / "theirs")
     again = hw.load(tmp_path / "theirs")
     check_story(again, golden)
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in story.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[name], tensor) for name, tensor in story.state_dict().items()
+    )
 
 
 def test_text_is_cut_and_joined_as_llama2c_does(story: hw.Transformer, data: Path, text: str):
@@ -115,14 +128,38 @@ def test_training_goes_on_from_it(data: Path, story: hw.Transformer, text: str, 
     """On Shakespeare, in its own tokens: the loss begins below that of a guess, and falls."""
     hw.save(story, tmp_path / "story")
     (tmp_path / "text.txt").write_text(text[:200_000])
-    task = TextTask(str(tmp_path / "text.txt"), tokens=str(tmp_path / "story" / "tokenizer.json"), length=128)
+    task = TextTask(
+        str(tmp_path / "text.txt"), tokens=str(tmp_path / "story" / "tokenizer.json"), length=128
+    )
     before = loss(story, task)
     assert before < task.chance["nats"] - 0.5
-    result = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--precision", "fp32", "--compile", "off"]
+    result = [
+        "--steps",
+        "30",
+        "--batch",
+        "16",
+        "--lr",
+        "0.001",
+        "--precision",
+        "fp32",
+        "--compile",
+        "off",
+    ]
     result += ["--set", "task.length=128", "--set", "recipe.evaluate_every=30", "--device", "cpu"]
     out = tmp_path / "out"
     assert (
-        main(["train", str(tmp_path / "text.txt"), "--model", str(tmp_path / "story"), "--out", str(out), *result]) == 0
+        main(
+            [
+                "train",
+                str(tmp_path / "text.txt"),
+                "--model",
+                str(tmp_path / "story"),
+                "--out",
+                str(out),
+                *result,
+            ]
+        )
+        == 0
     )
     after = hw.load(out)
     assert (after.usage.before, after.usage.end) == ((1,), (1,))

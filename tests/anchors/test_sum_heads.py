@@ -1,4 +1,6 @@
-"""What adding, concatenating and mixing heads have to do with each other: identities, and five ways to merge."""
+"""What adding, concatenating and mixing heads have to do with each other: identities, and five ways
+to merge.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,22 @@ EXACT = 1e-14
 H, D, V = 6, 4, 5
 
 
-def copy_with_spec(layer: hw.Attention, spec: hw.AttentionSpec, **changed: torch.Tensor) -> hw.Attention:
+def copy_with_spec(
+    layer: hw.Attention, spec: hw.AttentionSpec, **changed: torch.Tensor
+) -> hw.Attention:
     """A layer of another spec with this one's weights but for those that are given, "project_q"."""
     built = hw.Attention(spec).double()
-    tensors = layer.state_dict() | {name.replace("_", ".", 1): tensor for name, tensor in changed.items()}
+    tensors = layer.state_dict() | {
+        name.replace("_", ".", 1): tensor for name, tensor in changed.items()
+    }
     built.load_state_dict({name: tensors[name] for name in built.state_dict()})
     return built
 
 
 def read(layer: hw.Attention) -> tuple[Any, Any]:
-    """What every head would read with the weights of every head, A_j V_i: [B, T, j, i, V]; and W_O[i]: [i, D, V]."""
+    """What every head would read with the weights of every head, A_j V_i: [B, T, j, i, V]; and
+    W_O[i]: [i, D, V].
+    """
     w, x = written.numbers(layer), X.numpy()
     q, k, v = (written.projected(w, x, side, H) for side in "qkv")
     shares = [written.shares(q[:, :, h], k[:, :, h]) for h in range(H)]
@@ -36,7 +44,7 @@ def read(layer: hw.Attention) -> tuple[Any, Any]:
     return each, w["output.o"].reshape(10, H, V).transpose(1, 0, 2)
 
 
-# --- identities ----------------------------------------------------------------------------------------
+# --- identities -----------------------------------------------------------------------------------
 
 
 def test_concatenation_is_the_sum_of_projected_heads():
@@ -46,16 +54,23 @@ def test_concatenation_is_the_sum_of_projected_heads():
 
 
 def test_talking_before_the_softmax_is_collaboration_in_blocks():
-    """P mixes whole heads, m_i = repeat(P_i, D): what heads share are then blocks of channels of one space."""
+    """P mixes whole heads, m_i = repeat(P_i, D): what heads share are then blocks of channels of
+    one space.
+    """
     talking = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="scores"),)))
     mixing = talking.talking_heads["mixing"].detach()  # of head g into head h
     shared = base(vdim=V, project=hw.Collaborative(width=H * D))
-    blocks = {"project_mixing": mixing.T.repeat_interleave(D, 1), "project_content": torch.zeros(H, 10)}
+    blocks = {
+        "project_mixing": mixing.T.repeat_interleave(D, 1),
+        "project_content": torch.zeros(H, 10),
+    }
     assert far(copy_with_spec(talking, shared, **blocks)(X), talking(X).detach().numpy()) < EXACT
 
 
 def test_talking_after_the_softmax_is_all_pairs_of_heads():
-    """h^2 heads: the weights of each with the values and the output of each other, P[j, i] of them."""
+    """h^2 heads: the weights of each with the values and the output of each
+    other, P[j, i] of them.
+    """
     layer = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="weights"),)))
     mixing = layer.talking_heads["mixing"].detach()
     each, out = read(layer)
@@ -71,7 +86,9 @@ def test_all_pairs_of_heads_are_a_layer_of_their_own():
     q = state["project.q"].unflatten(0, (H, D))[list(first)].flatten(0, 1)
     out = state["output.o"].unflatten(1, (H, V))[:, list(second)]
     scaled = (out * state["talking_heads.mixing"][list(first), list(second)][:, None]).flatten(1)
-    wide = copy_with_spec(layer, cases.change_spec(base(), heads=heads), project_q=q, output_o=scaled)
+    wide = copy_with_spec(
+        layer, cases.change_spec(base(), heads=heads), project_q=q, output_o=scaled
+    )
     assert far(wide(X), layer(X).detach().numpy()) < EXACT
 
 
@@ -79,14 +96,23 @@ def test_all_pairs_of_heads_are_a_layer_of_their_own():
 def test_an_unprojected_sum_is_concatenation_with_one_projection_for_all(of: str):
     added = cases.layer(base(vdim=V, bias="o", merge=hw.SumHeads(of=of)))
     tied = added.output["o"].detach().repeat(1, H) / (1 if of == "sum" else H)
-    assert far(copy_with_spec(added, base(vdim=V, bias="o"), output_o=tied)(X), added(X).detach().numpy()) < EXACT
+    assert (
+        far(
+            copy_with_spec(added, base(vdim=V, bias="o"), output_o=tied)(X),
+            added(X).detach().numpy(),
+        )
+        < EXACT
+    )
 
 
 def test_an_unprojected_sum_is_invariant_to_the_order_of_heads():
     added = cases.layer(base(vdim=V, merge=hw.SumHeads()))
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     state, wide = added.state_dict(), {"q": D, "k": D, "v": V}
-    moved = {f"project_{n}": state[f"project.{n}"].unflatten(0, (H, w))[order].flatten(0, 1) for n, w in wide.items()}
+    moved = {
+        f"project_{n}": state[f"project.{n}"].unflatten(0, (H, w))[order].flatten(0, 1)
+        for n, w in wide.items()
+    }
     assert far(copy_with_spec(added, added.spec, **moved)(X), added(X).detach().numpy()) < EXACT
     outputs = cases.layer(base(vdim=V))
     assert far(copy_with_spec(outputs, outputs.spec, **moved)(X), outputs(X).detach().numpy()) > 0.1
@@ -95,10 +121,14 @@ def test_an_unprojected_sum_is_invariant_to_the_order_of_heads():
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 12])
 def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
     spec = hw.design(model=12, heads=heads)
-    assert sum(p.numel() for p in hw.Attention(spec).parameters()) == hw.costs.count_parameters(spec) == 4 * 12**2
+    assert (
+        sum(p.numel() for p in hw.Attention(spec).parameters())
+        == hw.costs.count_parameters(spec)
+        == 4 * 12**2
+    )
 
 
-# --- a mean, and what is cut ---------------------------------------------------------------------------
+# --- a mean, and what is cut ----------------------------------------------------------------------
 
 
 def test_a_mean_is_of_the_heads_that_were_there():
@@ -109,13 +139,18 @@ def test_a_mean_is_of_the_heads_that_were_there():
     cut.load_state_dict(weights)
     o = layer.head_outputs(X)[:, :, [0, 2]].detach().numpy()
     assert far(cut(X), o.sum(2) / 6 @ weights["output.o"].numpy().T) < EXACT
-    assert hw.nn.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[0].merge == hw.SumHeads()
+    assert (
+        hw.nn.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[0].merge
+        == hw.SumHeads()
+    )
 
 
-# --- five ways -----------------------------------------------------------------------------------------
+# --- five ways ------------------------------------------------------------------------------------
 
 SIZES = {"model": 30, "heads": 5}
-EQUAL = hw.match_size(hw.design(merge=hw.SumHeads(), **SIZES), like=hw.design(**SIZES), free="vdim").chosen
+EQUAL = hw.match_size(
+    hw.design(merge=hw.SumHeads(), **SIZES), like=hw.design(**SIZES), free="vdim"
+).chosen
 ARMS = {
     "concat": (hw.design(**SIZES), 4 * 30**2),
     "sum": (hw.design(merge=hw.SumHeads(), **SIZES), 3 * 30**2 + 30 * 6),
@@ -144,17 +179,24 @@ def test_equal_parameters_are_as_equal_as_widths_allow():
     ):
         added, usual = hw.design(merge=hw.SumHeads(), **options), hw.design(**options)
         expected = hw.costs.count_parameters(usual)
-        off = [abs(hw.costs.count_parameters(added.with_heads(vdim=v)) - expected) for v in range(1, 100)]
+        off = [
+            abs(hw.costs.count_parameters(added.with_heads(vdim=v)) - expected)
+            for v in range(1, 100)
+        ]
         assert hw.match_size(added, like=usual, free="vdim").chosen == 1 + off.index(min(off))
     assert hw.match_size(hw.design(**SIZES), like=hw.design(**SIZES), free="vdim").chosen == 6
 
 
-# --- a projection that is not learned ------------------------------------------------------------------
+# --- a projection that is not learned -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("merge", [hw.Concat(output="fixed", bias="o"), hw.SumHeads(output="fixed", bias="o")], ids=str)
+@pytest.mark.parametrize(
+    "merge", [hw.Concat(output="fixed", bias="o"), hw.SumHeads(output="fixed", bias="o")], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(merge: hw.interfaces.Merge, dtype: torch.dtype):
+def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(
+    merge: hw.interfaces.Merge, dtype: torch.dtype
+):
     layer = hw.Attention(base(merge=merge, vdim=V))
     before = layer.output["o"].clone()
     layer = layer.to(dtype)
@@ -170,12 +212,16 @@ def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(merge: hw.
 def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
     layer = cases.layer(base(vdim=V, kv=2, bias="qkv", merge=hw.SumHeads(of=of, output="fixed")))
     folded = hw.fold_bias(layer.spec, layer.state_dict())
-    assert (folded.spec.project, folded.spec.merge.bias, folded.reasons_kept) == (hw.Direct(bias="q"), "o", {})
+    assert (folded.spec.project, folded.spec.merge.bias, folded.reasons_kept) == (
+        hw.Direct(bias="q"),
+        "o",
+        {},
+    )
     bare = copy_with_spec(layer, folded.spec, output_o_bias=folded.weights["output.o_bias"])
     assert far(bare(X), layer(X).detach().numpy()) < 1e-12
 
 
-# --- what cannot be ------------------------------------------------------------------------------------
+# --- what cannot be -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

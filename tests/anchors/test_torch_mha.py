@@ -16,9 +16,13 @@ BIASES = {True: "qkvo", False: ""}
 assert_close = torch.testing.assert_close
 
 
-def theirs_like(*, heads: int = HEADS, bias: bool = True, source: int | None = None) -> nn.MultiheadAttention:
+def theirs_like(
+    *, heads: int = HEADS, bias: bool = True, source: int | None = None
+) -> nn.MultiheadAttention:
     """Their module in float64, every number drawn anew: theirs start with biases of zero."""
-    other = nn.MultiheadAttention(heads * DIM, heads, bias=bias, kdim=source, vdim=source, batch_first=True).double()
+    other = nn.MultiheadAttention(
+        heads * DIM, heads, bias=bias, kdim=source, vdim=source, batch_first=True
+    ).double()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.5)
@@ -36,12 +40,18 @@ def by_our_names(other: nn.MultiheadAttention, gradients: bool = False) -> dict[
 
     fused = other.in_proj_weight is not None
     separate = (other.q_proj_weight, other.k_proj_weight, other.v_proj_weight)
-    weights = tensor_of(other.in_proj_weight).chunk(3) if fused else [tensor_of(weight) for weight in separate]
+    weights = (
+        tensor_of(other.in_proj_weight).chunk(3)
+        if fused
+        else [tensor_of(weight) for weight in separate]
+    )
     named = dict(zip(("project.q", "project.k", "project.v"), weights, strict=True))
     named["output.o"] = tensor_of(other.out_proj.weight)
     if other.in_proj_bias is not None:
         biases = tensor_of(other.in_proj_bias).chunk(3)
-        named |= dict(zip(("project.q_bias", "project.k_bias", "project.v_bias"), biases, strict=True))
+        named |= dict(
+            zip(("project.q_bias", "project.k_bias", "project.v_bias"), biases, strict=True)
+        )
         named["output.o_bias"] = tensor_of(other.out_proj.bias)
     return named
 
@@ -59,7 +69,9 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def check_same_gradients(ours: Tensor, theirs: Tensor, layer: hw.Attention, other: nn.MultiheadAttention) -> None:
+def check_same_gradients(
+    ours: Tensor, theirs: Tensor, layer: hw.Attention, other: nn.MultiheadAttention
+) -> None:
     """The same random reading of both outputs, back to every parameter."""
     reading = numbers(*ours.shape)
     (ours * reading).sum().backward()
@@ -124,7 +136,11 @@ def test_boolean_mask(per_head: bool):
     hidden = torch.rand(B, HEADS, T, S) < 0.5 if per_head else torch.rand(1, 1, T, S) < 0.5
     hidden[..., 3] = False
     theirs, weights = other(
-        x, z, z, attn_mask=hidden.flatten(0, 1) if per_head else hidden[0, 0], average_attn_weights=False
+        x,
+        z,
+        z,
+        attn_mask=hidden.flatten(0, 1) if per_head else hidden[0, 0],
+        average_attn_weights=False,
     )
     ours = layer(x, source=z, mask=~hidden)
     assert_close(ours, theirs, **EXACT)
@@ -143,7 +159,9 @@ def test_key_padding(pattern: str):
     theirs, _ = other(x, x, x, key_padding_mask=~live, attn_mask=hidden)
     ours = layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths))
     assert_close(ours[live], theirs[live], **EXACT)
-    assert_close(ours[~live], layer.output["o_bias"].expand(T - 4, -1), **EXACT)  # padding reads nothing
+    assert_close(
+        ours[~live], layer.output["o_bias"].expand(T - 4, -1), **EXACT
+    )  # padding reads nothing
     check_same_gradients(ours[live], theirs[live], layer, other)
 
 
@@ -158,7 +176,10 @@ def test_nothing_to_read_is_nan_there_and_the_bias_here():
         hw.Probe("weights"),
     )
     assert theirs[1].isnan().all()
-    for ours in (layer(x, source=sequence), layer(x, source=sequence, probe=probe)):  # fused, then weight by weight
+    for ours in (
+        layer(x, source=sequence),
+        layer(x, source=sequence, probe=probe),
+    ):  # fused, then weight by weight
         assert_close(ours[1], layer.output["o_bias"].expand(T, -1), **EXACT)
         assert_close(ours[0], theirs[0], **EXACT)
         ours.sum().backward(retain_graph=True)
@@ -167,7 +188,9 @@ def test_nothing_to_read_is_nan_there_and_the_bias_here():
 
 
 def test_their_fast_path_agrees(monkeypatch: pytest.MonkeyPatch):
-    """In evaluation, without gradients and with an even number of heads, theirs runs one fused operator."""
+    """In evaluation, without gradients and with an even number of heads, theirs runs one fused
+    operator.
+    """
     other = theirs_like(heads=4).eval()
     layer = ours_like(other).eval()
     fused, calls = torch._native_multi_head_attention, []
@@ -184,4 +207,8 @@ def test_their_fast_path_agrees(monkeypatch: pytest.MonkeyPatch):
         padded, _ = other(x, x, x, key_padding_mask=~live, need_weights=False)
         assert len(calls) == 2
         assert_close(layer(x), theirs, **EXACT)
-        assert_close(layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths))[live], padded[live], **EXACT)
+        assert_close(
+            layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths))[live],
+            padded[live],
+            **EXACT,
+        )

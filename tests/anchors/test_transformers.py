@@ -26,7 +26,8 @@ PADS = ("none", "right", "left")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5}
 LONG = {"original_max_position_embeddings": 64}
-# transformers stretches to the length in hand; 13 tokens in a model of 8 are 2.25 for a factor of 2.
+# transformers stretches to the length in hand; 13 tokens in a model of 8 are 2.25 for a factor of
+# 2.
 STRETCHED = 2.0 * T / 8 - (2.0 - 1)
 # Both mscales: one swells the turned channels, the other the scale of the scores, by its square.
 MSCALED = YARN | LONG | {"mscale": 0.7, "mscale_all_dim": 1.3}
@@ -42,10 +43,16 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt2-by-depth": partial(hf_models.gpt2, by_depth=True),
     "llama": hf_models.llama,
     "llama-bias": partial(hf_models.llama, bias=True),
-    "llama-llama3": partial(hf_models.llama, LLAMA3 | LONG, hw.Llama3(8.0, low=0.5, high=4.0, original=64)),
-    "llama-yarn": partial(hf_models.llama, YARN | LONG, hw.YaRN(4.0, original=64, fast=8.0, slow=0.5)),
+    "llama-llama3": partial(
+        hf_models.llama, LLAMA3 | LONG, hw.Llama3(8.0, low=0.5, high=4.0, original=64)
+    ),
+    "llama-yarn": partial(
+        hf_models.llama, YARN | LONG, hw.YaRN(4.0, original=64, fast=8.0, slow=0.5)
+    ),
     "llama-linear": partial(hf_models.llama, {"rope_type": "linear", "factor": 3.0}, hw.PI(3.0)),
-    "llama-dynamic": partial(hf_models.llama, {"rope_type": "dynamic", "factor": 2.0}, hw.NTK(STRETCHED)),
+    "llama-dynamic": partial(
+        hf_models.llama, {"rope_type": "dynamic", "factor": 2.0}, hw.NTK(STRETCHED)
+    ),
     "stablelm": hf_models.stablelm,
     "qwen3": hf_models.qwen3,
     "olmo2": hf_models.olmo2,
@@ -62,7 +69,16 @@ MODELS: dict[str, Callable[[], Model]] = {
         scale=11**-0.5 * mscale(1.3) ** 2,
     ),
 }
-DECODED = ("gpt2", "llama", "llama-llama3", "qwen3", "gemma2", "gpt-oss", "deepseek", "deepseek-query-rank")
+DECODED = (
+    "gpt2",
+    "llama",
+    "llama-llama3",
+    "qwen3",
+    "gemma2",
+    "gpt-oss",
+    "deepseek",
+    "deepseek-query-rank",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +106,12 @@ def padding(tokens: int, pad: str) -> tuple[hw.SequenceInfo, dict[str, Tensor]]:
     return at, {} if pad == "none" else {"attention_mask": live.long()}
 
 
-def run_forward(model: Model, pad: str) -> tuple[Any, dict[str, tuple[hw.SequenceInfo, hw.SequenceInfo]]]:
-    """What a forward of the whole model gives; queries' and keys' tokens by the name of the weights."""
+def run_forward(
+    model: Model, pad: str
+) -> tuple[Any, dict[str, tuple[hw.SequenceInfo, hw.SequenceInfo]]]:
+    """What a forward of the whole model gives; queries' and keys' tokens by the name of the
+    weights.
+    """
     at, mask = padding(T, pad)
     if not model.model.config.is_encoder_decoder:
         options = {"input_ids": some_ids(T)} | mask
@@ -113,12 +133,16 @@ def far(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def run(site: Site, sequence_info: hw.SequenceInfo, value: hw.SequenceInfo) -> tuple[Tensor, Tensor]:
+def run(
+    site: Site, sequence_info: hw.SequenceInfo, value: hw.SequenceInfo
+) -> tuple[Tensor, Tensor]:
     """Our output and weights for the hidden states that the site saw."""
     layer, probe = site.layer, hw.Probe("weights")
     source = layer.project_source(site.sources[0], sequence=value) if site.sources else None
     ours = layer(site.inputs[0], source=source, sequence=sequence_info)  # whatever backend takes it
-    layer(site.inputs[0], source=source, sequence=sequence_info, probe=probe)  # the one that shows weights
+    layer(
+        site.inputs[0], source=source, sequence=sequence_info, probe=probe
+    )  # the one that shows weights
     return ours, probe.tensors["weights"]
 
 
@@ -128,7 +152,8 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
     """Outputs and weights of every head, wherever the query is no padding."""
     model = MODELS[name]()
     if pad != "none" and model.off > EXACT:
-        # In float64 the softmax of these, taken in float32, is NaN where a padding query may read nothing.
+        # In float64 the softmax of these, taken in float32, is NaN where a padding query may read
+        # nothing.
         model.model.float()
         model.off = 5e-6
     with model.run_with_hooks():
@@ -161,7 +186,9 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
         stored = layer.cache(batch=B, capacity=T)
         steps = [layer(x, cache=stored) for x in site.inputs]
         assert [step.shape[1] for step in steps] == [5, 1, 1, 3, 1, 1, 1]
-        worst = max(worst, *(far(ours, theirs) for ours, theirs in zip(steps, site.outputs, strict=True)))
+        worst = max(
+            worst, *(far(ours, theirs) for ours, theirs in zip(steps, site.outputs, strict=True))
+        )
     record_property("worst", worst)
     assert worst < model.off
 
@@ -169,7 +196,9 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
 @pytest.mark.parametrize("layer", range(hf_models.LAYERS))
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 def test_every_second_layer_forgets(name: str, layer: int):
-    """What the anchors above rest on: 13 tokens are more than a window of 5, and only one kind of layer has it."""
+    """What the anchors above rest on: 13 tokens are more than a window of 5, and only one kind of
+    layer has it.
+    """
     model = MODELS[name]()
     with model.run_with_hooks():
         result, _ = run_forward(model, "none")
@@ -177,7 +206,7 @@ def test_every_second_layer_forgets(name: str, layer: int):
     assert read == (5, T)[layer]
 
 
-# --- buckets ---------------------------------------------------------------------------------------------
+# --- buckets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("buckets", "reach"), [(32, 128), (8, 11), (64, 500)])
@@ -187,10 +216,12 @@ def test_t5_buckets(buckets: int, reach: int, looking: str):
     theirs = T5Attention._relative_position_bucket(ahead, looking == "both", buckets, reach)
     ours = hw.T5Bias(buckets=buckets, reach=reach, looking=looking).relative_bucket(ahead)
     assert ours.tolist() == theirs.tolist()
-    assert set(ours.tolist()) == set(range(buckets)) - ({buckets // 2} if looking == "both" else set())
+    assert set(ours.tolist()) == set(range(buckets)) - (
+        {buckets // 2} if looking == "both" else set()
+    )
 
 
-# --- frequencies ---------------------------------------------------------------------------------------
+# --- frequencies ----------------------------------------------------------------------------------
 
 SCALINGS: dict[str, tuple[int, float, dict[str, Any], Any]] = {
     "linear": (10, 500.0, {"rope_type": "linear", "factor": 3.0}, hw.PI(3.0)),
@@ -208,7 +239,12 @@ SCALINGS: dict[str, tuple[int, float, dict[str, Any], Any]] = {
         hw.Llama3(32.0),
     ),
     "llama3-short": (22, 1e4, LLAMA3 | LONG, hw.Llama3(8.0, low=0.5, high=4.0, original=64)),
-    "yarn": (128, 1e6, YARN | {"beta_fast": 32.0, "beta_slow": 1.0} | LONG, hw.YaRN(4.0, original=64)),
+    "yarn": (
+        128,
+        1e6,
+        YARN | {"beta_fast": 32.0, "beta_slow": 1.0} | LONG,
+        hw.YaRN(4.0, original=64),
+    ),
     "yarn-qwen": (
         128,
         1e6,
@@ -233,7 +269,12 @@ SCALINGS: dict[str, tuple[int, float, dict[str, Any], Any]] = {
         MSCALED,
         hw.YaRN(4.0, original=64, fast=8.0, slow=0.5, swelling=mscale(0.7) / mscale(1.3)),
     ),
-    "yarn-said": (22, 1e4, YARN | LONG | {"attention_factor": 1.7}, hw.YaRN(4.0, 64, 8.0, 0.5, swelling=1.7)),
+    "yarn-said": (
+        22,
+        1e4,
+        YARN | LONG | {"attention_factor": 1.7},
+        hw.YaRN(4.0, 64, 8.0, 0.5, swelling=1.7),
+    ),
     "yarn-short": (10, 500.0, YARN | LONG, hw.YaRN(4.0, original=64, fast=8.0, slow=0.5)),
     "yarn-beyond": (
         14,
@@ -248,7 +289,9 @@ SCALINGS: dict[str, tuple[int, float, dict[str, Any], Any]] = {
 def test_frequencies(name: str):
     """Theirs are float32, and raise the base to a power in it."""
     dims, base, rope, scaling = SCALINGS[name]
-    config = tf.LlamaConfig(head_dim=dims, rope_parameters=rope | {"rope_theta": base}, max_position_embeddings=9999)
+    config = tf.LlamaConfig(
+        head_dim=dims, rope_parameters=rope | {"rope_theta": base}, max_position_embeddings=9999
+    )
     theirs, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
     ours = torch.tensor(hw.Rotary(base=base, scaling=scaling).frequencies(dims))
     assert len(ours) == dims // 2
@@ -256,8 +299,12 @@ def test_frequencies(name: str):
     assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
-@pytest.mark.parametrize(("dims", "base", "factor", "length"), [(10, 500.0, 2.0, 13), (64, 1e4, 4.0, 31)])
-def test_dynamic_frequencies_are_ours_at_one_length(dims: int, base: float, factor: float, length: int):
+@pytest.mark.parametrize(
+    ("dims", "base", "factor", "length"), [(10, 500.0, 2.0, 13), (64, 1e4, 4.0, 31)]
+)
+def test_dynamic_frequencies_are_ours_at_one_length(
+    dims: int, base: float, factor: float, length: int
+):
     rope = {"rope_type": "dynamic", "rope_theta": base, "factor": factor}
     config = tf.LlamaConfig(head_dim=dims, rope_parameters=rope, max_position_embeddings=8)
     theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)

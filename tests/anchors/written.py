@@ -1,4 +1,6 @@
-"""Attention written out in numpy, in float64, one head after the other; nothing of the library is used but names."""
+"""Attention written out in numpy, in float64, one head after the other; nothing of the library is
+used but names.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def shares(q: Array, k: Array, *, causal: bool = False) -> Array:
 
 
 def read(q: Array, k: Array, v: Array, reads: Sequence[int], *, causal: bool = False) -> Array:
-    """What every head reads, [B, T, heads, width of values]; head h has the key and value head reads[h]."""
+    """What every head reads, [B, T, heads, width of values]; head h has the key and value head
+    reads[h].
+    """
     each = [shares(q[:, :, h], k[:, :, g], causal=causal) @ v[:, :, g] for h, g in enumerate(reads)]
     return np.stack(each, 2)
 

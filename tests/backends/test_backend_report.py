@@ -20,7 +20,9 @@ from support import layer_cases as cases, takeover
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
-    """Every backend whose `attend` runs, in order: one that passed its call on would show up with the other."""
+    """Every backend whose `attend` runs, in order: one that passed its call on would show up with
+    the other.
+    """
     ran: list[ModuleType] = []
 
     def spy_on(backend: ModuleType) -> None:
@@ -107,7 +109,9 @@ def test_caches_that_cannot_be_copied_are_refused():
 
 def test_a_call_without_queries_runs_dense():
     with torch.no_grad():
-        assert hw.Attention(hw.design(model=8, heads=2)).why(torch.randn(1, 0, 8)).backend == "dense"
+        assert (
+            hw.Attention(hw.design(model=8, heads=2)).why(torch.randn(1, 0, 8)).backend == "dense"
+        )
 
 
 def test_the_report_names_the_form_for_a_single_query():
@@ -118,7 +122,13 @@ def test_the_report_names_the_form_for_a_single_query():
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_every_page_fits_a_terminal(name: str):
-    reasons = why(cases.EXAMPLES[name], want=["weights", "lse"], device="cuda", dtype="bf16", when=["grad", "mask"])
+    reasons = why(
+        cases.EXAMPLES[name],
+        want=["weights", "lse"],
+        device="cuda",
+        dtype="bf16",
+        when=["grad", "mask"],
+    )
     assert max(map(len, str(reasons).splitlines())) <= 80
     data = json.loads(reasons.json())
     assert {row["name"] for row in data["backends"]} == set(backends.BACKENDS)
@@ -128,7 +138,11 @@ def test_every_page_fits_a_terminal(name: str):
 def test_wanting_weights_needs_a_backend_that_shows_them():
     reasons = why(hw.design(model=12, heads=3), want="weights")
     assert reasons.backend == "dense"
-    assert all("weights" in " ".join(reasons) for name, reasons in reasons.reasons_against.items() if name != "dense")
+    assert all(
+        "weights" in " ".join(reasons)
+        for name, reasons in reasons.reasons_against.items()
+        if name != "dense"
+    )
 
 
 def test_two_parts_of_a_kind_give_one_reason():
@@ -166,11 +180,13 @@ def test_unknown_words_get_a_remedy(options: dict, remedy: str):
 
 
 def test_a_layer_in_place_of_its_spec_is_refused():
-    with pytest.raises(ValueError, match=r"takes an attention spec, not Attention; give layer.spec"):
+    with pytest.raises(
+        ValueError, match=r"takes an attention spec, not Attention; give layer.spec"
+    ):
         why(hw.Attention(hw.design(model=12, heads=3)))
 
 
-# --- lengths ---------------------------------------------------------------------------------------------
+# --- lengths --------------------------------------------------------------------------------------
 
 LONG = {
     "block_sparse": {"pattern": "window(20)"},
@@ -187,7 +203,10 @@ def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(
     with torch.no_grad():
         for count in (least, least - 1, least, 2):
             layer(torch.randn(1, count, 12))
-    ran = [next(one for one, module in backends.BACKENDS.items() if module is backend) for backend in chosen]
+    ran = [
+        next(one for one, module in backends.BACKENDS.items() if module is backend)
+        for backend in chosen
+    ]
     assert ran == [why(spec, tokens=count).backend for count in (least, least - 1, least, 2)]
     assert ran[0] == ran[2] == name
     assert name not in (ran[1], ran[3])
@@ -212,13 +231,18 @@ def test_a_backend_chosen_by_name_runs_at_a_given_length(name):
 
 
 def test_cached_and_source_tokens_count(chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), takeover.least("block_sparse")
+    spec, least = (
+        hw.design(model=12, heads=3, **LONG["block_sparse"]),
+        takeover.least("block_sparse"),
+    )
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         cache = layer.cache(batch=1, capacity=least + 5)
         layer(torch.randn(1, least - 2, 12), cache=cache)
         layer(torch.randn(1, 2, 12), cache=cache)
-        crossed = hw.Attention(replace(spec, source=12, pattern=hw.design(model=12, heads=3).pattern)).eval()
+        crossed = hw.Attention(
+            replace(spec, source=12, pattern=hw.design(model=12, heads=3).pattern)
+        ).eval()
         crossed(torch.randn(1, 2, 12), source=torch.randn(1, least, 12))
     # A ring of 20 slots and two new tokens are 22 keys, however many came before.
     assert chosen == [backends.sdpa, backends.sdpa, backends.flash_cpu]
@@ -232,14 +256,21 @@ def test_the_longest_packed_text_counts(chosen):
     with torch.no_grad():
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[least - 1, 10]]))
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[9, least]]))
-    # The sequences of the first call run in two groups; those of the second as well, one of them long enough.
+    # The sequences of the first call run in two groups; those of the second as well, one of them
+    # long enough.
     assert chosen == [backends.sdpa, backends.dense, backends.block_sparse, backends.dense]
 
 
 def test_the_report_repeats_a_given_length():
-    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), takeover.least("block_sparse")
+    spec, least = (
+        hw.design(model=12, heads=3, **LONG["block_sparse"]),
+        takeover.least("block_sparse"),
+    )
     assert f"sdpa; block_sparse from {least:,} keys on" in str(why(spec))
-    assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "block_sparse"}]
+    assert why(spec).data["from"] == [
+        {"keys": 0, "runs": "sdpa"},
+        {"keys": least, "runs": "block_sparse"},
+    ]
     assert "7 keys" in str(why(spec, tokens=7))
     assert why(spec, tokens=7).data["keys"] == 7
     assert why(spec, tokens=1).call.tokens == why(spec, tokens="1").call.tokens == "one"
@@ -261,8 +292,13 @@ def test_a_report_without_a_length_starts_each_answer_with_the_lengths_of_the_ba
 @pytest.mark.parametrize("context", [300, 500])
 def test_executed_flops_are_those_of_the_backend_that_runs(context):
     spec = hw.design(model=12, heads=3, **LONG["block_sparse"])
-    work, job = costs.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
+    work, job = (
+        costs.self_attention_work(spec, batch=1, queries=context),
+        backends.CallSignature(spec, spec.core),
+    )
     runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]
     assert runs is (backends.sdpa if context == 300 else backends.block_sparse)
     cost = estimate_cost(spec, hw.Workload(context=context, dtype="fp32", device="cpu"))
-    assert cost.executed_flops["prefill"] == costs.executed_flops(spec, work, runs.executed_flops(job, work))
+    assert cost.executed_flops["prefill"] == costs.executed_flops(
+        spec, work, runs.executed_flops(job, work)
+    )

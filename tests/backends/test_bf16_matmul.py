@@ -26,7 +26,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bf16_matmul, "MAX_SAVED_KEYS", 9)
 
 
-def pair(spec: hw.AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[hw.Attention, hw.Attention]:
+def pair(
+    spec: hw.AttentionSpec, dtype: torch.dtype = torch.float64
+) -> tuple[hw.Attention, hw.Attention]:
     """The same layer in whole products, and in plain operations."""
     ours = hw.Attention(spec, backend="bf16_matmul").to(dtype)
     other = copy.deepcopy(ours)
@@ -42,7 +44,9 @@ def gradients(layer: hw.Attention, x: torch.Tensor, **call) -> list[torch.Tensor
     return [y, *torch.autograd.grad((y * result).sum(), [x, *layer.parameters()])]
 
 
-LENGTHS = st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(lambda lengths: max(lengths) != 1)
+LENGTHS = st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(
+    lambda lengths: max(lengths) != 1
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -56,7 +60,9 @@ def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
     ours, other = pair(hw.design(model=10, heads=6, kv=kv, dim=5, vdim=3, pattern=pattern))
     x = torch.randn(len(lengths), max(lengths), 10, dtype=torch.float64)
     sequence = (
-        hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
+        hw.SequenceInfo.from_batch(x)
+        if pad == "none"
+        else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
     )
     was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
     try:
@@ -70,12 +76,19 @@ def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
 
 @example(queries=6, keys=5, before=-2, pattern="causal")
 @settings(deadline=None, max_examples=40)
-@given(queries=st.integers(2, 14), keys=st.integers(1, 14), before=st.integers(-15, 15), pattern=st.sampled_from(
-    ["causal", "full"]))  # fmt: skip
+@given(
+    queries=st.integers(2, 14),
+    keys=st.integers(1, 14),
+    before=st.integers(-15, 15),
+    pattern=st.sampled_from(["causal", "full"]),
+)
 def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pattern):
     """Behind them, before them, where the first read nothing, and where keys stand ahead of all."""
     ours, other = pair(hw.design(model=6, heads=2, pattern=pattern, source=7))
-    x, z = (torch.randn(2, count, wide, dtype=torch.float64) for count, wide in ((queries, 6), (keys, 7)))
+    x, z = (
+        torch.randn(2, count, wide, dtype=torch.float64)
+        for count, wide in ((queries, 6), (keys, 7))
+    )
     at = hw.SequenceInfo.contiguous(20 + before, queries, "cpu")
     recorded = []
     was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
@@ -95,7 +108,9 @@ def test_prompts_attend_to_cached_tokens(small):
     x = torch.randn(2, 19, 10, dtype=torch.float64)
     cache = ours.cache(batch=2, capacity=30)
     with torch.no_grad():
-        check_close(torch.cat([ours(some, cache=cache) for some in x.split([7, 2, 10], 1)], 1), other(x))
+        check_close(
+            torch.cat([ours(some, cache=cache) for some in x.split([7, 2, 10], 1)], 1), other(x)
+        )
 
 
 def test_rows_without_allowed_keys_are_zero_without_gradient(small):
@@ -125,7 +140,9 @@ def test_error_is_at_most_that_of_plain_operations(count, logits):
 
 
 def test_sums_over_many_blocks_are_not_rounded_with_each():
-    """Every query adds the same to the first key: 300 blocks of 2^-8 a piece would be lost beside 1 in bfloat16."""
+    """Every query adds the same to the first key: 300 blocks of 2^-8 a piece would be lost beside 1
+    in bfloat16.
+    """
     q = torch.zeros(1, 1200, 1, 2, dtype=BF16)
     v = torch.zeros(1, 1200, 1, 2, dtype=BF16).requires_grad_()
     spec = hw.design(model=2, heads=1, pattern="full")
@@ -133,16 +150,20 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     query_context = hw.interfaces.core_types.QueryContext(q, q, 1.0, at)
     job = CallSignature(spec, spec.core, dtype=BF16, needs_grad=True)
     inputs = backends.CoreInputs(q, q, v, query_context, {}, {})
-    o = bf16_matmul.attend(job, hw.AttentionMask(at, at, spec.pattern), inputs, hw.Attention(spec).core_steps, None)
+    o = bf16_matmul.attend(
+        job, hw.AttentionMask(at, at, spec.pattern), inputs, hw.Attention(spec).core_steps, None
+    )
     o.backward(torch.ones_like(o))
     check_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-8)
 
 
-# --- what is kept --------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
 def saved_bytes(count: int) -> int:
-    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal"), backend="bf16_matmul").to(BF16)
+    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal"), backend="bf16_matmul").to(
+        BF16
+    )
     recorded: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,21 +186,28 @@ def test_saved_bytes_are_counted(count):
     load = hw.Workload(2, count, "bf16", "cpu")
     layer = hw.Attention(spec, backend="bf16_matmul").to(BF16)
     x = torch.randn(2, count, 16).to(BF16).requires_grad_()
-    assert hw.layer_activation_memory(spec, load, "bf16_matmul").total == layer_saved_bytes(layer, x)
-    assert hw.layer_activation_memory(spec, load) == hw.layer_activation_memory(spec, load, "bf16_matmul")
-    assert hw.layer_activation_memory(spec, hw.Workload(2, count, "fp32", "cpu")) == hw.layer_activation_memory(
-        spec, hw.Workload(2, count, "fp32", "cpu"), "sdpa"
+    assert hw.layer_activation_memory(spec, load, "bf16_matmul").total == layer_saved_bytes(
+        layer, x
     )
+    assert hw.layer_activation_memory(spec, load) == hw.layer_activation_memory(
+        spec, load, "bf16_matmul"
+    )
+    assert hw.layer_activation_memory(
+        spec, hw.Workload(2, count, "fp32", "cpu")
+    ) == hw.layer_activation_memory(spec, hw.Workload(2, count, "fp32", "cpu"), "sdpa")
 
 
 def test_saved_tensors_are_not_recomputed(small):
     spec = base(pattern="causal")
     job = CallSignature(spec, spec.core)
-    values = [backends.recomputed_flops(bf16_matmul, job, hw.CallSize(1, keys, keys, keys), 100) for keys in (9, 10)]
+    values = [
+        backends.recomputed_flops(bf16_matmul, job, hw.CallSize(1, keys, keys, keys), 100)
+        for keys in (9, 10)
+    ]
     assert values == [0, 100 * spec.core.score_dim // (spec.core.score_dim + spec.core.vdim)]
 
 
-# --- who takes what ------------------------------------------------------------------------------------
+# --- who takes what -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -210,11 +238,18 @@ def test_numbers_of_16_bits_are_read_in_whole_products(ran):
     assert ran[-1] == "bf16_matmul"
     assert why(spec, dtype="bfloat16", tokens=5).backend == "bf16_matmul"
     assert why(spec, dtype="bfloat16").call.length_ranges == [(0, "bf16_matmul")]
-    assert why(spec, tokens=5).backend == why(spec, dtype="bfloat16", device="cuda", tokens=5).backend == "sdpa"
+    assert (
+        why(spec, tokens=5).backend
+        == why(spec, dtype="bfloat16", device="cuda", tokens=5).backend
+        == "sdpa"
+    )
 
 
 def test_autocast_leaves_double_precision_alone():
-    layer, x = hw.Attention(hw.design(model=8, heads=2)).double(), torch.randn(1, 5, 8, dtype=torch.float64)
+    layer, x = (
+        hw.Attention(hw.design(model=8, heads=2)).double(),
+        torch.randn(1, 5, 8, dtype=torch.float64),
+    )
     with torch.autocast("cpu", BF16):
         assert attention_call.compute_dtype(x) == torch.float64
         assert layer(x).dtype == torch.float64
@@ -234,8 +269,16 @@ def test_an_autocast_layer_is_as_good_as_plain():
 @pytest.mark.parametrize(
     ("words", "state", "value"),
     [
-        ({"modifiers": (hw.Alibi(),)}, {}, "needs a plain softmax over scaled dot products, with nothing added"),
-        ({"normaliser": hw.SinkSoftmax()}, {}, "needs a plain softmax over scaled dot products, with nothing added"),
+        (
+            {"modifiers": (hw.Alibi(),)},
+            {},
+            "needs a plain softmax over scaled dot products, with nothing added",
+        ),
+        (
+            {"normaliser": hw.SinkSoftmax()},
+            {},
+            "needs a plain softmax over scaled dot products, with nothing added",
+        ),
         ({"pattern": "window(3)"}, {}, "computes every score, also those that window(3) hides"),
         ({}, {"single_query": True}, "needs more than one query per row"),
         ({}, {"is_compiling": True}, "torch.compile is not supported"),
@@ -284,6 +327,8 @@ def test_empty_calls_use_plain_operations(small, monkeypatch: pytest.MonkeyPatch
     """No tokens, or no rows: plain operations know what that is."""
     ours, _ = pair(base())
     recorded = []
-    monkeypatch.setattr(dense, "attend", lambda job, attention_mask, inputs, *rest: recorded.append(1) or inputs.q)
+    monkeypatch.setattr(
+        dense, "attend", lambda job, attention_mask, inputs, *rest: recorded.append(1) or inputs.q
+    )
     assert ours(torch.zeros(0, 3, 10, dtype=torch.float64)).shape == (0, 3, 10)
     assert recorded == [1]

@@ -1,4 +1,6 @@
-"""What calls on CUDA run, without a GPU: which backend, which operations, and no value that is read on the way."""
+"""What calls on CUDA run, without a GPU: which backend, which operations, and no value that is read
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,23 @@ SPECS = {
     "entmax": hw.design(preset="entmax", **SIZES),
     "linear": hw.design(preset="linear", **SIZES),
 }
-WHOLE = dict.fromkeys(SPECS, "sdpa") | dict.fromkeys(("window", "dilated", "alibi", "softcap"), "flex")
+WHOLE = dict.fromkeys(SPECS, "sdpa") | dict.fromkeys(
+    ("window", "dilated", "alibi", "softcap"), "flex"
+)
 WHOLE |= dict.fromkeys(("dcmha", "talking", "entmax"), "chunked") | {"linear": "linear"}
-STEP = {"causal": "sdpa", "gqa": "grouped", "mla": "grouped", "moh": "sdpa", "diff2": "grouped", "window": "sdpa",
-        "dilated": "sdpa", "alibi": "sdpa", "softcap": "dense", "dcmha": "dense", "linear": "linear"}  # fmt: skip
+STEP = {
+    "causal": "sdpa",
+    "gqa": "grouped",
+    "mla": "grouped",
+    "moh": "sdpa",
+    "diff2": "grouped",
+    "window": "sdpa",
+    "dilated": "sdpa",
+    "alibi": "sdpa",
+    "softcap": "dense",
+    "dcmha": "dense",
+    "linear": "linear",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -95,24 +110,36 @@ def test_flex_is_first_on_cuda_only_where_others_would_loop_or_store_a_bias():
         for device in ("cuda", "cpu"):
             order = list(hw.why(spec, device=device).reasons_against)
             is_first = order.index("flex") < order.index("block_sparse")
-            assert is_first == (device == "cuda" and name in ("window", "dilated", "alibi", "softcap"))
+            assert is_first == (
+                device == "cuda" and name in ("window", "dilated", "alibi", "softcap")
+            )
 
 
 @pytest.mark.parametrize("pattern", ["causal()", "window(20)", "window(9) | first(3)"])
 @pytest.mark.parametrize("starts", [(0, 0), (200, 0), (150, 90)])
 def test_cached_masks_allow_the_pairs_of_the_pattern(pattern: str, starts: tuple[int, int]):
-    """The mask of consecutive positions is computed from their offsets; here it is compared with the pattern itself."""
+    """The mask of consecutive positions is computed from their offsets; here it is compared with
+    the pattern itself.
+    """
     query_start, key_start = starts
-    queries, keys = SequenceInfo.contiguous(query_start, 130, "cpu"), SequenceInfo.contiguous(key_start, 260, "cpu")
+    queries, keys = (
+        SequenceInfo.contiguous(query_start, 130, "cpu"),
+        SequenceInfo.contiguous(key_start, 260, "cpu"),
+    )
     attention_mask = AttentionMask(queries, keys, parse_pattern(pattern))
     mask = flex.block_mask(attention_mask, 2, "cpu")
     assert flex.block_mask(attention_mask, 3, "cpu") is mask
-    i, j = torch.arange(query_start, query_start + 130)[:, None], torch.arange(key_start, key_start + 260)
+    i, j = (
+        torch.arange(query_start, query_start + 130)[:, None],
+        torch.arange(key_start, key_start + 260),
+    )
     t, s = torch.arange(130)[:, None], torch.arange(260)
     allowed = parse_pattern(pattern).allows(i, j)
     assert torch.equal(mask.mask_mod(torch.tensor(0), torch.tensor(0), t, s), allowed)
     blocks = (
-        torch.nn.functional.pad(allowed, (0, 384 - 260, 0, 256 - 130)).unflatten(0, (2, 128)).unflatten(2, (3, 128))
+        torch.nn.functional.pad(allowed, (0, 384 - 260, 0, 256 - 130))
+        .unflatten(0, (2, 128))
+        .unflatten(2, (3, 128))
     )
     assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
 
@@ -123,7 +150,10 @@ def test_masks_of_documents_are_kept_with_their_positions():
     attention_mask = AttentionMask(tokens, tokens, parse_pattern("causal()"))
     mask = flex.block_mask(attention_mask, 1, "cpu")
     assert flex.block_mask(attention_mask, 1, "cpu") is mask
-    assert flex.block_mask(AttentionMask(tokens, tokens, parse_pattern("window(5)")), 1, "cpu") is not mask
+    assert (
+        flex.block_mask(AttentionMask(tokens, tokens, parse_pattern("window(5)")), 1, "cpu")
+        is not mask
+    )
     t, s = torch.arange(130)[:, None], torch.arange(130)
     expected = (s <= t) & (segments[0][:, None] == segments[0])
     assert torch.equal(mask.mask_mod(torch.tensor(0), torch.tensor(0), t, s), expected)

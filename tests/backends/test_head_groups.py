@@ -1,4 +1,6 @@
-"""Heads with different patterns: each group of heads with one pattern runs, costs and decodes as a layer of its own."""
+"""Heads with different patterns: each group of heads with one pattern runs, costs and decodes as a
+layer of its own.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,29 @@ SPECS = {
     "slopes, sinks and a cap": base(
         pattern=PATTERN, normaliser=hw.SinkSoftmax(), modifiers=(hw.Alibi(), hw.Softcap(2.0))
     ),
-    "relative keys and values": base(pattern=PATTERN, modifiers=(hw.Shaw(reach=2), hw.ShawValues(reach=3))),
-    "a table of distances": base(pattern=PATTERN, vdim=5, modifiers=(hw.T5Bias(buckets=8, reach=9),)),
+    "relative keys and values": base(
+        pattern=PATTERN, modifiers=(hw.Shaw(reach=2), hw.ShawValues(reach=3))
+    ),
+    "a table of distances": base(
+        pattern=PATTERN, vdim=5, modifiers=(hw.T5Bias(buckets=8, reach=9),)
+    ),
     "learned alphas": base(pattern=PATTERN, normaliser=hw.Entmax(kind="learned")),
     "scores of the input": base(pattern=PATTERN, modifiers=(hw.Learned(length=9, kind="dense"),)),
     "pairs of heads with different patterns": base(
-        heads=3, pattern=hw.PerHead((hw.Causal(), STREAMING), (0, 1, 1, 1, 1, 0)), modifiers=(hw.Differential(),)
+        heads=3,
+        pattern=hw.PerHead((hw.Causal(), STREAMING), (0, 1, 1, 1, 1, 0)),
+        modifiers=(hw.Differential(),),
     ),
-    "norms over heads": base(pattern=PATTERN, modifiers=(hw.QKNorm(scope="full"), hw.HeadNorm(), hw.OutputGate())),
-    "latent keys": base(pattern=PATTERN, project=hw.Latent(rank=7, rope=2), modifiers=(hw.Rotary(),)),
+    "norms over heads": base(
+        pattern=PATTERN, modifiers=(hw.QKNorm(scope="full"), hw.HeadNorm(), hw.OutputGate())
+    ),
+    "latent keys": base(
+        pattern=PATTERN, project=hw.Latent(rank=7, rope=2), modifiers=(hw.Rotary(),)
+    ),
     "shared queries and keys": base(pattern=PATTERN, project=hw.Collaborative(width=9)),
-    "values in groups of their own": base(pattern=PATTERN, kv=3).with_heads(value_heads=(0, 0, 1, 1, 1, 0)),
+    "values in groups of their own": base(pattern=PATTERN, kv=3).with_heads(
+        value_heads=(0, 0, 1, 1, 1, 0)
+    ),
     "routed heads": base(pattern=PATTERN, modifiers=(hw.Routed(2, 2),)),
     "heads routed by norms": base(pattern=PATTERN, modifiers=(hw.Routed(2, 2, router="norm"),)),
     "features": base(pattern=PATTERN, similarity=hw.FeatureMap(), normaliser=hw.Sum()),
@@ -59,7 +73,13 @@ MIXED = ("mixed scores", "mixed to other numbers of heads", "mixed weights")
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
-    "check", [contract.compare_outputs, contract.compare_gradients, contract.compare_decoding, contract.compare_pruning]
+    "check",
+    [
+        contract.compare_outputs,
+        contract.compare_gradients,
+        contract.compare_decoding,
+        contract.compare_pruning,
+    ],
 )
 def test_heads_attend_to_their_own_keys(name, check):
     check_comparisons(check(SPECS[name]))
@@ -86,7 +106,8 @@ def test_each_pattern_is_one_call_unless_heads_are_mixed(name):
     assert isinstance(dispatch, HeadGroupDispatch) == (name not in MIXED)
     for named in ("dense", "chunked"):
         assert not isinstance(
-            backends.plan_dispatch(CallSignature(layer.spec, layer.spec.core), named), HeadGroupDispatch
+            backends.plan_dispatch(CallSignature(layer.spec, layer.spec.core), named),
+            HeadGroupDispatch,
         )
     seen = CallSignature(layer.spec, layer.spec.core, probed_tensors=frozenset({"weights"}))
     assert backends.plan_dispatch(seen).backend_names == ("dense",)
@@ -127,7 +148,10 @@ def test_a_mask_of_the_caller_and_the_patterns_both_hide():
 @pytest.mark.parametrize("when", [[], ["grad"], ["training"]])
 def test_a_group_runs_on_the_backend_of_a_layer_with_its_pattern(tokens, when):
     spec = hw.design(
-        model=60, heads=6, kv=2, pattern=hw.PerHead((hw.Causal(), STREAMING, hw.Dilated(5, rate=3)), (0, 0, 0, 1, 1, 2))
+        model=60,
+        heads=6,
+        kv=2,
+        pattern=hw.PerHead((hw.Causal(), STREAMING, hw.Dilated(5, rate=3)), (0, 0, 0, 1, 1, 2)),
     )
     groups = hw.why(spec, tokens=tokens, when=when).call.groups
     assert [group.signature.score_heads for group in groups] == [(0, 1, 2), (3, 4), (5,)]
@@ -139,17 +163,21 @@ def test_a_group_runs_on_the_backend_of_a_layer_with_its_pattern(tokens, when):
 
 
 def test_the_report_names_the_backend_of_each_group():
-    spec = hw.design(model=64, heads=4, pattern=hw.PerHead((hw.Causal(), hw.Window(9)), (0, 1, 1, 1)))
+    spec = hw.design(
+        model=64, heads=4, pattern=hw.PerHead((hw.Causal(), hw.Window(9)), (0, 1, 1, 1))
+    )
     report = hw.why(spec, tokens=4096)
     assert report.backend == "flash_cpu, block_sparse"
-    assert "head 0 (causal()): flash_cpu; heads 1, 2, 3 (window(9)): block_sparse" in " ".join(str(report).split())
+    assert "head 0 (causal()): flash_cpu; heads 1, 2, 3 (window(9)): block_sparse" in " ".join(
+        str(report).split()
+    )
     assert [group["pattern"] for group in report.data["groups"]] == ["causal()", "window(9)"]
     assert report.reasons_against["sdpa"] == ["runs heads with one pattern, and these have several"]
     assert hw.why(spec, want=["weights"]).backend == "dense"
     assert hw.why(spec, want=["weights"]).call.groups == ()
 
 
-# --- Counts --------------------------------------------------------------------------------------------
+# --- Counts ---------------------------------------------------------------------------------------
 
 
 def component(spec):
@@ -160,11 +188,17 @@ def parts_of(spec):
     """Layers that have the heads of one pattern each."""
     for pattern, heads in spec.pattern.groups:
         kv = len({spec.heads.kv_head_of_query[head] for head in heads})
-        yield hw.design(model=spec.model, heads=len(heads), kv=kv, dim=spec.heads.dim, pattern=pattern)
+        yield hw.design(
+            model=spec.model, heads=len(heads), kv=kv, dim=spec.heads.dim, pattern=pattern
+        )
 
 
 COUNTED = hw.design(
-    model=24, heads=6, kv=3, dim=4, pattern=hw.PerHead((hw.Causal(), hw.Window(40) | hw.First(3)), (0, 0, 1, 1, 1, 1))
+    model=24,
+    heads=6,
+    kv=3,
+    dim=4,
+    pattern=hw.PerHead((hw.Causal(), hw.Window(40) | hw.First(3)), (0, 0, 1, 1, 1, 1)),
 )
 
 
@@ -180,11 +214,15 @@ def core(items):
 )
 def test_required_flops_are_the_sum_over_heads(call):
     def required(spec):
-        return core((product.name, product.flops) for product in component(spec).required_products(call))
+        return core(
+            (product.name, product.flops) for product in component(spec).required_products(call)
+        )
 
     assert required(COUNTED) == sum(map(required, parts_of(COUNTED)))
     work = component(COUNTED).work(call)
-    assert core((term.name, term.value) for term in costs.flops.forward_flops(COUNTED, work).terms) == required(COUNTED)
+    assert core(
+        (term.name, term.value) for term in costs.flops.forward_flops(COUNTED, work).terms
+    ) == required(COUNTED)
     whole = costs.required_flops(COUNTED, work) - costs.required_flops(COUNTED, work.with_pairs(0))
     assert whole == required(COUNTED)
 
@@ -196,7 +234,11 @@ def test_executed_flops_are_the_sum_over_groups(call):
     on = ExecutionTarget()
 
     def executed(spec):
-        outside = sum(p.flops for p in component(spec).required_products(call) if not p.name.startswith("core"))
+        outside = sum(
+            p.flops
+            for p in component(spec).required_products(call)
+            if not p.name.startswith("core")
+        )
         return component(spec).executed_flops(call, on) - outside
 
     def backward(spec):
@@ -221,12 +263,16 @@ def test_a_decode_step_multiplies_the_keys_of_each_pattern_alone():
         step = torch_flops(layer, x[:, -1:], cache=cache)
     outside = costs.required_flops(COUNTED, hw.CallSize(2, 1, 1, 120, 0))
     assert step - outside == 2 * 2 * (2 * 4) * (2 * 120 + 4 * 43)
-    assert step == component(COUNTED).executed_flops(ForwardCall(2, 1, 119, mode="steps"), ExecutionTarget())
+    assert step == component(COUNTED).executed_flops(
+        ForwardCall(2, 1, 119, mode="steps"), ExecutionTarget()
+    )
 
 
 @torch.no_grad()
 def test_a_decode_step_multiplies_the_keys_of_each_ring():
-    """Rings of 3 tokens, and of the latest 6 and the first 2, each for 3 query heads with 4 channels."""
+    """Rings of 3 tokens, and of the latest 6 and the first 2, each for 3 query heads with 4
+    channels.
+    """
     spec = hw.design(
         model=24,
         heads=6,
@@ -240,15 +286,25 @@ def test_a_decode_step_multiplies_the_keys_of_each_ring():
     step = torch_flops(layer, x[:, -1:], cache=cache)
     outside = costs.required_flops(spec, hw.CallSize(2, 1, 1, 41, 0))
     assert step - outside == 2 * 2 * (2 * 4) * (3 * 3 + 3 * 8)
-    assert step == component(spec).executed_flops(ForwardCall(2, 1, 40, mode="steps"), ExecutionTarget())
+    assert step == component(spec).executed_flops(
+        ForwardCall(2, 1, 40, mode="steps"), ExecutionTarget()
+    )
 
 
 def test_bytes_are_read_by_the_heads_that_need_them():
-    """The first key-value head is read whole, the two others by heads with a window of 40 and 3 sinks."""
-    assert patterns_of_kv_heads(COUNTED) == (hw.Causal(), hw.Window(40) | hw.First(3), hw.Window(40) | hw.First(3))
+    """The first key-value head is read whole, the two others by heads with a window of 40 and 3
+    sinks.
+    """
+    assert patterns_of_kv_heads(COUNTED) == (
+        hw.Causal(),
+        hw.Window(40) | hw.First(3),
+        hw.Window(40) | hw.First(3),
+    )
     assert component(COUNTED).key_reads(ForwardCall(1, 1, 999, mode="steps")) == (1000, 43, 43)
     assert component(COUNTED).key_reads(ForwardCall(1, 1000)) == (1000, 1000, 1000)
-    cost = chunk_cost(AttentionGroup("attention", COUNTED), RequestChunk(1, past=999), NumberFormats())
+    cost = chunk_cost(
+        AttentionGroup("attention", COUNTED), RequestChunk(1, past=999), NumberFormats()
+    )
     per_head, queries_and_outputs = 2 * 4 * 2, 2 * 6 * 4 * 2
     assert cost.bytes_moved == per_head * (1000 + 43 + 43) + queries_and_outputs
     shared = replace(COUNTED, pattern=hw.PerHead((hw.Causal(), hw.Window(4)), (0, 1, 1, 1, 0, 1)))
@@ -257,12 +313,16 @@ def test_bytes_are_read_by_the_heads_that_need_them():
 
 def test_a_cache_keeps_what_some_head_reads():
     assert COUNTED.pattern.retention == (0, None)
-    windows = base(pattern=hw.PerHead((hw.Window(4), hw.Window(6) | hw.First(2)), (0, 0, 0, 1, 1, 1)))
+    windows = base(
+        pattern=hw.PerHead((hw.Window(4), hw.Window(6) | hw.First(2)), (0, 0, 0, 1, 1, 1))
+    )
     assert windows.pattern.retention == (2, 6)
     cache = cases.layer(windows).cache(batch=2, capacity=100)
     assert cache.nbytes == costs.cache_bytes(windows, batch=2, capacity=100, bytes_per_number=8)
     assert [own.slots for own in cache.caches] == [8, 4]
-    shared = base(pattern=hw.PerHead((hw.Window(4), hw.Window(6) | hw.First(2)), (0, 1, 1, 0, 0, 1)), kv=3)
+    shared = base(
+        pattern=hw.PerHead((hw.Window(4), hw.Window(6) | hw.First(2)), (0, 1, 1, 0, 0, 1)), kv=3
+    )
     assert cases.layer(shared).cache(batch=2, capacity=100).slots == 8
 
 
@@ -277,16 +337,24 @@ def held_bytes(cache):
 
 @pytest.mark.parametrize("store", [None, "int8"])
 def test_streaming_heads_keep_sinks_and_recent_tokens(store):
-    """DuoAttention: of 2 key-value heads with 64 channels, one keeps 4,096 tokens and the other 64 + 256."""
+    """DuoAttention: of 2 key-value heads with 64 channels, one keeps 4,096 tokens and the other 64
+    + 256.
+    """
     spec = hw.design(preset="streaming_retrieval")
     cache = hw.KVCache.for_spec(spec, batch=3, capacity=4096, storage_format=store)
     bytes_per_token = 2 * (64 * 4 if store is None else 64 + 4)
     assert cache.nbytes == held_bytes(cache) == 3 * (4096 + 64 + 256) * bytes_per_token
     assert costs.cache_bytes(spec, batch=3, capacity=4096, storage=store or "") == cache.nbytes
     requests = costs.kv_cache_memory.RequestBatch.uniform(3, 4096)
-    assert costs.kv_cache_memory.kv_cache_bytes(spec, requests, "ring", store or "fp32") == cache.nbytes
+    assert (
+        costs.kv_cache_memory.kv_cache_bytes(spec, requests, "ring", store or "fp32")
+        == cache.nbytes
+    )
     every_token = hw.design(preset="streaming_retrieval", pattern="causal")
-    assert costs.cache_bytes(every_token, batch=3, capacity=4096, storage=store or "") == 3 * 2 * 4096 * bytes_per_token
+    assert (
+        costs.cache_bytes(every_token, batch=3, capacity=4096, storage=store or "")
+        == 3 * 2 * 4096 * bytes_per_token
+    )
 
 
 DIVIDED = {
@@ -304,12 +372,17 @@ def test_divided_caches_give_every_reader_the_same_outputs(name):
     x = torch.randn(3, 17, 10, dtype=torch.float64)
     whole, probe = layer(x), hw.Probe("weights")
     layer(x, probe=probe)
-    kinds = {"plain": {}, "probed": {"probe": hw.Probe("weights")}, "keys": {"probe": hw.Probe("k", "v")}}
+    kinds = {
+        "plain": {},
+        "probed": {"probe": hw.Probe("weights")},
+        "keys": {"probe": hw.Probe("k", "v")},
+    }
     for kind, options in kinds.items():
         cache = layer.cache(batch=3, capacity=17)
         assert isinstance(cache, hw.cache.HeadGroupCache)
         outputs = [
-            layer(x[:, first : first + n], cache=cache, **options) for first, n in ((0, 5), (5, 1), (6, 4), (10, 1))
+            layer(x[:, first : first + n], cache=cache, **options)
+            for first, n in ((0, 5), (5, 1), (6, 4), (10, 1))
         ]
         check_close(torch.cat(outputs, 1), whole[:, :11])
         if kind == "probed":
@@ -320,7 +393,7 @@ def test_divided_caches_give_every_reader_the_same_outputs(name):
         check_close(layer(x[[2, 0], 11:12], cache=cache), whole[[2, 0], 11:12])
 
 
-# --- Decoding ------------------------------------------------------------------------------------------
+# --- Decoding -------------------------------------------------------------------------------------
 
 CACHED = {
     "all tokens": PATTERN,
@@ -334,8 +407,12 @@ CACHED = {
 @pytest.mark.parametrize("store", [None, "int8"])
 @pytest.mark.parametrize("name", CACHED)
 def test_tokens_decode_one_by_one_as_in_one_pass(name, store):
-    dtype = torch.float64 if store is None else torch.float32  # whose int8 caches a backend may read in place
-    layer = cases.layer(base(pattern=CACHED[name], kv=2, modifiers=(hw.Alibi(),) if store is None else ()), dtype)
+    dtype = (
+        torch.float64 if store is None else torch.float32
+    )  # whose int8 caches a backend may read in place
+    layer = cases.layer(
+        base(pattern=CACHED[name], kv=2, modifiers=(hw.Alibi(),) if store is None else ()), dtype
+    )
     x = torch.randn(3, 17, 10, dtype=torch.float64).to(dtype)
     expected = layer(x)
     with torch.no_grad():
@@ -350,7 +427,9 @@ def test_tokens_decode_one_by_one_as_in_one_pass(name, store):
 
 @torch.no_grad()
 def test_a_kernel_for_int8_caches_gets_dequantised_heads():
-    layer = cases.layer(base(pattern=hw.PerHead((hw.Causal(), STREAMING), (0, 0, 0, 1, 1, 1)), kv=2), torch.float32)
+    layer = cases.layer(
+        base(pattern=hw.PerHead((hw.Causal(), STREAMING), (0, 0, 0, 1, 1, 1)), kv=2), torch.float32
+    )
     x = torch.randn(3, 17, 10)
     expected = layer(x)[:, -1:]
     cache = layer.cache(batch=3, capacity=20, storage_format="int8")
@@ -374,7 +453,7 @@ def test_rows_of_different_lengths_decode_on(pattern):
             check_close(ours[row], layer(alone)[0, length:])
 
 
-# --- Selection of heads --------------------------------------------------------------------------------
+# --- Selection of heads ---------------------------------------------------------------------------
 
 
 def test_pruned_and_permuted_heads_keep_their_patterns():
@@ -396,13 +475,19 @@ def test_pruned_and_permuted_heads_keep_their_patterns():
 
 
 def test_every_masked_head_has_a_pattern():
-    with pytest.raises(hw.SpecError, match="pattern_of_head lists 6 heads, but 8 heads are masked; give one"):
+    with pytest.raises(
+        hw.SpecError, match="pattern_of_head lists 6 heads, but 8 heads are masked; give one"
+    ):
         base(heads=8, pattern=PATTERN)
-    with pytest.raises(hw.SpecError, match="pattern_of_head lists 6 heads, but 7 heads are masked; give one"):
+    with pytest.raises(
+        hw.SpecError, match="pattern_of_head lists 6 heads, but 7 heads are masked; give one"
+    ):
         base(pattern=PATTERN, modifiers=(hw.TalkingHeads(heads=7),))
 
 
-@pytest.mark.parametrize(("heads", "is_view"), [((0, 1), True), ((1, 3, 5), True), ((2,), True), ((0, 1, 3), False)])
+@pytest.mark.parametrize(
+    ("heads", "is_view"), [((0, 1), True), ((1, 3, 5), True), ((2,), True), ((0, 1, 3), False)]
+)
 def test_heads_at_equal_distances_are_a_view(heads, is_view):
     x = torch.randn(2, 3, 6, 4)
     taken = take_heads(x, heads)

@@ -37,19 +37,25 @@ def unsupported_reasons(spec: hw.AttentionSpec, **more) -> list[str]:
     return backends.unsupported_reasons("paged", call)
 
 
-# --- as one pass ---------------------------------------------------------------------------------------
+# --- as one pass ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SPECS)
 @FEW
 @given(
-    lengths=st.lists(st.one_of(st.integers(0, 12), st.integers(0, LONGEST)), min_size=1, max_size=4),
+    lengths=st.lists(
+        st.one_of(st.integers(0, 12), st.integers(0, LONGEST)), min_size=1, max_size=4
+    ),
     page=st.sampled_from([1, 2, 3, 5, 7, 13, 16, 31]),
     row_order=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     order=st.integers(0, 9),
 )
-def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, row_order, order: int):
-    """Of any lengths; then some rows leave, some are taken twice and share what they have until they part."""
+def test_rows_read_their_pages_as_one_pass_reads(
+    name: str, lengths, page: int, row_order, order: int
+):
+    """Of any lengths; then some rows leave, some are taken twice and share what they have until
+    they part.
+    """
     layer = build_layer(name)
     if name == "prefix":
         lengths = [max(3, length) for length in lengths]
@@ -98,7 +104,10 @@ def test_errors_equal_those_of_gathered_keys(name: str, dtype: torch.dtype):
         far[only] = decode_step(layer, cache, new, only).double()
     exact.load_state_dict({name: tensor.double() for name, tensor in layer.state_dict().items()})
     truth = torch.stack(
-        [last_output_in_one_pass(exact, torch.cat([x[b, :n], new[b]]).double()) for b, n in enumerate(lengths)]
+        [
+            last_output_in_one_pass(exact, torch.cat([x[b, :n], new[b]]).double())
+            for b, n in enumerate(lengths)
+        ]
     )
     error = {only: (y - truth).abs().max().item() for only, y in far.items()}
     assert error["paged"] <= 2 * error["dense"] + 1e-7
@@ -114,7 +123,8 @@ def test_threads_do_not_change_a_bit(dtype: torch.dtype):
         for count in (1, 2):
             torch.set_num_threads(1)
             caches = [
-                prefilled_cache(each, make_pool(each.spec, dtype, 16, 300, 4), x, lengths) for each in (layer, other)
+                prefilled_cache(each, make_pool(each.spec, dtype, 16, 300, 4), x, lengths)
+                for each in (layer, other)
             ]
             torch.set_num_threads(count)
             each = zip((layer, other), caches, strict=True)
@@ -133,30 +143,40 @@ def test_scores_that_are_huge_stay_numbers():
 
 def test_layers_with_one_cache_layout_apply_their_own_patterns():
     """One table for both, all of which only one of them reads."""
-    specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
+    specs = [
+        hw.design(model=MODEL, heads=2, dim=3, pattern=text)
+        for text in ("causal()", "causal() & dilated(40, 3)")
+    ]
     assert [
-        FullVisibility(spec.pattern).sees_all(30, lambda spec=spec: retained_tokens(spec.pattern)) for spec in specs
+        FullVisibility(spec.pattern).sees_all(30, lambda spec=spec: retained_tokens(spec.pattern))
+        for spec in specs
     ] == [True, False]
     layers = [hw.Attention(spec).double() for spec in specs]
     pool = PagePool(specs, pages=20, page=4, dtype=torch.float64)
-    caches = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))
+    caches = pool.caches(
+        pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()])
+    )
     x = torch.randn(2, 14, MODEL, dtype=torch.float64)
     for layer, cache in zip(layers, caches, strict=True):
         decode_step(layer, cache, x[:, :9], None)
     for t in range(9, 14):
         for layer, cache in zip(layers, caches, strict=True):
             ours = decode_step(layer, cache, x[:, t : t + 1], "paged")
-            cases.check_close(ours, torch.stack([last_output_in_one_pass(layer, row[: t + 1]) for row in x]))
+            cases.check_close(
+                ours, torch.stack([last_output_in_one_pass(layer, row[: t + 1]) for row in x])
+            )
 
 
-# --- what is read where it lies, and what is gathered ----------------------------------------------------
+# --- what is read where it lies, and what is gathered ---------------------------------------------
 
 
 def test_projections_that_pass_cached_tensors_on_do_so():
     for name, spec in cases.EXAMPLES.items():
         form = spec.projection_form(one=True)
         if form.caches_keys_and_values:
-            entry = {key: torch.randn(2, 3, *shape) for key, shape in spec.kv_entry_shapes().items()}
+            entry = {
+                key: torch.randn(2, 3, *shape) for key, shape in spec.kv_entry_shapes().items()
+            }
             p = hw.Attention(spec).weights["project"]
             k, v = form.expand_kv(entry, lambda x, side: x + 1, p)
             assert k is entry["k"], name
@@ -173,10 +193,14 @@ def test_reasons_to_gather():
     assert unsupported_reasons(plain, probed_tensors=frozenset({"k", "v"})) == [
         "cannot show k, v: it reads keys and values in their pages"
     ]
-    latent = hw.design(model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),))
+    latent = hw.design(
+        model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),)
+    )
     assert unsupported_reasons(latent) == ["Latent computes keys and values from what is cached"]
     sinks = hw.design(model=12, heads=4, normaliser=hw.SinkSoftmax())
-    assert unsupported_reasons(sinks, probed_tensors=frozenset({"lse"})) == ["its lse includes the sinks"]
+    assert unsupported_reasons(sinks, probed_tensors=frozenset({"lse"})) == [
+        "its lse includes the sinks"
+    ]
     assert unsupported_reasons(sinks) == []
 
 
@@ -202,7 +226,9 @@ def test_several_tokens_of_a_row_are_gathered():
 
 
 def test_probed_layers_gather_their_keys():
-    """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
+    """Whoever looks at keys of a call has those of each row side by side, zero where a row has
+    none.
+    """
     layer, recorded = build_layer("sinks"), []
     pool = make_pool(layer.spec, torch.float64, 4, 20, 0)
     pool.storage.fill_(torch.nan)  # the page that stands for none, too
@@ -210,7 +236,9 @@ def test_probed_layers_gather_their_keys():
     cache = prefilled_cache(layer, pool, x, [30, 8])
     attend = backends.paged_decode.attend
 
-    def watched(job: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, *rest: object) -> torch.Tensor:
+    def watched(
+        job: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, *rest: object
+    ) -> torch.Tensor:
         recorded.append((attention_mask, inputs))
         return attend(job, attention_mask, inputs, *rest)
 
@@ -237,20 +265,34 @@ def test_products_are_counted():
         decode_step(layer, cache, x[:, 7:8], "paged")
     job = CallSignature(layer.spec, layer.spec.core, single_query=True, has_paged_cache=True)
     core = backends.paged_decode.executed_flops(job, hw.CallSize(2, 1, 1, 8))
-    assert counter.get_flop_counts()["Global"][torch.ops.headwise.paged_decode] == core == 2 * 2 * 6 * 8 * 10
+    assert (
+        counter.get_flop_counts()["Global"][torch.ops.headwise.paged_decode]
+        == core
+        == 2 * 2 * 6 * 8 * 10
+    )
 
 
-# --- the engine ----------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 def language(*specs: hw.AttentionSpec) -> hw.Transformer:
-    blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs]
-    stack = bp.StackSpec.from_blocks("decoder", 16, blocks, embedding=bp.EmbeddingSpec(13), norm=bp.NormSpec("rms"))
-    return hw.build(bp.ModelSpec("tiny", "decoder", (stack,), heads=(bp.OutputHeadSpec("tokens", 13),)), seed=1).eval()
+    blocks = [
+        bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs
+    ]
+    stack = bp.StackSpec.from_blocks(
+        "decoder", 16, blocks, embedding=bp.EmbeddingSpec(13), norm=bp.NormSpec("rms")
+    )
+    return hw.build(
+        bp.ModelSpec("tiny", "decoder", (stack,), heads=(bp.OutputHeadSpec("tokens", 13),)), seed=1
+    ).eval()
 
 
-def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -> tuple[hw.Engine, list[int], int]:
-    """An engine that has answered such prompts; rows of each call of one token, and how often pages were gathered."""
+def answered(
+    net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]
+) -> tuple[hw.Engine, list[int], int]:
+    """An engine that has answered such prompts; rows of each call of one token, and how often pages
+    were gathered.
+    """
     engine = hw.Engine(net, budget=4_000_000, batching=hw.BatchingConfig(page=4, chunk=512))
     rows, gathered, hidden, gather = [], [], net.hidden, PagePool.gather
 
@@ -260,7 +302,9 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
 
     patch.setattr(net, "hidden", called)
     patch.setattr(PagePool, "gather", lambda *args: gathered.append(args) or gather(*args))
-    streams = [engine.submit([n * size % 13 for n in range(size)], max_new_tokens=4) for size in sizes]
+    streams = [
+        engine.submit([n * size % 13 for n in range(size)], max_new_tokens=4) for size in sizes
+    ]
     engine.step()
     before, rows[:] = len(gathered), []
     engine.run()
@@ -268,13 +312,18 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
     for stream, size in zip(streams, sizes, strict=True):
         assert (
             stream.ids
-            == hw.greedy_decode(net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4)[0]
+            == hw.greedy_decode(
+                net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4
+            )[0]
         )
     return engine, *arguments
 
 
 def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyPatch):
-    near, far = (hw.design(model=16, heads=4, kv=2, pattern=text) for text in ("window(9) | first(2)", "causal()"))
+    near, far = (
+        hw.design(model=16, heads=4, kv=2, pattern=text)
+        for text in ("window(9) | first(2)", "causal()")
+    )
     net = language(near, far)
     monkeypatch.setattr(
         hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9)
@@ -289,7 +338,9 @@ def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyP
 
 def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
     far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
-    net = language(far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far)
+    net = language(
+        far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far
+    )
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
     monkeypatch.setattr(hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])

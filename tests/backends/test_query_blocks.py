@@ -1,4 +1,6 @@
-"""Query blocks of a pattern in fused calls: each pair once, exact results and gradients, linear work."""
+"""Query blocks of a pattern in fused calls: each pair once, exact results and gradients, linear
+work.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def covered_pairs(pattern, queries: range, *runs: range) -> tuple[Tensor, Tensor
             )
             mask = pattern.allows(i[:, None], j)
         for rows, keys in zip(piece.queries, piece.keys, strict=True):
-            where = torch.tensor(list(rows))[:, None], torch.tensor([n for some in keys for n in some])
+            where = (
+                torch.tensor(list(rows))[:, None],
+                torch.tensor([n for some in keys for n in some]),
+            )
             allowed[where] += mask
             found[where] += 1
     return allowed, found
@@ -65,7 +70,12 @@ def covered_pairs(pattern, queries: range, *runs: range) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @settings(max_examples=25, deadline=None)
-@given(start=st.integers(0, 150), count=st.integers(1, 200), cut=st.integers(0, 300), gap=st.integers(0, 40))
+@given(
+    start=st.integers(0, 150),
+    count=st.integers(1, 200),
+    cut=st.integers(0, 300),
+    gap=st.integers(0, 40),
+)
 def test_pieces_read_every_allowed_pair_once_and_no_other(pattern, start, count, cut, gap):
     pattern = parse_pattern(pattern)
     result, runs = range(start, start + count), (range(cut), range(cut + gap, 300 + gap))
@@ -85,16 +95,39 @@ def _axes(runs) -> list[TokenAxis]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_executed_pairs_are_the_sum_over_the_pieces(pattern):
     pattern = parse_pattern(pattern)
-    for queries, keys in [(range(1500), range(1500)), (range(700, 1900), range(1900)), (range(300), range(77))]:
+    for queries, keys in [
+        (range(1500), range(1500)),
+        (range(700, 1900), range(1900)),
+        (range(300), range(77)),
+    ]:
         every = plan_block_batches(pattern, TokenAxis(queries), [TokenAxis(keys)])
         assert count_batch_pairs(pattern, queries, keys) == sum(piece.num_pairs for piece in every)
 
 
 def test_gaps_are_left_out():
-    assert [find_dilation(parse_pattern(text)) for text in PATTERNS] == [1, 1, 1, 1, 3, 200, 1, 2, 2, 1, 1, 1, 1]
+    assert [find_dilation(parse_pattern(text)) for text in PATTERNS] == [
+        1,
+        1,
+        1,
+        1,
+        3,
+        200,
+        1,
+        2,
+        2,
+        1,
+        1,
+        1,
+        1,
+    ]
     far, dense = parse_pattern("dilated(64, rate=32)"), parse_pattern("window(64)")
-    assert count_batch_pairs(far, range(8192), range(8192)) <= 1.3 * count_batch_pairs(dense, range(8192), range(8192))
-    assert [choose_block_size(parse_pattern(text)) for text in ("window(32)", "window(256)", "window(2048)")] == [
+    assert count_batch_pairs(far, range(8192), range(8192)) <= 1.3 * count_batch_pairs(
+        dense, range(8192), range(8192)
+    )
+    assert [
+        choose_block_size(parse_pattern(text))
+        for text in ("window(32)", "window(256)", "window(2048)")
+    ] == [
         32,
         64,
         128,
@@ -144,12 +177,15 @@ def test_ragged_rows_have_the_outputs_and_gradients_of_the_definition(pattern, r
     count, cuts, way = rows
     tokens = laid(count, cuts, way)
     q, k, v = (
-        torch.randn(len(cuts), count, n, 4, dtype=torch.float64).requires_grad_() for n in (6, 6 // each, 6 // each)
+        torch.randn(len(cuts), count, n, 4, dtype=torch.float64).requires_grad_()
+        for n in (6, 6 // each, 6 // each)
     )
     sinks = torch.randn(6, dtype=torch.float64, requires_grad=True) if sunk else None
     same = [tokens.position, tokens.segment] * 2
     o, lse = block_sparse.block_sparse_attention(q, k, v, sinks, same, [], pattern, 0.7)
-    expected, sums = truth(q, k, v, hw.AttentionMask(tokens, tokens, parse_pattern(pattern)).allowed, sinks, 0.7)
+    expected, sums = truth(
+        q, k, v, hw.AttentionMask(tokens, tokens, parse_pattern(pattern)).allowed, sinks, 0.7
+    )
     cases.check_close(o, expected)
     torch.testing.assert_close(lse, sums.detach(), rtol=1e-9, atol=1e-9)  # of nothing it is -inf
     learn = [q, k, v, *([sinks] if sunk else [])]
@@ -161,10 +197,19 @@ def test_ragged_rows_have_the_outputs_and_gradients_of_the_definition(pattern, r
     assert not lse.requires_grad
 
 
-@pytest.mark.parametrize("pattern", ["window(100)", "dilated(5, rate=3)", "dilated(9, rate=200, after=4)"])
+@pytest.mark.parametrize(
+    "pattern", ["window(100)", "dilated(5, rate=3)", "dilated(9, rate=200, after=4)"]
+)
 def test_gradients_added_together_do_not_overlap(pattern, monkeypatch):
-    """Threads share an addition out: two that add to the same token at once lose what one of them adds."""
-    added, inside, view, overlap = [], [], block_sparse.BatchedBlocks._view, block_sparse.BatchedBlocks._overlap
+    """Threads share an addition out: two that add to the same token at once lose what one of them
+    adds.
+    """
+    added, inside, view, overlap = (
+        [],
+        [],
+        block_sparse.BatchedBlocks._view,
+        block_sparse.BatchedBlocks._overlap,
+    )
 
     def viewed(self, x, ranges):
         inputs = view(self, x, ranges)
@@ -183,7 +228,10 @@ def test_gradients_added_together_do_not_overlap(pattern, monkeypatch):
     torch.autograd.grad(o.sum(), [q, k, v])
     assert any(len(some) > 1 for some in added)
     for some in added:
-        along = [torch.arange(count) * stride for count, stride in zip(some.shape, some.stride(), strict=True)]
+        along = [
+            torch.arange(count) * stride
+            for count, stride in zip(some.shape, some.stride(), strict=True)
+        ]
         places = sum(torch.meshgrid(*along, indexing="ij"))
         assert len(places.unique()) == some.numel()
 
@@ -192,7 +240,9 @@ def large(dtype) -> tuple[Tensor, ...]:
     return tuple(torch.randn(2, 300, 3, 16).to(dtype) for _ in "qkv")
 
 
-@pytest.mark.parametrize(("dtype", "peer"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "peer"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("pattern", ["window(100)", "first(4) | window(37)", "dilated(5, rate=3)"])
 def test_errors_are_at_most_twice_those_of_one_masked_call(pattern, dtype, peer):
     q, k, v = large(dtype)
@@ -200,7 +250,9 @@ def test_errors_are_at_most_twice_those_of_one_masked_call(pattern, dtype, peer)
     mask = parse_pattern(pattern).allows(place[:, None], place)
     exact, _ = truth(q, k, v, mask, None, 0.25)
     ours = block_sparse.block_sparse_attention(q, k, v, None, [], [0, 0], pattern, 0.25)[0]
-    theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.25)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.25
+    )
     errors = [(o.double() - exact).abs().max() for o in (ours, theirs.transpose(1, 2))]
     assert errors[0] <= 2 * errors[1] + torch.finfo(peer).eps * exact.abs().max()
 
@@ -223,7 +275,11 @@ class AllocationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        values = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        values = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         for built in tree_leaves(out):
             if isinstance(built, Tensor) and built.untyped_storage().data_ptr() not in values:
                 self.nbytes += built.nbytes
@@ -254,7 +310,10 @@ def test_work_and_memory_grow_with_the_length(pattern):
     layer = hw.Attention(hw.design(model=16, heads=2, pattern=pattern), backend="block_sparse")
     keep = [saved_bytes(layer, count) for count in (1024, 2048)]
     numbers = [allocated_bytes(pattern, count) for count in (1024, 2048)]
-    values = [count_batch_pairs(parse_pattern(pattern), range(count), range(count)) for count in (1024, 2048)]
+    values = [
+        count_batch_pairs(parse_pattern(pattern), range(count), range(count))
+        for count in (1024, 2048)
+    ]
     assert values[1] <= 2.2 * values[0]
     assert numbers[1] <= 2.2 * numbers[0]
     assert keep[1] <= 2.2 * keep[0]
@@ -262,7 +321,10 @@ def test_work_and_memory_grow_with_the_length(pattern):
 
 @pytest.mark.parametrize("modifiers", [(hw.T5Bias(buckets=8, reach=9),), (hw.Alibi(),)], ids=repr)
 def test_biases_leave_gradients_that_grow_with_the_length(modifiers):
-    layer = hw.Attention(hw.design(model=8, heads=2, pattern="window(50)", modifiers=modifiers), backend="block_sparse")
+    layer = hw.Attention(
+        hw.design(model=8, heads=2, pattern="window(50)", modifiers=modifiers),
+        backend="block_sparse",
+    )
     grown = list[int]()
     for count in (1024, 2048):
         x = torch.randn(1, count, 8, requires_grad=True)
@@ -274,7 +336,10 @@ def test_biases_leave_gradients_that_grow_with_the_length(modifiers):
 
 
 def test_no_tensor_is_saved_without_gradients():
-    layer, stored = hw.Attention(cases.base(pattern="window(20)"), backend="block_sparse"), list[Tensor]()
+    layer, stored = (
+        hw.Attention(cases.base(pattern="window(20)"), backend="block_sparse"),
+        list[Tensor](),
+    )
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(stored.append, lambda t: t):
         layer(torch.randn(1, 300, 10))
     assert not stored
@@ -288,12 +353,17 @@ def test_second_derivatives_are_refused():
         first.sum().backward()
 
 
-@pytest.mark.parametrize("pattern", ["window(20)", "dilated(5, rate=3)", "bigbird(300, block=16, random=2)"])
+@pytest.mark.parametrize(
+    "pattern", ["window(20)", "dilated(5, rate=3)", "bigbird(300, block=16, random=2)"]
+)
 def test_gradients_are_counted_as_torch_counts_them(pattern):
     spec = cases.base(pattern=pattern, kv=2)
     layer = cases.layer(spec, torch.float32, "block_sparse")
     x = torch.randn(2, 300, 10, requires_grad=True)
-    job, work = CallSignature(spec, spec.core, needs_grad=True), costs.self_attention_work(spec, batch=2, queries=300)
+    job, work = (
+        CallSignature(spec, spec.core, needs_grad=True),
+        costs.self_attention_work(spec, batch=2, queries=300),
+    )
     core = BACKENDS["block_sparse"].executed_flops(job, work)
     with FlopCounterMode(display=False) as counter:
         y = layer(x)

@@ -40,7 +40,9 @@ def everything_is_large():
 
 
 def dense(lengths, dim, vdim, heads=6, groups=2, dtype=torch.float64):
-    """Queries, keys and values [B, S, G, K] of a dense cache whose rows hold so many tokens, and their table."""
+    """Queries, keys and values [B, S, G, K] of a dense cache whose rows hold so many tokens, and
+    their table.
+    """
     batch, slots = len(lengths), max(lengths) + 2
     k, v = (torch.randn(batch, slots, groups, width).to(dtype) for width in (dim, vdim))
     table = torch.tensor([[[row, 0, length]] for row, length in enumerate(lengths)])
@@ -64,7 +66,9 @@ def test_the_kernel_equals_the_definition(dim, vdim, heads, groups, dtype):
 @pytest.mark.parametrize("length", ENDS)
 def test_blocks_and_pieces_end_where_they_should(length):
     q, k, v, table = dense([length, 2], 16, 16)
-    k[0, length - 1] = 2 * q[0, ::3]  # the last key has the largest score, so that what was read before it shrinks
+    k[0, length - 1] = (
+        2 * q[0, ::3]
+    )  # the last key has the largest score, so that what was read before it shrinks
     o, _ = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5)
     check_close(o[0], reference_decode(q[0], k[0, :length], v[0, :length], 0.5)[0])
 
@@ -82,7 +86,9 @@ def test_decode_options_count(dtype):
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     check_close(o[0], expected[0], **close)
     check_close(lse[0], expected[1], **close)
-    plain = attend_paged_reference(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, options=beside)
+    plain = attend_paged_reference(
+        q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, options=beside
+    )
     check_close(o, plain[0], **close)
 
 
@@ -92,7 +98,9 @@ def replace_bias(beside, length):
 
 @st.composite
 def paged(draw):
-    """Rows of some length over shuffled pages, some of which begin with the same; where each key lies."""
+    """Rows of some length over shuffled pages, some of which begin with the same; where each key
+    lies.
+    """
     page = draw(st.integers(1, 19))
     lengths = draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
     each = [math.ceil(length / page) for length in lengths]
@@ -105,7 +113,11 @@ def paged(draw):
     return page, lengths, rows, len(pool)
 
 
-@given(page_table=paged(), seed=st.integers(0, 99), kind=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+@given(
+    page_table=paged(),
+    seed=st.integers(0, 99),
+    kind=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+)
 @settings(max_examples=40, deadline=None)
 def test_pages_are_read_as_a_dense_cache_is(page_table, seed, kind):
     page, lengths, rows, count = page_table
@@ -124,13 +136,22 @@ def test_pages_are_read_as_a_dense_cache_is(page_table, seed, kind):
             spans[row, n] = torch.tensor([number, 0, min(page, length - n * page)])
     o, _ = attend_paged(q, k, v, spans, scale=0.25, options=PagedDecodeOptions(None, None, *scales))
     for row, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
-        full = [t.double() if s is None else t.double() * s[..., None] for t, s in zip((k, v), scales, strict=True)]
-        keys, values = (t[pages].transpose(0, 1).flatten(1, 2)[:, :length].transpose(0, 1) for t in full)
+        full = [
+            t.double() if s is None else t.double() * s[..., None]
+            for t, s in zip((k, v), scales, strict=True)
+        ]
+        keys, values = (
+            t[pages].transpose(0, 1).flatten(1, 2)[:, :length].transpose(0, 1) for t in full
+        )
         expected = reference_decode(q[row], keys, values, 0.25)[0]
         check_close(
             o[row],
             expected,
-            **({"rtol": 1e-2, "atol": 1e-2} if kind == torch.bfloat16 else {"atol": 2e-5, "rtol": 1e-4}),
+            **(
+                {"rtol": 1e-2, "atol": 1e-2}
+                if kind == torch.bfloat16
+                else {"atol": 2e-5, "rtol": 1e-4}
+            ),
         )
 
 
@@ -152,10 +173,14 @@ def test_large_scores_make_no_nan(dtype, sink):
     q, k, v, table = dense([KV_SPLIT_SIZE + 9, 40], 16, 16, dtype=dtype)
     k[0, ::2], k[1, :, :] = 1e4, -1e4
     beside = PagedDecodeOptions(sink=None if sink is None else torch.full((6,), sink))
-    o, lse = attend_paged(q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=beside)
+    o, lse = attend_paged(
+        q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=beside
+    )
     assert o.isfinite().all()
     assert lse.isfinite().all()
-    expected = attend_paged_reference(q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=beside)
+    expected = attend_paged_reference(
+        q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=beside
+    )
     check_close(o, expected[0], rtol=2e-2, atol=2e-2)
 
 
@@ -170,7 +195,9 @@ def test_rows_without_allowed_keys_are_zero_and_nan_stays_nan():
     assert o[2, 3:].isfinite().all()
     hidden = PagedDecodeOptions(bias=torch.full((1, 1, k.shape[1]), -torch.inf))
     table = torch.tensor([[[0, 0, 5]], [[1, 2, 4]]])
-    o, lse = attend_paged(q[:2], k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=hidden)
+    o, lse = attend_paged(
+        q[:2], k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=hidden
+    )
     assert (o == 0).all()
     assert (lse == -torch.inf).all()
 
@@ -188,12 +215,17 @@ def test_rounding_is_no_worse_than_torchs(kind):
 
 def test_gradients_are_those_of_the_definition():
     q, k, v, table = dense([4, 2], 5, 3)
-    bias, sink = torch.randn(1, 6, k.shape[1], dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    bias, sink = (
+        torch.randn(1, 6, k.shape[1], dtype=torch.float64),
+        torch.randn(6, dtype=torch.float64),
+    )
     result = tuple(t.requires_grad_() for t in (q, k, v, bias, sink))
 
     def core(q, k, v, bias, sink):
         pages = k.transpose(1, 2), v.transpose(1, 2)
-        return attend_paged(q, *pages, table, scale=0.5, options=PagedDecodeOptions(bias, sink, softcap=2.0))
+        return attend_paged(
+            q, *pages, table, scale=0.5, options=PagedDecodeOptions(bias, sink, softcap=2.0)
+        )
 
     assert torch.autograd.gradcheck(core, result)
 
@@ -202,7 +234,8 @@ def test_the_operation_passes_opcheck():
     q, k, v, table = dense([4, 2], 5, 3)
     nothing = [torch.empty(0)] * 4
     checks = torch.library.opcheck(
-        torch.ops.headwise.paged_decode.default, (q, k.transpose(1, 2), v.transpose(1, 2), table, nothing, 0.0)
+        torch.ops.headwise.paged_decode.default,
+        (q, k.transpose(1, 2), v.transpose(1, 2), table, nothing, 0.0),
     )
     assert set(checks.values()) == {"SUCCESS"}
 
@@ -214,7 +247,7 @@ def test_its_products_are_counted():
     assert counter.get_total_flops() == 2 * 2 * 6 * k.shape[1] * (16 + 24)
 
 
-# --- the backend ---------------------------------------------------------------------------------------
+# --- the backend ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -260,7 +293,9 @@ def test_packed_documents_do_not_meet_in_a_cache():
         layer(
             x[:, :3],
             cache=cache,
-            sequence=hw.SequenceInfo.from_batch(x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])),
+            sequence=hw.SequenceInfo.from_batch(
+                x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])
+            ),
         )
         layer.backend_name = only
         at = hw.SequenceInfo(torch.tensor([[1], [3]]), torch.tensor([[1], [0]]))
@@ -291,12 +326,14 @@ def test_unsupported_calls_have_reasons(monkeypatch):
     assert BACKENDS["ragged"].unsupported_reasons(replace(job, single_query=False)) == [
         "supports one query per row only"
     ]
-    monkeypatch.setattr(ragged_decode, "kernel_problem", lambda: "needs Numba, which is not installed")
+    monkeypatch.setattr(
+        ragged_decode, "kernel_problem", lambda: "needs Numba, which is not installed"
+    )
     assert BACKENDS["ragged"].unsupported_reasons(job) == ["needs Numba, which is not installed"]
     assert hw.backends.choose_backend(job) is BACKENDS["grouped"]
 
 
-# --- caches of 8 bits ----------------------------------------------------------------------------------
+# --- caches of 8 bits -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -308,17 +345,25 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
             layer.cache(batch=2, capacity=20, storage_format="int8")
         return
     x = torch.randn(2, 9, spec.model, dtype=torch.float64)
-    full, small = (layer.cache(batch=2, capacity=20, storage_format=store) for store in (None, "int8"))
+    full, small = (
+        layer.cache(batch=2, capacity=20, storage_format=store) for store in (None, "int8")
+    )
     expected, y = (decode_in_chunks(layer, x, (5, 1, 2, 1), cache) for cache in (full, small))
     assert (y - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
     counted = costs.cache_bytes(spec, batch=2, capacity=20, bytes_per_number=8, storage="int8")
     stores = small.caches if isinstance(small, HeadGroupCache) else [small]
-    assert small.nbytes == counted == sum(tensor.nbytes for store in stores for tensor in store.entry.values())
+    assert (
+        small.nbytes
+        == counted
+        == sum(tensor.nbytes for store in stores for tensor in store.entry.values())
+    )
 
 
 def test_8_bits_are_off_by_half_a_step():
     layer = cases.layer(cases.base(kv=2, vdim=5, pattern="causal"), torch.float32)
-    full, small = (layer.cache(batch=2, capacity=9, storage_format=store) for store in (None, "int8"))
+    full, small = (
+        layer.cache(batch=2, capacity=9, storage_format=store) for store in (None, "int8")
+    )
     x = torch.randn(2, 7, 10)
     x[0, 3] = 0.0
     for cache in (full, small):

@@ -1,4 +1,6 @@
-"""The backend that skips closed heads, against all heads with the gate applied afterwards, in float64."""
+"""The backend that skips closed heads, against all heads with the gate applied afterwards, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,19 @@ def way(request, monkeypatch):
 class Call:
     """One call of the core with gates of the caller's own."""
 
-    def __init__(self, pattern: str, sizes, kv: int = 6, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, pattern: str, sizes, kv: int = 6, dtype: torch.dtype = torch.float64
+    ) -> None:
         self.spec = base(pattern=pattern, kv=kv, modifiers=HALF)
         batch, queries, keys = sizes
         make = torch.Generator().manual_seed(batch + 7 * queries + 11 * keys)
 
         def some(count: int, heads: int) -> torch.Tensor:
-            return torch.randn(batch, count, heads, 4, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+            return (
+                torch.randn(batch, count, heads, 4, generator=make, dtype=torch.float64)
+                .to(dtype)
+                .requires_grad_()
+            )
 
         self.q, self.k, self.v = some(queries, 6), some(keys, kv), some(keys, kv)
         self.query_sequence, self.key_sequence = (
@@ -58,19 +66,32 @@ class Call:
         gate = opened.to(self.q.dtype)[..., None]
         inputs = CoreInputs(self.q, self.k, self.v, query_context, {}, {}, (gate,))
         return gate * routed_heads.attend(
-            job, AttentionMask(self.query_sequence, self.key_sequence, self.spec.pattern), inputs, bound, None
+            job,
+            AttentionMask(self.query_sequence, self.key_sequence, self.spec.pattern),
+            inputs,
+            bound,
+            None,
         )
 
     def expected(self, opened: torch.Tensor) -> torch.Tensor:
         """Every pair, from the definition."""
         each = 6 // self.k.shape[2]
-        q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
+        q, k, v = (
+            t.double()
+            for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2))
+        )
         s = torch.einsum("bthk,bshk->bhts", q, k) * 0.5
         queries, keys = self.query_sequence, self.key_sequence
-        fits = self.spec.pattern.allows(queries.position[:, None, :, None], keys.position[:, None, None, :])
+        fits = self.spec.pattern.allows(
+            queries.position[:, None, :, None], keys.position[:, None, None, :]
+        )
         same = queries.segment[:, None, :, None] == keys.segment[:, None, None, :]
         allowed = fits & same & (queries.segment >= 0)[:, None, :, None]
-        w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        w = (
+            s.masked_fill(~allowed, -torch.inf)
+            .softmax(-1)
+            .masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        )
         return torch.einsum("bhts,bshv->bthv", w, v) * opened[..., None]
 
     def check_reading(self, opened: torch.Tensor, **tolerance: float) -> None:
@@ -133,7 +154,9 @@ def test_any_choice_of_open_heads_is_exact(pattern, kind, way):
 def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routed_heads, "COMPUTE_DTYPES", IMPLEMENTATIONS[way])
-        Call(pattern, (1, queries, queries + more), kv).check_reading(some_open(1, queries, rates, seed))
+        Call(pattern, (1, queries, queries + more), kv).check_reading(
+            some_open(1, queries, rates, seed)
+        )
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -141,7 +164,9 @@ def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
 def test_padding_and_packed_documents(pattern, pad, way):
     call = Call(pattern, (2, 400, 400))
     keys = torch.zeros(2, 400, 1)
-    call.query_sequence = call.key_sequence = hw.SequenceInfo.from_batch(keys, lengths=[400, 150], pad=pad)
+    call.query_sequence = call.key_sequence = hw.SequenceInfo.from_batch(
+        keys, lengths=[400, 150], pad=pad
+    )
     call.check_reading(some_open(2, 400, EVEN))
     segments = torch.zeros(2, 400, dtype=torch.int64)
     segments[0, 130:] = 1
@@ -182,7 +207,15 @@ def test_error_is_at_most_twice_that_of_all_heads(dtype):
     dense = BACKENDS["sdpa"].attend(
         CallSignature(call.spec, call.spec.core),
         AttentionMask(call.query_sequence, call.key_sequence, call.spec.pattern),
-        CoreInputs(call.q, call.k, call.v, QueryContext(call.q, call.q, 0.5, call.query_sequence), {}, {}, ()),
+        CoreInputs(
+            call.q,
+            call.k,
+            call.v,
+            QueryContext(call.q, call.q, 0.5, call.query_sequence),
+            {},
+            {},
+            (),
+        ),
         CoreSteps.from_spec(call.spec, hw.Attention(call.spec).weights),
         None,
     )
@@ -191,11 +224,15 @@ def test_error_is_at_most_twice_that_of_all_heads(dtype):
 
 
 def layer_of(pattern: str = "causal()", *modifiers, **words) -> hw.Attention:
-    return cases.layer(base(pattern=pattern, modifiers=(*modifiers, hw.Routed(always=1, active=2)), **words))
+    return cases.layer(
+        base(pattern=pattern, modifiers=(*modifiers, hw.Routed(always=1, active=2)), **words)
+    )
 
 
 @pytest.mark.parametrize(
-    "modifiers", [(), (hw.Rotary(),), (hw.HeadGate(),), (hw.HeadNorm(scope="head"),), (hw.OutputGate(),)], ids=repr
+    "modifiers",
+    [(), (hw.Rotary(),), (hw.HeadGate(),), (hw.HeadNorm(scope="head"),), (hw.OutputGate(),)],
+    ids=repr,
 )
 def test_a_whole_layer_is_the_same(modifiers, way):
     layer = layer_of("causal()", *modifiers, kv=3)
@@ -217,12 +254,18 @@ def test_a_long_prompt_after_cached_tokens(way):
     with torch.no_grad():
         for chunks in [(1600,), (100, 700, 800), (1, 1599)]:
             cache = layer.cache(batch=2, capacity=1620)
-            check_close(torch.cat([layer(part, cache=cache) for part in x.split(list(chunks), 1)], 1), expected)
+            check_close(
+                torch.cat([layer(part, cache=cache) for part in x.split(list(chunks), 1)], 1),
+                expected,
+            )
 
 
 def test_open_heads_attend_to_a_source(way):
     layer = cases.layer(base(source=13, modifiers=HALF), backend="routed")
-    x, z = torch.randn(2, 300, 10, dtype=torch.float64), torch.randn(2, 411, 13, dtype=torch.float64)
+    x, z = (
+        torch.randn(2, 300, 10, dtype=torch.float64),
+        torch.randn(2, 411, 13, dtype=torch.float64),
+    )
     ours = layer(x, source=z)
     layer.backend_name = "dense"
     check_close(ours, layer(x, source=z))
@@ -235,7 +278,9 @@ def test_under_autocast():
     for backend in ("routed", "sdpa"):
         layer.backend_name = backend
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # what is cached is float32
-            found.append([layer(x).float(), layer(x, cache=layer.cache(batch=2, capacity=300)).float()])
+            found.append(
+                [layer(x).float(), layer(x, cache=layer.cache(batch=2, capacity=300)).float()]
+            )
     for ours, theirs in zip(*found, strict=True):
         check_close(ours, theirs, rtol=2e-2, atol=2e-2)
     call = Call("causal()", (1, 300, 300), dtype=torch.float32)
@@ -244,7 +289,7 @@ def test_under_autocast():
     assert (o == o.bfloat16()).all()
 
 
-# --- who is refused --------------------------------------------------------------------------------------
+# --- who is refused -------------------------------------------------------------------------------
 
 
 def unsupported_text(modifiers, **more) -> str:
@@ -308,7 +353,7 @@ def test_a_compiled_layer_computes_all_heads():
     check_close(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
 
 
-# --- what it costs ---------------------------------------------------------------------------------------
+# --- what it costs --------------------------------------------------------------------------------
 
 
 def evenly(spec, count: int) -> torch.Tensor:
@@ -326,7 +371,10 @@ def test_executed_flops_are_those_torch_counts(count, pattern, monkeypatch, way)
     work = costs.self_attention_work(spec, batch=1, queries=count)
     router = 2 * count * spec.model * 6
     core = routed_heads.executed_flops(CallSignature(spec, spec.core), work)
-    assert torch_flops(layer, torch.randn(1, count, 10)) == costs.executed_flops(spec, work, core) - router
+    assert (
+        torch_flops(layer, torch.randn(1, count, 10))
+        == costs.executed_flops(spec, work, core) - router
+    )
 
 
 @pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])
@@ -337,21 +385,30 @@ def test_expected_flops_are_near_those_of_sampled_gates(routing, way):
     always, active = routing
     scores = torch.rand(1, 2048, 6, generator=torch.Generator().manual_seed(3))
     scores[..., :always] = 2.0
-    opened = torch.zeros(1, 2048, 6, dtype=torch.bool).scatter(-1, scores.topk(always + active).indices, True)
+    opened = torch.zeros(1, 2048, 6, dtype=torch.bool).scatter(
+        -1, scores.topk(always + active).indices, True
+    )
     at = SequenceInfo.contiguous(0, 2048, "cpu")
     reading = routed_heads.KeyVisibility(AttentionMask(at, at, spec.pattern), torch.float32)
     if way == "units":
-        formed = routed_heads.RoutedWorkItems.from_open_heads(opened, 6, reading.key_ranges(2048), 2048).num_pairs
+        formed = routed_heads.RoutedWorkItems.from_open_heads(
+            opened, 6, reading.key_ranges(2048), 2048
+        ).num_pairs
     else:
         pieces = [
             (pack, piece)
             for pack in routed_heads.pack_open_queries(opened, 6, True)
             for piece in reading.forward_rectangles(pack)
         ]
-        formed = sum(len(pack.heads) * math.prod(max(s.stop - s.start, 0) for s in piece[:2]) for pack, piece in pieces)
+        formed = sum(
+            len(pack.heads) * math.prod(max(s.stop - s.start, 0) for s in piece[:2])
+            for pack, piece in pieces
+        )
     built = spec.core.flops(formed) // 6
     assert 0.99 * expected <= built <= 1.2 * expected
-    every = Fraction(2 * always, 6) + Fraction(active, 6)  # torch counts a triangle as the square around it
+    every = Fraction(2 * always, 6) + Fraction(
+        active, 6
+    )  # torch counts a triangle as the square around it
     assert built < float(every) * 1.3 * spec.core.flops(2048 * 2049 // 2)
 
 

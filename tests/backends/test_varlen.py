@@ -1,4 +1,6 @@
-"""Packed texts: outputs and gradients equal those of each text alone, with few masked pairs computed."""
+"""Packed texts: outputs and gradients equal those of each text alone, with few masked pairs
+computed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import headwise as hw
 from headwise import backends
 from headwise.backends import dispatch, varlen
 from headwise.backends.dispatch import MAX_DENSE_LENGTH
-from headwise.backends.varlen import MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan, kernel_table
+from headwise.backends.varlen import (
+    MAX_WASTED_PAIRS_RATIO,
+    group_by_length,
+    group_plan,
+    kernel_table,
+)
 from headwise.masking.patterns import Full
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from support import layer_cases as cases, takeover
@@ -48,7 +55,11 @@ def test_packed_texts_equal_texts_alone(name, many_groups):
         y = layer(x, sequence=sequence)
         check_close(y, expected)
         for parameter, grad in layer_gradients(layer, y, x).items():
-            check_close(grad, expected_gradients[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
+            check_close(
+                grad,
+                expected_gradients[parameter],
+                msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}",
+            )
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -62,23 +73,34 @@ def test_a_text_reads_its_own_source(name, many_groups):
     x = torch.randn(3, at.count, spec.model, dtype=torch.float64, requires_grad=True)
     z = torch.randn(3, sequence.count, spec.source, dtype=torch.float64)
     layer.backend_name = "dense"
-    expected = layer(x, sequence=masked(at), source=layer.project_source(z, sequence=masked(sequence)))
+    expected = layer(
+        x, sequence=masked(at), source=layer.project_source(z, sequence=masked(sequence))
+    )
     expected_gradients = layer_gradients(layer, expected, x)
     for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=at, source=layer.project_source(z, sequence=sequence))
         check_close(y, expected)
         for parameter, grad in layer_gradients(layer, y, x).items():
-            check_close(grad, expected_gradients[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
+            check_close(
+                grad,
+                expected_gradients[parameter],
+                msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}",
+            )
 
 
 LENGTHS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_size=1, max_size=3)
 
 
 @settings(deadline=None, max_examples=15)
-@given(rows=LENGTHS, pattern=st.sampled_from(["causal", "full", "window(40)", "causal & dilated(9, rate=2)"]))
+@given(
+    rows=LENGTHS,
+    pattern=st.sampled_from(["causal", "full", "window(40)", "causal & dilated(9, rate=2)"]),
+)
 def test_texts_of_any_lengths_equal_texts_alone(rows, pattern):
-    layer = hw.Attention(hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))).double()
+    layer = hw.Attention(
+        hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))
+    ).double()
     sequence = SequenceInfo.packed(rows)
     x = torch.randn(len(rows), sequence.count, 6, dtype=torch.float64, requires_grad=True)
     y = layer(x, sequence=sequence)
@@ -92,7 +114,10 @@ def test_texts_of_any_lengths_equal_texts_alone(rows, pattern):
             if length:
                 expected = layer(alone)
                 check_close(y[n : n + 1, own], expected)
-                check_close(grad[n : n + 1, own], torch.autograd.grad(expected, alone, back[n : n + 1, own])[0])
+                check_close(
+                    grad[n : n + 1, own],
+                    torch.autograd.grad(expected, alone, back[n : n + 1, own])[0],
+                )
             begin += length
         assert not y[n, begin:].any()
 
@@ -106,7 +131,9 @@ def test_few_masked_pairs_are_computed(sizes, spare):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "FREE_PAIRS", spare)
         groups = list(group_by_length(values, keys))
-    assert sorted(n for group in groups for n in group) == [n for n, count in enumerate(values) if count]
+    assert sorted(n for group in groups for n in group) == [
+        n for n, count in enumerate(values) if count
+    ]
     for group in groups:
         formed = len(group) * max(values[n] for n in group) * max(1, *(keys[n] for n in group))
         read = sum(values[n] * keys[n] for n in group)
@@ -115,7 +142,9 @@ def test_few_masked_pairs_are_computed(sizes, spare):
 
 def test_memory_grows_with_the_texts_and_not_with_the_row():
     def saved_bytes(count: int) -> int:
-        layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.TalkingHeads(),)))
+        layer = hw.Attention(
+            hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.TalkingHeads(),))
+        )
         sequence, stored = SequenceInfo.packed([[64] * count]), dict[int, int]()
         x = torch.randn(1, sequence.count, 16, requires_grad=True)
 
@@ -205,25 +234,37 @@ def test_texts_run_separately_unless_a_probe_needs_the_whole_row():
     assert runs_apart(layer, x, sequence=sequence, probe=hw.Probe("q", "heads"))
     assert not runs_apart(layer, x, sequence=masked(sequence))
     assert not runs_apart(layer, x, sequence=sequence, probe=hw.Probe("weights"))
-    assert not runs_apart(layer, x, sequence=sequence, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
+    assert not runs_apart(
+        layer, x, sequence=sequence, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool)
+    )
     assert not runs_apart(layer, x, sequence=sequence, cache=layer.cache(batch=1, capacity=9))
-    assert not runs_apart(layer, x.expand(2, -1, -1), sequence=sequence)  # one row of tokens for two rows alike
+    assert not runs_apart(
+        layer, x.expand(2, -1, -1), sequence=sequence
+    )  # one row of tokens for two rows alike
 
 
 def test_a_source_that_is_not_packed_is_read_as_one():
     layer = cases.layer(cases.as_cross_attention(cases.base()))
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
     sequence = SequenceInfo.packed([[2, 3]])
-    check_close(layer(x, sequence=sequence, source=z), layer(x, sequence=masked(sequence), source=z))
+    check_close(
+        layer(x, sequence=sequence, source=z), layer(x, sequence=masked(sequence), source=z)
+    )
 
 
 def test_a_plan_is_made_once_for_all_layers():
     sequence = SequenceInfo.packed([[3, 4]])
-    layers = [cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full", "full")]
+    layers = [
+        cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full", "full")
+    ]
     for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
         layer.backend_name = backend
         layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=sequence)
-    assert [kind for _, kind, _ in sequence.backend_plans] == ["kernel", "groups, True", "groups, False"]
+    assert [kind for _, kind, _ in sequence.backend_plans] == [
+        "kernel",
+        "groups, True",
+        "groups, False",
+    ]
     assert all(other is None for other, _, _ in sequence.backend_plans)
 
 
@@ -254,4 +295,7 @@ def test_self_and_cross_attention_are_planned_separately():
     for plan in (group_plan, kernel_table):
         plan(AttentionMask(at, at, Full()))
     assert group_plan(AttentionMask(at, sequence, Full())).keys.shapes == ((2, 4),)
-    assert kernel_table(AttentionMask(at, sequence, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]
+    assert kernel_table(AttentionMask(at, sequence, Full())).table.tolist() == [
+        [0, 2, 0, 4],
+        [2, 3, 4, 1],
+    ]

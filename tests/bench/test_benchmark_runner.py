@@ -57,7 +57,9 @@ class Clock:
         return self.now
 
     def run(self, name: str, *seconds: float, gives: Any = SAME) -> Callable[[], Any]:
-        """A run that takes these seconds, one after the other, and the last of them from then on."""
+        """A run that takes these seconds, one after the other, and the last of
+        them from then on.
+        """
         left = list(seconds)
 
         def go() -> Any:
@@ -78,7 +80,9 @@ class Fixed(MachineLimits):
 
     def limit_runs(self, need: RequiredWork | None) -> dict[str, Any]:
         built = super().limit_runs(need)
-        return {name: CLOCKS[-1].run(name, {READ_RUN: 0.125, MATMUL_RUN: 0.5}[name]) for name in built}
+        return {
+            name: CLOCKS[-1].run(name, {READ_RUN: 0.125, MATMUL_RUN: 0.5}[name]) for name in built
+        }
 
 
 CLOCKS: list[Clock] = []
@@ -88,7 +92,9 @@ CLOCKS: list[Clock] = []
 def bench(clock: Clock) -> session.CaseTimer:
     CLOCKS.append(clock)
     return session.CaseTimer(
-        TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=5, max_seconds=100.0), Fixed(LAST), clock
+        TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=5, max_seconds=100.0),
+        Fixed(LAST),
+        clock,
     )
 
 
@@ -96,12 +102,14 @@ def row(bench: session.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
     return bench.time_case(case, "fake") | {"title": "Fake work"}
 
 
-# --- turns ---------------------------------------------------------------------------------------------
+# --- turns ----------------------------------------------------------------------------------------
 
 
 def test_a_sample_lasts_long_enough_and_gives_seconds_per_call(clock: Clock):
     samples = time_interleaved(
-        {"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, TimingPace(max_samples=4), clock
+        {"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)},
+        TimingPace(max_samples=4),
+        clock,
     )
     assert samples["a"] == TimingSamples((0.25,) * 4, 1)
     assert samples["b"].calls_per_sample == 3  # 0.02 seconds and no less
@@ -117,7 +125,9 @@ def test_slow_cases_are_sampled_less_often_but_often_enough(clock: Clock):
 
 def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock):
     runs = {"long": clock.run("long", 0.75, 0.5), "short": clock.run("short", 0.015625)}
-    samples = time_interleaved(runs, TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=3), clock)
+    samples = time_interleaved(
+        runs, TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=3), clock
+    )
     assert samples["long"].seconds == (0.75, 0.5, 0.5)
     assert clock.order.count("long") == 3
     assert len(samples["short"].seconds) == 3
@@ -126,10 +136,14 @@ def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock)
 
 def test_a_wide_spread_of_one_run_doubles_the_samples_of_all(clock: Clock):
     runs = {"even": clock.run("even", 1.0), "odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0, 1.0)}
-    times = time_interleaved(runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock)
+    times = time_interleaved(
+        runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock
+    )
     assert {name: len(samples.seconds) for name, samples in times.items()} == {"even": 6, "odd": 6}
     again = time_interleaved(
-        {"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, TimingPace(min_samples=3, max_samples=3, max_seconds=1.0), clock
+        {"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)},
+        TimingPace(min_samples=3, max_samples=3, max_seconds=1.0),
+        clock,
     )
     assert len(again["odd"].seconds) == 3  # no more than are taken at most
 
@@ -147,7 +161,9 @@ def test_the_order_of_turns_is_shuffled_by_a_fixed_seed():
 
 
 def test_the_warm_estimate_is_the_shortest_of_some(clock: Clock):
-    assert time_warm_call(clock.run("a", 0.015625, 0.00390625, 0.0078125), clock, 0.02) == 0.00390625
+    assert (
+        time_warm_call(clock.run("a", 0.015625, 0.00390625, 0.0078125), clock, 0.02) == 0.00390625
+    )
     assert len(clock.order) == 3  # as many as take 0.02 seconds together
 
 
@@ -156,7 +172,9 @@ def test_the_collector_rests_while_runs_are_timed(clock: Clock):
 
     recorded = []
     time_interleaved(
-        {"a": lambda: (recorded.append(gc.isenabled()), clock.run("a", 1.0)())}, TimingPace(max_samples=3), clock
+        {"a": lambda: (recorded.append(gc.isenabled()), clock.run("a", 1.0)())},
+        TimingPace(max_samples=3),
+        clock,
     )
     assert set(recorded) == {False}
     assert gc.isenabled()
@@ -168,7 +186,7 @@ def test_median_and_spread_are_of_the_middle():
     assert samples.spread == pytest.approx((4.0 - 2.0) / 3.0)
 
 
-# --- agreement -----------------------------------------------------------------------------------------
+# --- agreement ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,7 @@ def test_tolerance_scales_with_the_largest_number(ours: Any, theirs: Any, same: 
     assert (benchmark_case.describe_difference(ours, theirs, 1e-3) == "") is same
 
 
-# --- verdicts ------------------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------
 
 
 def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: session.CaseTimer, clock: Clock):
@@ -224,7 +242,9 @@ def test_a_limit_is_the_longer_of_reading_and_products(bench: session.CaseTimer,
     assert (got["seconds"], got["bottleneck"]) == (1.5, "compute")
     assert got["bytes_per_second"] == 2**13 / 0.125
     assert got["flops_per_second"] == 2 * 2048**3 / 0.5
-    assert MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), samples)["bottleneck"] == "memory"
+    assert (
+        MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), samples)["bottleneck"] == "memory"
+    )
 
 
 def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype(clock: Clock):
@@ -241,14 +261,24 @@ def test_absent_peers_are_named(bench: session.CaseTimer, clock: Clock):
     def broken() -> Any:
         raise RuntimeError("no\ncompiler")
 
-    peers = {"gone": MissingPeer("gone is not installed"), "broken": broken, "there": clock.run("there", 1.0)}
+    peers = {
+        "gone": MissingPeer("gone is not installed"),
+        "broken": broken,
+        "there": clock.run("there", 1.0),
+    }
     got = row(
         bench,
         BenchmarkCase(
-            "a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("gone", 2.0), SpeedTarget("there", 2.0))
+            "a case",
+            clock.run("ours", 0.5),
+            peers,
+            targets=(SpeedTarget("gone", 2.0), SpeedTarget("there", 2.0)),
         ),
     )
-    assert got["absent"] == {"gone": "gone is not installed", "broken": "failed: RuntimeError: no compiler"}
+    assert got["absent"] == {
+        "gone": "gone is not installed",
+        "broken": "failed: RuntimeError: no compiler",
+    }
     assert list(got["peers"]) == ["there"]
     assert [one["met"] for one in got["aim"]] == [None, True]
     assert got["met"] is None
@@ -259,13 +289,18 @@ def test_absent_peers_are_named(bench: session.CaseTimer, clock: Clock):
 
 def test_other_results_give_no_verdict(bench: session.CaseTimer, clock: Clock):
     peers = {"liar": clock.run("liar", 9.0, gives=SAME + 1), "one": clock.run("one", 9.0)}
-    got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),)))
+    got = row(
+        bench,
+        BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),)),
+    )
     assert list(got["differs"]) == ["liar"]
     assert (got["met"], got["aim"][0]["why"]) == (None, "different results")
     report = BenchmarkReport(MACHINE, [got])
     assert not report.is_valid
     assert "liar gives a different result" in str(report)
-    lenient = BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),), tolerance=None)
+    lenient = BenchmarkCase(
+        "a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),), tolerance=None
+    )
     assert row(bench, lenient)["met"] is True
 
 
@@ -292,14 +327,20 @@ def test_a_loose_spread_makes_a_verdict_uncertain(bench: session.CaseTimer, cloc
 
 
 def test_pairs_see_the_same_machine():
-    """Other work slows both runs of a pair, so their ratio is known where their spreads are wide."""
+    """Other work slows both runs of a pair, so their ratio is known where their
+    spreads are wide.
+    """
     load = (1.0, 4.0, 1.0, 9.0, 2.0, 16.0, 1.0, 3.0)
     starts = tuple(range(len(load)))
     ours = TimingSamples(load, 1, tuple(2.0 * n for n in starts))
-    theirs = TimingSamples(tuple(1.5 * slow for slow in load), 1, tuple(2.0 * n + 1 for n in starts))
+    theirs = TimingSamples(
+        tuple(1.5 * slow for slow in load), 1, tuple(2.0 * n + 1 for n in starts)
+    )
     assert ours.spread > 1
     assert compare_pairs(ours, theirs) == SpeedRatio(1.5, 1.5, 1.5, 8)
-    few = TimingSamples((6.0, 1.5), 1, (3.0, 13.0))  # beside the second sample of ours, and the seventh
+    few = TimingSamples(
+        (6.0, 1.5), 1, (3.0, 13.0)
+    )  # beside the second sample of ours, and the seventh
     assert compare_pairs(ours, few) == SpeedRatio(1.5, 1.5, 1.5, 2)
     assert compare_pairs(few, ours) == SpeedRatio(
         pytest.approx(1 / 1.5), pytest.approx(1 / 1.5), pytest.approx(1 / 1.5), 2
@@ -308,11 +349,15 @@ def test_pairs_see_the_same_machine():
 
 @pytest.mark.parametrize("pairs", [6, 9, 15, 40])
 def test_the_interval_holds_the_median_in_95_of_100_runs(pairs: int):
-    """Coverage by the binomial distribution: the median lies outside if too few ratios are on one side of it."""
+    """Coverage by the binomial distribution: the median lies outside if too few ratios are on one
+    side of it.
+    """
     outside = count_outside(pairs)
     tail = sum(math.comb(pairs, count) for count in range(outside + 1)) / 2**pairs
     assert 2 * tail <= 0.05
-    assert 2 * (tail + math.comb(pairs, outside + 1) / 2**pairs) > 0.05  # the narrowest such interval
+    assert (
+        2 * (tail + math.comb(pairs, outside + 1) / 2**pairs) > 0.05
+    )  # the narrowest such interval
 
 
 def test_a_failure_of_headwise_is_reported_and_fails_the_run(bench: session.CaseTimer):
@@ -321,7 +366,13 @@ def test_a_failure_of_headwise_is_reported_and_fails_the_run(bench: session.Case
 
     got = row(
         bench,
-        BenchmarkCase("a case", ours, {}, targets=(SpeedTarget(LIMIT, 0.5),), required_work=RequiredWork(bytes_read=1)),
+        BenchmarkCase(
+            "a case",
+            ours,
+            {},
+            targets=(SpeedTarget(LIMIT, 0.5),),
+            required_work=RequiredWork(bytes_read=1),
+        ),
     )
     assert (got["ours_s"], got["failed"], got["met"]) == (None, "ValueError: this is new", None)
     report = BenchmarkReport(MACHINE, [got])
@@ -342,7 +393,9 @@ def test_a_row_reports_where_its_time_went(capsys, fakes, clock: Clock):
     data = json.loads(out)
     pace = runner.TIMING_PACES[False]
     seconds = 0.5 * pace.num_samples(0.5, 2) + 1.0 * pace.num_samples(1.0, 2)
-    assert data["rows"][0]["took"] == pytest.approx({"making": 4.0, "first calls": 1.5, "samples": seconds})
+    assert data["rows"][0]["took"] == pytest.approx(
+        {"making": 4.0, "first calls": 1.5, "samples": seconds}
+    )
     assert data["rows"][1]["took"]["making"] == 60.0
     whole = sum(sum(row["took"].values()) for row in data["rows"])
     assert data["machine"]["took"] == pytest.approx(whole)
@@ -352,22 +405,38 @@ def test_a_row_reports_where_its_time_went(capsys, fakes, clock: Clock):
 
 
 def test_an_aim_without_a_peer_is_an_error(bench: session.CaseTimer, clock: Clock):
-    with pytest.raises(ValueError, match="has a target against 'nobody', which is not one of its peers"):
+    with pytest.raises(
+        ValueError, match="has a target against 'nobody', which is not one of its peers"
+    ):
         bench.time_case(
-            BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)), "fake"
+            BenchmarkCase(
+                "a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)
+            ),
+            "fake",
         )
     with pytest.raises(ValueError, match="has a target against the limit, but no required_work"):
-        bench.time_case(BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget(LIMIT, 1.0),)), "fake")
+        bench.time_case(
+            BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget(LIMIT, 1.0),)),
+            "fake",
+        )
 
 
 def test_no_aims_no_verdict_and_all_met_is_met(bench: session.CaseTimer, clock: Clock):
-    assert row(bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}))["met"] is None
+    assert (
+        row(bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}))[
+            "met"
+        ]
+        is None
+    )
     assert row(
-        bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 2.0),))
+        bench,
+        BenchmarkCase(
+            "a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 2.0),)
+        ),
     )["met"]
 
 
-# --- the machine ---------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 MACHINE = {
     "processor": "some processor", "threads": 2, "processors": 2, "last_level_cache_bytes": 2**25,
@@ -387,7 +456,12 @@ def caches(folder: Path, *args: tuple[int, str, str, str]) -> Path:
 
 
 def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
-    result = [(0, "1", "48K", "0"), (0, "3", "32768K", "0-1"), (1, "3", "32768K", "0-1"), (2, "3", "16M", "2-3")]
+    result = [
+        (0, "1", "48K", "0"),
+        (0, "3", "32768K", "0-1"),
+        (1, "3", "32768K", "0-1"),
+        (2, "3", "16M", "2-3"),
+    ]
     assert session.find_last_level_cache(caches(tmp_path / "a", *result)) == (48 * 2**20, True)
     assert session.find_last_level_cache(tmp_path / "nothing") == (2**25, False)
     damaged = caches(tmp_path / "b", (0, "3", "unknown", "0-1"), (1, "2", "2M", "1"))
@@ -409,7 +483,9 @@ def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(MachineLimits, "measure_rates", lambda self: {})
     monkeypatch.setattr(session.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
     assert session.describe_machine(MachineLimits(LAST), 2)["labels"] == []
-    monkeypatch.setattr(session, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))
+    monkeypatch.setattr(
+        session, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1")
+    )
     monkeypatch.setattr(session.os, "getloadavg", lambda: (3.25, 0.0, 0.0))
     labels = session.describe_machine(MachineLimits(LastLevelCache(2**25, False)), 1)["labels"]
     assert labels == [
@@ -435,7 +511,7 @@ def test_threads_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
     assert torch.get_num_threads() == before
 
 
-# --- the whole -----------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -449,15 +525,21 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
             {"one": clock.run("one", 1.0)},
             (SpeedTarget("one", 3.0), SpeedTarget("one", 2.0)),
         )
-        yield BenchmarkCase("slow, backward", clock.run("ours", 0.5), {"gone": MissingPeer("gone is not installed")})
+        yield BenchmarkCase(
+            "slow, backward", clock.run("ours", 0.5), {"gone": MissingPeer("gone is not installed")}
+        )
 
     def other(quick: bool) -> Iterator[BenchmarkCase]:
-        yield BenchmarkCase("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
+        yield BenchmarkCase(
+            "other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)}
+        )
 
     fields = {"slow": CaseKind("Slow work", slow, CaseCount(2, 2)),
             "other": CaseKind("Other work", other, CaseCount(2, 2))}  # fmt: skip
     monkeypatch.setattr(runner, "case_kinds", lambda: fields)
-    monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
+    monkeypatch.setattr(
+        session, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads}
+    )
     bench = session.CaseTimer
     monkeypatch.setattr(session, "CaseTimer", lambda pace, limits: bench(pace, limits, clock))
     return fields
@@ -479,7 +561,10 @@ def test_json_is_the_machine_and_the_rows(capsys, fakes):
     ]
     expected = {"name", "ours_s", "peers", "ratio", "limit", "aim", "met"}
     assert all(expected <= set(row) for row in data["rows"])
-    assert [(row["name"], row["met"]) for row in data["rows"]] == [("slow, forward", False), ("slow, backward", None)]
+    assert [(row["name"], row["met"]) for row in data["rows"]] == [
+        ("slow, forward", False),
+        ("slow, backward", None),
+    ]
 
 
 def test_the_table_fits_a_terminal(capsys, fakes):
@@ -514,7 +599,9 @@ def test_the_widest_line_fits_too(bench: session.CaseTimer, clock: Clock):
             history=9 * name,
         ),
     )
-    lines = str(BenchmarkReport(MACHINE | {"labels": [2 * name], "quick": True}, [got])).splitlines()
+    lines = str(
+        BenchmarkReport(MACHINE | {"labels": [2 * name], "quick": True}, [got])
+    ).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[-3:] for line in lines if "20.0 x:" in line] == [["20.0", "x:", "missed"]]
 
@@ -543,7 +630,11 @@ def test_kinds_are_listed(capsys, fakes):
     [
         (("slow",), None),
         (("decade",), "there is no kind of work 'decade'; use one of"),
-        (("slow:sideways",), "no row of slow has 'sideways' in its name; its rows are: slow, forward; slow, backward"),
+        (
+            ("slow:sideways",),
+            "no row of slow has 'sideways' in its name; its rows are: slow, forward; slow, "
+            "backward",
+        ),
         (("oter",), "did you mean 'other'?"),
         (("--threads", "0"), "threads=0 is not between 1 and"),
         (("--threads", "1000"), "threads=1000 is not between 1 and"),
@@ -553,9 +644,13 @@ def test_kinds_are_listed(capsys, fakes):
         (("--list", "slow"), "--list takes no names; leave out 'slow'"),
     ],
 )
-def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], message: str | None):
+def test_bad_input_is_one_line(
+    capsys, fakes, tmp_path: Path, argv: tuple[str, ...], message: str | None
+):
     (tmp_path / "file").write_text("mine")
-    code, out, err = run(capsys, *(str(tmp_path / "file") if word == "FILE" else word for word in argv))
+    code, out, err = run(
+        capsys, *(str(tmp_path / "file") if word == "FILE" else word for word in argv)
+    )
     assert (code == 0) if message is None else (code, out) == (2, "")
     assert message is None or (message in err and len(err.splitlines()) == 1)
     assert (tmp_path / "file").read_text() == "mine"
@@ -564,11 +659,16 @@ def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, .
 def test_a_wrong_piece_of_a_name_costs_no_rows_that_were_measured(capsys, fakes):
     code, out, _ = run(capsys, "slow", "other:sideways", "--json")
     rows = json.loads(out)["rows"]
-    assert (code, [row["name"] for row in rows]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert (code, [row["name"] for row in rows]) == (
+        1,
+        ["slow, forward", "slow, backward", "other"],
+    )
     assert "no row of other has 'sideways' in its name; its rows are: other" in rows[-1]["failed"]
 
 
-def test_an_interrupt_prints_the_finished_rows(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_an_interrupt_prints_the_finished_rows(
+    capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     def stopped(quick: bool) -> Iterator[BenchmarkCase]:
         raise KeyboardInterrupt
         yield
@@ -607,7 +707,9 @@ sys.exit(cli.main(["bench", "--threads", "1", "--out", sys.argv[1]]))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_process_reports_the_finished_rows(tmp_path: Path, number: signal.Signals):
     command = [sys.executable, "-c", INTERRUPTED_RUN, str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         progress = [process.stderr.readline() for _ in range(2)]
         process.send_signal(number)
@@ -616,7 +718,10 @@ def test_an_interrupted_process_reports_the_finished_rows(tmp_path: Path, number
         finally:
             process.kill()
     assert process.returncode == 128 + number
-    assert [line.partition(",")[0] for line in progress] == ["first: case 0 (1 / 5", "first: case 1 (2 / 5"]
+    assert [line.partition(",")[0] for line in progress] == [
+        "first: case 0 (1 / 5",
+        "first: case 1 (2 / 5",
+    ]
     assert err == "headwise: interrupted; cases that are missing, by kind: second (3)\n"
     report = BenchmarkReport.read(tmp_path / "out" / "bench.json")
     assert [row["name"] for row in report.rows] == ["case 0", "case 1"]
@@ -632,7 +737,10 @@ def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
     fakes["other"] = CaseKind("Other work", broken, CaseCount(2, 2))
     code, out, _ = run(capsys, "other", "--json")
     rows = json.loads(out)["rows"]
-    assert (code, [row["name"] for row in rows]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert (code, [row["name"] for row in rows]) == (
+        1,
+        ["slow, forward", "slow, backward", "other"],
+    )
     assert rows[-1]["failed"] == "RuntimeError: not here"
 
 
@@ -660,11 +768,15 @@ def render_row(
         required_work=RequiredWork(bytes_read=2**14),
     )
     got = row(bench, case)
-    return benchmark_report.row_bars(got), ElementTree.fromstring(benchmark_report.render_chart([got]))
+    return benchmark_report.row_bars(got), ElementTree.fromstring(
+        benchmark_report.render_chart([got])
+    )
 
 
 def of_class(drawing: ElementTree.Element, *names: str) -> list[dict[str, str]]:
-    return [found.attrib for found in drawing.iter() if {*names} <= set(found.get("class", "").split())]
+    return [
+        found.attrib for found in drawing.iter() if {*names} <= set(found.get("class", "").split())
+    ]
 
 
 def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, clock: Clock):
@@ -681,16 +793,29 @@ def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, cloc
     assert float(slower["width"]) == pytest.approx(scale.position(3.0) - one, abs=0.1)
     assert float(limit["x"]) == scale.position(0.5)
     assert of_class(drawing, "mark") == []
-    assert "Nothing to draw" in "".join(ElementTree.fromstring(benchmark_report.render_chart([])).itertext())
+    assert "Nothing to draw" in "".join(
+        ElementTree.fromstring(benchmark_report.render_chart([])).itertext()
+    )
 
 
 def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, clock: Clock):
     lines, drawing = render_row(bench, clock, *AIMED)
-    assert [[goal.is_met for goal in line.targets] for line in lines] == [[], [True, False], [False]]
+    assert [[goal.is_met for goal in line.targets] for line in lines] == [
+        [],
+        [True, False],
+        [False],
+    ]
     scale = benchmark_report.LogScale.from_bars(lines)
-    marks = {kind: [mark["d"] for mark in of_class(drawing, "mark", kind)] for kind in ("met", "missed", "open")}
+    marks = {
+        kind: [mark["d"] for mark in of_class(drawing, "mark", kind)]
+        for kind in ("met", "missed", "open")
+    }
     places = {kind: [float(d[1:].split()[0]) for d in found] for kind, found in marks.items()}
-    assert places == {"met": [scale.position(3.0)], "missed": [scale.position(4.0), scale.position(0.8)], "open": []}
+    assert places == {
+        "met": [scale.position(3.0)],
+        "missed": [scale.position(4.0), scale.position(0.8)],
+        "open": [],
+    }
     gaps = [(gap["d"].split()[0], gap["d"].split("H")[1]) for gap in of_class(drawing, "gap")]
     assert gaps == [
         (f"M{scale.position(3.0):g}", f"{scale.position(4.0):g}"),
@@ -701,29 +826,41 @@ def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, cloc
 
 
 def test_a_drawing_is_small_and_its_words_stay_in_their_columns():
-    """The one on the page; letters of the widest font are 0.61 of its size wide on average, in bold 0.7."""
+    """The one on the page; letters of the widest font are 0.61 of its size wide on average, in bold
+    0.7.
+    """
     rows = BenchmarkReport.read(DOCS / "bench.json").rows
     chart = benchmark_report.render_chart(rows)
     assert chart == (DOCS / "bench.svg").read_bytes()
     assert len(chart) < 150_000
     drawing = ElementTree.fromstring(chart)
-    texts = {kind: [*drawing.iterfind(f".//{{*}}text[@class='{kind}']")] for kind in ("end", "row", "missed", "open")}
+    texts = {
+        kind: [*drawing.iterfind(f".//{{*}}text[@class='{kind}']")]
+        for kind in ("end", "row", "missed", "open")
+    }
     names = [text for text in texts["end"] if float(text.attrib["x"]) == benchmark_report.NAME_X]
     assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < benchmark_report.NAME_X
-    assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < benchmark_report.TARGET_X
+    assert (
+        max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < benchmark_report.TARGET_X
+    )
     for kind, wide in (("missed", 0.7), ("open", 0.61)):
         assert (
             max((len(text.text or "") for text in texts[kind]), default=0) * wide * 11.5
             < benchmark_report.CHART_WIDTH - benchmark_report.TARGET_X
         )
-    places = [(text.get("x"), text.get("y")) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    places = [
+        (text.get("x"), text.get("y")) for text in drawing.iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert len(places) == len(set(places))
     assert max(float(y or 0) for _, y in places) < float(drawing.attrib["height"])
 
 
 def test_a_drawing_is_for_light_and_for_dark_paper():
     style = (
-        ElementTree.fromstring(benchmark_report.render_chart([])).findtext("{http://www.w3.org/2000/svg}style") or ""
+        ElementTree.fromstring(benchmark_report.render_chart([])).findtext(
+            "{http://www.w3.org/2000/svg}style"
+        )
+        or ""
     )
     light, _, dark = style.partition("@media (prefers-color-scheme:dark)")
     for name, value in (("light", light), ("dark", dark)):
@@ -739,7 +876,8 @@ def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "value"), [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")]
+    ("seconds", "value"),
+    [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")],
 )
 def test_seconds_have_three_significant_figures(seconds: float, value: str):
     assert format_seconds(seconds) == value

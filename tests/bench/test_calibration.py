@@ -16,7 +16,14 @@ import torch
 import headwise as hw
 from headwise import cli
 from headwise.bench import calibration
-from headwise.bench.calibration import PointMeasurement, SizeTiming, calibrate, find_takeover, measurements, time_paths
+from headwise.bench.calibration import (
+    PointMeasurement,
+    SizeTiming,
+    calibrate,
+    find_takeover,
+    measurements,
+    time_paths,
+)
 from headwise.machine import takeover_points
 from headwise.machine.capabilities import this_machine
 from headwise.machine.takeover_points import (
@@ -86,10 +93,15 @@ def test_points_from_which_the_own_path_is_faster(measured: dict[int, SizeTiming
         (timings(n1=1.2, n4=2.0), 4.0),  # not beyond what was measured
         (timings(n1=0.5, n4=2.0), 0.0),
         (timings(n1=2.0, n4=0.5), 2.0),
-        (timings(n1=2.0, n4=1.5, n16=0.5, n64=3.0), 4 * 4 ** (math.log(1.5) / math.log(3))),  # by logarithms
+        (
+            timings(n1=2.0, n4=1.5, n16=0.5, n64=3.0),
+            4 * 4 ** (math.log(1.5) / math.log(3)),
+        ),  # by logarithms
     ],
 )
-def test_points_up_to_which_the_own_path_is_faster(measured: dict[int, SizeTiming], expected: float):
+def test_points_up_to_which_the_own_path_is_faster(
+    measured: dict[int, SizeTiming], expected: float
+):
     assert find_takeover(measured, is_up_to=True) == pytest.approx(expected, rel=1e-3)
 
 
@@ -105,7 +117,9 @@ def test_the_fastest_samples_of_rounds_are_compared():
 def test_a_short_time_still_compares_twice():
     clock = Clock()
     time_paths((clock.run("own", lambda: 9.0), clock.run("torch", lambda: 9.0)), 1.0, clock)
-    assert clock.calls.count("own") == clock.calls.count("torch") == 4  # to compile, for an estimate, and twice
+    assert (
+        clock.calls.count("own") == clock.calls.count("torch") == 4
+    )  # to compile, for an estimate, and twice
 
 
 def simulated(clock: Clock, threshold: int, name: str) -> PointMeasurement:
@@ -115,7 +129,11 @@ def simulated(clock: Clock, threshold: int, name: str) -> PointMeasurement:
         def seconds() -> float:
             limit = takeover_size(name)
             is_own = size <= limit if name in UP_TO_POINTS else size >= limit
-            return (1.0 if (size >= threshold) == (name not in UP_TO_POINTS) else 4.0) if is_own else 2.0
+            return (
+                (1.0 if (size >= threshold) == (name not in UP_TO_POINTS) else 4.0)
+                if is_own
+                else 2.0
+            )
 
         return clock.run(f"{name} {size}", seconds)
 
@@ -124,8 +142,11 @@ def simulated(clock: Clock, threshold: int, name: str) -> PointMeasurement:
 
 def test_what_is_measured_is_kept_and_used(home: Path, monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    fakes = {"flash_cpu": simulated(clock, 64, "flash_cpu"), "varlen": simulated(clock, 65, "varlen"),
-             "routed": simulated(clock, 999, "routed")}  # fmt: skip
+    fakes = {
+        "flash_cpu": simulated(clock, 64, "flash_cpu"),
+        "varlen": simulated(clock, 65, "varlen"),
+        "routed": simulated(clock, 999, "routed"),
+    }
     monkeypatch.setattr(calibration, "measurements", lambda: fakes)
     report = calibrate(1, clock=clock, total_seconds=1e6)
     assert report.calibration.points == {"flash_cpu": 32.0, "varlen": 128.0, "routed": NEVER}
@@ -135,16 +156,25 @@ def test_what_is_measured_is_kept_and_used(home: Path, monkeypatch: pytest.Monke
     assert stored == report.calibration
     assert takeover_size("flash_cpu") == 32  # at the next call, without a new process
     spec = hw.design(model=64, heads=4, pattern="causal")
-    assert (hw.why(spec, tokens=32).backend, hw.why(spec, tokens=31).backend) == ("flash_cpu", "sdpa")
+    assert (hw.why(spec, tokens=32).backend, hw.why(spec, tokens=31).backend) == (
+        "flash_cpu",
+        "sdpa",
+    )
     text = str(report)
     assert "from 32" in text
     assert "up to 128" in text
     assert "16: 0.50, 64: 2.00, 256: 2.00" in text
     assert text.endswith(f"kept in {calibration_path(1)}")
-    assert json.loads(json.dumps(report.data))["points"] == {"flash_cpu": 32.0, "varlen": 128.0, "routed": None}
+    assert json.loads(json.dumps(report.data))["points"] == {
+        "flash_cpu": 32.0,
+        "varlen": 128.0,
+        "routed": None,
+    }
 
 
-def test_points_beyond_the_time_keep_the_size_of_the_table(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_points_beyond_the_time_keep_the_size_of_the_table(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
     clock = Clock()
     fakes = {name: simulated(clock, 64, name) for name in ("flash_cpu", "routed", "linear")}
     monkeypatch.setattr(calibration, "measurements", lambda: fakes)
@@ -159,8 +189,12 @@ def test_a_calibration_that_cannot_be_kept_is_printed_and_fails(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     clock = Clock()
-    monkeypatch.setattr(calibration, "measurements", lambda: {"flash_cpu": simulated(clock, 64, "flash_cpu")})
-    monkeypatch.setattr(calibration, "calibrate", lambda *args, **options: calibrate(*args, **options, clock=clock))
+    monkeypatch.setattr(
+        calibration, "measurements", lambda: {"flash_cpu": simulated(clock, 64, "flash_cpu")}
+    )
+    monkeypatch.setattr(
+        calibration, "calibrate", lambda *args, **options: calibrate(*args, **options, clock=clock)
+    )
     (home / ".cache").write_text("a file in place of the folder")
     assert cli.main(["bench", "--calibrate", "--threads", "1"]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -173,7 +207,9 @@ def test_a_calibration_that_cannot_be_kept_is_printed_and_fails(
 
 def test_what_a_busy_machine_measures_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    monkeypatch.setattr(calibration, "measurements", lambda: {"flash_cpu": simulated(clock, 64, "flash_cpu")})
+    monkeypatch.setattr(
+        calibration, "measurements", lambda: {"flash_cpu": simulated(clock, 64, "flash_cpu")}
+    )
     monkeypatch.setattr(calibration.os, "getloadavg", lambda: (999.0, 0.0, 0.0))
     report = calibrate(1, clock=clock, total_seconds=1e6)
     assert report.calibration.points == {"flash_cpu": 32.0}
@@ -184,7 +220,9 @@ def test_what_a_busy_machine_measures_is_not_kept(home: Path, monkeypatch: pytes
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_without_permission_is_said(home: Path, monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    monkeypatch.setattr(calibration, "measurements", lambda: {"flash_cpu": simulated(clock, 64, "flash_cpu")})
+    monkeypatch.setattr(
+        calibration, "measurements", lambda: {"flash_cpu": simulated(clock, 64, "flash_cpu")}
+    )
     home.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert "Permission denied" in calibrate(1, clock=clock).problem
 
@@ -197,7 +235,9 @@ def test_a_folder_without_permission_is_said(home: Path, monkeypatch: pytest.Mon
         (["--calibrate", "--threads", "0"], "threads=0 is not between 1"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -207,12 +247,17 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys:
 def test_both_paths_of_every_point_compute_the_same(name: str):
     """Each point switches a path of headwise: the results agree, and another path runs."""
     one = measurements()[name]
-    pairs = [calibration._paths(name, one.make_call(one.sizes[0]), points_of_class("other")) for _ in range(2)]
+    pairs = [
+        calibration._paths(name, one.make_call(one.sizes[0]), points_of_class("other"))
+        for _ in range(2)
+    ]
     own, plain = pairs[0][0](), pairs[1][1]()  # of two equal calls, because a cache grows with each
     own, plain = ([own], [plain]) if isinstance(own, torch.Tensor) else (own, plain)
     for a, b in zip(own, plain, strict=True):
         if a is not None:
-            torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2 * float(b.abs().max()))
+            torch.testing.assert_close(
+                a.float(), b.float(), rtol=3e-2, atol=3e-2 * float(b.abs().max())
+            )
     assert name in ("block_sparse", "linear") or any(
         not torch.equal(a, b) for a, b in zip(own, plain, strict=True) if a is not None
     )

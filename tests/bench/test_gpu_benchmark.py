@@ -35,7 +35,10 @@ def test_a_backend_that_is_wrong_or_fails_is_reported(gpu, monkeypatch: pytest.M
     attend = BACKENDS["sdpa"].attend
     monkeypatch.setattr(BACKENDS["sdpa"], "attend", lambda *args: 1.5 * attend(*args))
     monkeypatch.setattr(BACKENDS["flash_cpu"], "attend", fail)
-    rows = {row["backend"]: row for row in gpu.measure_spec("plain heads, causal", torch.float32, "cpu", tokens=70)}
+    rows = {
+        row["backend"]: row
+        for row in gpu.measure_spec("plain heads, causal", torch.float32, "cpu", tokens=70)
+    }
     assert rows["sdpa"]["is_right"] is False
     assert rows["flash_cpu"] == {"backend": "flash_cpu", "failed": "RuntimeError: no such kernel"}
 
@@ -55,8 +58,10 @@ def test_the_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "gpu.json").write_text(
         '{"device": "Some GPU", "torch": "2.13", "tokens": 2048, "rows": ['
-        '{"layer": "ALiBi", "dtype": "float32", "backend": "flex", "seconds": 0.002, "error": 1e-6, "is_right": true,'
-        ' "waits": false}, {"layer": "ALiBi", "dtype": "float32", "backend": "sdpa", "failed": "RuntimeError: no"}]}'
+        '{"layer": "ALiBi", "dtype": "float32", "backend": "flex", "seconds": 0.002, "error": '
+        '1e-6, "is_right": true,'
+        ' "waits": false}, {"layer": "ALiBi", "dtype": "float32", "backend": "sdpa", "failed": '
+        '"RuntimeError: no"}]}'
     )
     page = build_docs.gpu_runs()
     assert "| ALiBi | float32 | `flex` | 2.00 ms | 1.0e-06 | no |" in page

@@ -25,17 +25,23 @@ class Library:
     def Generator(self, path: str, **how: Any) -> Any:
         return SimpleNamespace(generate_batch=self.generate)
 
-    def generate(self, words: list[list[str]], max_length: int, callback: Callable[[Any], bool], **how: Any) -> None:
+    def generate(
+        self, words: list[list[str]], max_length: int, callback: Callable[[Any], bool], **how: Any
+    ) -> None:
         going = [*range(len(words))]
         while going and self.steps < max_length:
             self.steps += 1
             logits = np.full((len(words), WORDS), self.steps, np.float32)
-            going = [row for row in going if not callback(SimpleNamespace(batch_id=row, logits=logits))]
+            going = [
+                row for row in going if not callback(SimpleNamespace(batch_id=row, logits=logits))
+            ]
 
 
 def test_each_call_is_a_step_of_all_rows():
     library = Library()
-    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, max_length=50, threads=1)
+    stepped = CTranslate2Stepper(
+        library, Path("nowhere"), [[1, 2]] * ROWS, max_length=50, threads=1
+    )
     for step in (1, 2, 3):
         assert torch.equal(stepped(), torch.full((ROWS, WORDS), float(step)))
         assert library.steps == step  # and waits
@@ -44,7 +50,9 @@ def test_each_call_is_a_step_of_all_rows():
 def test_an_abandoned_generation_ends_at_once():
     """The rows before the last would go on to the last token, beside whatever is measured next."""
     library = Library()
-    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, max_length=50, threads=1)
+    stepped = CTranslate2Stepper(
+        library, Path("nowhere"), [[1, 2]] * ROWS, max_length=50, threads=1
+    )
     stepped()
     worker = stepped._worker
     del stepped

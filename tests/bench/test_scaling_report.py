@@ -18,18 +18,33 @@ import headwise as hw
 from headwise import backends, cli
 from headwise.bench import runner, session
 from headwise.bench.benchmark_case import BenchmarkCase, TimingPace
-from headwise.bench.runner import ScalingReport, SpeedCrossover, fastest_by_size, find_crossings, fit_power_law
+from headwise.bench.runner import (
+    ScalingReport,
+    SpeedCrossover,
+    fastest_by_size,
+    find_crossings,
+    fit_power_law,
+)
 from headwise.bench.session import CaseTimer, LastLevelCache, MachineLimits
 from support import takeover
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SIZES = (64, 128, 256, 512, 1024, 2048)
 MACHINE = {
-    "processor": "some processor", "threads": 2, "processors": 2, "last_level_cache_bytes": 2**25,
-    "buffer_bytes": 2**28, "versions": {"torch": "2.13.0"}, "read_bytes_per_second": 3.2e10,
-    "copy_bytes_per_second": 3e10, "fp32_flops_per_second": 1.5e11, "bf16_flops_per_second": 7.5e11, "labels": [],
-    "quick": False, "interrupted": False,
-}  # fmt: skip
+    "processor": "some processor",
+    "threads": 2,
+    "processors": 2,
+    "last_level_cache_bytes": 2**25,
+    "buffer_bytes": 2**28,
+    "versions": {"torch": "2.13.0"},
+    "read_bytes_per_second": 3.2e10,
+    "copy_bytes_per_second": 3e10,
+    "fp32_flops_per_second": 1.5e11,
+    "bf16_flops_per_second": 7.5e11,
+    "labels": [],
+    "quick": False,
+    "interrupted": False,
+}
 
 
 def test_a_power_is_found_and_its_interval_holds_it():
@@ -40,7 +55,9 @@ def test_a_power_is_found_and_its_interval_holds_it():
     inside = 0
     for seed in range(200):
         draw = random.Random(seed)
-        noisy = fit_power_law({size: size**2 * math.exp(draw.gauss(0, 0.1)) for size in (*SIZES, 4096, 8192)})
+        noisy = fit_power_law(
+            {size: size**2 * math.exp(draw.gauss(0, 0.1)) for size in (*SIZES, 4096, 8192)}
+        )
         assert noisy is not None
         assert noisy.points == 4
         inside += noisy.low <= 2 <= noisy.high
@@ -59,7 +76,10 @@ def test_crossings_are_between_the_points_where_the_fastest_changes():
     assert fastest_by_size(points)[1024] == "a"
     assert find_crossings(points) == [SpeedCrossover("b", "a", pytest.approx(1000.0))]
     assert find_crossings({size: {"a": 1.0, "b": 2.0} for size in SIZES}) == []
-    options = {64: {"a": 2.0, "b": 1.0}, 128: {"a": 2.0}}  # b was not asked for more: nobody overtook it
+    options = {
+        64: {"a": 2.0, "b": 1.0},
+        128: {"a": 2.0},
+    }  # b was not asked for more: nobody overtook it
     assert find_crossings(options) == []
 
 
@@ -81,9 +101,13 @@ class Clock:
 
 
 def faked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> CaseTimer:
-    """A machine on which everybody takes 0.1 microseconds for each pair of tokens, composed ten times as long."""
+    """A machine on which everybody takes 0.1 microseconds for each pair of tokens, composed ten
+    times as long.
+    """
 
-    def make_case(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
+    def make_case(
+        kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]
+    ) -> BenchmarkCase:
         each = 1e-7 * size.tokens**2 * size.heads * size.rows * size.layers / 8
         runs = {name: clock.run(each * (10 if name == "chunked" else 1)) for name in names}
         first, *rest = names
@@ -123,7 +147,9 @@ def test_a_failing_backend_is_named_and_dropped(monkeypatch: pytest.MonkeyPatch)
     def broken() -> Any:
         raise ValueError("too many values")
 
-    def worse(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
+    def worse(
+        kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]
+    ) -> BenchmarkCase:
         case = _scaling_case(kind, spec, size, names)
         return replace(case, ours=broken) if names[0] == "flash_cpu" else case
 
@@ -138,13 +164,17 @@ def test_a_failing_backend_is_named_and_dropped(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gradients_are_measured_along_tokens_alone(monkeypatch: pytest.MonkeyPatch):
-    points = list(runner.measure_scaling(faked(Clock(), monkeypatch), "plain heads, causal, with gradients"))
+    points = list(
+        runner.measure_scaling(faked(Clock(), monkeypatch), "plain heads, causal, with gradients")
+    )
     assert {point["axis"] for point in points} == {"tokens"}
 
 
 @pytest.mark.parametrize("kind", runner.SCALING_LAYERS)
 def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Every backend that takes a kind of layer gives the same, gradients too; and again, when a cache begins anew."""
+    """Every backend that takes a kind of layer gives the same, gradients too; and again, when a
+    cache begins anew.
+    """
     size = runner.CallSize(tokens=37, heads=4, rows=2, layers=2)
     spec = runner.design_layer(kind, size)
     names = [
@@ -165,7 +195,9 @@ def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_each_measurement_starts_with_a_new_cache(monkeypatch: pytest.MonkeyPatch):
     kind, size = "one query, heads in fours", runner.CallSize(tokens=32, heads=4)
-    run = runner._layer_run(runner.SCALING_LAYERS[kind], runner.design_layer(kind, size), size, "dense")
+    run = runner._layer_run(
+        runner.SCALING_LAYERS[kind], runner.design_layer(kind, size), size, "dense"
+    )
     values = [run() for _ in range(33)]
     assert torch.equal(values[0], values[16])
     assert torch.equal(values[0], values[32])
@@ -174,10 +206,16 @@ def test_each_measurement_starts_with_a_new_cache(monkeypatch: pytest.MonkeyPatc
 
 def test_every_backend_is_measured_by_some_kind():
     measured = {
-        name for kind in runner.SCALING_LAYERS
-        for name, reasons in runner.unsupported_reasons(kind, runner.design_layer(kind, runner.CallSize())).items() if not reasons  # noqa: E501 - one case a line
-    }  # fmt: skip
-    assert measured == set(backends.BACKENDS) - {"paged"}  # it is for pages, which the bench has rows of
+        name
+        for kind in runner.SCALING_LAYERS
+        for name, reasons in runner.unsupported_reasons(
+            kind, runner.design_layer(kind, runner.CallSize())
+        ).items()
+        if not reasons
+    }
+    assert measured == set(backends.BACKENDS) - {
+        "paged"
+    }  # it is for pages, which the bench has rows of
 
 
 @pytest.fixture
@@ -186,8 +224,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measured(bench: CaseTimer, kind: str) -> Iterator[dict[str, Any]]:
         for at in SIZES:
-            yield {"kind": kind, "axis": "tokens", "at": at, "seconds": {"sdpa": at / 1e6, "dense": at**2 / 1e9},
-                   "spread": {}, "runs": "sdpa", "absent": {}, "differs": {}}  # fmt: skip
+            yield {
+                "kind": kind,
+                "axis": "tokens",
+                "at": at,
+                "seconds": {"sdpa": at / 1e6, "dense": at**2 / 1e9},
+                "spread": {},
+                "runs": "sdpa",
+                "absent": {},
+                "differs": {},
+            }
 
     monkeypatch.setattr(runner, "measure_scaling", measured)
     monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE)
@@ -201,10 +247,26 @@ def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
     assert "sdpa overtakes dense at 1,000 tokens" in text
     assert "not the fastest at 64, 128, 256, 512 tokens" in text
     assert "dense scales with: tokens 2.00 ± 0.00" in out
-    assert cli.main(["bench", "--scaling", "window", "--json", "--out", str(tmp_path / "new"), "--overwrite"]) == 0
+    assert (
+        cli.main(
+            [
+                "bench",
+                "--scaling",
+                "window",
+                "--json",
+                "--out",
+                str(tmp_path / "new"),
+                "--overwrite",
+            ]
+        )
+        == 0
+    )
     data = json.loads(capsys.readouterr().out)
     assert list(data) == ["machine", "points", "powers", "order"]
-    assert {one["kind"] for one in data["order"]} == {"a window of 128", "a window of 128, with gradients"}
+    assert {one["kind"] for one in data["order"]} == {
+        "a window of 128",
+        "a window of 128, with gradients",
+    }
     assert ScalingReport.read(tmp_path / "new" / "scaling.json").data == data
 
 
@@ -226,9 +288,11 @@ def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], message: st
 def test_kinds_of_layers_are_listed(capsys):
     assert cli.main(["bench", "--scaling", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [kind for line, kind in zip(lines, runner.SCALING_LAYERS, strict=True) if line.startswith(f"{kind}  ")] == [
-        *runner.SCALING_LAYERS
-    ]
+    assert [
+        kind
+        for line, kind in zip(lines, runner.SCALING_LAYERS, strict=True)
+        if line.startswith(f"{kind}  ")
+    ] == [*runner.SCALING_LAYERS]
     assert max(map(len, lines)) <= 80
 
 
@@ -241,9 +305,9 @@ def test_the_pages_show_the_measurements(monkeypatch: pytest.MonkeyPatch, quick,
     monkeypatch.setattr(benchmark_pages, "SCALED", tmp_path / "scaling.json")
     result = benchmark_pages.backends_page()
     assert (
-        f"Chosen: `sdpa`, `flash_cpu` from {takeover.least('flash_cpu')} tokens on. Measured: `sdpa` overtakes `dense`"
-        in result
-    )
+        f"Chosen: `sdpa`, `flash_cpu` from {takeover.least('flash_cpu')} tokens on. Measured: "
+        "`sdpa` overtakes `dense`"
+    ) in result
     assert "overtakes `dense` at 1,000 tokens." in result
     assert "| 64 | 64.0 us | **4.1 us** |" in result
     for name in backends.BACKENDS:
@@ -256,12 +320,22 @@ def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, 
     import benchmark_pages
 
     row = {
-        "name": "a case", "kind": "fake", "title": "Fake work", "ours_s": 0.5, "peers": {"one": 1.0},
-        "ratio": {"one": 2.0}, "limit": None, "met": False, "spread": {"ours": 0.01, "one": 0.02},
+        "name": "a case",
+        "kind": "fake",
+        "title": "Fake work",
+        "ours_s": 0.5,
+        "peers": {"one": 1.0},
+        "ratio": {"one": 2.0},
+        "limit": None,
+        "met": False,
+        "spread": {"ours": 0.01, "one": 0.02},
         "aim": [{"against": "one", "times": 3.0, "reached": 2.0, "met": False, "why": ""}],
-        "absent": {"two": "two is not installed"}, "differs": {}, "failed": "", "notes": {"memory": "7 MB"},
+        "absent": {"two": "two is not installed"},
+        "differs": {},
+        "failed": "",
+        "notes": {"memory": "7 MB"},
         "tried": "all of it.",
-    }  # fmt: skip
+    }
     (tmp_path / "bench.json").write_text(json.dumps({"machine": MACHINE, "rows": [row]}))
     monkeypatch.setattr(benchmark_pages, "MEASURED", tmp_path / "bench.json")
     result = benchmark_pages.benchmarks_page()
@@ -276,7 +350,12 @@ def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, 
     ):
         assert line in result.splitlines() or line in result
     assert result.index("## Targets") < result.index("](bench.svg)") < result.index("## Fake work")
-    met = {**row, "name": "another", "aim": [{**row["aim"][0], "times": 2.0, "met": True}], "met": True}
+    met = {
+        **row,
+        "name": "another",
+        "aim": [{**row["aim"][0], "times": 2.0, "met": True}],
+        "met": True,
+    }
     (tmp_path / "bench.json").write_text(json.dumps({"machine": MACHINE, "rows": [met]}))
     result = benchmark_pages.benchmarks_page()
     assert "1 of 1 targets are met." in result

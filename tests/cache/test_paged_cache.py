@@ -16,7 +16,7 @@ from headwise.costs.kv_cache_memory import CacheAllocator
 from headwise.masking.key_intervals import KeyRetention
 from support import cache_streams as streams, layer_cases as cases
 
-# --- whose page it is ----------------------------------------------------------------------------------
+# --- whose page it is -----------------------------------------------------------------------------
 
 
 def test_a_page_is_given_back_once():
@@ -65,7 +65,10 @@ def test_pages_read_are_those_of_tokens_read(retention: tuple[int, int | None], 
         )  # the next token goes on in a page that is not full
         for chunk in (1, 3, 8):
             most = max(
-                len(set(group.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
+                len(
+                    set(group.visible_pages(start))
+                    | set(range(start // page, -(-min(start + chunk, n) // page)))
+                )
                 for start in range(n + 1)
             )
             assert most <= group.max_pages(n, chunk) <= -(-n // page) or n == 0
@@ -112,7 +115,9 @@ class Books(RuleBasedStateMachine):
         try:
             changes = self.block_tables.append_slots([row], [count])
         except hw.CacheFull:
-            assert all(table.items() <= old.items() for table, old in zip(row.tables, before, strict=True))
+            assert all(
+                table.items() <= old.items() for table, old in zip(row.tables, before, strict=True)
+            )
             return
         row.length += count
         for table in row.tables:
@@ -137,8 +142,12 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def every_page_has_the_holders_that_hold_it(self) -> None:
         pages = self.block_tables.pages
-        counter = Counter(page for row, _ in self.rows for table in row.tables for page in table.values())
-        assert [pages.holders(page) for page in range(self.COUNT)] == [counter[page] for page in range(self.COUNT)]
+        counter = Counter(
+            page for row, _ in self.rows for table in row.tables for page in table.values()
+        )
+        assert [pages.holders(page) for page in range(self.COUNT)] == [
+            counter[page] for page in range(self.COUNT)
+        ]
         assert pages.num_allocated == len(counter)
         assert pages.num_free + pages.num_allocated == self.COUNT
 
@@ -146,7 +155,9 @@ class Books(RuleBasedStateMachine):
     def nobody_writes_where_another_reads(self) -> None:
         for row, _ in self.rows:
             for group, table in zip(self.PAGING.groups, row.tables, strict=True):
-                assert set(group.visible_pages(row.length)) <= set(table), "a page that is still read was given back"
+                assert set(group.visible_pages(row.length)) <= set(table), (
+                    "a page that is still read was given back"
+                )
 
     def teardown(self) -> None:
         for row, _ in self.rows:
@@ -155,11 +166,15 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
+TestBooks.settings = settings(
+    max_examples=30, stateful_step_count=30, deadline=None, derandomize=True
+)
 
 
 def test_reserved_pages_are_never_exceeded():
-    """Whatever rows are let in by what is pledged, each comes to its end; and many that begin alike fit at once."""
+    """Whatever rows are let in by what is pledged, each comes to its end; and many that begin alike
+    fit at once.
+    """
     paging = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, 2)
     block_tables, length, ids = BlockTables(paging, 23), 14, [1, 0, 1, 1] * 4
     need = tuple(group.max_pages(length, 3) for group in paging.groups)
@@ -180,20 +195,28 @@ def test_reserved_pages_are_never_exceeded():
         for row in (row for row in rows if row.length < length):
             block_tables.append_slots([row], [1])
             row.length += 1
-            assert block_tables.pages.num_allocated <= block_tables.num_reserved_pages(rows) <= pledged
+            assert (
+                block_tables.pages.num_allocated <= block_tables.num_reserved_pages(rows) <= pledged
+            )
     for row in rows:
         block_tables.free_sequence(row)
 
 
 def test_an_opening_is_shared_as_a_whole():
     """Tokens that must come together are all remembered or none of them."""
-    block_tables, ids = BlockTables(PageLayout((RetentionGroup(0, None, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    block_tables, ids = (
+        BlockTables(PageLayout((RetentionGroup(0, None, 2),), (), 0, 2), 23),
+        [1, 2, 3, 4, 5, 6, 7],
+    )
     row = block_tables.new_sequence()
     block_tables.append_slots([row], [7])
     row.length = 7
     block_tables.publish_prefix(row, ids)
     other = [1, 2, 3, 4, 9, 9, 9]
-    assert [block_tables.find_prefix(block_tables.new_sequence(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
+    assert [
+        block_tables.find_prefix(block_tables.new_sequence(), other, opening)
+        for opening in (0, 4, 5)
+    ] == [4, 4, 0]
     assert block_tables.find_prefix(block_tables.new_sequence(), ids) == 6
     assert (
         block_tables.find_prefix(block_tables.new_sequence(), ids[:6]) == 4
@@ -201,8 +224,13 @@ def test_an_opening_is_shared_as_a_whole():
 
 
 def test_a_shared_page_depends_on_all_earlier_ids():
-    """Of a window only the last pages are needed, but what lies in them is not a matter of their own ids alone."""
-    block_tables, ids = BlockTables(PageLayout((RetentionGroup(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    """Of a window only the last pages are needed, but what lies in them is not a matter of their
+    own ids alone.
+    """
+    block_tables, ids = (
+        BlockTables(PageLayout((RetentionGroup(0, 3, 2),), (), 0, 2), 23),
+        [1, 2, 3, 4, 5, 6, 7],
+    )
     row = block_tables.new_sequence()
     block_tables.append_slots([row], [7])
     row.length = 7
@@ -211,7 +239,7 @@ def test_a_shared_page_depends_on_all_earlier_ids():
     assert block_tables.find_prefix(block_tables.new_sequence(), [9, 9, *ids[2:]]) == 0
 
 
-# --- the contract of a cache ---------------------------------------------------------------------------
+# --- the contract of a cache ----------------------------------------------------------------------
 
 PAGED = [kind for kind in streams.KINDS if kind != "state"]
 
@@ -258,7 +286,9 @@ def test_diverging_rows_copy_the_pages_they_write(kind: str):
     x = streams.random_tensor(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
     pool = PagePool([layer.spec], pages=12, page=3, dtype=torch.float64)
-    cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))[0]
+    cache = pool.caches(
+        pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()])
+    )[0]
     with torch.no_grad():
         layer(x[:2, :4], cache=cache)
         num_allocated = pool.block_tables.pages.num_allocated
@@ -279,26 +309,36 @@ def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
     layer = streams.build_layer("plain")
     pool = PagePool([layer.spec], pages=4, page=4, dtype=torch.float64)
     with torch.no_grad():
-        cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))[0]
+        cache = pool.caches(
+            pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()])
+        )[0]
         layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
         cache.select_rows(torch.tensor([], dtype=torch.int64))
         x = streams.random_tensor(2, 5, streams.MODEL)
-        cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()]))[0]
+        cache = pool.caches(
+            pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()])
+        )[0]
         layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
-        layer.backend_name = "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
+        layer.backend_name = (
+            "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
+        )
         last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
         layer.backend_name = None
         cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
 
 
 def test_rows_of_one_length_may_keep_different_pages():
-    """Both rows end at 10 tokens, but one of them goes on from an earlier token and still reads an earlier page."""
+    """Both rows end at 10 tokens, but one of them goes on from an earlier token and still reads an
+    earlier page.
+    """
     spec = hw.design(model=streams.MODEL, heads=2, pattern="window(3)")
     layer = cases.layer(spec)
     cache, x = pooled(layer, 2, page=2), streams.random_tensor(2, 10, streams.MODEL)
     with torch.no_grad():
         layer(x[:, :9], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :9], lengths=[6, 9]))
-        new = torch.stack([x[0, 6:], torch.cat([x[1, 9:], x[1, :3]])])  # four tokens; one and padding
+        new = torch.stack(
+            [x[0, 6:], torch.cat([x[1, 9:], x[1, :3]])]
+        )  # four tokens; one and padding
         position = torch.tensor([[6, 7, 8, 9], [9, 10, 11, 12]])
         segment = torch.tensor([[0, 0, 0, 0], [0, -1, -1, -1]])
         layer.backend_name = "dense"  # gathers pages into one buffer
@@ -332,7 +372,9 @@ def test_specs_that_cannot_be_paged_are_refused():
             layer(
                 x,
                 cache=cache,
-                sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])),
+                sequence=hw.SequenceInfo.from_batch(
+                    x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])
+                ),
             )
         with pytest.raises(ValueError, match="goes on at position 0, one by one"):
             layer(x, cache=cache, sequence=hw.SequenceInfo.contiguous(1, 4, "cpu"))
@@ -344,24 +386,33 @@ def test_specs_that_cannot_be_paged_are_refused():
 
 
 def test_layers_that_keep_alike_share_a_table_and_all_share_the_pages():
-    near, far = (hw.design(model=10, heads=2, pattern=pattern) for pattern in ("window(3)", "causal"))
+    near, far = (
+        hw.design(model=10, heads=2, pattern=pattern) for pattern in ("window(3)", "causal")
+    )
     pool = PagePool([near, far, near], pages=20, page=2)
     row = pool.block_tables.new_sequence()
     pool.block_tables.append_slots([row], [9])
-    assert [len(table) for table in row.tables] == [5, 3]  # 9 tokens by 2 of two layers, and by 4 of one
+    assert [len(table) for table in row.tables] == [
+        5,
+        3,
+    ]  # 9 tokens by 2 of two layers, and by 4 of one
     assert not set(row.tables[0].values()) & set(row.tables[1].values())
     assert pool.storage[0].numel() == 2 * 2 * 20
 
 
-# --- groups of heads ------------------------------------------------------------------------------------
+# --- groups of heads ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunks", [[38, 1, 1], [7, *[1] * 33], [1, 12, 3, *[1] * 24]])
 @torch.no_grad()
 def test_heads_with_other_patterns_lie_in_pages_of_their_own(chunks: list[int]):
-    """Two layers of 3 key-value heads; two of them keep the first 3 and the latest 5 tokens of 40."""
+    """Two layers of 3 key-value heads; two of them keep the first 3 and the
+    latest 5 tokens of 40.
+    """
     options = {"model": 24, "heads": 6, "kv": 3, "dim": 4, "modifiers": (hw.Rotary(),)}
-    spec = hw.design(**options, pattern="perhead((causal(), window(5) | first(3)), (0, 0, 1, 1, 1, 1))")
+    spec = hw.design(
+        **options, pattern="perhead((causal(), window(5) | first(3)), (0, 0, 1, 1, 1, 1))"
+    )
     x, allocated_bytes = torch.randn(2, 40, 24, dtype=torch.float64), dict[str, int]()
     for name, one in (("groups", spec), ("all tokens", hw.design(**options, pattern="causal()"))):
         layers = [hw.Attention(one).double().eval() for _ in range(2)]
@@ -374,6 +425,9 @@ def test_heads_with_other_patterns_lie_in_pages_of_their_own(chunks: list[int]):
         for layer, outputs in zip(layers, zip(*calls, strict=True), strict=True):
             cases.check_close(torch.cat(outputs, 1), layer(x))
         allocated_bytes[name] = pool.block_tables.pages.num_allocated * pool.paging.numel * 8
-    # For each of two rows, 10 pages of 4 tokens with 2 x 24 numbers; or 5 pages of 8 tokens with 2 x 8 numbers, and
-    # 3 pages of 4 tokens with 2 x 16: the first, and two with the latest tokens.
-    assert allocated_bytes == {"groups": 2 * (5 * 8 * 16 + 3 * 4 * 32) * 8, "all tokens": 2 * 10 * 4 * 48 * 8}
+    # For each of two rows, 10 pages of 4 tokens with 2 x 24 numbers; or 5 pages of 8 tokens with 2
+    # x 8 numbers, and 3 pages of 4 tokens with 2 x 16: the first, and two with the latest tokens.
+    assert allocated_bytes == {
+        "groups": 2 * (5 * 8 * 16 + 3 * 4 * 32) * 8,
+        "all tokens": 2 * 10 * 4 * 48 * 8,
+    }

@@ -1,4 +1,6 @@
-"""The command line: right answers, one clear line on bad input, no heavy import before it is needed."""
+"""The command line: right answers, one clear line on bad input, no heavy import before it is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def test_help_is_light():
-    code = "import sys; from headwise.cli import main; main(['--help']); print(*{'torch', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys; from headwise.cli import main; main(['--help']); print(*{'torch', "
+        "'numpy'} & set(sys.modules))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *result, last = ran.stdout.splitlines()
     assert last == ""
@@ -80,7 +85,9 @@ def test_sizes_of_a_file_are_its_own(capsys, tmp_path: Path):
     assert (code, out) == (2, "")
     assert "--heads is for presets" in err
     assert "--set heads.q=4" in err
-    code, out, _ = run(capsys, "spec", str(tmp_path / "a.toml"), "--set", "heads.q=4", "--set", "heads.kv=4")
+    code, out, _ = run(
+        capsys, "spec", str(tmp_path / "a.toml"), "--set", "heads.q=4", "--set", "heads.kv=4"
+    )
     assert code == 0
 
 
@@ -89,7 +96,9 @@ def test_pages_fit_a_terminal(capsys, name: str):
     for verb in ("spec", "why", "walk"):
         code, out, _ = run(capsys, verb, name)
         assert code == 0
-        lines = [line for line in out.splitlines() if not line.startswith('pattern = "perhead(')]  # TOML, to be pasted
+        lines = [
+            line for line in out.splitlines() if not line.startswith('pattern = "perhead(')
+        ]  # TOML, to be pasted
         assert max(map(len, lines)) <= 80, verb
 
 
@@ -113,9 +122,15 @@ def test_walk_follows_an_attention_of_a_named_model(capsys, argv: tuple[str, ...
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("gpt2", "--layer", "3"), "--layer 3 is a block; name one attention in it, as in --layer 3.attention"),
+        (
+            ("gpt2", "--layer", "3"),
+            "--layer 3 is a block; name one attention in it, as in --layer 3.attention",
+        ),
         (("mha", "--layer", "3"), "--layer 3 is for models; leave it out"),
-        (("gpt2", "--heads", "3"), "--heads is for one spec, and gpt2 describes a whole model; leave it out"),
+        (
+            ("gpt2", "--heads", "3"),
+            "--heads is for one spec, and gpt2 describes a whole model; leave it out",
+        ),
     ],
 )
 def test_walk_refuses_a_layer_that_is_no_attention(capsys, argv: tuple[str, ...], message: str):
@@ -135,7 +150,16 @@ def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
 
 
 def test_set_changes_one_thing(capsys):
-    argv = ("spec", "gqa", "--set", "heads.kv=4", "--set", "modifiers.0.base=500000.0", "--set", "project.bias=qv")
+    argv = (
+        "spec",
+        "gqa",
+        "--set",
+        "heads.kv=4",
+        "--set",
+        "modifiers.0.base=500000.0",
+        "--set",
+        "project.bias=qv",
+    )
     data = json.loads(run(capsys, *argv, "--json")[1])
     expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.Rotary(base=500000.0),))
     assert hw.from_json(json.dumps(data["spec"])) == expected
@@ -161,7 +185,10 @@ BAD = {
     "uneven": (("spec", "mha", "--set", "heads.kv=3"), "use kv in"),
     "want": (("why", "mha", "--want", "weight"), "did you mean 'weights'"),
     "dtype": (("why", "mha", "--dtype", "f8"), "dtype='f8'"),
-    "nowhere to train": (("demo", "--out", "/dev/null/x"), "not a directory; give the path of a new folder"),
+    "nowhere to train": (
+        ("demo", "--out", "/dev/null/x"),
+        "not a directory; give the path of a new folder",
+    ),
 }
 
 

@@ -23,15 +23,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of ours and of transformers that read bytes, and texts for them."""
     base = tmp_path_factory.mktemp("models")
     config = {
-        "model_type": "llama", "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6,
-        "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 300, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "num_hidden_layers": 2,
+        "intermediate_size": 20,
+        "vocab_size": 300,
+        "max_position_embeddings": 64,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")
     foreign = ZOO["llama"]
     torch.manual_seed(0)
-    keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None, "num_key_value_heads": 4, "num_attention_heads": 4}
+    keys = {
+        **foreign.keys,
+        "vocab_size": 300,
+        "eos_token_id": None,
+        "num_key_value_heads": 4,
+        "num_attention_heads": 4,
+    }
     foreign._replace(keys=keys).build("sdpa").save_pretrained(base / "llama")
     (base / "llama" / "tokenizer.json").write_text(ByteVocabulary().document)
     (base / "texts").write_text(TEXTS)
@@ -46,19 +59,36 @@ def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int,
 
 @pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])
 def test_one_command_converts_and_verifies_a_model(
-    name: str, kind: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], here: None
+    name: str,
+    kind: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    here: None,
 ):
     out = tmp_path / "out"
     code, stdout, err = run_command(
-        capsys, folders[name], "--kv", "2", "--align", "--grouping", "similar", "--data", folders["texts"],
-        "--out", out, *FAST, "--json",
-    )  # fmt: skip
+        capsys,
+        folders[name],
+        "--kv",
+        "2",
+        "--align",
+        "--grouping",
+        "similar",
+        "--data",
+        folders["texts"],
+        "--out",
+        out,
+        *FAST,
+        "--json",
+    )
     assert code == 0, err
     proof = json.loads(stdout)
     assert proof["folder"]["kind"] == kind, proof["folder"]["sentence"]
     assert {one["what"] for one in proof["equal"]} == {
-        "aligned, before heads are pooled", "headwise.load of the written folder"
-    }  # fmt: skip
+        "aligned, before heads are pooled",
+        "headwise.load of the written folder",
+    }
     assert proof["holds"] is True
     assert {spec.heads.kv for _, spec in hw.load(out).spec.attention_specs()} == {2}
     done = json.loads((out / "heads.json").read_text())["change"]
@@ -73,17 +103,32 @@ def test_one_command_converts_and_verifies_a_model(
         ((), []),
         (("--align",), ["heads were aligned"]),
         (("--uptrain", "2"), ["the model was retrained"]),
-        (("--grouping", "similar", "--align", "keys"), ["heads were grouped", "heads were aligned"]),
+        (
+            ("--grouping", "similar", "--align", "keys"),
+            ["heads were grouped", "heads were aligned"],
+        ),
     ],
 )
 def test_notes_name_what_texts_were_used_for(
-    options: tuple[str, ...], uses: list[str], folders: dict[str, Path], tmp_path: Path,
+    options: tuple[str, ...],
+    uses: list[str],
+    folders: dict[str, Path],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+):
     code, stdout, err = run_command(
-        capsys, folders["ours"], "--kv", "2", *options, "--data", folders["texts"], "--out", tmp_path / "out", *FAST,
+        capsys,
+        folders["ours"],
+        "--kv",
+        "2",
+        *options,
+        "--data",
+        folders["texts"],
+        "--out",
+        tmp_path / "out",
+        *FAST,
         "--json",
-    )  # fmt: skip
+    )
     assert code == 0, err
     proof = json.loads(stdout)
     assert [note for note in proof["notes"] if "the proof" in note] == [
@@ -93,16 +138,36 @@ def test_notes_name_what_texts_were_used_for(
 
 
 @pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])
-def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_other_forms(
+    form: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
     if name == "gpt":
-        config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 1, "vocab_size": 300, "n_positions": 64}
+        config = {
+            "model_type": "gpt2",
+            "n_embd": 24,
+            "n_head": 4,
+            "n_layer": 1,
+            "vocab_size": 300,
+            "n_positions": 64,
+        }
         net = hw.build(hw.families.read_model_spec(config), seed=0)
         net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
         hw.save(net, tmp_path / "gpt")
     model = folders.get(name, tmp_path / "gpt")
     code, stdout, err = run_command(
-        capsys, model, "--to", form, "--by", "michel", "--data", folders["texts"], "--out", out, *FAST, "--json"
+        capsys,
+        model,
+        "--to",
+        form,
+        "--by",
+        "michel",
+        "--data",
+        folders["texts"],
+        "--out",
+        out,
+        *FAST,
+        "--json",
     )
     assert code == 0, err
     quality = json.loads(stdout)["quality"]["rows"][0]
@@ -110,13 +175,30 @@ def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys
     assert hw.load(out).spec != hw.load(model).spec or form == "mha"
 
 
-def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_retraining_is_reported(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = tmp_path / "out"
-    (tmp_path / "lessons").write_text("\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40)))
+    (tmp_path / "lessons").write_text(
+        "\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40))
+    )
     code, stdout, err = run_command(
-        capsys, folders["ours"], "--kv", "1", "--data", folders["texts"], "--distill-data", tmp_path / "lessons",
-        "--uptrain", "12", "--lr", "0.003", "--out", out, *FAST,
-    )  # fmt: skip
+        capsys,
+        folders["ours"],
+        "--kv",
+        "1",
+        "--data",
+        folders["texts"],
+        "--distill-data",
+        tmp_path / "lessons",
+        "--uptrain",
+        "12",
+        "--lr",
+        "0.003",
+        "--out",
+        out,
+        *FAST,
+    )
     assert code == 0, err
     done = json.loads((out / "heads.json").read_text())["change"]["uptraining"]
     assert done["curve"][0]["step"] == 0
@@ -128,22 +210,40 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("argv", "wrong"),
     [
-        (["ours", "--data", "texts"], "give exactly one target: --kv COUNT, or --to with one of mha, latent"),
+        (
+            ["ours", "--data", "texts"],
+            "give exactly one target: --kv COUNT, or --to with one of mha, latent",
+        ),
         (["ours", "--data", "texts", "--kv", "2", "--to", "mha"], "give exactly one target"),
         (
             ["ours", "--data", "texts", "--kv", "3"],
             "cannot split 4 key-value heads into 3 equal groups. Use one of [1, 2, 4]",
         ),
-        (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is not a known form; give one of mha"),
-        (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping apply to --kv only"),
+        (
+            ["ours", "--data", "texts", "--to", "gqa"],
+            "--to gqa is not a known form; give one of mha",
+        ),
+        (
+            ["ours", "--data", "texts", "--to", "latent", "--align"],
+            "--align and --grouping apply to --kv only",
+        ),
         (
             ["ours", "--data", "texts", "--kv", "2", "--align", "sides"],
             "--align 'sides' is unknown; use one of both, keys, none, values",
         ),
         (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
-        (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "--uptrain 0 is too small; give 1 or more"),
-        (["ours", "--kv", "2"], "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates"),
-        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "it is a file; give the path of a new folder"),
+        (
+            ["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"],
+            "--uptrain 0 is too small; give 1 or more",
+        ),
+        (
+            ["ours", "--kv", "2"],
+            "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates",
+        ),
+        (
+            ["ours", "--data", "texts", "--kv", "2", "--out", "texts"],
+            "it is a file; give the path of a new folder",
+        ),
         (
             ["ours", "--data", "texts", "--kv", "2", "--distill-data", "none", "--uptrain", "3"],
             "there is no file 'none' for --distill-data; give one that exists",
@@ -151,6 +251,10 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
     ],
 )
 def test_wrong_arguments(
-    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    wrong: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     assert wrong in run_refused(capsys, "convert", argv, folders, tmp_path)

@@ -19,20 +19,35 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise import cli
-from headwise.data.tokenizer_calls import decode_tokens, encode_tokens, parse_tokenizer, read_tokenizer_file
+from headwise.data.tokenizer_calls import (
+    decode_tokens,
+    encode_tokens,
+    parse_tokenizer,
+    read_tokenizer_file,
+)
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.errors import SpecError
 from support.saved_models import GPT
 
 COMMAND = [sys.executable, "-c", "import sys; from headwise.cli import main; sys.exit(main())"]
-PANICS_ON = "a" * 40 + "b"  # the regular expression below needs more steps for it than the library takes
+PANICS_ON = (
+    "a" * 40 + "b"
+)  # the regular expression below needs more steps for it than the library takes
 
 
 def write_model(folder: Path) -> None:
     """A model of bytes whose tokenizer panics on some texts."""
     document: dict[str, Any] = json.loads(ByteVocabulary().document)
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    document["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, document["pre_tokenizer"]],
+    }
     net = hw.build(hw.families.read_model_spec(GPT | {"n_positions": 64}), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=json.dumps(document))
     hw.save(net, folder)
@@ -43,10 +58,20 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize(
-    "error", [TypeError("a\nb"), KeyError("x"), RecursionError("deep"), AssertionError(), Panic("index out of bounds")]
+    "error",
+    [
+        TypeError("a\nb"),
+        KeyError("x"),
+        RecursionError("deep"),
+        AssertionError(),
+        Panic("index out of bounds"),
+    ],
 )
 def test_an_internal_error_is_one_line_and_a_file(
-    error: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: BaseException,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ):
     def fail(argv: list[str]) -> int:
         raise error
@@ -56,7 +81,9 @@ def test_an_internal_error_is_one_line_and_a_file(
     assert cli.main(["why", "mha"]) == 3
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    found = re.fullmatch(rf"headwise: error of headwise itself: {type(error).__name__}:.*report it with (\S+)\n", err)
+    found = re.fullmatch(
+        rf"headwise: error of headwise itself: {type(error).__name__}:.*report it with (\S+)\n", err
+    )
     assert found is not None
     report = Path(found[1]).read_text()
     assert f"headwise {hw.__version__}" in report
@@ -69,7 +96,9 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-def test_an_exception_without_a_text_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_without_a_text_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     def fail(argv: list[str]) -> int:
         raise Unprintable
 
@@ -119,7 +148,9 @@ def warn(argv):
 cli._run_command = warn
 sys.exit(cli.main())
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert ran.stderr.splitlines()[:2] == ["headwise: a b\\x1b[2J", "c \\x1b[2J"]
     assert "\x1b" not in ran.stderr
     assert ran.returncode == 0
@@ -134,22 +165,36 @@ def test_a_full_temporary_folder_does_not_hide_the_error(
     assert "KeyError: 'x'; please report it\n" in capsys.readouterr().err
 
 
-# --- tokenizers ----------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def broken(**parts: Any) -> str:
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
     names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    return json.dumps({"version": "1.0", "added_tokens": [], **dict.fromkeys(names), "model": model, **parts})
+    return json.dumps(
+        {"version": "1.0", "added_tokens": [], **dict.fromkeys(names), "model": model, **parts}
+    )
 
 
 def test_panics_are_errors_about_one_text(tmp_path: Path):
-    with pytest.raises(SpecError, match=r"the tokenizer cannot be built from its document: .*; give another"):
-        parse_tokenizer(broken(normalizer={"type": "Precompiled", "precompiled_charsmap": "EAAAAP//////////"}))
-    decoder = parse_tokenizer(broken(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 9}))
-    with pytest.raises(SpecError, match="the tokenizer cannot decode these ids: index out of bounds"):
+    with pytest.raises(
+        SpecError, match=r"the tokenizer cannot be built from its document: .*; give another"
+    ):
+        parse_tokenizer(
+            broken(normalizer={"type": "Precompiled", "precompiled_charsmap": "EAAAAP//////////"})
+        )
+    decoder = parse_tokenizer(
+        broken(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 9})
+    )
+    with pytest.raises(
+        SpecError, match="the tokenizer cannot decode these ids: index out of bounds"
+    ):
         decode_tokens(decoder, [0, 1])
-    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": []}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+        "pair": [],
+    }
     processor = parse_tokenizer(broken(post_processor=template | {"special_tokens": {}}))
     with pytest.raises(SpecError, match="the tokenizer cannot encode this text: no entry found"):
         encode_tokens(processor, "ab")
@@ -159,34 +204,61 @@ def test_panics_are_errors_about_one_text(tmp_path: Path):
         read_tokenizer_file(tmp_path / "a")
 
 
-def test_a_request_that_the_tokenizer_fails_on_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_request_that_the_tokenizer_fails_on_fails_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     write_model(tmp_path / "model")
-    lines = [{"prompt": "ab", "max_new_tokens": 2}, {"prompt": PANICS_ON}, {"prompt": "b", "max_new_tokens": 2}]
+    lines = [
+        {"prompt": "ab", "max_new_tokens": 2},
+        {"prompt": PANICS_ON},
+        {"prompt": "b", "max_new_tokens": 2},
+    ]
     (tmp_path / "requests").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert cli.main(["run", str(tmp_path / "model"), "--requests", str(tmp_path / "requests")]) == 2
-    answers = {answer["line"]: answer for answer in map(json.loads, capsys.readouterr().out.splitlines())}
+    answers = {
+        answer["line"]: answer for answer in map(json.loads, capsys.readouterr().out.splitlines())
+    }
     assert "the tokenizer cannot encode this text: Onig: Regex search error" in answers[2]["error"]
     assert [len(answers[line]["ids"]) for line in (1, 3)] == [2, 2]
 
 
-def test_a_text_that_the_tokenizer_fails_on_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_text_that_the_tokenizer_fails_on_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     write_model(tmp_path / "model")
-    assert cli.main(["trace", str(tmp_path / "model"), "--text", PANICS_ON, "--out", str(tmp_path / "a.trace")]) == 2
+    assert (
+        cli.main(
+            [
+                "trace",
+                str(tmp_path / "model"),
+                "--text",
+                PANICS_ON,
+                "--out",
+                str(tmp_path / "a.trace"),
+            ]
+        )
+        == 2
+    )
     err = capsys.readouterr().err
     assert err.startswith("headwise: the tokenizer cannot encode this text: Onig")
     assert err.count("\n") == 1
 
 
-# --- streams and signals -------------------------------------------------------------------------------
+# --- streams and signals --------------------------------------------------------------------------
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("closed", [c for n in (1, 2, 3) for c in itertools.combinations((0, 1, 2), n)])
+@pytest.mark.parametrize(
+    "closed", [c for n in (1, 2, 3) for c in itertools.combinations((0, 1, 2), n)]
+)
 @pytest.mark.parametrize("argv", [("--version",), ("spec", "--nothing")])
 def test_closed_streams(closed: tuple[int, ...], argv: tuple[str, ...]):
     redirections = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
     ran = subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirections}', "sh", *COMMAND, *argv], capture_output=True, text=True, check=False
+        ["sh", "-c", f'exec "$@" {redirections}', "sh", *COMMAND, *argv],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     expected = 2 if 1 in closed or argv[0] == "spec" else 0
     assert ran.returncode == expected
@@ -198,14 +270,20 @@ def test_closed_streams(closed: tuple[int, ...], argv: tuple[str, ...]):
 @pytest.mark.lengthy
 def test_a_full_output_is_one_line():
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([*COMMAND, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        ran = subprocess.run(
+            [*COMMAND, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert ran.returncode == 2
-    assert ran.stderr == "headwise: cannot go on: no space left on device; make room and try again\n"
+    assert (
+        ran.stderr == "headwise: cannot go on: no space left on device; make room and try again\n"
+    )
 
 
 @pytest.mark.lengthy
 def test_a_reader_that_leaves_is_silent():
-    with subprocess.Popen([*COMMAND, "spec", "gqa"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*COMMAND, "spec", "gqa"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -247,10 +325,19 @@ def test_sigterm_ends_with_143_and_leaves_nothing(tmp_path: Path):
 def test_training_ends_with_the_code_of_its_signal(number: int, code: int, tmp_path: Path):
     """Training handles both signals in the same way: it writes a checkpoint first."""
     argv = ["train", "copy", "--out", str(tmp_path / "run"), "--steps", "100000"]
-    quick = ("precision=fp32", "attention=plain", "rows=padded", "compile=off", "evaluate_batches=1", "batch=4")
+    quick = (
+        "precision=fp32",
+        "attention=plain",
+        "rows=padded",
+        "compile=off",
+        "evaluate_batches=1",
+        "batch=4",
+    )
     for setting in ("checkpoint_every=1", *quick):
         argv += ["--set", f"recipe.{setting}"]
-    with subprocess.Popen([*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*COMMAND, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         while not any(tmp_path.rglob("*.safetensors")):
             assert process.poll() is None
             time.sleep(0.05)

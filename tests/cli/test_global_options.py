@@ -28,20 +28,32 @@ def test_the_environment_names_every_dependency_and_its_version(capsys: pytest.C
     assert code == 0
     assert report["headwise"] == hw.__version__
     assert report["packages"]["base"]["torch"] == metadata.version("torch")
-    assert {"hf", "mt", "notebook", "bench", "ray", "site", "dev"} == set(report["packages"]) - {"base"}
+    assert {"hf", "mt", "notebook", "bench", "ray", "site", "dev"} == set(report["packages"]) - {
+        "base"
+    }
 
 
-def test_a_missing_package_has_no_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_has_no_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(metadata, "requires", lambda _: ["no-such-package; extra == 'hf'"])
-    assert json.loads(run(capsys, "--version", "--json")[1])["packages"] == {"hf": {"no-such-package": None}}
+    assert json.loads(run(capsys, "--version", "--json")[1])["packages"] == {
+        "hf": {"no-such-package": None}
+    }
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--version", "now"], "--version takes nothing but --json, got 'now'; leave it out"),
-        (["--completion"], "--completion needs one of bash, zsh, fish, got nothing; write --completion bash"),
-        (["--completion", "csh"], "--completion needs one of bash, zsh, fish, got 'csh'; write --completion bash"),
+        (
+            ["--completion"],
+            "--completion needs one of bash, zsh, fish, got nothing; write --completion bash",
+        ),
+        (
+            ["--completion", "csh"],
+            "--completion needs one of bash, zsh, fish, got 'csh'; write --completion bash",
+        ),
     ],
 )
 def test_wrong_words_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -74,10 +86,13 @@ def test_bash_completes_commands_and_options(words: list[str], expected: set[str
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m headwise "$@"\n')
     program.chmod(0o755)
     script = (
-        f'eval "$(headwise --completion bash)"; COMP_WORDS=(headwise {" ".join(words)}); COMP_CWORD={len(words)}; '
+        f'eval "$(headwise --completion bash)"; COMP_WORDS=(headwise {" ".join(words)}); '
+        f"COMP_CWORD={len(words)}; "
         '_headwise; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stderr == ""
     assert set(done.stdout.split()) == expected

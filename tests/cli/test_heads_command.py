@@ -42,16 +42,23 @@ def parsed(tmp_path: Path) -> dict[str, str]:
     net = build_encoder()
     hw.save(net, tmp_path / "net")
     text = ROWS.replace("The", "the").replace("# sent_id = two\n", "").replace("2 du", "2 b")
-    (tmp_path / "a.conllu").write_text("\n".join([*conllu_lines(text), "", *conllu_lines(text), ""]))
+    (tmp_path / "a.conllu").write_text(
+        "\n".join([*conllu_lines(text), "", *conllu_lines(text), ""])
+    )
     return {"net": str(tmp_path / "net"), "conllu": str(tmp_path / "a.conllu")}
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
 def test_one_command_reports_the_heads_of_a_model(
-    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+    name: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird one\n")
-    code, out, err = run_command(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json")
+    code, out, err = run_command(
+        capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json"
+    )
     assert code == 0, err
     data = json.loads(out)
     sites = hw.sites(hw.load(folders[name]))
@@ -80,7 +87,9 @@ def test_the_output_folder_holds_the_reports(
     parsed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
-    code, _, err = run_command(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out))
+    code, _, err = run_command(
+        capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out)
+    )
     assert code == 0, err
     for name in ("grid", "entropy", "pair"):  # the sentences are too short for a class to be drawn
         for paper in ("light", "dark"):
@@ -88,46 +97,87 @@ def test_the_output_folder_holds_the_reports(
             assert (out / f"{name}-{paper}.png").read_bytes().startswith(b"\x89PNG")
     table = json.loads((out / "heads.json").read_text())
     points = json.loads((out / "headvis" / "scatter_data.json").read_text())["heads"]
-    assert [one["metrics"]["sink"] for one in points] == [one["measures"]["sink"]["value"] for one in table["heads"]]
+    assert [one["metrics"]["sink"] for one in points] == [
+        one["measures"]["sink"]["value"] for one in table["heads"]
+    ]
     one = json.loads((out / "headvis" / "heads" / "L0H1.json").read_text())
     two = ["encoder.0.attention:1", "encoder.0.attention:0"]
     sample = tmp_path / "two"
     assert (
-        run_command(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(sample), "--pair", *two)[0] == 0
+        run_command(
+            capsys,
+            parsed["net"],
+            "--conllu",
+            parsed["conllu"],
+            "--out",
+            str(sample),
+            "--pair",
+            *two,
+        )[0]
+        == 0
     )
     assert "one: encoder.0.attention 1" in (sample / "pair-light.svg").read_text()
     assert "other: encoder.0.attention 0" in (sample / "pair-light.svg").read_text()
     assert "broadest" in (out / "pair-light.svg").read_text()
     code, _, stderr = run_command(
-        capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(tmp_path / "no"), "--pair", two[0],
+        capsys,
+        parsed["net"],
+        "--conllu",
+        parsed["conllu"],
+        "--out",
+        str(tmp_path / "no"),
+        "--pair",
+        two[0],
         "encoder.0.attention:77",
-    )  # fmt: skip
+    )
     assert (code, "the table has no head 77" in stderr) == (2, True)
     example = one["examples"][0]
     assert len(example["attention"]) == len(example["tokens"])
     assert sum(weight for _, weight in example["attention"][0]) <= 1 + 1e-5
 
 
-@pytest.mark.parametrize(("argv", "wrong"), [
-    ([], "give exactly one source of texts"),
-    (["--data", "none"], "there is no file 'none' for --data; give one that exists"),
-    (["--data", "one", "--conllu", "one"], "give exactly one source of texts"),
-    (["--data", "one"], "only 1 of the texts can be read; give at least two"),
-    (["--data", "empty"], "only 0 of the texts can be read (empty lines: 2); give at least two"),
-    (["--conllu", "one"], "a row has 1 columns, not 10"),
-    (["--data", "two", "--limit", "1"], "is too few for a confidence interval"),
-    (["--data", "two", "--sort", "entropie"], "--sort 'entropie' is unknown; did you mean 'entropy'?"),
-    (["--data", "two", "--criteria", "mine"], "--criteria 'mine' is unknown; use one of clark, ours, untested, voita"),
-    (["--data", "two", "--out", "two"], "two: it is a file; give the path of a new folder"),
-    (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair needs a folder"),
-    (["--data", "two", "--pair", "0", "1", "--out", "drawn"], "--pair 0 1 is not two heads; write SITE:HEAD twice"),
-    (["--task", "dates"], "does not use the vocabulary of the task dates"),
-    (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give the same number in each"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        ([], "give exactly one source of texts"),
+        (["--data", "none"], "there is no file 'none' for --data; give one that exists"),
+        (["--data", "one", "--conllu", "one"], "give exactly one source of texts"),
+        (["--data", "one"], "only 1 of the texts can be read; give at least two"),
+        (
+            ["--data", "empty"],
+            "only 0 of the texts can be read (empty lines: 2); give at least two",
+        ),
+        (["--conllu", "one"], "a row has 1 columns, not 10"),
+        (["--data", "two", "--limit", "1"], "is too few for a confidence interval"),
+        (
+            ["--data", "two", "--sort", "entropie"],
+            "--sort 'entropie' is unknown; did you mean 'entropy'?",
+        ),
+        (
+            ["--data", "two", "--criteria", "mine"],
+            "--criteria 'mine' is unknown; use one of clark, ours, untested, voita",
+        ),
+        (["--data", "two", "--out", "two"], "two: it is a file; give the path of a new folder"),
+        (
+            ["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"],
+            "--pair needs a folder",
+        ),
+        (
+            ["--data", "two", "--pair", "0", "1", "--out", "drawn"],
+            "--pair 0 1 is not two heads; write SITE:HEAD twice",
+        ),
+        (["--task", "dates"], "does not use the vocabulary of the task dates"),
+        (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give the same number in each"),
+    ],
+)
 def test_wrong_arguments(
-    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    wrong: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+):
     monkeypatch.chdir(tmp_path)
     for name, text in (("one", "a b c\n"), ("two", "a b c\nd e f\n"), ("empty", "\n \n")):
         (tmp_path / name).write_text(text)
@@ -142,10 +192,18 @@ def small() -> HeadTable:
     one = Measure(0.8, 0.7, 0.9, 0.1)
     names = ("previous", "syntactic det to governor", "unclear", "sink")
     heads = tuple(
-        HeadMeasures("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention", {"entropy": one, "sink": one},  # noqa: E501 - one case a line
-             (HeadClass(name, 0.3 + 0.2 * n, "it does"),))
+        HeadMeasures(
+            "decoder",
+            "attention",
+            n // 2,
+            n % 2,
+            0,
+            f"decoder.{n // 2}.attention",
+            {"entropy": one, "sink": one},
+            (HeadClass(name, 0.3 + 0.2 * n, "it does"),),
+        )
         for n, name in enumerate(names)
-    )  # fmt: skip
+    )
     return HeadTable("small", "9 texts", heads)
 
 
@@ -179,7 +237,9 @@ def test_chinese_table_has_chinese_punctuation():
 @pytest.mark.parametrize("paper", head_figures.FIGURE_THEMES)
 def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
     weights = np.eye(4)
-    picture = HeadPicture("previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)])
+    picture = HeadPicture(
+        "previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)]
+    )
     places = np.random.default_rng(0).normal(size=(4, 2))
     makers = {
         "grid": lambda on: head_figures.draw_head_grid(small(), on),
@@ -203,7 +263,7 @@ def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
 
 def test_the_report_includes_importance_redundancy_and_baseline(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):  # fmt: skip
+):
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\nand a last\n")
     base = [
         str(folders["ours"]),
@@ -219,7 +279,9 @@ def test_the_report_includes_importance_redundancy_and_baseline(
     data = json.loads(out)
     worth = {(one["site"], one["head"]): one["value"] for one in data["importance"]["heads"]}
     assert len(worth) == 6
-    assert sorted(worth.values()) == sorted(one["measures"]["importance"]["value"] for one in data["heads"])
+    assert sorted(worth.values()) == sorted(
+        one["measures"]["importance"]["value"] for one in data["heads"]
+    )
     assert len(data["redundancy"]["readers"][0]["distances"]) == 6
     assert len(data["random_baseline"]["heads"]) == 6
     for name in ("importance", "map"):

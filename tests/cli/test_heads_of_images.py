@@ -1,4 +1,6 @@
-"""`headwise heads --images` on folders of vision models, against the weights that transformers returns."""
+"""`headwise heads --images` on folders of vision models, against the weights that transformers
+returns.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 12, 20, 3), np.uint8)
     for number, image in enumerate(pixels):
         Image.fromarray(image).save(paths["images"] / f"{number}.png")
-    arrays = {"bytes": pixels, "floats": normalise(pixels), "small": pixels[:, :8], "grey": pixels[:, :, :, 0]}
+    arrays = {
+        "bytes": pixels,
+        "floats": normalise(pixels),
+        "small": pixels[:, :8],
+        "grey": pixels[:, :, :, 0],
+    }
     for name, array in arrays.items():
         paths[name] = root / f"{name}.npy"
         np.save(paths[name], array)
@@ -77,15 +84,28 @@ def measure_by_hand(folders: dict[str, Path], layer: int, head: int) -> dict[str
     model = transformers.ViTModel.from_pretrained(folders["vit"], attn_implementation="eager")
     pixels = torch.from_numpy(np.load(folders["floats"])).permute(0, 3, 1, 2)
     with torch.no_grad():
-        weights = model.eval()(pixels, output_attentions=True).attentions[layer][:, head].double().numpy()
-    sums: dict[str, list[float]] = {"patch_distance": [], "same_row": [], "neighbours": [], "same_patch": []}
+        weights = (
+            model.eval()(pixels, output_attentions=True).attentions[layer][:, head].double().numpy()
+        )
+    sums: dict[str, list[float]] = {
+        "patch_distance": [],
+        "same_row": [],
+        "neighbours": [],
+        "same_patch": [],
+    }
     for image in weights:
         for t in range(15):
             row = image[1 + t, 1:] / image[1 + t, 1:].sum()  # the class token is a sink
             apart = [(s // 5 - t // 5, s % 5 - t % 5) for s in range(15)]
-            sums["patch_distance"].append(sum(w * np.hypot(*one) for w, one in zip(row, apart, strict=True)))
-            sums["same_row"].append(sum(w for w, one in zip(row, apart, strict=True) if one[0] == 0 and one[1]))
-            sums["neighbours"].append(sum(w for w, one in zip(row, apart, strict=True) if max(map(abs, one)) == 1))
+            sums["patch_distance"].append(
+                sum(w * np.hypot(*one) for w, one in zip(row, apart, strict=True))
+            )
+            sums["same_row"].append(
+                sum(w for w, one in zip(row, apart, strict=True) if one[0] == 0 and one[1])
+            )
+            sums["neighbours"].append(
+                sum(w for w, one in zip(row, apart, strict=True) if max(map(abs, one)) == 1)
+            )
             sums["same_patch"].append(row[t])
     means = {name: float(np.mean(values)) for name, values in sums.items()}
     return means | {"sink": float(weights[:, :, 0].mean())}
@@ -103,7 +123,10 @@ def test_measures_equal_those_of_the_models_own_weights(
     check_measures(data, folders)
     note = " ".join(data["notes"])
     assert "not measured on images: previous, next" in note
-    assert all(name not in data["heads"][0]["measures"] for name in ("previous", "induction", "distance", "rare"))
+    assert all(
+        name not in data["heads"][0]["measures"]
+        for name in ("previous", "induction", "distance", "rare")
+    )
 
 
 def check_measures(data: dict[str, Any], folders: dict[str, Path]) -> None:
@@ -123,11 +146,19 @@ def test_python_takes_images_as_tensors(folders: dict[str, Path]):
     assert len(hw.importance(vit, pixels).heads) == 8
     for model in (vit, hw.load(folders["bare"])):
         assert str(hw.prune(model, 0.5, pixels)).startswith("vit: 4 of 8 heads kept")
-    with pytest.raises(hw.SpecError, match="the images are 3 x 12 x 12, but the model takes 3 x 12 x 20; resize"):
+    with pytest.raises(
+        hw.SpecError, match="the images are 3 x 12 x 12, but the model takes 3 x 12 x 20; resize"
+    ):
         hw.heads(vit, pixels[..., :12])
     larger = torch.cat([pixels, pixels[:, :, :1]], 2)  # the model itself would crop it
-    for analyse in (lambda: hw.importance(hw.load(folders["bare"]), larger), lambda: hw.prune(vit, 0.5, larger)):
-        with pytest.raises(hw.SpecError, match="the images are 3 x 13 x 20, but the model takes 3 x 12 x 20; resize"):
+    for analyse in (
+        lambda: hw.importance(hw.load(folders["bare"]), larger),
+        lambda: hw.prune(vit, 0.5, larger),
+    ):
+        with pytest.raises(
+            hw.SpecError,
+            match="the images are 3 x 13 x 20, but the model takes 3 x 12 x 20; resize",
+        ):
             analyse()
     for images in (pixels[:1], [pixels[0]]):
         with pytest.raises(hw.SpecError, match="1 image is too few; give at least 2"):
@@ -136,20 +167,28 @@ def test_python_takes_images_as_tensors(folders: dict[str, Path]):
         hw.importance(vit, pixels[:0])
 
 
-def test_a_headwise_folder_takes_floats(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+def test_a_headwise_folder_takes_floats(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
     argv = (folders["native"], "--images", folders["floats"], "--json")
     code, out, err = run_command(capsys, *argv)
     assert code == 0, err
     check_measures(json.loads(out), folders)
 
 
-def test_table_figures_and_limit(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_table_figures_and_limit(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     argv = (folders["vit"], "--images", folders["images"], "--limit", 3)
-    code, out, err = run_command(capsys, *argv, "--out", tmp_path / "out", "--draw", "L1H2", "--redundancy")
+    code, out, err = run_command(
+        capsys, *argv, "--out", tmp_path / "out", "--draw", "L1H2", "--redundancy"
+    )
     assert code == 0, err
     assert "3 images" in out
     assert "encoder.1.attention" in out
-    assert any("L1H2" in path.name or "1.attention" in path.name for path in (tmp_path / "out").rglob("*"))
+    assert any(
+        "L1H2" in path.name or "1.attention" in path.name for path in (tmp_path / "out").rglob("*")
+    )
     code, out, _ = run_command(capsys, *argv, "--sort", "patch_distance")
     assert code == 0
     values = [float(line.split()[2]) for line in out.splitlines() if line.startswith("encoder.")]
@@ -161,7 +200,12 @@ REFUSED = {
     "texts": ("text", "images", (), "takes no images"),
     "windows": ("swin", "images16", (), "as in models with windows"),
     "no images": ("vit", "nothing", (), "has no images"),
-    "no processor": ("bare", "images", (), "preprocessor_config.json, which says how pixels are normalised"),
+    "no processor": (
+        "bare",
+        "images",
+        (),
+        "preprocessor_config.json, which says how pixels are normalised",
+    ),
     "no usage": ("native", "bytes", (), "does not say how pixels are normalised"),
     "size": ("vit", "small", (), "has images of 8 x 20, but the model takes 12 x 20"),
     "one image": ("vit", "one", (), "has 1 images, too few"),
@@ -178,17 +222,25 @@ def test_input_that_cannot_be_measured_is_refused(
     name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     model, source, options, reason = REFUSED[name]
-    paths = {"one": tmp_path / "one.npy", "images16": tmp_path / "images16.npy", "missing": tmp_path / "missing"}
+    paths = {
+        "one": tmp_path / "one.npy",
+        "images16": tmp_path / "images16.npy",
+        "missing": tmp_path / "missing",
+    }
     np.save(paths["one"], np.load(folders["bytes"])[:1])
     np.save(paths["images16"], np.zeros((3, 16, 16, 3), np.float32))
-    code, out, err = run_command(capsys, folders[model], "--images", {**folders, **paths}[source], *options)
+    code, out, err = run_command(
+        capsys, folders[model], "--images", {**folders, **paths}[source], *options
+    )
     assert code != 0
     assert not out
     assert reason in " ".join(err.split())
     assert "Traceback" not in err
 
 
-def test_grey_images_have_three_equal_channels(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+def test_grey_images_have_three_equal_channels(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
     results = []
     for number in (1, 3):
         grey = np.load(folders["grey"])
@@ -200,12 +252,14 @@ def test_grey_images_have_three_equal_channels(folders: dict[str, Path], capsys:
     assert results[0] == results[1]
 
 
-# --- the processor of a folder, for headwise run ---------------------------------------------------------
+# --- the processor of a folder, for headwise run --------------------------------------------------
 
 
 def make_classifier(folder: Path, **processor: Any) -> Any:
     torch.manual_seed(0)
-    net = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, num_labels=3)).eval()
+    net = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SIZES, num_labels=3)
+    ).eval()
     with torch.no_grad():
         net.classifier.weight.mul_(40)
     net.save_pretrained(folder)
@@ -213,7 +267,9 @@ def make_classifier(folder: Path, **processor: Any) -> Any:
     return net
 
 
-def test_a_vision_folder_of_transformers_classifies_images(folders: dict[str, Path], tmp_path: Path, capsys):
+def test_a_vision_folder_of_transformers_classifies_images(
+    folders: dict[str, Path], tmp_path: Path, capsys
+):
     net = make_classifier(tmp_path, image_mean=MEAN, image_std=DEVIATION)
     usage = hw.load(tmp_path).usage
     assert (usage.size, usage.mean, usage.deviation) == ((12, 20), tuple(MEAN), tuple(DEVIATION))
@@ -223,18 +279,26 @@ def test_a_vision_folder_of_transformers_classifies_images(folders: dict[str, Pa
     assert cli.main(["run", str(tmp_path), str(folders["images"] / "2.png"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     classes = {one["name"]: one["share"] for one in found["answers"][0]["classes"]}
-    assert classes == pytest.approx({f"LABEL_{n}": float(share) for n, share in enumerate(shares[2])}, rel=1e-4)
+    assert classes == pytest.approx(
+        {f"LABEL_{n}": float(share) for n, share in enumerate(shares[2])}, rel=1e-4
+    )
 
 
 def test_processors_without_statistics(tmp_path: Path, capsys):
     make_classifier(tmp_path, do_normalize=False)
     usage = hw.load(tmp_path).usage
     assert (usage.mean, usage.deviation) == ((0.0,) * 3, (1.0,) * 3)
-    for processor in ({"image_mean": MEAN}, {"image_mean": MEAN, "image_std": DEVIATION, "do_rescale": False}):
+    for processor in (
+        {"image_mean": MEAN},
+        {"image_mean": MEAN, "image_std": DEVIATION, "do_rescale": False},
+    ):
         make_classifier(tmp_path, **processor)
         assert hw.load(tmp_path).usage.mean == ()
         assert cli.main(["run", str(tmp_path), "one.png"]) == 2
-        assert "add image_mean and image_std in a preprocessor_config.json to its folder" in capsys.readouterr().err
+        assert (
+            "add image_mean and image_std in a preprocessor_config.json to its folder"
+            in capsys.readouterr().err
+        )
     make_classifier(tmp_path, image_mean=0.5, image_std=0.25)
     assert hw.load(tmp_path).usage.deviation == (0.25,) * 3
     make_classifier(tmp_path, image_mean=[0.5, 0.5], image_std=DEVIATION)

@@ -1,4 +1,6 @@
-"""`--import FILE.py`: every command that reads specs or models can use a part that is not headwise's own."""
+"""`--import FILE.py`: every command that reads specs or models can use a part that is not
+headwise's own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from headwise.cli.command_parser import COMMANDS_WITHOUT_PARTS
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.interfaces import external_parts
 from headwise.interfaces.part import find_class
-from headwise.model_spec import BlockSpec, EmbeddingSpec, FeedForwardSpec, ModelSpec, OutputHeadSpec, StackSpec, to_toml
+from headwise.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    OutputHeadSpec,
+    StackSpec,
+    to_toml,
+)
 from support.own_parts import forget_parts, write_part
 
 TEXTS = "The sea is wide.\nA head is small.\nSome heads are warm.\nNo head is cold.\n"
@@ -59,7 +69,9 @@ def own_model() -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the file of the part, a saved model, its spec, a spec of one layer, and texts."""
+    """A folder with the file of the part, a saved model, its spec, a spec of
+    one layer, and texts.
+    """
     base = tmp_path_factory.mktemp("own")
     with forget_parts():
         external_parts.import_part_file(write_part(base))
@@ -96,7 +108,9 @@ def test_every_command_is_in_the_table():
 
 
 @pytest.mark.parametrize("verb", MINIMAL)
-def test_every_command_imports_each_file_before_it_works(capsys, monkeypatch: pytest.MonkeyPatch, verb: str):
+def test_every_command_imports_each_file_before_it_works(
+    capsys, monkeypatch: pytest.MonkeyPatch, verb: str
+):
     imported = []
 
     def stop_at_the_second(name: str) -> None:
@@ -120,8 +134,9 @@ def test_a_model_without_its_part_is_refused_in_one_line(capsys, verb: str):
     code, out, err = run(capsys, *minimal(verb))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert (
-        "needs the part Temperature of the module temperature, which is not loaded; add --import temperature.py" in err
-    )
+        "needs the part Temperature of the module temperature, which is not loaded; add --import "
+        "temperature.py"
+    ) in err
     assert "temperature" not in sys.modules
     assert not (Path("out") / "model.safetensors").exists()
 
@@ -139,7 +154,9 @@ def test_a_layer_with_the_part_is_described(capsys, verb: str):
     code, out, err = run(capsys, verb, "layer.toml", "--import", "temperature.py")
     assert (code, err) == (0, "")
     assert out
-    code, out, err = run(capsys, verb, "mha", "--set", 'modifiers=[{part = "Temperature", start = 1}]')
+    code, out, err = run(
+        capsys, verb, "mha", "--set", 'modifiers=[{part = "Temperature", start = 1}]'
+    )
     assert (code, err) == (0, "")
 
 
@@ -147,25 +164,47 @@ def test_a_layer_without_the_part_names_the_option(capsys):
     code, out, err = run(capsys, "spec", "layer.toml")
     assert (code, out) == (2, "")
     assert err == (
-        "headwise: there is no part 'Temperature'; if it is your own part, add --import FILE.py, or import its module "
+        "headwise: there is no part 'Temperature'; if it is your own part, add --import FILE.py, "
+        "or import its module "
         "in Python\n"
     )
 
 
 def test_a_model_with_the_part_runs_and_is_traced(capsys):
-    code, out, err = run(capsys, "run", "model", "The sea", "--max-new-tokens", "3", "--import", "temperature.py")
+    code, out, err = run(
+        capsys, "run", "model", "The sea", "--max-new-tokens", "3", "--import", "temperature.py"
+    )
     assert (code, err) == (0, "")
     expected = hw.generate(hw.load("model"), ["The sea"], max_new_tokens=3)
     assert out.rstrip("\n") == expected[0]
     code, out, err = run(
-        capsys, "trace", "model", "--text", "The sea", "--out", "sea.trace", "--import", "temperature.py"
+        capsys,
+        "trace",
+        "model",
+        "--text",
+        "The sea",
+        "--out",
+        "sea.trace",
+        "--import",
+        "temperature.py",
     )
     assert code == 0
     assert hw.load_trace("sea.trace").layers
 
 
 def test_a_trained_model_records_the_part(capsys, tmp_path: Path):
-    small = ["--steps", "1", "--batch", "2", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
+    small = [
+        "--steps",
+        "1",
+        "--batch",
+        "2",
+        "--precision",
+        "fp32",
+        "--compile",
+        "off",
+        "--device",
+        "cpu",
+    ]
     Path("long.txt").write_text(TEXTS * 40)
     argv = ["train", "long.txt", "--model", "model.toml", "--out", str(tmp_path), *small]
     code, _, err = run(capsys, *argv, "--import", "temperature.py", "--set", "task.tokens=bytes")
@@ -176,9 +215,22 @@ def test_a_trained_model_records_the_part(capsys, tmp_path: Path):
 @pytest.mark.lengthy
 def test_the_processes_of_a_study_import_the_part(capsys, tmp_path: Path):
     Path("study.toml").write_text(STUDY)
-    argv = ["study", "study.toml", "--jobs", "1", "--out", str(tmp_path), "--json", "--import", "temperature.py"]
+    argv = [
+        "study",
+        "study.toml",
+        "--jobs",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--json",
+        "--import",
+        "temperature.py",
+    ]
     code, out, err = run(capsys, *argv)
     assert code == 0, err
     assert json.loads(out)["failures"] == []
     results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert {(row["variant"], row["status"]) for row in results} == {("mha", "done"), ("warm", "done")}
+    assert {(row["variant"], row["status"]) for row in results} == {
+        ("mha", "done"),
+        ("warm", "done"),
+    }

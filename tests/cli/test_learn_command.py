@@ -70,7 +70,9 @@ def test_a_document_begins_with_its_title(capsys: pytest.CaptureFixture[str]):
     assert lines[2].startswith("[+] 004-1  claim  holds")
 
 
-def test_chinese_by_option_and_by_locale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_chinese_by_option_and_by_locale(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     text = run(capsys, "003-2.3b", "--lang", "zh")
     assert "论断  成立" in text
     assert "个参数" in text
@@ -90,7 +92,10 @@ def test_json_has_numbers(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("softmaxscale", "did you mean 'softmax-scale'?"), ("qqq", "headwise learn --list names all entries and topics")],
+    [
+        ("softmaxscale", "did you mean 'softmax-scale'?"),
+        ("qqq", "headwise learn --list names all entries and topics"),
+    ],
 )
 def test_unknown_topic_is_one_line(word: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["learn", word]) == 2
@@ -128,12 +133,20 @@ def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("fonts", [(), ("DejaVu Sans Mono",)])
 def test_a_missing_chinese_font_is_named_in_both_languages(
-    fonts: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fonts: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(head_figures, "FALLBACK_FONTS", fonts)  # none of them has Chinese characters
+    monkeypatch.setattr(
+        head_figures, "FALLBACK_FONTS", fonts
+    )  # none of them has Chinese characters
     assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
     page = (tmp_path / "004.html").read_text()
-    for note in ("Install one, as the package fonts-noto-cjk", "请安装一种中文字体（例如软件包 fonts-noto-cjk）"):
+    for note in (
+        "Install one, as the package fonts-noto-cjk",
+        "请安装一种中文字体（例如软件包 fonts-noto-cjk）",
+    ):
         assert page.count(note) == 1
     assert page.index("fonts-noto-cjk") < page.index("<article")
     assert "headwise: No font with Chinese characters is installed" in capsys.readouterr().err
@@ -150,10 +163,18 @@ def test_with_a_chinese_font_there_is_no_note(
 
 def test_every_figure_is_chinese():
     with use_language("zh"):
-        entries = [entry for entry in load_entries() if entry.run is not None and entry.id in WITH_FIGURES]
+        entries = [
+            entry for entry in load_entries() if entry.run is not None and entry.id in WITH_FIGURES
+        ]
         figures = {entry.id: entry.run().figure for entry in entries}
     assert all(figures.values())
     for id, figure in figures.items():
-        labels = [html.unescape(text) for text in re.findall(r"<(?:text|title)[^>]*>([^<]*)<", figure)]
-        words = [text for text in labels if re.search("[a-z]{3,} [a-z]{3,}", text) or text in ("query", "key", "class")]
+        labels = [
+            html.unescape(text) for text in re.findall(r"<(?:text|title)[^>]*>([^<]*)<", figure)
+        ]
+        words = [
+            text
+            for text in labels
+            if re.search("[a-z]{3,} [a-z]{3,}", text) or text in ("query", "key", "class")
+        ]
         assert words == [], id

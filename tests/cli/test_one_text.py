@@ -1,4 +1,6 @@
-"""`headwise heads MODEL --text TEXT`: each view against numpy on the tensors of transformers, and comparisons."""
+"""`headwise heads MODEL --text TEXT`: each view against numpy on the tensors of transformers, and
+comparisons.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ def make_folder(folder: Path, seed: int) -> Any:
     """A GPT-2 with uneven attention over bytes, in float64, as a folder."""
     torch.manual_seed(seed)
     config = transformers.GPT2Config(
-        n_embd=HEADS * DIM, n_head=HEADS, n_layer=LAYERS, vocab_size=256, n_positions=32, attn_implementation="eager"
+        n_embd=HEADS * DIM,
+        n_head=HEADS,
+        n_layer=LAYERS,
+        vocab_size=256,
+        n_positions=32,
+        attn_implementation="eager",
     )
     model = transformers.GPT2LMHeadModel(config).double().eval()
     with torch.no_grad():
@@ -37,7 +44,9 @@ def make_folder(folder: Path, seed: int) -> Any:
 
 
 class Rendering:
-    """Attention weights [layers, heads, queries, keys], value outputs [layers, heads, keys, width], and states."""
+    """Attention weights [layers, heads, queries, keys], value outputs [layers, heads, keys, width],
+    and states.
+    """
 
     def __init__(self, model: Any, text: str) -> None:
         self.model, ids = model, torch.tensor([list(text.encode())])
@@ -48,7 +57,9 @@ class Rendering:
         ]
         last: list[np.ndarray] = []
         handles.append(
-            model.transformer.ln_f.register_forward_pre_hook(lambda _, args: last.append(args[0][0].numpy()))
+            model.transformer.ln_f.register_forward_pre_hook(
+                lambda _, args: last.append(args[0][0].numpy())
+            )
         )
         with torch.no_grad():
             out = model(ids, output_attentions=True)
@@ -56,13 +67,22 @@ class Rendering:
             handle.remove()
         self.weights = np.stack([one[0].numpy() for one in out.attentions])
         self.logits, self.final = out.logits[0].numpy(), last[0]
-        self.qkv = [self._project(block, x) for block, x in zip(model.transformer.h, inputs, strict=True)]
-        maps = [block.attn.c_proj.weight.detach().numpy().reshape(HEADS, DIM, -1) for block in model.transformer.h]
-        self.outputs = np.stack([np.einsum("shd,hdm->hsm", qkv[2], m) for qkv, m in zip(self.qkv, maps, strict=True)])
+        self.qkv = [
+            self._project(block, x) for block, x in zip(model.transformer.h, inputs, strict=True)
+        ]
+        maps = [
+            block.attn.c_proj.weight.detach().numpy().reshape(HEADS, DIM, -1)
+            for block in model.transformer.h
+        ]
+        self.outputs = np.stack(
+            [np.einsum("shd,hdm->hsm", qkv[2], m) for qkv, m in zip(self.qkv, maps, strict=True)]
+        )
 
     @staticmethod
     def _project(block: Any, x: np.ndarray) -> np.ndarray:
-        joined = x @ block.attn.c_attn.weight.detach().numpy() + block.attn.c_attn.bias.detach().numpy()
+        joined = (
+            x @ block.attn.c_attn.weight.detach().numpy() + block.attn.c_attn.bias.detach().numpy()
+        )
         return joined.reshape(len(x), 3, HEADS, DIM).transpose(1, 0, 2, 3)
 
     @property
@@ -79,7 +99,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, name: str = "model") -> Any:
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / name, attn_implementation="eager"
+    )
     return loaded.double().eval()
 
 
@@ -109,7 +131,9 @@ def rollout(weights: np.ndarray) -> np.ndarray:
 def test_matrices_are_those_of_numpy(capsys, folder: Path, name: str):
     options, render = MATRICES[name]
     found = show(capsys, folder, *options)
-    np.testing.assert_allclose(found["values"], render(Rendering(load(folder), TEXT)), rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        found["values"], render(Rendering(load(folder), TEXT)), rtol=2e-5, atol=1e-7
+    )
     assert found["queries"] == found["keys"] == list(TEXT)
 
 
@@ -133,10 +157,14 @@ def test_what_heads_add_to_a_logit(capsys, folder: Path, position: int | None):
     added = {}
     for layer, head in np.ndindex(LAYERS, HEADS):
         written = one.weights[layer, head, place] @ one.outputs[layer, head]
-        added[f"decoder.{layer}.attention", head] = (written - written.mean()) / deviation * gamma @ readout
+        added[f"decoder.{layer}.attention", head] = (
+            (written - written.mean()) / deviation * gamma @ readout
+        )
     shares = {(share["site"], share["head"]): share["value"] for share in found["heads"]}
     assert shares == pytest.approx(added, rel=1e-4, abs=1e-6)
-    assert found["rest"] == pytest.approx(one.logits[place, token] - sum(added.values()), rel=1e-4, abs=1e-5)
+    assert found["rest"] == pytest.approx(
+        one.logits[place, token] - sum(added.values()), rel=1e-4, abs=1e-5
+    )
 
 
 def test_queries_and_keys_on_a_plane(capsys, folder: Path):
@@ -155,7 +183,8 @@ def divergence(p: np.ndarray, q: np.ndarray) -> float:
     """Mean Jensen-Shannon divergence of rows, in nats."""
     middle = (p + q) / 2
     terms = [
-        np.where(one > 0, one * np.log(np.where(one > 0, one, 1) / np.where(one > 0, middle, 1)), 0) for one in (p, q)
+        np.where(one > 0, one * np.log(np.where(one > 0, one, 1) / np.where(one > 0, middle, 1)), 0)
+        for one in (p, q)
     ]
     return float((sum(terms) / 2).sum(-1).mean())
 
@@ -171,17 +200,27 @@ def test_two_texts_and_two_checkpoints_are_compared(capsys, folder: Path, name: 
     options, model, text = COMPARISONS[name]
     options = [str(folder / "other") if word == "other" else word for word in options]
     found = show(capsys, folder, *options)
-    first, second = (Rendering(load(folder, one), words).weights for one, words in (("model", TEXT), (model, text)))
+    first, second = (
+        Rendering(load(folder, one), words).weights
+        for one, words in (("model", TEXT), (model, text))
+    )
     assert found["aligned_tokens"] == {"text": len(TEXT)}
     assert len(found["heads"]) == LAYERS * HEADS
     for head in found["heads"]:
         place = int(head["site"].split(".")[1]), head["head"]
-        assert head["divergence"] == pytest.approx(divergence(first[place], second[place]), rel=1e-3, abs=1e-6)
-        assert head["largest"] == pytest.approx(np.abs(first[place] - second[place]).max(), rel=1e-4)
+        assert head["divergence"] == pytest.approx(
+            divergence(first[place], second[place]), rel=1e-3, abs=1e-6
+        )
+        assert head["largest"] == pytest.approx(
+            np.abs(first[place] - second[place]).max(), rel=1e-4
+        )
 
 
 def test_a_table_lists_the_largest_keys_of_every_query(capsys, folder: Path):
-    assert cli.main(["heads", str(folder / "model"), "--text", TEXT, "--head", "L1H2", "--top", "2"]) == 0
+    assert (
+        cli.main(["heads", str(folder / "model"), "--text", TEXT, "--head", "L1H2", "--top", "2"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "weights of decoder.1.attention head 2"
     weights = Rendering(load(folder), TEXT).weights[1, 2]
@@ -195,13 +234,27 @@ def test_a_table_lists_the_largest_keys_of_every_query(capsys, folder: Path):
 def test_an_encoder_decoder_needs_a_target(capsys, folder: Path, tmp_path: Path):
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=256, d_model=12, d_kv=4, d_ff=14, num_layers=1, num_heads=3, decoder_start_token_id=0
+        vocab_size=256,
+        d_model=12,
+        d_kv=4,
+        d_ff=14,
+        num_layers=1,
+        num_heads=3,
+        decoder_start_token_id=0,
     )
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(ByteVocabulary().document)
     assert cli.main(["heads", str(tmp_path), "--text", TEXT]) == 2
-    assert "is an encoder-decoder; add --target TEXT, which its decoder reads" in capsys.readouterr().err
-    assert cli.main(["heads", str(tmp_path), "--text", TEXT, "--target", "xyz", "--head", "X0H1", "--json"]) == 0
+    assert (
+        "is an encoder-decoder; add --target TEXT, which its decoder reads"
+        in capsys.readouterr().err
+    )
+    assert (
+        cli.main(
+            ["heads", str(tmp_path), "--text", TEXT, "--target", "xyz", "--head", "X0H1", "--json"]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert (found["queries"][1:], found["keys"]) == (list("xyz"), list(TEXT))
     np.testing.assert_allclose(np.sum(found["values"], -1), 1, rtol=1e-5)
@@ -214,7 +267,9 @@ def test_a_head_that_does_not_exist_is_refused(capsys, folder: Path):
 
 def test_python_takes_a_text_for_a_logit(folder: Path):
     model = load(folder)
-    by_text, by_ids = (hw.attribute_logit(model, x) for x in (TEXT, torch.tensor([list(TEXT.encode())])))
+    by_text, by_ids = (
+        hw.attribute_logit(model, x) for x in (TEXT, torch.tensor([list(TEXT.encode())]))
+    )
     assert by_text.heads == by_ids.heads
     assert by_text.token == by_ids.token
     assert by_text.words == (chr(by_text.token),)
@@ -245,7 +300,9 @@ def test_every_view_is_chinese(options: str, capsys: pytest.CaptureFixture[str],
     assert re.findall("[a-z]{2,}", words) == []
 
 
-def test_logits_of_an_encoder_decoder_are_refused_for_what_it_is(capsys: pytest.CaptureFixture[str]):
+def test_logits_of_an_encoder_decoder_are_refused_for_what_it_is(
+    capsys: pytest.CaptureFixture[str],
+):
     argv = ["heads", str(MODEL), "--text", "<zh>1 dollars", "--target", "1", "--show", "logits"]
     assert cli.main(argv) == 2
     assert "it has 2 stacks; give a model with one" in capsys.readouterr().err

@@ -18,14 +18,27 @@ from support.importance_examples import random_ids
 from support.pruning_examples import TEXTS
 from support.transformers_models import ZOO
 
-KINDS = {"gpt2": "resized", "llama": "transformers", "bert": "resized", "t5": "transformers", "bart": "resized"}
+KINDS = {
+    "gpt2": "resized",
+    "llama": "transformers",
+    "bert": "resized",
+    "t5": "transformers",
+    "bart": "resized",
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of ours and of transformers that read bytes, texts for them, and a model of images."""
     base = tmp_path_factory.mktemp("models")
-    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 300, "n_positions": 64}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 24,
+        "n_head": 4,
+        "n_layer": 2,
+        "vocab_size": 300,
+        "n_positions": 64,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")
@@ -34,11 +47,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in KINDS:
         foreign = ZOO[name]
         torch.manual_seed(0)
-        model = foreign._replace(keys={**foreign.keys, "vocab_size": 300, "eos_token_id": None}).build("sdpa")
+        model = foreign._replace(
+            keys={**foreign.keys, "vocab_size": 300, "eos_token_id": None}
+        ).build("sdpa")
         model.save_pretrained(base / name)
         (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
     draw = np.random.default_rng(0)
-    images = {"images": draw.integers(0, 255, (40, 8, 8), dtype=np.uint8), "labels": draw.integers(0, 3, 40)}
+    images = {
+        "images": draw.integers(0, 255, (40, 8, 8), dtype=np.uint8),
+        "labels": draw.integers(0, 3, 40),
+    }
     np.savez(base / "images.npz", **images)
     task = make_task("images", path=str(base / "images.npz"))
     vision = hw.build(task.model(), seed=0)
@@ -76,9 +94,21 @@ def test_one_command_prunes_and_verifies_a_model(
     texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
     per = "stack" if name == "t5" else "layer"
     code, stdout, err = run_command(
-        capsys, folders[name], "--keep", "0.5", "--per", per, "--by", "random", "--data", texts, "--out", out,
-        *FAST, "--json",
-    )  # fmt: skip
+        capsys,
+        folders[name],
+        "--keep",
+        "0.5",
+        "--per",
+        per,
+        "--by",
+        "random",
+        "--data",
+        texts,
+        "--out",
+        out,
+        *FAST,
+        "--json",
+    )
     assert code == 0, err
     proof = json.loads(stdout)
     assert proof["holds"] is True
@@ -91,19 +121,38 @@ def test_one_command_prunes_and_verifies_a_model(
     assert [round(q / 2) for q in before] == after
     assert json.loads((out / "proof.json").read_text())["quality"] == proof["quality"]
     assert "heads kept" in (out / "PROOF.md").read_text()
-    assert json.loads((out / "heads.json").read_text())["change"]["head_counts"] == proof_heads(folders[name])
+    assert json.loads((out / "heads.json").read_text())["change"]["head_counts"] == proof_heads(
+        folders[name]
+    )
 
 
 def proof_heads(folder: Path) -> dict[str, int]:
-    return {site: len(spec.score_head_of_output) for site, spec in hw.load(folder).spec.attention_specs()}
+    return {
+        site: len(spec.score_head_of_output)
+        for site, spec in hw.load(folder).spec.attention_specs()
+    }
 
 
-def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_images_by_a_task(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out, path = tmp_path / "out", folders["images.npz"]
     code, stdout, err = run_command(
-        capsys, folders["vision"], "--keep", "0.5", "--by", "taylor", "--task", "images", "--set", f"path={path}",
-        "--out", out, *FAST[:2], "--json",
-    )  # fmt: skip
+        capsys,
+        folders["vision"],
+        "--keep",
+        "0.5",
+        "--by",
+        "taylor",
+        "--task",
+        "images",
+        "--set",
+        f"path={path}",
+        "--out",
+        out,
+        *FAST[:2],
+        "--json",
+    )
     assert code == 0, err
     rows = {row["name"]: row for row in json.loads(stdout)["quality"]["rows"]}
     assert {"loss", "accuracy"} <= rows.keys()
@@ -114,7 +163,9 @@ def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pyte
         assert half(x).shape == whole(x).shape
 
 
-@pytest.mark.parametrize("which", [("--clusters",), ("--keep", "0.5", "--fold", "mean")], ids=lambda way: way[0])
+@pytest.mark.parametrize(
+    "which", [("--clusters",), ("--keep", "0.5", "--fold", "mean")], ids=lambda way: way[0]
+)
 def test_examples_of_a_task_choose_in_every_way(
     which: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -123,9 +174,21 @@ def test_examples_of_a_task_choose_in_every_way(
     net.usage = task.usage
     hw.save(net, tmp_path / "net")
     code, out, err = run_command(
-        capsys, tmp_path / "net", *which, "--by", "michel", "--task", "copy", "--limit", "10",
-        "--out", tmp_path / "out", "--seconds", "0.05", "--json",
-    )  # fmt: skip
+        capsys,
+        tmp_path / "net",
+        *which,
+        "--by",
+        "michel",
+        "--task",
+        "copy",
+        "--limit",
+        "10",
+        "--out",
+        tmp_path / "out",
+        "--seconds",
+        "0.05",
+        "--json",
+    )
     assert code == 0, err
     assert json.loads(out)["holds"]
 
@@ -135,31 +198,59 @@ def test_the_terminal_shows_progress_and_result(
 ):
     out = tmp_path / "out"
     code, stdout, err = run_command(
-        capsys, folders["ours"], "--heads", "0:1,3", "1:0", "--fold", "mean", "--data", folders["texts"],
-        "--out", out, *FAST,
-    )  # fmt: skip
+        capsys,
+        folders["ours"],
+        "--heads",
+        "0:1,3",
+        "1:0",
+        "--fold",
+        "mean",
+        "--data",
+        folders["texts"],
+        "--out",
+        out,
+        *FAST,
+    )
     assert code == 0, err
     assert stdout.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
     assert max(map(len, stdout.replace(str(out), "OUT").splitlines())) <= 80
     assert "mean outputs were computed with 6 texts that the proof does not use" in stdout
     assert "heads were chosen" not in stdout
-    assert [len(keep) for keep in json.loads((out / "heads.json").read_text())["change"]["keep"].values()] == [2, 3]
+    assert [
+        len(keep)
+        for keep in json.loads((out / "heads.json").read_text())["change"]["keep"].values()
+    ] == [2, 3]
 
 
 def test_a_share_that_is_no_number_of_groups_is_reported(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     config = {
-        "model_type": "llama", "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 300,
-        "num_hidden_layers": 2, "intermediate_size": 20, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 36,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 300,
+        "num_hidden_layers": 2,
+        "intermediate_size": 20,
+        "max_position_embeddings": 64,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, tmp_path / "groups")
     code, stdout, err = run_command(
-        capsys, tmp_path / "groups", "--keep", "0.75", "--by", "random", "--data", folders["texts"],
-        "--out", tmp_path / "out", *FAST,
-    )  # fmt: skip
+        capsys,
+        tmp_path / "groups",
+        "--keep",
+        "0.75",
+        "--by",
+        "random",
+        "--data",
+        folders["texts"],
+        "--out",
+        tmp_path / "out",
+        *FAST,
+    )
     assert code == 0, err
     assert heads(tmp_path / "out") == [6, 6]
     note = "keep=0.75 was rounded to whole key-value groups: 6 of 9 heads (0.667) in each layer"
@@ -174,21 +265,32 @@ def test_the_same_plan_again_and_not_for_another_model(
 ):
     one, two = tmp_path / "one", tmp_path / "two"
     more = ("--data", folders["texts"], *FAST, "--json")
-    assert run_command(capsys, folders["ours"], "--budget", "cache=0.5", "--by", "random", "--out", one, *more)[0] == 0
+    assert (
+        run_command(
+            capsys, folders["ours"], "--budget", "cache=0.5", "--by", "random", "--out", one, *more
+        )[0]
+        == 0
+    )
     assert run_command(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
     first, second = (hw.load(folder) for folder in (one, two))
     assert first.spec == second.spec
     x = random_ids(0, 5)
     with torch.no_grad():
         assert torch.equal(first(x), second(x))
-    code, _, err = run_command(capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more)
+    code, _, err = run_command(
+        capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more
+    )
     assert (code, "was made for another checkpoint than" in err) == (2, True)
     data = json.loads((one / "heads.json").read_text())
     del data["change"]["keep"]
     (one / "heads.json").write_text(json.dumps(data))
-    code, _, err = run_command(capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more)
+    code, _, err = run_command(
+        capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more
+    )
     assert (code, "the plan.keep is missing" in err) == (2, True)
-    code, _, err = run_command(capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more)
+    code, _, err = run_command(
+        capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more
+    )
     assert (code, "contains no heads.json" in err) == (2, True)
 
 
@@ -196,46 +298,103 @@ def test_the_same_plan_again_and_not_for_another_model(
     ("argv", "wrong"),
     [
         (["ours", "--data", "texts"], "choose heads by exactly one of --keep, --heads, --drop"),
-        (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "not both --keep and --clusters"),
+        (
+            ["ours", "--data", "texts", "--keep", "0.5", "--clusters"],
+            "not both --keep and --clusters",
+        ),
         (["ours", "--keep", "0.5"], "give exactly one source of texts: --data FILE"),
-        (["ours", "--keep", "half", "--data", "texts"], "--keep half is not a share or number of heads; give 0.5"),
-        (["ours", "--keep", "1.5", "--data", "texts"], "--keep 1.5 is out of range; give a share below 1"),
+        (
+            ["ours", "--keep", "half", "--data", "texts"],
+            "--keep half is not a share or number of heads; give 0.5",
+        ),
+        (
+            ["ours", "--keep", "1.5", "--data", "texts"],
+            "--keep 1.5 is out of range; give a share below 1",
+        ),
         (
             ["ours", "--keep", "0.5", "--by", "size", "--data", "texts"],
             "--by 'size' is unknown; use one of best, leave-one-out",
         ),
-        (["ours", "--keep", "0.5", "--data", "few"], "only 1 of the texts can be read; give at least two"),
-        (["ours", "--keep", "0.5", "--data", "none"], "there is no file 'none' for --data; give one that exists"),
-        (["ours", "--heads", "0:9", "--data", "texts"], "decoder.0.attention has no head 9; its heads are 0..3"),
+        (
+            ["ours", "--keep", "0.5", "--data", "few"],
+            "only 1 of the texts can be read; give at least two",
+        ),
+        (
+            ["ours", "--keep", "0.5", "--data", "none"],
+            "there is no file 'none' for --data; give one that exists",
+        ),
+        (
+            ["ours", "--heads", "0:9", "--data", "texts"],
+            "decoder.0.attention has no head 9; its heads are 0..3",
+        ),
         (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),
-        (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is listed twice"),
-        (["ours", "--heads", "0", "--data", "texts"], "--heads 0 is not a list of heads; write LAYER:HEADS"),
-        (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "cannot remove all heads of gpt2"),
+        (
+            ["ours", "--heads", "0:1", "0:1", "--data", "texts"],
+            "head 1 of decoder.0.attention is listed twice",
+        ),
+        (
+            ["ours", "--heads", "0", "--data", "texts"],
+            "--heads 0 is not a list of heads; write LAYER:HEADS",
+        ),
+        (
+            ["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"],
+            "cannot remove all heads of gpt2",
+        ),
         (["ours", "--drop", "loud", "--data", "texts"], "no head of the model has class 'loud'"),
-        (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is not a budget; write KIND=LIMIT"),
-        (["ours", "--budget", "cash=0.5", "--data", "texts"], "--budget 'cash' is unknown; did you mean 'cache'"),
-        (["ours", "--keep", "0.5", "--rerank-every", "2", "--data", "texts"], "--rerank-every needs --budget"),
+        (
+            ["ours", "--budget", "cache", "--data", "texts"],
+            "--budget cache is not a budget; write KIND=LIMIT",
+        ),
+        (
+            ["ours", "--budget", "cash=0.5", "--data", "texts"],
+            "--budget 'cash' is unknown; did you mean 'cache'",
+        ),
+        (
+            ["ours", "--keep", "0.5", "--rerank-every", "2", "--data", "texts"],
+            "--rerank-every needs --budget",
+        ),
         (
             ["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"],
             "--fold 'median' is unknown; did you mean 'mean'",
         ),
-        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "it is a file; give the path of a new folder"),
+        (
+            ["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"],
+            "it is a file; give the path of a new folder",
+        ),
         (
             ["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"],
             "is not a pruned or converted model of headwise; give the path of a new folder",
         ),
-        (["ours", "--keep", "0.5", "--task", "dates"], "does not have the inputs and outputs of the task dates"),
-        (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' is not KEY=VALUE"),
+        (
+            ["ours", "--keep", "0.5", "--task", "dates"],
+            "does not have the inputs and outputs of the task dates",
+        ),
+        (
+            ["ours", "--keep", "0.5", "--task", "images", "--set", "path"],
+            "--set 'path' is not KEY=VALUE",
+        ),
         (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "has a tokenizer of its own"),
+        (
+            ["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"],
+            "has a tokenizer of its own",
+        ),
         (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "exceed the 64 positions of gpt2"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "--length 0 is too small; give 1 or more"),
+        (
+            ["ours", "--keep", "0.5", "--data", "texts", "--length", "900"],
+            "exceed the 64 positions of gpt2",
+        ),
+        (
+            ["ours", "--keep", "0.5", "--data", "texts", "--length", "0"],
+            "--length 0 is too small; give 1 or more",
+        ),
         (
             ["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"],
             "--objective 'joy' is unknown; use one of drift, drift-l2",
         ),
-        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "cannot measure objective 'label'"),
+        (
+            ["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"],
+            "cannot measure objective 'label'",
+        ),
         (
             ["ours", "--keep", "0.5", "--data", "texts", "--distill-examples", "0"],
             "--distill-examples 0 is too small; give 2 or more",
@@ -243,7 +402,11 @@ def test_the_same_plan_again_and_not_for_another_model(
     ],
 )
 def test_wrong_arguments(
-    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    wrong: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     assert wrong in run_refused(capsys, "prune", argv, folders, tmp_path)
 
@@ -253,9 +416,19 @@ def test_a_model_without_words_is_given_bytes(
 ):
     out = tmp_path / "out"
     code, _, err = run_command(
-        capsys, folders["wordless"], "--keep", "2", "--by", "random", "--data", folders["texts"],
-        "--tokenizer", "bytes",
-        "--out", out, *FAST,
-    )  # fmt: skip
+        capsys,
+        folders["wordless"],
+        "--keep",
+        "2",
+        "--by",
+        "random",
+        "--data",
+        folders["texts"],
+        "--tokenizer",
+        "bytes",
+        "--out",
+        out,
+        *FAST,
+    )
     assert code == 0, err
     assert heads(out) == [2, 2]

@@ -1,4 +1,6 @@
-"""`headwise run`: the outputs of the library, line by line and in order, and one line for an error."""
+"""`headwise run`: the outputs of the library, line by line and in order, and
+one line for an error.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from headwise.cli import main
 from headwise.data import make_task, synthetic_task, translation
 from headwise.data.vocabulary import ByteVocabulary
 
-LINES = ["<zh>20 November 2026", "<iso>3 May 1999", "<en>1999-05-03", "<en>2026-11-20", "<iso>7 June 1985"]
+LINES = [
+    "<zh>20 November 2026",
+    "<iso>3 May 1999",
+    "<en>1999-05-03",
+    "<en>2026-11-20",
+    "<iso>7 June 1985",
+]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -54,7 +62,9 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `headwise train dates` leaves it, with less learnt."""
     torch.manual_seed(0)
     described = synthetic_task.make_small_translator(
-        "dates", make_task("dates").model().heads[0].outputs, synthetic_task.ModelShape(16, 2, 1, 32)
+        "dates",
+        make_task("dates").model().heads[0].outputs,
+        synthetic_task.ModelShape(16, 2, 1, 32),
     )
     net, folder = jittered(hw.build(described, seed=0)), tmp_path_factory.mktemp("dates")
     net.usage = make_task("dates").usage
@@ -66,8 +76,18 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that reads and writes bytes, at most 40 of them; its folder has no tokenizer."""
     torch.manual_seed(0)
-    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 40}
-    net, folder = jittered(hw.build(hw.families.read_model_spec(config), seed=0)), tmp_path_factory.mktemp("bytes")
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 12,
+        "n_head": 3,
+        "n_layer": 2,
+        "vocab_size": 256,
+        "n_positions": 40,
+    }
+    net, folder = (
+        jittered(hw.build(hw.families.read_model_spec(config), seed=0)),
+        tmp_path_factory.mktemp("bytes"),
+    )
     hw.save(net, folder)
     return folder
 
@@ -77,27 +97,54 @@ def generate(folder: Path, inputs: Any, **more: Any) -> Any:
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from headwise.cli import main\ntry: main(['run', '--help'])\nexcept SystemExit: pass\n"
+    code = (
+        "import sys; from headwise.cli import main\ntry: main(['run', '--help'])\nexcept "
+        "SystemExit: pass\n"
+    )
     ran = subprocess.run(
-        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ran.stdout.splitlines()[-1] == "False"
 
 
-# --- texts ---------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
 def test_a_text_is_answered_as_the_library_answers(run: Run, translator: Path):
     short = ["--max-new-tokens", 9]
     assert run(translator, LINES[0], *short) == (0, generate(translator, LINES[0]) + "\n", "")
     sample = generate(
-        translator, LINES[0], temperature=0.9, seed=7, config=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3)
+        translator,
+        LINES[0],
+        temperature=0.9,
+        seed=7,
+        config=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3),
     )
-    options = ["--temperature", 0.9, "--seed", 7, "--top-p", 0.9, "--top-k", 20, "--repetition", 1.3]
+    options = [
+        "--temperature",
+        0.9,
+        "--seed",
+        7,
+        "--top-p",
+        0.9,
+        "--top-k",
+        20,
+        "--repetition",
+        1.3,
+    ]
     assert run(translator, LINES[0], *short, *options)[1] == sample + "\n"
-    best = generate(translator, LINES[0], config=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5))
-    code, out, _ = run(translator, LINES[0], *short, "--beams", 4, "--best", 3, "--length-penalty", 0.5)
-    scores, texts = zip(*((float(score), text) for _, score, text in map(cells, out.splitlines())), strict=True)
+    best = generate(
+        translator, LINES[0], config=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5)
+    )
+    code, out, _ = run(
+        translator, LINES[0], *short, "--beams", 4, "--best", 3, "--length-penalty", 0.5
+    )
+    scores, texts = zip(
+        *((float(score), text) for _, score, text in map(cells, out.splitlines())), strict=True
+    )
     assert (code, list(texts)) == (0, best)
     assert list(scores) == sorted(scores, reverse=True)
 
@@ -107,7 +154,9 @@ def cells(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_lines_are_answered_in_order_whatever_stands_beside_them(run: Run, translator: Path, batch: int):
+def test_lines_are_answered_in_order_whatever_stands_beside_them(
+    run: Run, translator: Path, batch: int
+):
     lines = [LINES[0], "", *LINES[1:3], "   ", *LINES[3:]]
     expected = {line: generate(translator, line) for line in LINES}
     code, out, err = run(translator, "--max-new-tokens", 9, "--batch", batch, stdin=lines)
@@ -135,18 +184,25 @@ def test_log_probabilities_are_those_of_the_model(run: Run, speaker: Path, trans
     assert (code, len(answer["logprobs"])) == (0, 4)
     table = run(speaker, "the", *options)[1].splitlines()
     assert table[1].split() == ["token", "logprob", "likeliest"]
-    assert [f"{score['logprob']:.4f}" in line for score, line in zip(answer["logprobs"], table[2:], strict=True)] == [
-        True
-    ] * 4
+    assert [
+        f"{score['logprob']:.4f}" in line
+        for score, line in zip(answer["logprobs"], table[2:], strict=True)
+    ] == [True] * 4
     # A translator is given its source, and what it wrote so far.
-    (answer,) = json.loads(run(translator, LINES[0], "--max-new-tokens", 5, "--logprobs", 0, "--json")[1])["answers"]
+    (answer,) = json.loads(
+        run(translator, LINES[0], "--max-new-tokens", 5, "--logprobs", 0, "--json")[1]
+    )["answers"]
     net = hw.load(translator).double()
-    source = net.encode(torch.tensor([hw.generation.encode_prompt(net, LINES[0], max_new_tokens=5)]))
+    source = net.encode(
+        torch.tensor([hw.generation.encode_prompt(net, LINES[0], max_new_tokens=5)])
+    )
     begin = list(hw.generation.get_decoder_start_ids(net))
     with torch.no_grad():
         logprobs = net(torch.tensor([[*begin, *answer["ids"]]]), source=source)[0].log_softmax(-1)
     places = range(len(begin) - 1, len(begin) - 1 + len(answer["ids"]))
-    expected = [float(logprobs[place, token]) for place, token in zip(places, answer["ids"], strict=True)]
+    expected = [
+        float(logprobs[place, token]) for place, token in zip(places, answer["ids"], strict=True)
+    ]
     assert [score["logprob"] for score in answer["logprobs"]] == pytest.approx(expected, abs=1e-5)
 
 
@@ -156,7 +212,10 @@ def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translato
     answers = [generate(translator, line) for line in LINES[:3]]
     assert (code, out.splitlines()) == (2, [answers[0], "", answers[1], "", answers[2]])
     assert err.splitlines() == [
-        "headwise: line 2: cannot tokenize 'Mai' at character 6: it is not in the vocabulary; write it differently",
+        (
+            "headwise: line 2: cannot tokenize 'Mai' at character 6: it is not in the vocabulary; "
+            "write it differently"
+        ),
         "headwise: line 4: byte 0 is not UTF-8: invalid start byte; give UTF-8 text",
     ]
 
@@ -216,9 +275,13 @@ def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     assert (code, out.splitlines()) == (0, answers)
     assert err.splitlines()[0].startswith(f"BLEU {expected.bleu:6.2f}   nrefs:1")
     assert err.splitlines()[1].startswith(f"chrF {expected.chrf:6.2f}   nrefs:1")
-    code, out, _ = run(translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines)
+    code, out, _ = run(
+        translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines
+    )
     translations = translation.score_translations(answers, reference_lines, "zh")
-    assert json.loads(out)["scores"] == {name: getattr(translations, name) for name in vars(translations)}
+    assert json.loads(out)["scores"] == {
+        name: getattr(translations, name) for name in vars(translations)
+    }
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
     missing = f"headwise: 2 lines answered, but {references} has 3; give one reference per line\n"
@@ -244,12 +307,16 @@ def test_a_model_without_a_tokenizer_is_given_one(run: Run, speaker: Path, tmp_p
     expected = bytes(ids).decode(errors="replace") + "\n"
     assert run(speaker, "low", "--tokenizer", "bytes", *options) == (0, expected, "")
     (tmp_path / "bytes.json").write_text(ByteVocabulary().document)
-    assert run(speaker, "low", "--tokenizer", tmp_path / "bytes.json", *options) == (0, expected, "")
+    assert run(speaker, "low", "--tokenizer", tmp_path / "bytes.json", *options) == (
+        0,
+        expected,
+        "",
+    )
     window = ["--tokenizer", "bytes", "--window", 10, "--max-new-tokens", 60]
     assert len(run(speaker, "x" * 70, *window, "--temperature", 1)[1]) > 20
 
 
-# --- classes and masks ---------------------------------------------------------------------------------
+# --- classes and masks ----------------------------------------------------------------------------
 
 
 def shallow(described: bp.ModelSpec) -> bp.ModelSpec:
@@ -267,7 +334,9 @@ def painter(tmp_path: Path) -> tuple[Path, Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(n).integers(0, 256, (10, 12, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
-    recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
+    recipe = hw.Recipe(
+        steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1
+    )
     out = tmp_path / "run"
     task = make_task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
     hw.train(task, shallow(task.model()), recipe, out)
@@ -285,8 +354,12 @@ def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Pat
     data = json.loads(run(folder, picture, "--json")[1])
     found = {one["name"]: one["share"] for one in data["answers"][0]["classes"]}
     assert [found["cat"], found["dog"]] == pytest.approx(shares, rel=1e-5)
-    np.save(tmp_path / "a.npy", (inputs.store.take(np.array([at]))[0] * 255).round().astype(np.uint8))
-    code, out, err = run(folder, stdin=[picture, str(tmp_path / "a.npy"), str(tmp_path / "none.png"), __file__])
+    np.save(
+        tmp_path / "a.npy", (inputs.store.take(np.array([at]))[0] * 255).round().astype(np.uint8)
+    )
+    code, out, err = run(
+        folder, stdin=[picture, str(tmp_path / "a.npy"), str(tmp_path / "none.png"), __file__]
+    )
     best = max(found, key=lambda name: found[name])
     assert out.splitlines() == [f"{best}\t{found[best]:.4f}"] * 2 + ["", ""]
     assert (code, err.count("\n")) == (2, 2)
@@ -313,7 +386,9 @@ def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
     frames, labels = rng.normal(3, 2, (20, 6, 5)), np.arange(20) % 2
     np.savez(tmp_path / "a.npz", frames=frames, labels=labels)
     task = make_task("frames", path=str(tmp_path / "a.npz"), valid=0.25, test=0.25)
-    recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
+    recipe = hw.Recipe(
+        steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1
+    )
     hw.train(task, shallow(task.model()), recipe, tmp_path / "run")
     inputs = task.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of frames
     with torch.no_grad():
@@ -326,7 +401,9 @@ def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
 
 def words() -> str:
     vocabulary = ["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."]
-    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.add_special_tokens(vocabulary[:2])
     return tokenizer.to_str()
@@ -335,7 +412,10 @@ def words() -> str:
 def reader(folder: Path, head: bp.OutputHeadSpec, **usage: Any) -> Path:
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(17))
     stack = bp.StackSpec.from_blocks(
-        "encoder", 12, [block], embedding=bp.EmbeddingSpec(7, positions=bp.PositionSpec("learned", 9))
+        "encoder",
+        12,
+        [block],
+        embedding=bp.EmbeddingSpec(7, positions=bp.PositionSpec("learned", 9)),
     )
     net = jittered(hw.build(bp.ModelSpec("reader", "encoder", (stack,), (head,)), seed=0))
     net.usage = hw.ProcessorSpec(tokenizer=words(), **usage)
@@ -347,16 +427,23 @@ def test_masks_are_filled(run: Run, tmp_path: Path):
     folder = reader(tmp_path, bp.OutputHeadSpec("tokens", 7))
     with torch.no_grad():
         shares = hw.load(folder)(torch.tensor([[2, 1, 5, 6]]))[0, 1].softmax(-1)
-    best = [["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."][n] for n in shares.argsort(descending=True).tolist()]
+    best = [
+        ["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."][n]
+        for n in shares.argsort(descending=True).tolist()
+    ]
     code, out, _ = run(folder, "the [MASK] sat.", "--top-k", 3)
     assert code == 0
     assert out.splitlines()[0] == f"the {best[0]} sat."
     assert [line.split()[0] for line in out.splitlines()[2:]] == best[:3]
     answers = json.loads(run(folder, "the [MASK] sat.", "--json", "--top-k", 7)[1])["answers"][0]
-    assert [one["share"] for one in answers["masks"][0]] == pytest.approx(shares.sort(descending=True).values.tolist())
+    assert [one["share"] for one in answers["masks"][0]] == pytest.approx(
+        shares.sort(descending=True).values.tolist()
+    )
     code, out, err = run(folder, stdin=["the [MASK] sat.", "", "the cat"])
     assert (code, out.splitlines()) == (2, [f"the {best[0]} sat.", "", ""])
-    assert err == "headwise: line 3: 'the cat' holds no [MASK]; write one where a token is to be filled in\n"
+    assert err == (
+        "headwise: line 3: 'the cat' holds no [MASK]; write one where a token is to be filled in\n"
+    )
 
 
 def test_texts_are_classified(run: Run, tmp_path: Path):
@@ -367,36 +454,71 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
     code, out, err = run(folder, "the cat", "--beams", 3)
     assert (code, out) == (2, "")
     assert err == "headwise: --beams is for text generation, but reader classifies; leave it out\n"
-    assert "is not between 1 and the 3 classes; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
+    assert (
+        "is not between 1 and the 3 classes; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
+    )
     code, out, err = run(folder, "the cat " * 5)
     assert "a prompt of 10 tokens is 1 longer than the 9 positions of reader" in err
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
     "no model": ([], "missing MODEL; add it"),
     "no folder": (["nowhere", "x"], "there is no folder or file 'nowhere'"),
-    "cold": (["T", LINES[0], "--temperature", "-1"], "--temperature -1 is too small; give 0 or more"),
-    "no number": (["T", LINES[0], "--temperature", "hot"], "--temperature needs a number, got 'hot'"),
-    "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "--top-p 0 is no share; give a number above 0"),
+    "cold": (
+        ["T", LINES[0], "--temperature", "-1"],
+        "--temperature -1 is too small; give 0 or more",
+    ),
+    "no number": (
+        ["T", LINES[0], "--temperature", "hot"],
+        "--temperature needs a number, got 'hot'",
+    ),
+    "no share": (
+        ["T", LINES[0], "--top-p", "0", "--temperature", "1"],
+        "--top-p 0 is no share; give a number above 0",
+    ),
     "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 has no effect: temperature=0"),
     "beams": (["T", LINES[0], "--beams", "64"], "beams=64 is more than the 63 tokens"),
     "best": (["T", LINES[0], "--best", "2"], "give --beams 2"),
-    "no tokens": (["T", LINES[0], "--max-new-tokens", "0"], "--max-new-tokens 0 is too small; give 1 or more"),
+    "no tokens": (
+        ["T", LINES[0], "--max-new-tokens", "0"],
+        "--max-new-tokens 0 is too small; give 1 or more",
+    ),
     "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is too small"),
     "empty": (["T", ""], "is empty"),
-    "empty stop": (["T", LINES[0], "--stop", ""], "stop must be a non-empty text or a token id, got ''"),
+    "empty stop": (
+        ["T", LINES[0], "--stop", ""],
+        "stop must be a non-empty text or a token id, got ''",
+    ),
     "unknown": (["T", "<zh>hello"], "cannot tokenize 'hello' at character 4"),
-    "no references": (["T", LINES[0], "--score", "nowhere"], "there is no file 'nowhere' for --score"),
+    "no references": (
+        ["T", LINES[0], "--score", "nowhere"],
+        "there is no file 'nowhere' for --score",
+    ),
     "no scores": (["T", LINES[0], "--score-tokenize", "zh"], "--score-tokenize needs --score"),
-    "no tokenizer": (["S", "low"], "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes"),
-    "a tokenizer of nothing": (["S", "low", "--tokenizer", "nowhere"], "there is no file 'nowhere' for --tokenizer"),
-    "a tokenizer of another": (["T", LINES[0], "--tokenizer", "bytes"], "knows 256 tokens, the model 63"),
-    "a long prompt": (["S", "x" * 50, "--tokenizer", "bytes"], "is 10 longer than the 40 positions of gpt2"),
+    "no tokenizer": (
+        ["S", "low"],
+        "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes",
+    ),
+    "a tokenizer of nothing": (
+        ["S", "low", "--tokenizer", "nowhere"],
+        "there is no file 'nowhere' for --tokenizer",
+    ),
+    "a tokenizer of another": (
+        ["T", LINES[0], "--tokenizer", "bytes"],
+        "knows 256 tokens, the model 63",
+    ),
+    "a long prompt": (
+        ["S", "x" * 50, "--tokenizer", "bytes"],
+        "is 10 longer than the 40 positions of gpt2",
+    ),
     "a long answer": (["S", "x", "--tokenizer", "bytes"], "are 24 more than the 40 positions"),
     "a seed": (["T", LINES[0], "--seed", "-3"], "seed=-3"),
-    "no option": (["T", LINES[0], "--beam", "3"], "there is no option --beam; did you mean '--beams'?"),
+    "no option": (
+        ["T", LINES[0], "--beam", "3"],
+        "there is no option --beam; did you mean '--beams'?",
+    ),
     "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not available"),
 }
 
@@ -436,7 +558,9 @@ def test_requests_of_several_lengths_are_not_compiled(run, translator, tmp_path)
     path.write_text(json.dumps({"prompt": LINES[0], "max_new_tokens": 3}) + "\n")
     code, _, err = run(translator, "--requests", path, "--compile", "auto")
     assert code == 0
-    assert err.startswith("steps are not compiled: requests of several lengths are answered together\n")
+    assert err.startswith(
+        "steps are not compiled: requests of several lengths are answered together\n"
+    )
     code, out, err = run(translator, "--requests", path, "--compile", "on")
     assert (code, out) == (2, "")
     assert err.startswith("headwise: --requests does not support --compile on")
@@ -446,8 +570,18 @@ def test_requests_of_several_lengths_are_not_compiled(run, translator, tmp_path)
 
 
 def test_an_encoder_without_labels_is_no_classifier(run, tmp_path):
-    config = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 16, "num_attention_heads": 2}
-    sizes = {"num_hidden_layers": 1, "intermediate_size": 24, "vocab_size": 256, "max_position_embeddings": 32}
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+    }
+    sizes = {
+        "num_hidden_layers": 1,
+        "intermediate_size": 24,
+        "vocab_size": 256,
+        "max_position_embeddings": 32,
+    }
     net = hw.build(hw.families.read_model_spec(config | sizes), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, tmp_path / "encoder")

@@ -1,4 +1,6 @@
-"""`headwise run --requests`: a file of requests answered together, and the message for each bad line."""
+"""`headwise run --requests`: a file of requests answered together, and the message for each bad
+line.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,32 @@ LETTERS = "<>abcdefghijk"
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine, as if it had been measured."""
     rates = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    monkeypatch.setattr(roofline, "get_this_machine", lambda: Device("here", "this machine", rates, 1e10, 1e10, "cpu"))
+    monkeypatch.setattr(
+        roofline,
+        "get_this_machine",
+        lambda: Device("here", "this machine", rates, 1e10, 1e10, "cpu"),
+    )
 
 
 @pytest.fixture(scope="module")
 def net() -> hw.Transformer:
     spec = hw.design(model=16, heads=4, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
     blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms"))] * 2
-    stack = bp.StackSpec.from_blocks("decoder", 16, blocks, embedding=bp.EmbeddingSpec(13), norm=bp.NormSpec("rms"))
-    net = hw.build(bp.ModelSpec("tiny", "decoder", (stack,), heads=(bp.OutputHeadSpec("tokens", 13),)), seed=1)
+    stack = bp.StackSpec.from_blocks(
+        "decoder", 16, blocks, embedding=bp.EmbeddingSpec(13), norm=bp.NormSpec("rms")
+    )
+    net = hw.build(
+        bp.ModelSpec("tiny", "decoder", (stack,), heads=(bp.OutputHeadSpec("tokens", 13),)), seed=1
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     tokenizer = Tokenizer(WordLevel({letter: n for n, letter in enumerate(LETTERS)}, unk_token="<"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Split("", "isolated"),
+        decoders.Fuse(),
+    )
     net.usage = hw.ProcessorSpec(tokenizer=tokenizer.to_str())
     return net.eval()
 
@@ -58,7 +71,9 @@ def write_requests(tmp_path: Path, *lines: Any) -> str:
     return str(path)
 
 
-def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_lines_are_answered_as_alone(
+    net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = write_requests(
         tmp_path,
         {"prompt": "cab", "max_new_tokens": 9},
@@ -68,27 +83,39 @@ def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: 
         b"",
         {"prompt": "fed", "temperature": 0.9},
     )
-    assert main(["run", str(folder), "--requests", file, "--max-new-tokens", "5", "--seed", "3"]) == 0
+    assert (
+        main(["run", str(folder), "--requests", file, "--max-new-tokens", "5", "--seed", "3"]) == 0
+    )
     out, err = capsys.readouterr()
     values = {line["line"]: line for line in map(json.loads, out.splitlines())}
     assert values[1]["text"] == hw.generate(net, "cab", max_new_tokens=9)
     assert values[2]["ids"] == hw.generate(net, [4, 2], max_new_tokens=5)
     assert "text" not in values[2]
-    generated = hw.generate(net, "fed", max_new_tokens=5, temperature=0.9, seed=7, config=hw.DecodingConfig(top_k=4))
+    generated = hw.generate(
+        net, "fed", max_new_tokens=5, temperature=0.9, seed=7, config=hw.DecodingConfig(top_k=4)
+    )
     assert values[3]["text"] == generated
     lines = hw.generate(net, ["fed"] * 6, max_new_tokens=5, temperature=0.9, seed=3)
-    assert (values[4]["text"], values[6]["text"]) == (lines[3], lines[5])  # line n draws from stream n of the seed
+    assert (values[4]["text"], values[6]["text"]) == (
+        lines[3],
+        lines[5],
+    )  # line n draws from stream n of the seed
     assert values[1]["ended"] == "length"
     assert "5 requests, 29 tokens in" in err
     assert "predicted maximum of tokens per second" in err
-    assert [line["line"] for line in map(json.loads, out.splitlines())][-1] == 1  # as they are done, the longest last
+    assert [line["line"] for line in map(json.loads, out.splitlines())][
+        -1
+    ] == 1  # as they are done, the longest last
 
 
 BAD = [
     (b'{"prompt": "cab"', "the line is not JSON: "),
     (b"[1, 2]", "the line has no prompt; write "),
     ({"text": "cab"}, "the line has no prompt; write "),
-    ({"prompt": "cab", "max_tokens": 3}, "a request has no 'max_tokens'; did you mean 'max_new_tokens'?"),
+    (
+        {"prompt": "cab", "max_tokens": 3},
+        "a request has no 'max_tokens'; did you mean 'max_new_tokens'?",
+    ),
     ({"prompt": "cab", "beams": 3}, "a request has no 'beams'; "),
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": []}, "the prompt is empty"),
@@ -97,7 +124,10 @@ BAD = [
     ({"prompt": ["a", 1]}, "is not an id"),
     ({"prompt": "cab", "max_new_tokens": 10**6}, "1,000,002 tokens needs 62,501 pages"),
     ({"prompt": "cab", "max_new_tokens": "5"}, "max_new_tokens='5' is not a token count"),
-    ({"prompt": "cab", "temperature": "hot"}, "temperature must be a finite number >= 0, got 'hot'"),
+    (
+        {"prompt": "cab", "temperature": "hot"},
+        "temperature must be a finite number >= 0, got 'hot'",
+    ),
     ({"prompt": "cab", "temperature": -1}, "temperature must be a finite number >= 0, got -1"),
     ({"prompt": "cab", "top_p": 0.5}, "top_p=0.5 has no effect"),
     ({"prompt": "cab", "stop": 0.5}, "is not a decoding configuration"),
@@ -113,7 +143,22 @@ def test_a_bad_line_is_reported_and_the_others_go_on(
     net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = write_requests(tmp_path, *(line for line, _ in BAD), {"prompt": "cab"})
-    assert main(["run", str(folder), "--requests", file, "--budget", "9 MB", "--max-new-tokens", "4", "--json"]) == 2
+    assert (
+        main(
+            [
+                "run",
+                str(folder),
+                "--requests",
+                file,
+                "--budget",
+                "9 MB",
+                "--max-new-tokens",
+                "4",
+                "--json",
+            ]
+        )
+        == 2
+    )
     data = json.loads(capsys.readouterr().out)
     assert [answer["line"] for answer in data["answers"]] == list(range(1, len(BAD) + 2))
     for (line, fact), answer in zip(BAD, data["answers"], strict=False):
@@ -157,7 +202,7 @@ def test_a_file_without_requests_gives_no_answers(folder: Path, tmp_path: Path, 
     assert "0 requests, 0 tokens" in err
 
 
-# --- what is reported ----------------------------------------------------------------------------------
+# --- what is reported -----------------------------------------------------------------------------
 
 
 def test_median_and_95th_percentile_latency():

@@ -29,7 +29,9 @@ def test_one_command_traces_a_model(
     name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = str(tmp_path / "a.trace")
-    code, table, err = run_command(capsys, str(folders[name]), "--text", "a b", "--new-tokens", "4", "--out", out)
+    code, table, err = run_command(
+        capsys, str(folders[name]), "--text", "a b", "--new-tokens", "4", "--out", out
+    )
     assert code == 0, err
     assert err.startswith("about ")
     trace = hw.load_trace(out)
@@ -45,7 +47,9 @@ def test_one_command_traces_a_model(
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2"])
-def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_lines_of_a_file(
+    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird\n")
     out = str(tmp_path / "a.trace")
     code, _, err = run_command(
@@ -55,7 +59,12 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
     trace = hw.load_trace(out)
     alone = []
     for text in ("a longer one", "short"):
-        assert run_command(capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / f"{text}.trace"))[0] == 0
+        assert (
+            run_command(
+                capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / f"{text}.trace")
+            )[0]
+            == 0
+        )
         alone.append(hw.load_trace(tmp_path / f"{text}.trace"))
     for row, one in enumerate(alone):
         real_positions = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
@@ -63,55 +72,124 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
         np.testing.assert_allclose(found, one.head_weights(1, 2), atol=1e-5)
 
 
-def test_a_trace_file_is_described(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_trace_file_is_described(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out, table = str(tmp_path / "a.trace"), str(tmp_path / "a.csv")
     assert (
-        run_command(capsys, str(folders["ours"]), "--text", "abc", "--record", "v,z", "--sites", "1", "--out", out)[0]
+        run_command(
+            capsys,
+            str(folders["ours"]),
+            "--text",
+            "abc",
+            "--record",
+            "v,z",
+            "--sites",
+            "1",
+            "--out",
+            out,
+        )[0]
         == 0
     )
     code, text, _ = run_command(capsys, out, "--json", "--export", table, "--min-weight", "0.5")
     assert code == 0
     assert json.loads(text)["sites"] == [
-        {"name": "decoder.1.attention", "heads": 3, "queries": 3, "keys": 3, "calls": 1, "kept": ["k", "q", "v", "z"]}
+        {
+            "name": "decoder.1.attention",
+            "heads": 3,
+            "queries": 3,
+            "keys": 3,
+            "calls": 1,
+            "kept": ["k", "q", "v", "z"],
+        }
     ]
-    assert Path(table).read_text().startswith("site,head,row,query,key,query_token,key_token,weight")
+    assert (
+        Path(table).read_text().startswith("site,head,row,query,key,query_token,key_token,weight")
+    )
 
 
-def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_source_and_its_target(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = str(tmp_path / "a.trace")
-    code, _, err = run_command(capsys, str(folders["t5"]), "--text", "abcd", "--target", "xy", "--out", out)
+    code, _, err = run_command(
+        capsys, str(folders["t5"]), "--text", "abcd", "--target", "xy", "--out", out
+    )
     assert code == 0, err
     trace = hw.load_trace(out)
-    assert [trace.get_layer("decoder.0.cross").num_queries, trace.get_layer("decoder.0.cross").num_keys] == [3, 4]
+    assert [
+        trace.get_layer("decoder.0.cross").num_queries,
+        trace.get_layer("decoder.0.cross").num_keys,
+    ] == [3, 4]
     assert trace.streams["text"][0].words[1:] == ("x", "y")
 
 
-@pytest.mark.parametrize(("argv", "wrong"), [
-    (["ours", "--out", "a.trace"], "give exactly one input: --text TEXT, or --data FILE"),
-    (["ours", "--text", "a"], "give an output file"),
-    (["ours", "--text", "a", "--out", "none/a.trace"], "none does not exist; give the path of a new file"),
-    (["ours", "--text", "", "--out", "a.trace"], "the prompt is empty"),
-    (["gpt2", "--text", "", "--out", "a.trace"], "the text is empty"),
-    (["ours", "--text", "x" * 25, "--out", "a.trace"], "is 1 longer than the 24 positions"),
-    (["ours", "--text", "a", "--sites", "7", "--out", "a.trace"], "has no layer 7"),
-    (["ours", "--text", "a", "--record", "w", "--out", "a.trace"], "--record 'w' is unknown; use one of v, z"),
-    (["ours", "--text", "a", "--budget", "100", "--out", "a.trace"], "beyond a budget of 100 bytes"),
-    (["ours", "--text", "a", "--target", "b", "--out", "a.trace"], "or source and text to an encoder-decoder"),
-    (["ours", "--data", "none", "--out", "a.trace"], "there is no file 'none' for --data; give one that exists"),
-    (["ours", "--text", "a", "--export", "a.txt"], "has none of the suffixes .csv, .json, .npz"),
-    (["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"], "a source alone is not enough"),
-    (["none", "--text", "a", "--out", "a.trace"], "there is no folder or file 'none'"),
-    (["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"], "--limit -1 is too small; give 1 or more"),
-    (["ours", "--text", "a", "--new-tokens", "-1", "--out", "a.trace"], "--new-tokens -1 is too small"),
-    (["ours", "--text", "a", "--thumbnails", "-3", "--out", "a.trace"], "--thumbnails -3 is too small"),
-    (["none.trace", "--export", "a.csv", "--min-weight", "nan"], "--min-weight nan is not a weight"),
-    (["none.trace"], "there is no file 'none.trace'; give one"),
-    (["none.trace", "--text", "a"], "--text applies when recording"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        (["ours", "--out", "a.trace"], "give exactly one input: --text TEXT, or --data FILE"),
+        (["ours", "--text", "a"], "give an output file"),
+        (
+            ["ours", "--text", "a", "--out", "none/a.trace"],
+            "none does not exist; give the path of a new file",
+        ),
+        (["ours", "--text", "", "--out", "a.trace"], "the prompt is empty"),
+        (["gpt2", "--text", "", "--out", "a.trace"], "the text is empty"),
+        (["ours", "--text", "x" * 25, "--out", "a.trace"], "is 1 longer than the 24 positions"),
+        (["ours", "--text", "a", "--sites", "7", "--out", "a.trace"], "has no layer 7"),
+        (
+            ["ours", "--text", "a", "--record", "w", "--out", "a.trace"],
+            "--record 'w' is unknown; use one of v, z",
+        ),
+        (
+            ["ours", "--text", "a", "--budget", "100", "--out", "a.trace"],
+            "beyond a budget of 100 bytes",
+        ),
+        (
+            ["ours", "--text", "a", "--target", "b", "--out", "a.trace"],
+            "or source and text to an encoder-decoder",
+        ),
+        (
+            ["ours", "--data", "none", "--out", "a.trace"],
+            "there is no file 'none' for --data; give one that exists",
+        ),
+        (
+            ["ours", "--text", "a", "--export", "a.txt"],
+            "has none of the suffixes .csv, .json, .npz",
+        ),
+        (
+            ["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"],
+            "a source alone is not enough",
+        ),
+        (["none", "--text", "a", "--out", "a.trace"], "there is no folder or file 'none'"),
+        (
+            ["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"],
+            "--limit -1 is too small; give 1 or more",
+        ),
+        (
+            ["ours", "--text", "a", "--new-tokens", "-1", "--out", "a.trace"],
+            "--new-tokens -1 is too small",
+        ),
+        (
+            ["ours", "--text", "a", "--thumbnails", "-3", "--out", "a.trace"],
+            "--thumbnails -3 is too small",
+        ),
+        (
+            ["none.trace", "--export", "a.csv", "--min-weight", "nan"],
+            "--min-weight nan is not a weight",
+        ),
+        (["none.trace"], "there is no file 'none.trace'; give one"),
+        (["none.trace", "--text", "a"], "--text applies when recording"),
+    ],
+)
 def test_wrong_arguments(
-    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    wrong: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+):
     monkeypatch.chdir(tmp_path)
     code, out, err = run_command(capsys, str(folders.get(argv[0], argv[0])), *argv[1:])
     assert (code, out) == (2, "")

@@ -28,7 +28,18 @@ from headwise.training.recipe import from_dict
 from headwise.training.run_setup import fit_vocabulary, replace_self_attention
 from headwise.training.train_step import check_model
 
-SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
+SMALL = [
+    "--steps",
+    "2",
+    "--batch",
+    "4",
+    "--precision",
+    "fp32",
+    "--compile",
+    "off",
+    "--device",
+    "cpu",
+]
 SMALL += ["--set", "recipe.evaluate_batches=1"]
 
 
@@ -39,9 +50,15 @@ def trained(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, s
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from headwise.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    code = (
+        "import sys; from headwise.cli import main\ntry: main(['train', '--help'])\nexcept "
+        "SystemExit: pass\n"
+    )
     ran = subprocess.run(
-        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "--resume" in ran.stdout
     assert ran.stdout.splitlines()[-1] == "False"
@@ -51,7 +68,12 @@ def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_pat
     code, out, err = trained(capsys, "dates", "--out", str(tmp_path), "--json", *SMALL)
     data = json.loads(out)
     assert code == 0
-    assert {"task": "dates", "steps": 2, "model": str(tmp_path), "split": "test"}.items() <= data.items()
+    assert {
+        "task": "dates",
+        "steps": 2,
+        "model": str(tmp_path),
+        "split": "test",
+    }.items() <= data.items()
     assert 0 <= data["metrics"]["exact_match"] <= 1
     assert data["seconds"] > 0
     assert "dates into" in err
@@ -61,7 +83,14 @@ def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_settings_reach_task_and_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "r.toml").write_text("steps = 9\nlr = 0.01\nclip = 0.5\n")
-    result = ["--recipe", str(tmp_path / "r.toml"), "--set", "task.pairs=3", "--set", "recipe.schedule=wsd"]
+    result = [
+        "--recipe",
+        str(tmp_path / "r.toml"),
+        "--set",
+        "task.pairs=3",
+        "--set",
+        "recipe.schedule=wsd",
+    ]
     code, out, _ = trained(capsys, "recall", "--out", str(tmp_path / "a"), *SMALL, *result)
     config = read_lines(tmp_path / "a" / "metrics.jsonl")[0]
     assert (code, config["task"]["pairs"]) == (0, 3)
@@ -80,15 +109,24 @@ def test_a_file_is_learnt_and_a_model_goes_on(capsys: pytest.CaptureFixture[str]
     first = ["--set", "task.length=8", "--set", "task.test=0.2", *SMALL]
     assert trained(capsys, str(tmp_path / "a.txt"), "--out", str(tmp_path / "a"), *first)[0] == 0
     again = ["--model", str(tmp_path / "a"), *first]
-    code, out, _ = trained(capsys, "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "b"), "--json", *again)
+    code, out, _ = trained(
+        capsys, "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "b"), "--json", *again
+    )
     assert (code, json.loads(out)["task"]) == (0, "text")
 
 
 @pytest.mark.parametrize("preset", ["mqa", "linear", "longformer", "diff"])
 def test_a_preset_takes_the_place_of_every_attention(preset: str):
-    plain, changed = make_task("dates").model(), replace_self_attention(make_task("dates").model(), preset)
-    assert {name for name, _ in plain.attention_specs()} == {name for name, _ in changed.attention_specs()}
-    for (name, before), (_, after) in zip(plain.attention_specs(), changed.attention_specs(), strict=True):
+    plain, changed = (
+        make_task("dates").model(),
+        replace_self_attention(make_task("dates").model(), preset),
+    )
+    assert {name for name, _ in plain.attention_specs()} == {
+        name for name, _ in changed.attention_specs()
+    }
+    for (name, before), (_, after) in zip(
+        plain.attention_specs(), changed.attention_specs(), strict=True
+    ):
         if name.endswith("cross"):
             assert after == before
         else:
@@ -102,15 +140,30 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
     ("argv", "message"),
     [
         (["dates"], "missing --out DIR; add it"),
-        (["datess", "--out", "x"], "there is no task, file or folder 'datess'; did you mean 'dates'?"),
+        (
+            ["datess", "--out", "x"],
+            "there is no task, file or folder 'datess'; did you mean 'dates'?",
+        ),
         (["--out", "x"], "give something to train on: "),
         (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
         (["dates", "--out", "x", "--steps", "many"], "--steps needs a whole number, got 'many'"),
         (["dates", "--out", "x", "--set", "digits=3"], "write task.KEY=VALUE or recipe.KEY=VALUE"),
-        (["dates", "--out", "x", "--set", "task.digit=3"], "'dates' has no option 'digit'; did you mean 'digits'?"),
-        (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no field 'lrr'; did you mean 'lr'?"),
-        (["dates", "--out", "x", "--model", "mqaa"], "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
-        (["dates", "--out", "x", "--recipe", "none.toml"], "there is no file 'none.toml' for --recipe"),
+        (
+            ["dates", "--out", "x", "--set", "task.digit=3"],
+            "'dates' has no option 'digit'; did you mean 'digits'?",
+        ),
+        (
+            ["dates", "--out", "x", "--set", "recipe.lrr=3"],
+            "a recipe has no field 'lrr'; did you mean 'lr'?",
+        ),
+        (
+            ["dates", "--out", "x", "--model", "mqaa"],
+            "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?",
+        ),
+        (
+            ["dates", "--out", "x", "--recipe", "none.toml"],
+            "there is no file 'none.toml' for --recipe",
+        ),
         (
             ["dates", "--out", "x", "--logger", "tensorbord"],
             "--logger 'tensorbord' is unknown; did you mean 'tensorboard'?",
@@ -118,7 +171,11 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
     ],
 )
 def test_bad_input_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    argv: list[str],
+    message: str,
 ):
     monkeypatch.chdir(tmp_path)
     code, out, err = trained(capsys, *argv)
@@ -127,7 +184,7 @@ def test_bad_input_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-# --- --model FILE: a spec of one layer -----------------------------------------------------------------
+# --- --model FILE: a spec of one layer ------------------------------------------------------------
 
 LAYER = hw.design(model=64, heads=4, kv=2, dim=10, modifiers=(hw.Softcap(limit=5.0),))
 
@@ -138,7 +195,9 @@ def test_a_spec_file_takes_the_place_of_every_self_attention(
 ):
     path = tmp_path / f"layer{suffix}"
     path.write_text((hw.to_toml if suffix == ".toml" else hw.to_json)(LAYER))
-    code, _, err = trained(capsys, "recall", "--model", str(path), "--out", str(tmp_path / "out"), *SMALL)
+    code, _, err = trained(
+        capsys, "recall", "--model", str(path), "--out", str(tmp_path / "out"), *SMALL
+    )
     assert code == 0, err
     net, own = load(tmp_path / "out"), make_task("recall").model()
     new = [spec for _, spec in net.spec.attention_specs()]
@@ -147,10 +206,17 @@ def test_a_spec_file_takes_the_place_of_every_self_attention(
     # The task's pattern and its positional modifiers stay; everything else is that of the file.
     expected = replace(LAYER, pattern=hw.Causal(), modifiers=(hw.Rotary(), *LAYER.modifiers))
     assert new == [expected, expected]
-    assert [block.feed for block in net.spec.stacks[0].layers] == [block.feed for block in own.stacks[0].layers]
-    changed = [(count_parameters(after) - count_parameters(before)) for after, before in zip(new, old, strict=True)]
+    assert [block.feed for block in net.spec.stacks[0].layers] == [
+        block.feed for block in own.stacks[0].layers
+    ]
+    changed = [
+        (count_parameters(after) - count_parameters(before))
+        for after, before in zip(new, old, strict=True)
+    ]
     assert sum(p.numel() for p in net.parameters()) == count_parameters(own) + sum(changed)
-    keys = [tensor for name, tensor in net.state_dict().items() if name.endswith("attention.project.k")]
+    keys = [
+        tensor for name, tensor in net.state_dict().items() if name.endswith("attention.project.k")
+    ]
     assert [key.numel() for key in keys] == [2 * 10 * 64] * 2
 
 
@@ -164,7 +230,8 @@ def test_a_spec_file_of_another_width_is_refused_and_the_remedy_works(
     remedy = "headwise spec gqa.toml --set model=64 --toml"
     assert (code, out) == (2, "")
     assert err == (
-        "headwise: gqa.toml is for models of width 512, but the model of the task recall has width 64; write a file "
+        "headwise: gqa.toml is for models of width 512, but the model of the task recall has "
+        "width 64; write a file "
         f"for it with {remedy}\n"
     )
     assert not Path("x").exists()
@@ -173,9 +240,13 @@ def test_a_spec_file_of_another_width_is_refused_and_the_remedy_works(
     assert trained(capsys, "recall", "--model", "gqa.toml", "--out", "x", *SMALL)[0] == 0
 
 
-def test_a_spec_file_of_cross_attention_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_a_spec_file_of_cross_attention_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     (tmp_path / "cross.toml").write_text(hw.to_toml(replace(LAYER, source=32)))
-    code, _, err = trained(capsys, "recall", "--model", str(tmp_path / "cross.toml"), "--out", str(tmp_path / "x"))
+    code, _, err = trained(
+        capsys, "recall", "--model", str(tmp_path / "cross.toml"), "--out", str(tmp_path / "x")
+    )
     assert code == 2
     assert "cross.toml describes cross-attention, with source = 32; give a self-attention" in err
 
@@ -205,11 +276,15 @@ def test_every_command_reads_a_spec_file_or_states_what_it_needs(
         captured = capsys.readouterr()
         assert (code, captured.out) == (2, ""), argv
         assert captured.err == (
-            "headwise: layer.toml describes one attention layer, without weights; train a model with it: headwise "
+            "headwise: layer.toml describes one attention layer, without weights; train a model "
+            "with it: headwise "
             "train TASK --model layer.toml --out DIR\n"
         ), argv
     assert main(["study", "layer.toml"]) == 2
-    assert 'write a study with a variant of it, [variants.mine] with spec = "layer.toml"' in capsys.readouterr().err
+    assert (
+        'write a study with a variant of it, [variants.mine] with spec = "layer.toml"'
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["layer.toml", "model.toml", "gqa", "gpt3"])
@@ -221,7 +296,12 @@ def test_sites_lists_the_layers_of_a_description(
     Path("model.toml").write_text(hw.model_spec.to_toml(make_task("dates").model()))
     assert main(["sites", name, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["sites"]
-    counts = {"layer.toml": (1, 4, 2), "model.toml": (6, 4, 4), "gqa": (1, 8, 2), "gpt3": (96, 96, 96)}
+    counts = {
+        "layer.toml": (1, 4, 2),
+        "model.toml": (6, 4, 4),
+        "gqa": (1, 8, 2),
+        "gpt3": (96, 96, 96),
+    }
     assert (len(rows), rows[0]["q"], rows[0]["kv"]) == counts[name]
 
 
@@ -230,11 +310,18 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
 ):
     result = ["recall", "--out", str(tmp_path), *SMALL, "--steps", "3"]
     with monkeypatch.context() as patch:
-        patch.setattr(ConsoleLogger, "write", lambda self, record: record["event"] == "step" and signal.raise_signal(2))
+        patch.setattr(
+            ConsoleLogger,
+            "write",
+            lambda self, record: record["event"] == "step" and signal.raise_signal(2),
+        )
         code, out, err = trained(capsys, *result)
     assert (code, out) == (130, "")
     remedy = "run the same command with --resume to continue"
-    assert err.splitlines()[-1] == f"headwise: interrupted at step 1; the checkpoint is in {tmp_path}; {remedy}"
+    assert (
+        err.splitlines()[-1]
+        == f"headwise: interrupted at step 1; the checkpoint is in {tmp_path}; {remedy}"
+    )
     code, _, err = trained(capsys, *result)
     assert (code, err.count("\n")) == (2, 1)
     assert "holds a run; continue it with --resume" in err
@@ -245,7 +332,9 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
 
 def test_numbers_of_the_result_are_in_one_column():
     metrics = {"loss": 3.25, "accuracy@distance<=16": 0.5, "exact_match@block=20": 12.5}
-    lines = train._format_result({"task": "copy", "steps": 1, "seconds": 1.0, "metrics": metrics}, "runs").splitlines()
+    lines = train._format_result(
+        {"task": "copy", "steps": 1, "seconds": 1.0, "metrics": metrics}, "runs"
+    ).splitlines()
     assert lines[0] == "copy: 1 step in 1 s, saved in runs"
     assert len({len(line) for line in lines[1:]}) == 1
 
@@ -253,9 +342,20 @@ def test_numbers_of_the_result_are_in_one_column():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("llama-65b", "cannot train llama-65b: weights, gradients, first moments and second moments need 1,036.2 GB"),
-        ("transformer-base", "its kind is 'encoder-decoder', and the task needs 'decoder'; give a model of that kind"),
-        ("bert-base", "cannot train bert-base on copy: its kind is 'encoder', and the task needs 'decoder'"),
+        (
+            "llama-65b",
+            "cannot train llama-65b: weights, gradients, first moments and second moments need "
+            "1,036.2 GB",
+        ),
+        (
+            "transformer-base",
+            "its kind is 'encoder-decoder', and the task needs 'decoder'; give a model of that "
+            "kind",
+        ),
+        (
+            "bert-base",
+            "cannot train bert-base on copy: its kind is 'encoder', and the task needs 'decoder'",
+        ),
     ],
 )
 def test_published_models_that_cannot_be_trained_are_refused(
@@ -268,29 +368,46 @@ def test_published_models_that_cannot_be_trained_are_refused(
 @pytest.mark.parametrize(
     ("model", "task", "rows", "parameters"),
     [
-        ("transformer-base", "dates", 63, 44_170_752),  # 6 x 3,152,384 + 6 x 4,204,032 + 63 x 512, bias included
+        (
+            "transformer-base",
+            "dates",
+            63,
+            44_170_752,
+        ),  # 6 x 3,152,384 + 6 x 4,204,032 + 63 x 512, bias included
         ("gpt2", "copy", 35, 124_439_808 - (50_257 - 35) * 768),
         ("bert-base", "graph", 2, None),
     ],
 )
-def test_published_models_get_the_vocabulary_of_the_task(model: str, task: str, rows: int, parameters: int | None):
+def test_published_models_get_the_vocabulary_of_the_task(
+    model: str, task: str, rows: int, parameters: int | None
+):
     made = make_task(task)
     spec = train._make_model(model, made, from_dict({"device": "cpu"}))
     assert isinstance(spec, ModelSpec)
     check_model(spec, made)
-    assert [stack.embedding and stack.embedding.tokens for stack in spec.stacks] == [rows] * len(spec.stacks)
+    assert [stack.embedding and stack.embedding.tokens for stack in spec.stacks] == [rows] * len(
+        spec.stacks
+    )
     assert spec.heads[0].outputs == made.model().heads[0].outputs
-    assert [stack.model for stack in spec.stacks] == [768 if model != "transformer-base" else 512] * len(spec.stacks)
+    assert [stack.model for stack in spec.stacks] == [
+        768 if model != "transformer-base" else 512
+    ] * len(spec.stacks)
     if parameters is not None:
         assert count_parameters(spec) == parameters
 
 
 def test_a_model_with_the_vocabulary_of_the_task_is_trained(tmp_path: Path):
-    sizes = {f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")}
+    sizes = {
+        f"{side}_{key}": 2
+        for side in ("encoder", "decoder")
+        for key in ("layers", "attention_heads")
+    }
     sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "vocab_size": 999}
     spec, task = read_model_spec({"model_type": "marian"} | sizes), make_task("dates")
     fitted = fit_vocabulary(spec, task.model())
-    result = hw.train(task, fitted, from_dict({"steps": 2, "batch": 4, "device": "cpu"}), tmp_path / "run")
+    result = hw.train(
+        task, fitted, from_dict({"steps": 2, "batch": 4, "device": "cpu"}), tmp_path / "run"
+    )
     assert math.isfinite(result.metrics["loss"])
     separate = tuple(replace(stack, embedding=EmbeddingSpec(63)) for stack in task.model().stacks)
     own = fit_vocabulary(spec, replace(task.model(), stacks=separate))
@@ -305,13 +422,20 @@ def test_a_model_with_the_vocabulary_of_the_task_is_trained(tmp_path: Path):
         ({"optimiser": "muon"}, 12, "weights, gradients and momentum"),
         ({"optimiser": "sgd"}, 12, "weights, gradients and momentum"),
         ({"optimiser": "sgd", "momentum": 0.0}, 8, "weights and gradients"),
-        ({"parallelism": "data=2,shards=2"}, 8, "weights, gradients, first moments and second moments"),
+        (
+            {"parallelism": "data=2,shards=2"},
+            8,
+            "weights, gradients, first moments and second moments",
+        ),
         ({"parallelism": "shards=8"}, 4, "the whole weights"),
         ({"device": "cuda"}, 16, "weights, gradients, first moments and second moments"),
     ],
 )
 def test_the_memory_of_training_is_that_of_optimiser_ranks_and_device(
-    changes: dict[str, object], bytes_per_parameter: int, tensors: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object],
+    bytes_per_parameter: int,
+    tensors: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     recipe, spec = from_dict({"device": "cpu"} | changes), make_task("copy").model()
     needed = bytes_per_parameter * count_parameters(spec)
@@ -324,14 +448,21 @@ def test_the_memory_of_training_is_that_of_optimiser_ranks_and_device(
     with pytest.raises(ValueError, match=f"cannot train small: {tensors} need") as caught:
         train._check_memory(spec, "small", recipe)
     size = f"{needed / 1e9:,.1f} GB"
-    assert f"need {size}{' per rank' if 'parallelism' in changes else ''}, and " in str(caught.value)
+    assert f"need {size}{' per rank' if 'parallelism' in changes else ''}, and " in str(
+        caught.value
+    )
     assert f" has {size}; choose a smaller model" in str(caught.value)
 
 
 def test_frames_get_the_positions_of_the_named_model(tmp_path: Path):
-    """The task's own model has rotary positions, which BERT has not: without its table it would see no order."""
+    """The task's own model has rotary positions, which BERT has not: without its table it would see
+    no order.
+    """
     rng = np.random.default_rng(0)
-    frames, labels = rng.normal(size=(40, 12, 5)).astype(np.float32), rng.integers(0, 3, size=(40, 12))
+    frames, labels = (
+        rng.normal(size=(40, 12, 5)).astype(np.float32),
+        rng.integers(0, 3, size=(40, 12)),
+    )
     np.savez(tmp_path / "frames.npz", frames=frames, labels=labels)
     task = open_data(str(tmp_path / "frames.npz"), {})
     embedding = fit_vocabulary(read_model_spec("bert-base"), task.model()).stacks[0].embedding

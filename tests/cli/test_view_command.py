@@ -1,4 +1,6 @@
-"""`headwise view`: bad input is one line with a remedy, found before a model is loaded or a server started."""
+"""`headwise view`: bad input is one line with a remedy, found before a model is loaded or a server
+started.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ BAD = {
     "text of a trace": (["a.trace", "--text", "b"], "--text needs a model, and a.trace is a trace"),
     "source of a trace": (["a.trace", "--source", "b"], "--source needs a model"),
     "no html": (["--export", "heads.pdf"], "end the name in .html"),
-    "no folder": (["--export", "nowhere/heads.html"], "nowhere does not exist; give the path of a new file"),
+    "no folder": (
+        ["--export", "nowhere/heads.html"],
+        "nowhere does not exist; give the path of a new file",
+    ),
     "no trace": (["nowhere.trace"], "nowhere.trace"),
-    "no file": (["nowhere/model.py:make"], "there is no file 'nowhere/model.py'; give one that exists"),
+    "no file": (
+        ["nowhere/model.py:make"],
+        "there is no file 'nowhere/model.py'; give one that exists",
+    ),
     "no model": (["no where"], "there is no model 'no where'; give a folder, a .trace file"),
 }
 
@@ -41,7 +49,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], case: str):
 
 def test_an_output_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "a").write_text("")
-    assert "it is a file; give the path of a new folder" in run_refused(capsys, ["--out", str(tmp_path / "a")])
+    assert "it is a file; give the path of a new folder" in run_refused(
+        capsys, ["--out", str(tmp_path / "a")]
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut short", "changed", "another version", "text"])
@@ -73,7 +83,10 @@ def test_a_taken_port(capsys: pytest.CaptureFixture[str]):
 
 
 FACTORIES = {
-    "raises": ("def make():\n    raise RuntimeError('broken')", "make failed: RuntimeError: broken"),
+    "raises": (
+        "def make():\n    raise RuntimeError('broken')",
+        "make failed: RuntimeError: broken",
+    ),
     "exits": ("import sys\nsys.exit(3)", "failed: SystemExit: 3"),
     "no model": ("def make():\n    return 3", "returned a int; it must return a torch.nn.Module"),
     "no function": ("x = 3", "has no function 'make'"),
@@ -81,7 +94,9 @@ FACTORIES = {
 
 
 @pytest.mark.parametrize("case", FACTORIES)
-def test_a_factory_that_makes_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str):
+def test_a_factory_that_makes_no_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
+):
     code, message = FACTORIES[case]
     (tmp_path / "a.py").write_text(code)
     assert cli.main(["view", f"{tmp_path / 'a.py'}:make"]) == 2

@@ -32,7 +32,9 @@ def test_any_spec_is_the_references(spec):
         ours = layer(x, source=z, sequence=tokens)
         check_close(ours, truth)
         for name, slope in layer_gradients(layer, ours, x).items():
-            check_close(slope, slopes[name], rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+            check_close(
+                slope, slopes[name], rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @given(spec=strategies.specs(forward=True))
@@ -46,11 +48,15 @@ def test_any_spec_decodes(spec):
     for chunks in [(1,) * 7, (3, 1, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         check_close(decode_in_chunks(layer, x, chunks, cache), expected)
-        assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
+        assert cache.nbytes == costs.cache_bytes(
+            spec, batch=cases.BATCH, capacity=9, bytes_per_number=8
+        )
 
 
 def decoded_by(spec, context):
-    """The cache that held all tokens but the last when this layer decoded it; None if it does not decode."""
+    """The cache that held all tokens but the last when this layer decoded it; None if it does not
+    decode.
+    """
     layer = cases.layer(spec)
     x = torch.randn(1, context, spec.model, dtype=torch.float64)
     try:
@@ -92,6 +98,6 @@ def test_any_spec_is_cut_and_counted(spec):
     work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
     layer.backend_name = "dense"
     assert torch_flops(layer, x, source=z) == costs.counted_flops(spec, work)
-    assert BACKENDS["dense"].executed_flops(CallSignature(spec, spec.core), work) == spec.core.flops(
-        work.batch * work.pairs
-    )
+    assert BACKENDS["dense"].executed_flops(
+        CallSignature(spec, spec.core), work
+    ) == spec.core.flops(work.batch * work.pairs)

@@ -29,15 +29,21 @@ def test_cutting_is_silencing(name):
     for keep in {tuple(sorted(o for o in keep if o < outs)) for keep in KEEP_CASES}:
         loud = torch.zeros(outs, 1, dtype=x.dtype)
         loud[list(keep)] = 1
-        silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud))
+        silenced = layer(
+            x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud)
+        )
         small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
         assert len(small.score_head_of_output) == len(keep)
         cut = rebuilt(small, weights)
         check_close(cut(x, source=z), silenced)
-        assert sum(p.numel() for p in cut.parameters()) <= sum(p.numel() for p in layer.parameters())
+        assert sum(p.numel() for p in cut.parameters()) <= sum(
+            p.numel() for p in layer.parameters()
+        )
         again, twice = head_axis_ops.keep_heads(small, weights, [0])
         loud[list(keep[1:])] = 0
-        silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud))
+        silenced = layer(
+            x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud)
+        )
         check_close(rebuilt(again, twice)(x, source=z), silenced)
 
 
@@ -46,7 +52,9 @@ def test_a_cut_layer_decodes_and_round_trips(name):
     spec = cases.as_causal(EVERY[name])
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), [1, len(spec.score_head_of_output) - 1])
+    small, weights = head_axis_ops.keep_heads(
+        spec, layer.state_dict(), [1, len(spec.score_head_of_output) - 1]
+    )
     cut = rebuilt(small, weights)
     cache = cut.cache(batch=cases.BATCH, capacity=9)
     steps = torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
@@ -68,7 +76,10 @@ def test_sharing_equal_heads_changes_nothing(name):
         pytest.skip(f"its heads cannot be split: {reason}")
     expected = layer(x, source=z)
     check_close(rebuilt(wide, weights)(x, source=z), expected)
-    groups = [[h for h, read in enumerate(spec.heads.kv_head_of_query) if read == g] for g in range(spec.heads.kv)]
+    groups = [
+        [h for h, read in enumerate(spec.heads.kv_head_of_query) if read == g]
+        for g in range(spec.heads.kv)
+    ]
     back, shared = head_axis_ops.share_kv_heads(wide, weights, groups)
     assert back.heads == spec.heads
     check_close(rebuilt(back, shared)(x, source=z), expected)
@@ -82,7 +93,10 @@ def test_permuting_outputs_changes_nothing(name):
     o = layer.head_outputs(x, source=z)
     y = layer.merge_heads(o)
     check_close(y, layer(x, source=z))
-    parts = [layer.merge_heads(o * torch.eye(o.shape[2], dtype=o.dtype)[h][:, None]) for h in range(o.shape[2])]
+    parts = [
+        layer.merge_heads(o * torch.eye(o.shape[2], dtype=o.dtype)[h][:, None])
+        for h in range(o.shape[2])
+    ]
     silent = layer.merge_heads(torch.zeros_like(o))
     check_close(sum(parts) - (len(parts) - 1) * silent, y)
 
@@ -92,6 +106,8 @@ def test_uneven_groups_under_a_norm_over_all_keys_are_refused():
     weights = cases.layer(spec).state_dict()
     with pytest.raises(hw.SpecError, match="use groups of equal size"):
         head_axis_ops.share_kv_heads(spec, weights, [[0, 1], [2]])
-    uneven = cases.change_spec(spec, heads=hw.Heads(q=6, kv=3, dim=4, kv_head_of_query=(0, 0, 0, 1, 1, 2)))
+    uneven = cases.change_spec(
+        spec, heads=hw.Heads(q=6, kv=3, dim=4, kv_head_of_query=(0, 0, 0, 1, 1, 2))
+    )
     with pytest.raises(hw.SpecError, match="use groups of equal size"):
         head_axis_ops.split_kv_heads(uneven, weights)

@@ -34,11 +34,15 @@ def test_bills_add_up(name):
     spec = EVERY[name]
     assert name_sizes(spec) == spec
     assert flops.attention_parameters(spec).total == costs.count_parameters(spec)
-    assert flops.forward_flops(spec, work_of(spec)).total == costs.counted_flops(spec, work_of(spec))
+    assert flops.forward_flops(spec, work_of(spec)).total == costs.counted_flops(
+        spec, work_of(spec)
+    )
     if not spec.is_recurrent:
         assert flops.cached_numbers(spec).total == costs.cached_numbers_per_token(spec)
     else:
-        assert 8 * flops.cached_numbers(spec).total == costs.cache_bytes(spec, batch=1, capacity=9, bytes_per_number=8)
+        assert 8 * flops.cached_numbers(spec).total == costs.cache_bytes(
+            spec, batch=1, capacity=9, bytes_per_number=8
+        )
     one = hw.CallSize(2, 1, 1, 9)
     assert flops.forward_flops(spec, one).total == costs.required_flops(spec, one)
 
@@ -55,18 +59,32 @@ def test_gradients_are_counted_as_torch_counts_them(name):
         y = layer(x, source=z)
         total_flops = counter.get_total_flops()
         y.sum().backward()
-    assert counter.get_total_flops() - total_flops == flops.backward_flops(spec, work_of(spec)).total
+    assert (
+        counter.get_total_flops() - total_flops == flops.backward_flops(spec, work_of(spec)).total
+    )
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_formula_is_worth_its_number(name):
     spec, work = EXAMPLES[name], work_of(EXAMPLES[name])
-    letters = {"B": work.batch, "T": work.queries, "new": work.new_tokens, "S": work.keys, "pairs": work.pairs}
+    letters = {
+        "B": work.batch,
+        "T": work.queries,
+        "new": work.new_tokens,
+        "S": work.keys,
+        "pairs": work.pairs,
+    }
     parts = {"normaliser": spec.normaliser, "merge": spec.merge, **dict(spec.parts())}
-    for bill in (flops.attention_parameters(spec), flops.forward_flops(spec, work), flops.cached_numbers(spec)):
+    for bill in (
+        flops.attention_parameters(spec),
+        flops.forward_flops(spec, work),
+        flops.cached_numbers(spec),
+    ):
         for term in bill.terms:
             part = parts.get(re.split(r"[. ]", term.name)[0], spec.project)
-            text = re.sub(r"(\w+)\.(\w+)", lambda value: str(getattr(parts[value[1]], value[2])), term.formula)
+            text = re.sub(
+                r"(\w+)\.(\w+)", lambda value: str(getattr(parts[value[1]], value[2])), term.formula
+            )
             assert worth(text, {**spec.sizes_of(part), **letters}) == term.value, term
 
 

@@ -41,7 +41,12 @@ def test_products_are_counted_as_torch_counts_them(name, backend):
 
 
 NO_PART = ((),)
-ON_SCORES = ((hw.TalkingHeads(),), (hw.Dynamic(static="full"),), (hw.Learned(9), hw.TalkingHeads()), (hw.Alibi(),))
+ON_SCORES = (
+    (hw.TalkingHeads(),),
+    (hw.Dynamic(static="full"),),
+    (hw.Learned(9), hw.TalkingHeads()),
+    (hw.Alibi(),),
+)
 FACTORISED = (hw.Learned(9, kind="factorised", rank=2),)
 ON_WEIGHTS = (
     (hw.TalkingHeads(on="weights", bias=True),),
@@ -68,8 +73,11 @@ def test_a_backward_pass_is_counted_as_torch_counts_it(project, normaliser):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_step_is_counted_as_torch_counts_it(name):
     spec = cases.as_causal(EXAMPLES[name])
-    # Heads with patterns of their own read the keys of these alone; one call with a mask for each reads all.
-    layer = cases.layer(spec, torch.float32, "dense" if isinstance(spec.pattern, hw.PerHead) else None)
+    # Heads with patterns of their own read the keys of these alone; one call with a mask for each
+    # reads all.
+    layer = cases.layer(
+        spec, torch.float32, "dense" if isinstance(spec.pattern, hw.PerHead) else None
+    )
     x, _ = cases.tensors(spec, torch.float32)
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     layer(x, cache=cache)
@@ -88,7 +96,9 @@ def test_counted_pairs_equal_allowed_pairs(name):
     x, z = cases.tensors(spec)
     if z is not None:
         pytest.skip("pairs of a source are its rectangle, counted above")
-    attention_mask = hw.AttentionMask(hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern)
+    attention_mask = hw.AttentionMask(
+        hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern
+    )
     work = costs.self_attention_work(spec, batch=cases.BATCH, queries=cases.TOKENS)
     allowed = attention_mask.allowed[0].expand(-1, cases.TOKENS, cases.TOKENS)
     by_head = work.head_pairs or (work.pairs,)

@@ -34,7 +34,9 @@ def test_a_ring_forgets_only_what_nobody_reads(name):
     for chunks in [(17,), (1,) * 17, (5, 1, 1, 9, 1), (1, 13, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=100)
         check_close(decode_in_chunks(layer, x, chunks, cache), expected)
-        assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=100, bytes_per_number=8)
+        assert cache.nbytes == costs.cache_bytes(
+            spec, batch=cases.BATCH, capacity=100, bytes_per_number=8
+        )
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -48,7 +50,9 @@ def test_ragged_rows_decode_on_from_where_each_ends(name):
         first = torch.zeros(cases.BATCH, 4, spec.model, dtype=torch.float64)
         for row, length in enumerate(lengths):
             first[row, 4 - length if pad == "left" else 0 :][:length] = x[row, :length]
-        layer(first, cache=cache, sequence=hw.SequenceInfo.from_batch(first, lengths=lengths, pad=pad))
+        layer(
+            first, cache=cache, sequence=hw.SequenceInfo.from_batch(first, lengths=lengths, pad=pad)
+        )
         next_two = torch.stack([x[row, length : length + 2] for row, length in enumerate(lengths)])
         ours = decode_in_chunks(layer, next_two, (1, 1), cache)
         for row, length in enumerate(lengths):
@@ -78,8 +82,12 @@ def test_cached_numbers_equal_the_count(name):
         watch(own, seen)
     for t in range(cases.TOKENS):
         layer(x[:, t : t + 1], cache=cache)
-    assert [len(seen) for seen in shapes] == [1] * len(caches), "a step of one token changed a shape"
-    assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
+    assert [len(seen) for seen in shapes] == [1] * len(caches), (
+        "a step of one token changed a shape"
+    )
+    assert cache.nbytes == costs.cache_bytes(
+        spec, batch=cases.BATCH, capacity=9, bytes_per_number=8
+    )
     stored = [*cache.state.values()] or [tensor for own in caches for tensor in own.entry.values()]
     assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in stored)
 
@@ -90,7 +98,9 @@ def test_one_query_runs_in_every_backend_that_takes_it(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)[:, -1:]
-    for backend in [None] if spec.recurrent_part else cases.supporting_backends(spec, single_query=True):
+    for backend in (
+        [None] if spec.recurrent_part else cases.supporting_backends(spec, single_query=True)
+    ):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         layer.backend_name = None
         layer(x[:, :-1], cache=cache)

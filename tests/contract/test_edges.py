@@ -24,7 +24,9 @@ from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes, torch_flops
 
 BLOCKED = {
-    name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "boundary_lengths")
+    name: backend.boundary_lengths()
+    for name, backend in BACKENDS.items()
+    if hasattr(backend, "boundary_lengths")
 }
 BLOCK = 16  # queries or tokens of a block in these tests, where a backend has 128
 BLOCK_LENGTHS = (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
@@ -34,12 +36,19 @@ SMALL_BLOCKS = {
     "linear": BLOCK_LENGTHS,
     "bf16_matmul": (*BLOCK_LENGTHS, 4 * BLOCK + 1),
 }
-FULL_SIZE = ("Softmax0", "PerHead1", "TalkingHeads0", "FeatureMap2")  # examples whose blocks have their own size
+FULL_SIZE = (
+    "Softmax0",
+    "PerHead1",
+    "TalkingHeads0",
+    "FeatureMap2",
+)  # examples whose blocks have their own size
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 16: the same boundaries in shorter sequences. Tiles of kernels are compiled and keep their size."""
+    """Blocks of 16: the same boundaries in shorter sequences. Tiles of kernels are compiled and
+    keep their size.
+    """
     for module in (query_blocks, block_sparse, bf16_matmul, dispatch):
         monkeypatch.setattr(module, "QUERY_BLOCK_SIZE", BLOCK)
     monkeypatch.setattr(bf16_matmul, "MAX_SAVED_KEYS", 4 * BLOCK)
@@ -56,7 +65,9 @@ def filled(x):
 
 
 def boundary_lengths(spec, backends, counts_by_backend):
-    """The backends to run at each length, as far as the spec knows positions; skips a test that has none."""
+    """The backends to run at each length, as far as the spec knows positions; skips a test that has
+    none.
+    """
     limit, backends_of = PositionLimit.of(spec), defaultdict(list)
     for backend in backends:
         for count in counts_by_backend.get(backend, ()):
@@ -74,7 +85,10 @@ def test_blocks_end_where_they_should(name, small_blocks):
 
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_blocks_of_full_size_end_where_they_should(name):
-    check_blocks(EXAMPLES[name], {backend: BLOCKED[backend] for backend in ("chunked", "block_sparse", "linear")})
+    check_blocks(
+        EXAMPLES[name],
+        {backend: BLOCKED[backend] for backend in ("chunked", "block_sparse", "linear")},
+    )
 
 
 def check_blocks(spec, counts_by_backend):
@@ -83,7 +97,11 @@ def check_blocks(spec, counts_by_backend):
     layer = cases.layer(spec)
     for count, names in boundary_lengths(spec, backends, counts_by_backend):
         x = torch.randn(2, count, spec.model, dtype=torch.float64, requires_grad=True)
-        z = None if spec.source is None else torch.randn(2, count + 2, spec.source, dtype=torch.float64)
+        z = (
+            None
+            if spec.source is None
+            else torch.randn(2, count + 2, spec.source, dtype=torch.float64)
+        )
         for tokens in filled(x):
             layer.backend_name = "dense"
             y = layer(x, source=z, sequence=tokens)
@@ -109,13 +127,18 @@ def test_blocks_are_counted_as_torch_counts_them(name, small_blocks):
     if spec.source is not None:
         pytest.skip("counted with one block in test_counts.py")
     # What `routed` runs depends on the gates; test_routed_heads.py counts it where these are known.
-    backends = [one for one in cases.supporting_backends(spec, dtype=torch.float32) if one != "routed"]
+    backends = [
+        one for one in cases.supporting_backends(spec, dtype=torch.float32) if one != "routed"
+    ]
     layer = cases.layer(spec, torch.float32)
     for count, names in boundary_lengths(spec, backends, BLOCKED | SMALL_BLOCKS):
         x = torch.randn(2, count, spec.model)
         for layer.backend_name in names:
             backend = layer.backend_name
-            work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
+            work, job = (
+                costs.self_attention_work(spec, batch=2, queries=count),
+                CallSignature(spec, spec.core),
+            )
             if hasattr(BACKENDS[backend], "count_formed_pairs"):
                 work = work.with_pairs(BACKENDS[backend].count_formed_pairs(job, work))
             executed = costs.executed_flops(spec, work, cases.core_flops(spec, backend, work))
@@ -128,7 +151,12 @@ SPARSE = [
     "bigbird(300, block=16, random=2)",
     "blocks(50)",
 ]
-SPARSE += ["window(40) & dilated(9, rate=2)", "prefix(30)", "edges(((3, 200), (250, 1), (250, 299)))", "first(2)"]
+SPARSE += [
+    "window(40) & dilated(9, rate=2)",
+    "prefix(30)",
+    "edges(((3, 200), (250, 1), (250, 299)))",
+    "first(2)",
+]
 
 
 @pytest.mark.parametrize("pattern", SPARSE)
@@ -154,7 +182,9 @@ def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
         check_close(decode_in_chunks(layer, x, chunks, cache), expected)
 
 
-@pytest.mark.parametrize("modifiers", [(hw.Dynamic(), hw.Dynamic(on="weights")), (hw.TalkingHeads(),)], ids=repr)
+@pytest.mark.parametrize(
+    "modifiers", [(hw.Dynamic(), hw.Dynamic(on="weights")), (hw.TalkingHeads(),)], ids=repr
+)
 def test_mixing_heads_keeps_no_square(modifiers):
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=modifiers)
     grown = {}

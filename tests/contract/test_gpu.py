@@ -28,10 +28,15 @@ def test_every_backend_errs_no_more_than_twice_as_dense(name, dtype):
     spec = EXAMPLES[name]
     exact = cases.layer(spec)
     coarse = copy.deepcopy(exact).to("cuda", dtype)
-    keep = {k: v.cpu().double() if v.is_floating_point() else v.cpu() for k, v in coarse.state_dict().items()}
+    keep = {
+        k: v.cpu().double() if v.is_floating_point() else v.cpu()
+        for k, v in coarse.state_dict().items()
+    }
     exact.load_state_dict(keep)
     x, z = cases.tensors(spec, dtype)
-    truth = reference.reference_attention(exact, x.double(), source=None if z is None else z.double())
+    truth = reference.reference_attention(
+        exact, x.double(), source=None if z is None else z.double()
+    )
 
     def error(backend):
         coarse.backend_name = backend
@@ -47,7 +52,12 @@ def test_every_backend_errs_no_more_than_twice_as_dense(name, dtype):
 @pytest.mark.parametrize("tokens", BACKENDS["flex"].FLEX_BLOCK_LENGTHS)
 def test_flex_keeps_the_numbers_at_its_block_edges(tokens):
     spec = hw.design(
-        model=64, heads=4, kv=2, dim=16, pattern="window(40) | first(3)", modifiers=(hw.Rotary(), hw.Softcap(limit=2.0))
+        model=64,
+        heads=4,
+        kv=2,
+        dim=16,
+        pattern="window(40) | first(3)",
+        modifiers=(hw.Rotary(), hw.Softcap(limit=2.0)),
     )
     layer, judge = (hw.Attention(spec, backend=name).cuda() for name in ("flex", "dense"))
     judge.load_state_dict(layer.state_dict())

@@ -45,12 +45,16 @@ def block(spec: hw.AttentionSpec, cross: hw.AttentionSpec | None = None) -> bp.B
 
 def stack(name: str, tokens: int, layer: bp.BlockSpec, **options: object) -> bp.StackSpec:
     embedding = bp.EmbeddingSpec(tokens, positions=bp.PositionSpec("sinusoidal"))
-    return bp.StackSpec.from_blocks(name, MODEL, [layer] * 2, embedding=embedding, norm=bp.NormSpec(), **options)
+    return bp.StackSpec.from_blocks(
+        name, MODEL, [layer] * 2, embedding=embedding, norm=bp.NormSpec(), **options
+    )
 
 
 def decoder(spec: hw.AttentionSpec) -> bp.ModelSpec:
     heads = (bp.OutputHeadSpec("tokens", WORDS, table="decoder"),)
-    return bp.ModelSpec("small", "decoder", (stack("decoder", WORDS, block(decodable(spec))),), heads)
+    return bp.ModelSpec(
+        "small", "decoder", (stack("decoder", WORDS, block(decodable(spec))),), heads
+    )
 
 
 def pair(spec: hw.AttentionSpec) -> bp.ModelSpec:
@@ -64,7 +68,9 @@ def pair(spec: hw.AttentionSpec) -> bp.ModelSpec:
 
 
 def merged(spec: hw.AttentionSpec) -> bp.ModelSpec:
-    """The average of the past in the place of self-attention, where the spec can be its other half."""
+    """The average of the past in the place of self-attention, where the spec
+    can be its other half.
+    """
     one = replace(block(spec, replace(spec, pattern=hw.Full())), attention=None, form="merged")
     stacks = (stack("encoder", SOURCES, block(spec)), stack("decoder", WORDS, one))
     return bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
@@ -85,7 +91,9 @@ MERGING = ("mha", "entmax")  # specs that a mean can be merged into
 
 def inputs(described: bp.ModelSpec) -> tuple[Tensor, dict[str, Tensor]]:
     x = torch.randint(0, WORDS, (ROWS, 5))
-    return x, {"source": torch.randint(0, SOURCES, (ROWS, 6))} if described.kind == "encoder-decoder" else {}
+    return x, {
+        "source": torch.randint(0, SOURCES, (ROWS, 6))
+    } if described.kind == "encoder-decoder" else {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +108,9 @@ def test_merged_attention_learns(name: str):
 
 
 def check_learns(described: bp.ModelSpec) -> None:
-    """One step in the direction of the gradient lowers the loss, and the gradient reaches every parameter."""
+    """One step in the direction of the gradient lowers the loss, and the gradient reaches every
+    parameter.
+    """
     net = hw.build(described, seed=0).double()
     assert {name: tuple(t.shape) for name, t in net.state_dict().items()} == described.shapes()
     x, read = inputs(described)
@@ -112,7 +122,9 @@ def check_learns(described: bp.ModelSpec) -> None:
 
     before = loss()
     before.backward()
-    without = [name for name, p in net.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    without = [
+        name for name, p in net.named_parameters() if p.grad is None or not p.grad.isfinite().all()
+    ]
     assert [name for name in without if not name.startswith("head.classes")] == []
     with torch.no_grad():
         for p in net.parameters():
@@ -132,7 +144,9 @@ def test_merged_attention_decodes(name: str):
 
 
 def check_decodes(described: bp.ModelSpec) -> None:
-    """From caches, rows of several lengths at once, the same ids as row by row, the whole sequence anew each time."""
+    """From caches, rows of several lengths at once, the same ids as row by row, the whole sequence
+    anew each time.
+    """
     net = randomised(described)
     x, read = inputs(described)
     lengths = [5, 2, 4]
@@ -141,7 +155,10 @@ def check_decodes(described: bp.ModelSpec) -> None:
     generated = hw.greedy_decode(net, x, max_new_tokens=NEW, sequence=at, encoder_output=memory)
     alone = []
     for row, length in enumerate(lengths):
-        ids, own = x[row : row + 1, 5 - length :], {key: value[row : row + 1] for key, value in read.items()}
+        ids, own = (
+            x[row : row + 1, 5 - length :],
+            {key: value[row : row + 1] for key, value in read.items()},
+        )
         with torch.no_grad():
             for _ in range(NEW):
                 ids = torch.cat([ids, net(ids, **own)[:, -1:].argmax(-1)], 1)

@@ -49,7 +49,9 @@ def test_weights_stay_within_the_pattern(name):
     sequence = hw.SequenceInfo.from_batch(x if z is None else z)
     allowed = hw.AttentionMask(hw.SequenceInfo.from_batch(x), sequence, spec.pattern).allowed
     if any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for part in spec.modifiers):
-        allowed = allowed.any(1, keepdim=True)  # a row mixes weights of heads that may have several patterns
+        allowed = allowed.any(
+            1, keepdim=True
+        )  # a row mixes weights of heads that may have several patterns
     assert (probe.tensors["weights"].masked_select(~allowed) == 0).all()
     assert probe.tensors["weights"].masked_select(allowed).abs().sum() > 0
 
@@ -71,7 +73,9 @@ def test_copies_saves_and_moves(name):
     constants = {k: v.clone() for k, v in copied.named_buffers()}
     back = copied.to(torch.bfloat16).to(torch.float64)
     for key, constant in back.named_buffers():
-        assert torch.equal(constant, constants[key]), f"{key} lost its precision on a trip through bfloat16"
+        assert torch.equal(constant, constants[key]), (
+            f"{key} lost its precision on a trip through bfloat16"
+        )
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -87,7 +91,8 @@ def test_odd_inputs_work(name):
         check_close(layer(x[:, :1]), y[:, :1])
 
 
-# Each example is compiled once: of three examples of a part, the second after its calls were planned.
+# Each example is compiled once: of three examples of a part, the second after its calls were
+# planned.
 @pytest.mark.compile
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.endswith("1")])
 def test_one_graph_holds_the_first_call_of_a_layer(name):
@@ -131,7 +136,9 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
         at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
         recorded = {}
         with torch.no_grad():
-            for backend in cases.supporting_backends(spec, single_query=count == 1, probed_tensors=frozenset({"lse"})):
+            for backend in cases.supporting_backends(
+                spec, single_query=count == 1, probed_tensors=frozenset({"lse"})
+            ):
                 layer.backend_name, probe = backend, hw.Probe("lse", "heads")
                 layer(x[:, :count], source=z, sequence=at, probe=probe)
                 recorded[backend] = probe.tensors
@@ -145,7 +152,13 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
 @pytest.mark.compile
 @pytest.mark.parametrize("tokens", BACKENDS["flex"].FLEX_BLOCK_LENGTHS)
 def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
-    spec = hw.design(model=32, heads=4, kv=2, pattern="window(40) | first(3)", modifiers=(hw.Rotary(), hw.Softcap(2.0)))
+    spec = hw.design(
+        model=32,
+        heads=4,
+        kv=2,
+        pattern="window(40) | first(3)",
+        modifiers=(hw.Rotary(), hw.Softcap(2.0)),
+    )
     layer = hw.Attention(spec, backend="flex")
     judge = hw.Attention(spec, backend="dense")
     judge.load_state_dict(layer.state_dict())
@@ -165,7 +178,9 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
     ],
 )
 def test_one_graph_holds_a_cached_step(name, pattern):
-    spec = cases.change_spec(cases.as_causal(EXAMPLES[name]), pattern=hw.masking.patterns.parse_pattern(pattern))
+    spec = cases.change_spec(
+        cases.as_causal(EXAMPLES[name]), pattern=hw.masking.patterns.parse_pattern(pattern)
+    )
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 11, spec.model, dtype=torch.float64)
     expected = layer(x)

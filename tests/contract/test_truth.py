@@ -1,4 +1,6 @@
-"""Output and every gradient are the reference's: every example, every way to fill a batch, every backend."""
+"""Output and every gradient are the reference's: every example, every way to fill a batch, every
+backend.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def test_output_is_the_references(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    modes = cases.sequence_infos(x) if name in EXAMPLES else {"packed": cases.sequence_infos(x)["packed"]}
+    modes = (
+        cases.sequence_infos(x)
+        if name in EXAMPLES
+        else {"packed": cases.sequence_infos(x)["packed"]}
+    )
     for tokens in modes.values():
         expected = reference.reference_attention(layer, x, source=z, tokens=tokens)
         for backend in cases.supporting_backends(spec):
@@ -58,8 +64,12 @@ def test_a_mask_of_the_callers_own_is_obeyed(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    mask = torch.rand(cases.BATCH, 1, cases.TOKENS, cases.TOKENS if z is None else cases.SOURCE) < 0.6
-    check_close(layer(x, source=z, mask=mask), reference.reference_attention(layer, x, source=z, mask=mask))
+    mask = (
+        torch.rand(cases.BATCH, 1, cases.TOKENS, cases.TOKENS if z is None else cases.SOURCE) < 0.6
+    )
+    check_close(
+        layer(x, source=z, mask=mask), reference.reference_attention(layer, x, source=z, mask=mask)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -68,7 +78,9 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
     spec = EXAMPLES[name]
     exact = cases.layer(spec)
     coarse = copy.deepcopy(exact).to(dtype)
-    exact.load_state_dict({k: v.double() if v.is_floating_point() else v for k, v in coarse.state_dict().items()})
+    exact.load_state_dict(
+        {k: v.double() if v.is_floating_point() else v for k, v in coarse.state_dict().items()}
+    )
     x, z = cases.tensors(spec, dtype)
     exact.backend_name = "dense"  # test_output_is_the_references compares it with the reference
     truth = exact(x.double(), source=None if z is None else z.double())
@@ -87,10 +99,14 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 def test_only_distances_matter(name):
     spec = EXAMPLES[name]
     if limit := PositionLimit.of(spec):
-        pytest.skip(f"it learned {limit.max_positions} positions one by one, and refuses all others")
+        pytest.skip(
+            f"it learned {limit.max_positions} positions one by one, and refuses all others"
+        )
     pairs = [(i, j) for i in range(cases.TOKENS) for j in range(cases.SOURCE)]
     patterns = spec.pattern.patterns if isinstance(spec.pattern, hw.PerHead) else (spec.pattern,)
-    if any(one.allows(i, j) != one.allows(i + 1000, j + 1000) for one in patterns for i, j in pairs):
+    if any(
+        one.allows(i, j) != one.allows(i + 1000, j + 1000) for one in patterns for i, j in pairs
+    ):
         pytest.skip(f"{spec.pattern.text} allows keys by their positions")
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
@@ -112,7 +128,10 @@ def test_packed_documents_do_not_meet(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     together = layer(
-        x, sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH))
+        x,
+        sequence=hw.SequenceInfo.from_batch(
+            x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH)
+        ),
     )
     separate = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], 1)
     check_close(together, separate)
@@ -159,7 +178,9 @@ def test_parts_that_read_positions_declare_positional(name):
     for step, part in spec.parts_of(ScoreStep):
         if not part.positional:
             p = layer.get_submodule(step).broadcast_over_scores()
-            scores = torch.randn(cases.BATCH, spec.heads.q, cases.TOKENS, cases.SOURCE, dtype=torch.float64)
+            scores = torch.randn(
+                cases.BATCH, spec.heads.q, cases.TOKENS, cases.SOURCE, dtype=torch.float64
+            )
             assert part.score(scores, Nowhere(), None, p).shape == scores.shape
     x, _ = cases.tensors(spec)
     if not spec.positional and spec.source is None:

@@ -1,4 +1,6 @@
-"""Activation memory: published formulas, plain modules under hooks, and every spec on its own layer."""
+"""Activation memory: published formulas, plain modules under hooks, and every spec on its own
+layer.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,19 @@ BYTES = {torch.float32: 4, torch.bfloat16: 2}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-def load(batch: int, tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> hw.Workload:
+def load(
+    batch: int, tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> hw.Workload:
     return hw.Workload(batch, tokens, NAMES[dtype], device)
 
 
-# --- attention, written out in plain torch: the lines of the tables ------------------------------------
+# --- attention, written out in plain torch: the lines of the tables -------------------------------
 
 
 class Plain(nn.Module):
-    """One attention layer in a few lines: n heads of k and v channels, g of them of keys and values."""
+    """One attention layer in a few lines: n heads of k and v channels, g of them of keys and
+    values.
+    """
 
     def __init__(self, how: str, d: int, heads: tuple[int, int, int, int]) -> None:
         super().__init__()
@@ -47,7 +53,9 @@ class Plain(nn.Module):
         if self.how == "flash":
             o = F.scaled_dot_product_attention(q, k, w, enable_gqa=n != g)
         elif self.how == "repeated":
-            o = self.weights(q @ k.repeat_interleave(n // g, 1).mT, mask, dropout) @ w.repeat_interleave(n // g, 1)
+            o = self.weights(
+                q @ k.repeat_interleave(n // g, 1).mT, mask, dropout
+            ) @ w.repeat_interleave(n // g, 1)
         else:
             rows = q.reshape(b, g, n // g * s, -1)
             o = (self.weights(rows @ k.mT, mask, dropout) @ w).view(b, n, s, v)
@@ -77,7 +85,9 @@ def test_plain_attention_saves_the_tabulated_bytes(dtype, n, g):
     assert of("repeated") == repeated  # n heads of keys are stored: sharing saves nothing
     if g == n:
         assert of("repeated", mask=mask) == repeated + s * s  # once for all rows and heads
-    assert of("repeated", dropout=0.5) == repeated + scores * (each + each)  # of the CPU a mask is as wide as a number
+    assert of("repeated", dropout=0.5) == repeated + scores * (
+        each + each
+    )  # of the CPU a mask is as wide as a number
     flash = each * (b * s * d + b * n * s * k + b * g * s * 2 * k + b * s * n * k) + 4 * b * n * s
     assert of("flash", width=k) == flash
     spec = hw.design(model=d, heads=n, kv=g, dim=k)
@@ -86,15 +96,26 @@ def test_plain_attention_saves_the_tabulated_bytes(dtype, n, g):
 
 
 def test_dense_saves_weights_and_the_mask_twice():
-    """Before a softmax, and behind it once more: who may read nothing reads zero, as a spec promises."""
+    """Before a softmax, and behind it once more: who may read nothing reads zero, as a spec
+    promises.
+    """
     b, s, d, n, k = 3, 7, 20, 4, 5
     manual = 4 * (b * s * d + 3 * b * n * s * k + b * n * s * s + b * s * n * k)
     spec = hw.design(model=d, heads=n, dim=k, pattern="causal")
-    assert hw.layer_activation_memory(spec, load(b, s), "dense").total == manual + 4 * b * n * s * s + 2 * s * s
+    assert (
+        hw.layer_activation_memory(spec, load(b, s), "dense").total
+        == manual + 4 * b * n * s * s + 2 * s * s
+    )
 
 
 @given(
-    sizes=st.tuples(st.integers(1, 4), st.integers(1, 30), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6)),
+    sizes=st.tuples(
+        st.integers(1, 4),
+        st.integers(1, 30),
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.integers(1, 6),
+    ),
     pattern=st.sampled_from(["full", "causal", "window(4)"]),
     dtype=st.sampled_from(list(BYTES)),
 )
@@ -102,12 +123,14 @@ def test_any_small_layer_saves_the_bytes_of_its_formula(sizes, pattern, dtype):
     batch, tokens, kv, groups, dim = sizes
     spec = hw.design(model=11, heads=kv * groups, kv=kv, dim=dim, pattern=pattern)
     x = torch.randn(batch, tokens, 11, dtype=dtype, requires_grad=True)
-    in_rows = tokens == 1 and groups > 1  # sdpa leaves single queries of shared keys to another backend
+    in_rows = (
+        tokens == 1 and groups > 1
+    )  # sdpa leaves single queries of shared keys to another backend
     for profile in ("dense",) if in_rows else ("dense", "sdpa"):
         layer = hw.Attention(spec, backend=profile).to(dtype)
-        assert hw.layer_activation_memory(spec, load(batch, tokens, dtype), profile).total == layer_saved_bytes(
-            layer, x
-        )
+        assert hw.layer_activation_memory(
+            spec, load(batch, tokens, dtype), profile
+        ).total == layer_saved_bytes(layer, x)
 
 
 @pytest.mark.parametrize("name", list(cases.EXAMPLES)[::2])
@@ -119,9 +142,13 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
         "sdpa" in cases.supporting_backends(spec, dtype=dtype, training=True, needs_grad=True)
     ):
         bill = hw.layer_activation_memory(spec, load(*x.shape[:2], dtype), profile, source=source)
-        assert bill.total == layer_saved_bytes(hw.Attention(spec, backend=profile).to(dtype), x, z), profile
+        assert bill.total == layer_saved_bytes(
+            hw.Attention(spec, backend=profile).to(dtype), x, z
+        ), profile
         for term in bill.terms:
-            assert worth(term.formula, spec, (*x.shape[:2], source or x.shape[1])) == term.value, term
+            assert worth(term.formula, spec, (*x.shape[:2], source or x.shape[1])) == term.value, (
+                term
+            )
 
 
 def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int:
@@ -150,14 +177,18 @@ def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
     layer = hw.Attention(spec, backend="dense").train()
     cpu = hw.layer_activation_memory(spec, load(b, s), "dense")
     assert cpu.total == layer_saved_bytes(layer, torch.randn(b, s, 8, requires_grad=True))
-    assert cpu.total - hw.layer_activation_memory(without, load(b, s), "dense").total == b * 2 * s * s * 4
+    assert (
+        cpu.total - hw.layer_activation_memory(without, load(b, s), "dense").total
+        == b * 2 * s * s * 4
+    )
     with pytest.raises(
-        hw.SpecError, match=r"needs dropout on weights, which only chunked and dense apply.*profile='dense'"
+        hw.SpecError,
+        match=r"needs dropout on weights, which only chunked and dense apply.*profile='dense'",
     ):
         hw.layer_activation_memory(spec, load(b, s), "sdpa")
 
 
-# --- blocks and models, held to plain modules ----------------------------------------------------------
+# --- blocks and models, held to plain modules -----------------------------------------------------
 
 
 class Gpt(nn.Module):
@@ -183,7 +214,9 @@ def test_a_gpt_block(dtype):
     assert block_activation_memory(block, h, at, way).total == formula
     dense = each * (16 * b * s * h + b * a * s * s) + 4 * b * s * each
     more = 4 * b * a * s * s + 2 * s * s  # in single precision as well, and the masks: see above
-    assert block_activation_memory(block, h, at, hw.ActivationSettings("dense")).total == dense + more
+    assert (
+        block_activation_memory(block, h, at, hw.ActivationSettings("dense")).total == dense + more
+    )
     dropped = Gpt(h, a, 0.5).to(dtype)
     two = bytes_saved_by(lambda: dropped(x), *dropped.parameters()) - formula
     assert two == 2 * b * s * h * each  # of the CPU masks are as wide as numbers
@@ -201,17 +234,25 @@ def test_the_two_published_constants_fall_out():
     memory = block_activation_memory(
         block, h, load(b, s, torch.bfloat16), hw.ActivationSettings("flash-cuda", dropout=0.1)
     )
-    small = 4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h  # row sums; statistics; the mask inside, which they leave out
+    small = (
+        4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h
+    )  # row sums; statistics; the mask inside, which they leave out
     assert memory.total == 34 * b * s * h + small
     for profile in ("paper-2022", "zhihu-624740065"):
         assert (
-            block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile)).total
+            block_activation_memory(
+                block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile)
+            ).total
             == 34 * b * s * h + 5 * b * a * s**2
         )
-        core = block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "core"))
+        core = block_activation_memory(
+            block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "core")
+        )
         assert core.total == 34 * b * s * h
         assert (
-            block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "block")).total
+            block_activation_memory(
+                block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "block")
+            ).total
             == 2 * b * s * h
         )
 
@@ -223,7 +264,9 @@ class Llama(nn.Module):
         super().__init__()
         self.one, self.has_source = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
         self.core = Plain("flash", d, heads)
-        self.gate, self.up, self.down = (nn.Linear(*io, bias=False) for io in ((d, f), (d, f), (f, d)))
+        self.gate, self.up, self.down = (
+            nn.Linear(*io, bias=False) for io in ((d, f), (d, f), (f, d))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.core(self.one(x))
@@ -235,17 +278,27 @@ class Llama(nn.Module):
 def test_a_llama_block(dtype):
     b, s, d, n, g, k, f, each = 3, 7, 24, 6, 2, 4, 50, BYTES[dtype]
     core = b * n * s * k + 2 * b * g * s * k
-    formula = 2 * (8 * b * s * d + 4 * b * s) + each * (2 * b * s * d + core + b * s * n * k + 4 * b * s * f)
+    formula = 2 * (8 * b * s * d + 4 * b * s) + each * (
+        2 * b * s * d + core + b * s * n * k + 4 * b * s * f
+    )
     formula += 4 * b * n * s
-    plain, x = Llama(d, (n, g, k, k), f).to(dtype), torch.randn(b, s, d, dtype=dtype, requires_grad=True)
+    plain, x = (
+        Llama(d, (n, g, k, k), f).to(dtype),
+        torch.randn(b, s, d, dtype=dtype, requires_grad=True),
+    )
     assert bytes_saved_by(lambda: plain(x), *plain.parameters()) == formula
     spec = hw.design(preset="gqa", model=d, heads=n, kv=g, dim=k)
     feed = bp.FeedForwardSpec(f, "silu", form="gated")
     memory = block_activation_memory(
-        bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms")), d, load(b, s, dtype), hw.ActivationSettings("sdpa")
+        bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms")),
+        d,
+        load(b, s, dtype),
+        hw.ActivationSettings("sdpa"),
     )
     turns = sum(term.value for term in memory.terms if "rotary" in term.name)
-    assert turns == 8 * s * k // 2  # a cosine and a sine of every pair of channels; rounded, once for either side
+    assert (
+        turns == 8 * s * k // 2
+    )  # a cosine and a sine of every pair of channels; rounded, once for either side
     assert memory.total == formula + turns
 
 
@@ -254,10 +307,15 @@ def test_the_tail_of_a_language_model():
     norm, head = nn.LayerNorm(h), nn.Linear(h, vocab)
     x, labels = torch.randn(b, s, h, requires_grad=True), torch.randint(0, vocab, (b * s,))
     measured = bytes_saved_by(
-        lambda: F.cross_entropy(head(norm(x)).flatten(0, 1), labels), *norm.parameters(), *head.parameters(), labels
+        lambda: F.cross_entropy(head(norm(x)).flatten(0, 1), labels),
+        *norm.parameters(),
+        *head.parameters(),
+        labels,
     )
     assert measured == 4 * 2 * b * s * h + 2 * b * s * 4 + 4 * b * s * vocab + 4
-    stack = bp.StackSpec.from_blocks("decoder", h, [], embedding=bp.EmbeddingSpec(vocab), norm=bp.NormSpec())
+    stack = bp.StackSpec.from_blocks(
+        "decoder", h, [], embedding=bp.EmbeddingSpec(vocab), norm=bp.NormSpec()
+    )
     model = bp.ModelSpec("tail", "decoder", (stack,), (bp.OutputHeadSpec("tokens", vocab),))
     assert hw.activation_memory(model, load(b, s)).total == measured
 
@@ -282,7 +340,9 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_feed_forwards_by_activation(name, form, dropout):
     b, s, d, f, act = 3, 7, 10, 26, FORMS[name]
-    up, gate, down, x = (torch.randn(*size, requires_grad=True) for size in ((f, d), (f, d), (d, f), (b, s, d)))
+    up, gate, down, x = (
+        torch.randn(*size, requires_grad=True) for size in ((f, d), (f, d), (d, f), (b, s, d))
+    )
 
     def run() -> Tensor:
         inner = act(x @ gate.T) * (x @ up.T) if form == "gated" else act(x @ up.T)
@@ -290,7 +350,10 @@ def test_feed_forwards_by_activation(name, form, dropout):
 
     at = activations.ActivationContext.from_workload(load(b, s), s, "sdpa", dropout)
     result = sum(
-        size for _, size in activations.feed_forward_bytes(bp.FeedForwardSpec(f, name, form), at.num_tokens, at)
+        size
+        for _, size in activations.feed_forward_bytes(
+            bp.FeedForwardSpec(f, name, form), at.num_tokens, at
+        )
     )
     assert 4 * b * s * d + result == bytes_saved_by(run, up, gate, down)
 
@@ -309,22 +372,32 @@ def test_bounded_gates_and_parallel_blocks():
     assert 4 * b * s * d + sum(
         size for _, size in activations.feed_forward_bytes(feed, at.num_tokens, at)
     ) == bytes_saved_by(run, up, gate, down)
-    one, two = (bp.BlockSpec(hw.design(model=d, heads=2), feed=feed, placement=place) for place in ("parallel", "pre"))
-    shared = block_activation_memory(two, d, load(b, s)).total - block_activation_memory(one, d, load(b, s)).total
+    one, two = (
+        bp.BlockSpec(hw.design(model=d, heads=2), feed=feed, placement=place)
+        for place in ("parallel", "pre")
+    )
+    shared = (
+        block_activation_memory(two, d, load(b, s)).total
+        - block_activation_memory(one, d, load(b, s)).total
+    )
     assert shared == 4 * 2 * b * s * d + 2 * 4 * b * s  # one norm, whose output both read
 
 
-# --- checkpoints, large loads, refusals ----------------------------------------------------------------
+# --- checkpoints, large loads, refusals -----------------------------------------------------------
 
 
 def test_checkpoints_of_a_whole_model():
-    gpt = hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 5, "n_embd": 24, "n_head": 4, "vocab_size": 31})
+    gpt = hw.families.read_model_spec(
+        {"model_type": "gpt2", "n_layer": 5, "n_embd": 24, "n_head": 4, "vocab_size": 31}
+    )
     at, way = load(3, 7), hw.ActivationSettings("sdpa", "block")
     every, stored = (
         hw.activation_memory(gpt, at, hw.ActivationSettings("sdpa")).total,
         hw.activation_memory(gpt, at, way).total,
     )
-    block = block_activation_memory(gpt.stacks[0].layers[0], 24, at, hw.ActivationSettings("sdpa")).total
+    block = block_activation_memory(
+        gpt.stacks[0].layers[0], 24, at, hw.ActivationSettings("sdpa")
+    ).total
     assert every - stored == 5 * (block - 4 * 3 * 7 * 24)
     assert peak_activation_memory(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
 
@@ -341,11 +414,18 @@ def test_huge_workloads_stay_exact():
 
 def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
     for tokens in (4, 5, 6):  # a window of as many tokens is a triangle, which needs no mask
-        spec, x = hw.design(model=8, heads=2, pattern="window(5)"), torch.randn(1, tokens, 8, requires_grad=True)
+        spec, x = (
+            hw.design(model=8, heads=2, pattern="window(5)"),
+            torch.randn(1, tokens, 8, requires_grad=True),
+        )
         layer = hw.Attention(spec, backend="sdpa")
-        assert hw.layer_activation_memory(spec, load(1, tokens), "sdpa").total == layer_saved_bytes(layer, x)
+        assert hw.layer_activation_memory(spec, load(1, tokens), "sdpa").total == layer_saved_bytes(
+            layer, x
+        )
     short = hw.design(model=8, heads=2, modifiers=(hw.Learned(length=1),))
-    result = layer_saved_bytes(hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True))
+    result = layer_saved_bytes(
+        hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True)
+    )
     assert hw.layer_activation_memory(short, load(3, 1), "dense").total == result
     with pytest.raises(ValueError, match="knows no position 1"):
         hw.layer_activation_memory(short, load(3, 2), "dense")
@@ -355,18 +435,32 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
     ("run", "message"),
     [
         (lambda s, at: hw.layer_activation_memory(s, at, "spda"), "did you mean 'sdpa'"),
-        (lambda s, at: hw.layer_activation_memory(s, at, checkpoint="blok"), "did you mean 'block'"),
-        (lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"), "saves no scores"),
+        (
+            lambda s, at: hw.layer_activation_memory(s, at, checkpoint="blok"),
+            "did you mean 'block'",
+        ),
+        (
+            lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"),
+            "saves no scores",
+        ),
         (lambda s, at: hw.layer_activation_memory(s, at, source=3), "reads no source"),
         (lambda s, at: hw.layer_activation_memory(s, at, "paper-2022"), "numbers of 2 bytes"),
         (
-            lambda s, at: hw.layer_activation_memory(hw.design(preset="gqa"), at, "zhihu-624740065"),
+            lambda s, at: hw.layer_activation_memory(
+                hw.design(preset="gqa"), at, "zhihu-624740065"
+            ),
             "plain multi-head attention",
         ),
-        (lambda s, at: hw.activation_memory(s, at, hw.ActivationSettings(dropout=0.1)), "a layer alone has none"),
+        (
+            lambda s, at: hw.activation_memory(s, at, hw.ActivationSettings(dropout=0.1)),
+            "a layer alone has none",
+        ),
         (lambda s, at: hw.ActivationSettings(dropout=1.0), "dropout must be at least 0"),
         (lambda s, at: hw.ActivationSettings(source=0), "source must be a whole number"),
-        (lambda s, at: hw.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"), "use profile='dense'"),
+        (
+            lambda s, at: hw.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"),
+            "use profile='dense'",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(run, message):
@@ -377,18 +471,38 @@ def test_invalid_arguments_are_refused(run, message):
 
 @pytest.mark.parametrize(
     "change",
-    [{"placement": "parallel"}, {"norm": bp.NormSpec("rms")}, {"feed": bp.FeedForwardSpec(30)}, {"feed": None}],
+    [
+        {"placement": "parallel"},
+        {"norm": bp.NormSpec("rms")},
+        {"feed": bp.FeedForwardSpec(30)},
+        {"feed": None},
+    ],
 )
 def test_published_formulas_are_of_gpt_blocks_alone(change):
-    block = bp.BlockSpec(**{"attention": hw.design(model=8, heads=2), "feed": bp.FeedForwardSpec(32)} | change)
+    block = bp.BlockSpec(
+        **{"attention": hw.design(model=8, heads=2), "feed": bp.FeedForwardSpec(32)} | change
+    )
     with pytest.raises(hw.SpecError, match="supports only GPT blocks"):
         block_activation_memory(block, 8, hw.Workload(1, 5), hw.ActivationSettings("paper-2022"))
 
 
 def test_gpt3_as_published():
-    config = {"model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 96,
+        "n_embd": 12288,
+        "n_head": 96,
+        "n_positions": 2048,
+    }
     gpt3 = hw.families.read_model_spec(config)
-    memory = hw.activation_memory(gpt3, hw.Workload(1, 2048), hw.ActivationSettings("zhihu-624740065"))
+    memory = hw.activation_memory(
+        gpt3, hw.Workload(1, 2048), hw.ActivationSettings("zhihu-624740065")
+    )
     assert memory.total == 275_414_777_856
     whole = math.prod((96, 2, 2048, 12288))
-    assert hw.activation_memory(gpt3, hw.Workload(1, 2048), hw.ActivationSettings("paper-2022", "block")).total == whole
+    assert (
+        hw.activation_memory(
+            gpt3, hw.Workload(1, 2048), hw.ActivationSettings("paper-2022", "block")
+        ).total
+        == whole
+    )

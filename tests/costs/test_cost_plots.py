@@ -38,7 +38,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-# --- what is drawn -------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 
 def test_lines_are_the_prices_at_every_length():
@@ -50,7 +50,9 @@ def test_lines_are_the_prices_at_every_length():
         at = values.lines[n].xs.index(300)
         assert values.lines[n].ys[at] == PRICES[name].cache_bytes
         assert flops_charts.lines[n].ys[at] == PRICES[name].prefill_flops.total / 600
-        assert shares.lines[n].ys[at] == PRICES[name].seconds("decode") / PRICES["gqa"].seconds("decode")
+        assert shares.lines[n].ys[at] == PRICES[name].seconds("decode") / PRICES["gqa"].seconds(
+            "decode"
+        )
     assert shares.lines[0].label == "gqa"
 
 
@@ -59,16 +61,22 @@ def test_points_stand_where_calls_do():
     assert (roof.peak_flops, roof.bandwidth) == (989e12, 4.8e12)
     assert roof.ridge_point == pytest.approx(206, rel=1e-3)
     step = PRICES["mla"].operations["decode"]
-    flops, moved, seconds = (sum(getattr(one, what) for one in step) for what in ("flops", "moved", "seconds"))
+    flops, moved, seconds = (
+        sum(getattr(one, what) for one in step) for what in ("flops", "moved", "seconds")
+    )
     assert RooflinePoint("mla", "decode", flops / moved, flops / seconds) in roof.points
-    assert all(one.y <= min(roof.peak_flops, one.x * roof.bandwidth) * 1.0001 for one in roof.points)
+    assert all(
+        one.y <= min(roof.peak_flops, one.x * roof.bandwidth) * 1.0001 for one in roof.points
+    )
 
 
 def test_bidirectional_layers_are_named_beside_the_lines_and_not_drawn_alone():
     prices = PRICES | {"mha": estimate_cost(hw.design(preset="mha"), LOAD, "mha")}
     chart = make_charts(prices, "kv")[0]
     assert (len(chart.lines), chart.missing_names) == (3, ("mha",))
-    with pytest.raises(hw.SpecError, match="cannot draw a KV cache: none of mha is causal; give them pattern"):
+    with pytest.raises(
+        hw.SpecError, match="cannot draw a KV cache: none of mha is causal; give them pattern"
+    ):
         make_charts({"mha": prices["mha"]}, "kv")
     with pytest.raises(hw.SpecError, match="cannot find crossovers of gqa: it takes two specs"):
         make_charts({"gqa": PRICES["gqa"]}, "crossovers")
@@ -81,7 +89,7 @@ def test_a_line_ends_where_positions_do():
     assert chart.lines[0].xs[-1] == 1024
 
 
-# --- names beside what they name -----------------------------------------------------------------------
+# --- names beside what they name ------------------------------------------------------------------
 
 PLACES = st.lists(st.floats(0, 1), min_size=1, max_size=20)
 
@@ -104,7 +112,10 @@ def test_names_move_as_little_as_they_can(expected):
     order = sorted(range(3), key=lambda n: expected[n])
     grid = [n / 2 for n in range(41)]
     values = ((a, b, c) for a, b, c in combinations(grid, 3) if b - a >= 4 and c - b >= 4)
-    least = min(sum((place - expected[n]) ** 2 for place, n in zip(way, order, strict=True)) for way in values)
+    least = min(
+        sum((place - expected[n]) ** 2 for place, n in zip(way, order, strict=True))
+        for way in values
+    )
     assert moved <= least + 1e-6
 
 
@@ -154,23 +165,38 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         renderer = canvas.get_renderer()
-        ticks = [tick for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for tick in beyond(axis)]
-        recorded = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-        texts = [text for text in recorded if not any(text in (tick.label1, tick.label2) for tick in ticks)]
+        ticks = [
+            tick
+            for axes in figure.axes
+            for axis in (axes.xaxis, axes.yaxis)
+            for tick in beyond(axis)
+        ]
+        recorded = [
+            text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()
+        ]
+        texts = [
+            text
+            for text in recorded
+            if not any(text in (tick.label1, tick.label2) for tick in ticks)
+        ]
         boxes = [(text.get_text(), Text.get_window_extent(text, renderer)) for text in texts]
     whole = figure.bbox
     outside = [
         options
         for options, box in boxes
-        if not (whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1)
+        if not (
+            whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+        )
     ]
     assert outside == []
-    flat = [(options, box.padded(-1.5)) for options, box in boxes if not options.endswith("B/s")]  # which leans
+    flat = [
+        (options, box.padded(-1.5)) for options, box in boxes if not options.endswith("B/s")
+    ]  # which leans
     assert [(one, other) for (one, a), (other, b) in combinations(flat, 2) if a.overlaps(b)] == []
     assert len(texts) > 2 * count
 
 
-# --- files ---------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
@@ -199,7 +225,7 @@ def test_a_failed_drawing_leaves_the_old_one(tmp_path, monkeypatch):
     assert (path.read_bytes(), os.listdir(tmp_path)) == (old, ["costs.svg"])
 
 
-# --- the sheet -----------------------------------------------------------------------------------------
+# --- the sheet ------------------------------------------------------------------------------------
 
 
 def test_the_sheet_is_the_document_again(capsys):
@@ -227,30 +253,61 @@ def test_names_in_a_sheet_are_quoted():
     assert result == [["name"], ['a,"b"\nc']]
 
 
-# --- the command ---------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_matching_on_the_command_line(capsys):
-    argv = ["mha", "gqa", "mla", "--set", "pattern=causal()", "--match", "params", "--resize", "mla=vdim"]
+    argv = [
+        "mha",
+        "gqa",
+        "mla",
+        "--set",
+        "pattern=causal()",
+        "--match",
+        "params",
+        "--resize",
+        "mla=vdim",
+    ]
     code, out, err = run(capsys, *argv, "--model", "1024", "--heads", "8")
     assert (code, err) == (0, "")
     assert "resized to match mha" in out
     assert max(map(len, out.splitlines())) <= 80
     _, out, _ = run(capsys, *argv, "--model", "1024", "--heads", "8", "--json")
     data = json.loads(out)
-    assert [(row["name"], row["free"]) for row in data["matched"]["rows"]] == [("gqa", "dim"), ("mla", "vdim")]
-    assert [row["reached"] for row in data["matched"]["rows"]] == [row["params"] for row in data["rows"][1:]]
+    assert [(row["name"], row["free"]) for row in data["matched"]["rows"]] == [
+        ("gqa", "dim"),
+        ("mla", "vdim"),
+    ]
+    assert [row["reached"] for row in data["matched"]["rows"]] == [
+        row["params"] for row in data["rows"][1:]
+    ]
 
 
 def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
-    argv = ["gqa", "gqa", "mqa", "--crossovers", "--complexity", "--kernel", "5", "--plot", str(tmp_path / "a.svg")]
+    argv = [
+        "gqa",
+        "gqa",
+        "mqa",
+        "--crossovers",
+        "--complexity",
+        "--kernel",
+        "5",
+        "--plot",
+        str(tmp_path / "a.svg"),
+    ]
     code, out, err = run(capsys, *argv, "--plot-kind", "roofline")
     assert (code, err) == (0, "")
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
     assert "gqa (2)" in out
     data = json.loads(run(capsys, *argv, "--plot-kind", "roofline", "--json", "--overwrite")[1])
     assert {"crossovers", "complexity", "plot"} <= set(data)
-    assert data["complexity"]["sizes"] == {"tokens": 2048, "model": 512, "heads": 8, "kernel": 5, "window": 64}
+    assert data["complexity"]["sizes"] == {
+        "tokens": 2048,
+        "model": 512,
+        "heads": 8,
+        "kernel": 5,
+        "window": 64,
+    }
     assert data["plot"] == {"file": str(tmp_path / "a.svg"), "kind": "roofline"}
 
 
@@ -264,7 +321,10 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
             ("gqa", "mqa", "--match", "params", "--resize", "dimm"),
             "cannot resize mqa to match gqa: the spec has no size",
         ),
-        (("gqa", "mqa", "--match", "params", "--resize", "gqa=dim"), "there is no resized spec 'gqa'"),
+        (
+            ("gqa", "mqa", "--match", "params", "--resize", "gqa=dim"),
+            "there is no resized spec 'gqa'",
+        ),
         (("gqa", "mqa", "--match", "kv", "--resize", "q"), "cannot resize mqa to match gqa: no q"),
         (("gqa", "mha", "--match", "kv"), "is not causal, so that there is no KV cache"),
         (("gqa", "--crossovers"), "cannot find crossovers of gqa: it takes two specs"),

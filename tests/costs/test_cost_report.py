@@ -43,7 +43,9 @@ def test_released_layers(spec, params, each):
 
 
 def test_the_articles_products():
-    """24 b s h^2 + 4 b s^2 h with its feed-forward of 16 b s h^2 left out, full square (zhihu 624740065)."""
+    """24 b s h^2 + 4 b s^2 h with its feed-forward of 16 b s h^2 left out, full square (zhihu
+    624740065).
+    """
     b, s, h = 3, 512, 768
     cost = estimate_cost(hw.design(model=h, heads=12), hw.Workload(batch=b, context=s))
     assert cost.prefill_flops.total == 8 * b * s * h**2 + 4 * b * s**2 * h
@@ -57,18 +59,25 @@ def test_rooflines_by_hand():
     assert round(Device.from_name("h100").ridge_point("bf16")) == 295
     assert h200.min_seconds(989 * 10**12, 1, "bf16") == pytest.approx(1.0)
     assert h200.min_seconds(1, 48 * 10**11, "bf16") == pytest.approx(1.0)
-    assert (h200.limiting_resource(1, 10**6, "bf16"), h200.limiting_resource(10**12, 1, "bf16")) == (
+    assert (
+        h200.limiting_resource(1, 10**6, "bf16"),
+        h200.limiting_resource(10**12, 1, "bf16"),
+    ) == (
         "memory",
         "compute",
     )
     step = estimate_cost(LLAMA3_8B, hw.Workload(batch=16, context=10**6)).operations["decode"][1]
-    assert step.intensity == pytest.approx(4, rel=1e-3)  # 2 r / bytes of a number, r = 4 heads to a key head
+    assert step.intensity == pytest.approx(
+        4, rel=1e-3
+    )  # 2 r / bytes of a number, r = 4 heads to a key head
     deepseek = estimate_cost(V3, hw.Workload(batch=1, context=10**6)).operations["decode"][1]
     assert deepseek.intensity == pytest.approx(241.8, rel=1e-3)
 
 
 def test_a_state_is_priced_as_one():
-    short, long = (estimate_cost(hw.design(preset="linear"), hw.Workload(context=n)) for n in (10**4, 10**6))
+    short, long = (
+        estimate_cost(hw.design(preset="linear"), hw.Workload(context=n)) for n in (10**4, 10**6)
+    )
     assert short.decode_flops.total == long.decode_flops.total
     assert short.cache_bytes == long.cache_bytes
     assert long.prefill_flops.total < 101 * short.prefill_flops.total
@@ -93,7 +102,10 @@ def test_bidirectional_layers_have_no_decode_cost():
 
 
 def test_numbers_beyond_machine_words_stay_exact():
-    cost = estimate_cost(hw.design(model=2**20, heads=2**10, pattern="causal"), hw.Workload(batch=2**30, context=2**40))
+    cost = estimate_cost(
+        hw.design(model=2**20, heads=2**10, pattern="causal"),
+        hw.Workload(batch=2**30, context=2**40),
+    )
     pairs = 2**40 * (2**40 + 1) // 2
     assert cost.prefill_flops.total == 2**30 * (8 * 2**40 * 2**40 + 4 * pairs * 2**20)
     assert json.loads(json.dumps(cost.data))["flops"]["prefill"] == cost.prefill_flops.total
@@ -105,7 +117,8 @@ def test_every_preset_is_priced(name):
     cost = estimate_cost(spec, hw.Workload(batch=2, context=300, dtype="fp32", device="cpu"), name)
     assert cost.parameters.total == costs.count_parameters(spec)
     assert (
-        sum(term["value"] for term in cost.data["terms"] if term["breakdown"] == "parameters") == cost.parameters.total
+        sum(term["value"] for term in cost.data["terms"] if term["breakdown"] == "parameters")
+        == cost.parameters.total
     )
     assert cost.seconds("prefill") > 0
 
@@ -130,8 +143,21 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_requested_comparison(capsys):
-    presets = [word for name in ("mha", "gqa", "mla", "dcmha", "moh") for word in ("--preset", name)]
-    sizes = ["--model", "4096", "--heads", "32", "--context", "32768", "--batch", "16", "--dtype", "bf16"]
+    presets = [
+        word for name in ("mha", "gqa", "mla", "dcmha", "moh") for word in ("--preset", name)
+    ]
+    sizes = [
+        "--model",
+        "4096",
+        "--heads",
+        "32",
+        "--context",
+        "32768",
+        "--batch",
+        "16",
+        "--dtype",
+        "bf16",
+    ]
     code, out, err = run(capsys, *presets, *sizes, "--device", "h200")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
@@ -141,7 +167,11 @@ def test_requested_comparison(capsys):
 def test_each_design_has_one_column_in_a_table_of_several_blocks(capsys):
     names = ["mha", "gqa", "mqa", "mla", "moh", "dcmha", "mohsa", "talking", "linear"]
     assert cli.main(["cost", *names]) == 0
-    columns = [line.split() for line in capsys.readouterr().out.splitlines() if set(line.split()) & {*names}]
+    columns = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if set(line.split()) & {*names}
+    ]
     blocks = [line for line in columns if {*line} <= {*names}]
     assert len(blocks) > 1
     assert [name for line in blocks for name in line] == names
@@ -156,9 +186,14 @@ def test_terms_and_json(capsys):
     data = json.loads(out)
     assert (code, data["version"], data["device"]) == (0, 1, "h200")
     (row,) = data["rows"]
-    assert {"name", "params", "flops", "kv_bytes_per_token", "intensity", "bound", "terms"} <= set(row)
+    assert {"name", "params", "flops", "kv_bytes_per_token", "intensity", "bound", "terms"} <= set(
+        row
+    )
     assert row["params"] == costs.count_parameters(hw.design(preset="gqa", kv=4))
-    assert sum(t["value"] for t in row["terms"] if t["breakdown"] == "prefill") == row["flops"]["prefill"]
+    assert (
+        sum(t["value"] for t in row["terms"] if t["breakdown"] == "prefill")
+        == row["flops"]["prefill"]
+    )
 
 
 @pytest.mark.parametrize("name", [*hw.PRESETS, *cases.EXAMPLES])

@@ -1,4 +1,6 @@
-"""Lengths at which one layer costs less than another, and attention beside recurrences and convolutions."""
+"""Lengths at which one layer costs less than another, and attention beside recurrences and
+convolutions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise as hw
 from headwise.costs.complexity import ComplexityTable, LayerSizes, attention_specs, measure_scaling
 from headwise.costs.cost_report import estimate_cost
-from headwise.costs.cost_vs_length import QUANTITY_LABELS, CostByLength, cost_at_length, find_ranges, prefill_flops
+from headwise.costs.cost_vs_length import (
+    QUANTITY_LABELS,
+    CostByLength,
+    cost_at_length,
+    find_ranges,
+    prefill_flops,
+)
 
 D, H = 512, 8
 MHA = hw.design(model=D, heads=H, pattern="causal")
@@ -22,10 +30,13 @@ LOAD = hw.Workload(batch=3)
 
 def crossovers(one, other, load: hw.Workload = LOAD) -> dict[str, str]:
     """What is said of the second against the first, by quantity."""
-    return {row.quantity: str(row) for row in hw.find_crossovers({"other": other, "one": one}, load).crossovers}
+    return {
+        row.quantity: str(row)
+        for row in hw.find_crossovers({"other": other, "one": one}, load).crossovers
+    }
 
 
-# --- what a length costs -------------------------------------------------------------------------------
+# --- what a length costs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa", "mla", "linear", "dcmha", "bigbird", "average"])
@@ -63,33 +74,45 @@ def test_limits_of_the_length():
     assert along.max_length("rule", "known") == 1024
 
 
-# --- breaking even, by hand ----------------------------------------------------------------------------
+# --- breaking even, by hand -----------------------------------------------------------------------
 
 
 def test_a_cache_of_latents_is_smaller_at_any_length_and_a_state_from_some():
-    latents = hw.design(preset="mla", model=2048, heads=16)  # 512 + 64 numbers of a token, not 2 * 2048
-    assert crossovers(latents, hw.design(model=2048, heads=16, pattern="causal"))["cache_bytes"] == "always"
-    # 8 states of 64 * 64 + 64 numbers of 4 bytes; 2 * 512 numbers of 2 bytes for each token: equal at 65.
+    latents = hw.design(
+        preset="mla", model=2048, heads=16
+    )  # 512 + 64 numbers of a token, not 2 * 2048
+    assert (
+        crossovers(latents, hw.design(model=2048, heads=16, pattern="causal"))["cache_bytes"]
+        == "always"
+    )
+    # 8 states of 64 * 64 + 64 numbers of 4 bytes; 2 * 512 numbers of 2 bytes for each token: equal
+    # at 65.
     assert 8 * (64 * 64 + 64) * 4 == 65 * 2 * 512 * 2
-    assert crossovers(hw.design(preset="linear", model=D, heads=H), MHA)["cache_bytes"] == "from 66 on"
+    assert (
+        crossovers(hw.design(preset="linear", model=D, heads=H), MHA)["cache_bytes"] == "from 66 on"
+    )
 
 
 def test_sums_over_tokens_against_scores_by_hand():
     found = crossovers(hw.design(preset="linear", model=D, heads=H), MHA)
-    # A step: 2 * 2k a head and key, against k (k + 1) for the state and 2k for the own token: 2 (2k + k (k + 1)) at
-    # once. So t > (2k + k (k + 1)) / 2k = 33.5 for k = 64.
+    # A step: 2 * 2k a head and key, against k (k + 1) for the state and 2k for the own token: 2 (2k
+    # + k (k + 1)) at once. So t > (2k + k (k + 1)) / 2k = 33.5 for k = 64.
     assert found["step_flops"] == "from 34 on"
     assert found["prefill_flops"] == f"from {linear_from(64, 128)} on"
 
 
 def linear_from(k: int, chunk: int) -> int:
-    """The length from which chunks of scores and a state cost less than half a square of scores, for good."""
+    """The length from which chunks of scores and a state cost less than half a square of scores,
+    for good.
+    """
     less = [sums(t, k, chunk) < 2 * k * t * (t + 1) // 2 for t in range(1, 3000)]
     return 3000 - less[::-1].index(False)
 
 
 def sums(tokens: int, k: int, chunk: int) -> int:
-    """Multiply-adds of one head: all scores inside a chunk, what is folded before the last, what reads a state."""
+    """Multiply-adds of one head: all scores inside a chunk, what is folded before the last, what
+    reads a state.
+    """
     sizes = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
     own = sum(2 * k * size**2 for size in sizes)
     return own + sum(sizes[:-1]) * k * k + sum(sizes[1:]) * k * (k + 1)
@@ -97,21 +120,33 @@ def sums(tokens: int, k: int, chunk: int) -> int:
 
 def test_a_window_gains_once_it_is_full():
     found = crossovers(hw.design(model=D, heads=H, pattern="window(100)"), MHA)
-    assert {found[name] for name in ("prefill_flops", "step_flops", "cache_bytes")} == {"from 101 on"}
+    assert {found[name] for name in ("prefill_flops", "step_flops", "cache_bytes")} == {
+        "from 101 on"
+    }
 
 
 def test_never_always_equal_and_incomparable():
     grouped = hw.design(model=D, heads=H, kv=2, pattern="causal")
     assert set(crossovers(grouped, MHA).values()) == {"always"}
     assert set(crossovers(MHA, grouped).values()) == {"never"}
-    assert set(crossovers(MHA, hw.design(model=D, heads=H, pattern="causal()")).values()) == {"never: equal"}
+    assert set(crossovers(MHA, hw.design(model=D, heads=H, pattern="causal()")).values()) == {
+        "never: equal"
+    }
     ahead = crossovers(hw.design(model=D, heads=H), MHA)
-    assert (ahead["prefill_flops"], ahead["step_flops"], ahead["cache_bytes"]) == ("never", "-", "-")
+    assert (ahead["prefill_flops"], ahead["step_flops"], ahead["cache_bytes"]) == (
+        "never",
+        "-",
+        "-",
+    )
 
 
 def test_seconds_change_sides_where_prices_do():
     gqa, mla = (hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla"))
-    (row,) = (row for row in hw.find_crossovers({"gqa": gqa, "mla": mla}).crossovers if row.quantity == "step_seconds")
+    (row,) = (
+        row
+        for row in hw.find_crossovers({"gqa": gqa, "mla": mla}).crossovers
+        if row.quantity == "step_seconds"
+    )
     first = row.ranges[0].first
     gains = [
         estimate_cost(gqa, hw.Workload(context=t)).total_operation("decode").seconds
@@ -123,7 +158,9 @@ def test_seconds_change_sides_where_prices_do():
 
 
 def test_changing_orders_are_reported_by_range():
-    """A short chunk forms scores that a causal square leaves out; its smaller maps outweigh two or three tokens."""
+    """A short chunk forms scores that a causal square leaves out; its smaller maps outweigh two or
+    three tokens.
+    """
     gqa, linear = (
         hw.design(preset="gqa", model=2048, heads=16),
         hw.design(preset="linear", model=2048, heads=16, dim=80),
@@ -134,7 +171,9 @@ def test_changing_orders_are_reported_by_range():
     ]
     assert [t for t in range(1, 299) if less[t] != less[t - 1]] == [1, 3, 181]
     (row,) = (
-        row for row in hw.find_crossovers({"gqa": gqa, "it": linear}).crossovers if row.quantity == "prefill_flops"
+        row
+        for row in hw.find_crossovers({"gqa": gqa, "it": linear}).crossovers
+        if row.quantity == "prefill_flops"
     )
     assert (str(row), row.ranges) == ("from 2 to 3, from 182 on", ((2, 3), (182, None)))
 
@@ -155,13 +194,16 @@ def test_spans_are_found_to_the_token(gaps, first):
 def test_break_even_needs_two():
     for alone, message in (({"one": MHA}, "one"), ({}, "nothing"), (MHA, "AttentionSpec")):
         with pytest.raises(
-            hw.SpecError, match=f"cannot find crossovers of {message}.*: it takes two specs; give two or more"
+            hw.SpecError,
+            match=f"cannot find crossovers of {message}.*: it takes two specs; give two or more",
         ):
             hw.find_crossovers(alone)
 
 
 def test_the_page_and_the_plain_values():
-    found = hw.find_crossovers({"mha": MHA, "window": hw.design(model=D, heads=H, pattern="window(100)")}, LOAD)
+    found = hw.find_crossovers(
+        {"mha": MHA, "window": hw.design(model=D, heads=H, pattern="window(100)")}, LOAD
+    )
     assert "window (checked up to 1,099,511,627,776 tokens)" in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
     rows = {row["quantity"]: row for row in found.data}
@@ -169,7 +211,7 @@ def test_the_page_and_the_plain_values():
     assert rows["cache_bytes"]["cheaper"] == [{"first": 101, "last": None}]
 
 
-# --- beside recurrences and convolutions ---------------------------------------------------------------
+# --- beside recurrences and convolutions ----------------------------------------------------------
 
 SIZES = LayerSizes(tokens=37, model=20, heads=4, kernel=5, window=7)
 LAYERS = {layer.name: layer for layer in ComplexityTable.from_sizes(SIZES).layers}
@@ -220,11 +262,15 @@ def test_convolutions_are_counted_as_torch_counts_them():
         assert LAYERS[name].flops == counted_flops(lambda: wide(x))
         assert LAYERS[name].parameters == sum(p.numel() for p in wide.parameters())
     assert LAYERS["separable conv."].flops == counted_flops(lambda: across(deep(x)))
-    assert LAYERS["separable conv."].parameters == sum(p.numel() for p in (*deep.parameters(), *across.parameters()))
+    assert LAYERS["separable conv."].parameters == sum(
+        p.numel() for p in (*deep.parameters(), *across.parameters())
+    )
 
 
 def reached(tokens: int, back) -> int:
-    """Layers until the last token knows of the first, each reading so far back as its depth allows."""
+    """Layers until the last token knows of the first, each reading so far back
+    as its depth allows.
+    """
     positions, depth = {tokens - 1}, 0
     while 0 not in positions:
         positions |= {i - step for i in positions for step in back(depth) if i >= step}
@@ -233,10 +279,14 @@ def reached(tokens: int, back) -> int:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kernel", "window"), [(1, 2, 2), (2, 2, 3), (27, 3, 5), (28, 3, 7), (64, 2, 64), (65, 4, 9)]
+    ("tokens", "kernel", "window"),
+    [(1, 2, 2), (2, 2, 3), (27, 3, 5), (28, 3, 7), (64, 2, 64), (65, 4, 9)],
 )
 def test_paths_are_as_long_as_walking_them(tokens, kernel, window):
-    found = {one.name: one for one in ComplexityTable.from_sizes(LayerSizes(tokens, 8, 2, kernel, window)).layers}
+    found = {
+        one.name: one
+        for one in ComplexityTable.from_sizes(LayerSizes(tokens, 8, 2, kernel, window)).layers
+    }
     assert found["convolution"].path == reached(tokens, lambda _: range(kernel))
     assert found["separable conv."].path == found["convolution"].path
     assert found["dilated convolution"].path == reached(
@@ -266,10 +316,15 @@ def test_orders_are_those_of_the_paper():
 def test_from_which_length_attention_is_dearer_by_hand():
     """8 n d^2 + 4 n^2 d against 4 g n d^2, or 2 k n d^2: beyond n = (g - 2) d, or (k / 2 - 2) d."""
     found = {
-        one.name: one.dearer for one in ComplexityTable.from_sizes(LayerSizes(9, 64, 4, kernel=7, window=10)).layers
+        one.name: one.dearer
+        for one in ComplexityTable.from_sizes(LayerSizes(9, 64, 4, kernel=7, window=10)).layers
     }
     assert (found["recurrent"], found["GRU"], found["LSTM"]) == (1, 64 + 1, 2 * 64 + 1)
-    assert (found["convolution"], found["separable conv."], found["sliding window"]) == (96 + 1, 1, 2)
+    assert (found["convolution"], found["separable conv."], found["sliding window"]) == (
+        96 + 1,
+        1,
+        2,
+    )
     assert found["self-attention"] is None
     square = [4 * sums(t, 16, 128) < 4 * 2 * 16 * t * t for t in range(1, 3000)]
     assert found["linear"] == 3000 - square[::-1].index(False)
@@ -285,10 +340,15 @@ def test_growth_is_measured_in_ratios():
 
 @pytest.mark.parametrize("tokens", [1, 2**40])
 def test_the_table_fits_the_screen(tokens):
-    assert max(map(len, str(ComplexityTable.from_sizes(LayerSizes(tokens, 4096, 32))).splitlines())) <= 80
+    assert (
+        max(map(len, str(ComplexityTable.from_sizes(LayerSizes(tokens, 4096, 32))).splitlines()))
+        <= 80
+    )
 
 
-@pytest.mark.parametrize("options", [{"tokens": 0}, {"kernel": 1}, {"window": 1.5}, {"model": True}, {"heads": 3}])
+@pytest.mark.parametrize(
+    "options", [{"tokens": 0}, {"kernel": 1}, {"window": 1.5}, {"model": True}, {"heads": 3}]
+)
 def test_sizes_that_cannot_be_meant_are_refused(options):
     with pytest.raises(hw.SpecError, match=r"must be a whole number|does not divide"):
         ComplexityTable.from_sizes(LayerSizes(**({"tokens": 5, "model": 8, "heads": 2} | options)))

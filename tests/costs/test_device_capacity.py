@@ -48,7 +48,9 @@ def test_a_cache_that_does_not_fit_leaves_the_time_of_prefill():
     assert estimate.seconds("decode") is None
     fits = estimate_cost(llama, hw.Workload(batch=32, context=8192, device="h100"))
     assert fits.shortfall("decode") is None
-    assert fits.seconds("decode") == pytest.approx(sum(one.seconds for one in fits.operations["decode"]))
+    assert fits.seconds("decode") == pytest.approx(
+        sum(one.seconds for one in fits.operations["decode"])
+    )
 
 
 def test_the_boundary_is_exact(monkeypatch: pytest.MonkeyPatch):
@@ -56,15 +58,26 @@ def test_the_boundary_is_exact(monkeypatch: pytest.MonkeyPatch):
     needed = estimate_cost(spec, workload).weights_bytes + 7 * 2 * 2 * 64
     device = Device.from_name("h200")
     for memory, fits in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(Device, "from_name", staticmethod(lambda _, memory=memory: replace(device, memory=memory)))
+        monkeypatch.setattr(
+            Device,
+            "from_name",
+            staticmethod(lambda _, memory=memory: replace(device, memory=memory)),
+        )
         assert (estimate_cost(spec, workload).seconds("decode") is not None) == fits
 
 
 def test_the_table_and_the_document_say_what_is_missing(capsys: pytest.CaptureFixture[str]):
-    table = " ".join(str(cost({"gpt3": GPT3, "gpt2": read_model_spec("gpt2")}, hw.Workload(context=1024))).split())
+    table = " ".join(
+        str(
+            cost({"gpt3": GPT3, "gpt2": read_model_spec("gpt2")}, hw.Workload(context=1024))
+        ).split()
+    )
     assert "decode, least time too large" in table
     needed = WEIGHTS + 1024 * TOKEN
-    missing = f"weights and cache need {needed / 1e9:,.2f} GB, {(needed - 141e9) / 1e9:,.2f} GB more than its 141.00 GB"
+    missing = (
+        f"weights and cache need {needed / 1e9:,.2f} GB, {(needed - 141e9) / 1e9:,.2f} GB "
+        "more than its 141.00 GB"
+    )
     end = "so no time is estimated (decode step); at least 3 such devices are needed"
     assert f"gpt3: NVIDIA H200 SXM is too small: {missing}, {end}" in table
     assert "gpt2: NVIDIA" not in table
@@ -78,7 +91,9 @@ def test_the_table_and_the_document_say_what_is_missing(capsys: pytest.CaptureFi
 
 
 def test_serving_without_room_has_no_times(capsys: pytest.CaptureFixture[str]):
-    demand = MemoryDemand(ServingCost(GPT3, Device.from_name("h200")), RequestBatch.uniform(2, 1000))
+    demand = MemoryDemand(
+        ServingCost(GPT3, Device.from_name("h200")), RequestBatch.uniform(2, 1000)
+    )
     report = ThroughputReport("gpt3", demand, 1000)
     assert report.data["fits"] is False
     assert "token_seconds" not in report.data

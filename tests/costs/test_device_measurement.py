@@ -1,4 +1,6 @@
-"""The measurement of this machine: made once, stored atomically, shown with its age, and without a home folder."""
+"""The measurement of this machine: made once, stored atomically, shown with its age, and without a
+home folder.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_the_device_is_measured_once_and_stored(home: Path, monkeypatch: pytest.
 
 
 def test_measurements_are_times(monkeypatch: pytest.MonkeyPatch):
-    """A product that takes a hundredth of a second or more: at most that many FLOPs a hundred times a second."""
+    """A product that takes a hundredth of a second or more: at most that many FLOPs a hundred times
+    a second.
+    """
     monkeypatch.setattr(roofline, "multiply_matrices", lambda a, b: time.sleep(0.01))
     rate = roofline._measure_matmul_flops(torch.float32)
     assert 0 < rate <= 2 * 64**3 * 100
@@ -70,7 +74,11 @@ def test_damaged_and_foreign_measurements_are_repeated(home: Path, words: str):
     Device.from_name("here")
     (file,) = list_files(home)
     sound = json.loads(file.read_text())
-    harm = {"bandwidth": {"bandwidth": 0.0}, "nan": {"memory": float("nan")}, "machine": {"machine": "another"}}
+    harm = {
+        "bandwidth": {"bandwidth": 0.0},
+        "nan": {"memory": float("nan")},
+        "machine": {"machine": "another"},
+    }
     harm |= {"dtype": {"flops": {"fp32": 1.0}}}
     file.write_text(json.dumps(sound | harm[words]) if words in harm else words)
     roofline._MEASURED_DEVICES.clear()
@@ -96,7 +104,9 @@ def test_without_a_home_folder_the_device_is_measured_and_reported(
     if why == "file":  # whoever is root may write to every folder, but not below a file
         (home / ".cache").write_text("")
     else:
-        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("there is no home")))
+        monkeypatch.setattr(
+            Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("there is no home"))
+        )
     device = Device.from_name("here")
     assert "not stored for next time" in device.description
     assert "\n" not in device.description
@@ -107,7 +117,11 @@ def test_without_a_home_folder_the_device_is_measured_and_reported(
 def test_importing_does_not_measure(home: Path):
     code = "import headwise.costs.roofline as roofline; print(bool(roofline._MEASURED_DEVICES))"
     completed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ),
     )
     assert completed.stdout.strip() == "False"
     assert list_files(home) == []
@@ -116,7 +130,9 @@ def test_importing_does_not_measure(home: Path):
 def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decode_intensity, "TIMING_SECONDS", 0.001)
     presets = ("mha", "gqa", "mla", "dcmha", "linear")
-    code = cli.main(["cost", *presets, "--model", "256", "--context", "60", "--intensity", "--device", "here"])
+    code = cli.main(
+        ["cost", *presets, "--model", "256", "--context", "60", "--intensity", "--device", "here"]
+    )
     out = capsys.readouterr().out
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
@@ -128,7 +144,9 @@ def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
 def test_too_large_cores_are_not_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decode_intensity, "time_products", lambda *args: pytest.fail("measured"))
     monkeypatch.setattr(decode_intensity, "time_core", lambda *args: pytest.fail("measured"))
-    boxed = decode_intensity.DecodeLayer(hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22)
+    boxed = decode_intensity.DecodeLayer(
+        hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22
+    )
     assert [boxed.with_measured_seconds(box).measured for box in boxed.components(64)] == [None] * 3
 
 
@@ -136,7 +154,9 @@ def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.Mo
     recorded: list[tuple[int, ...]] = []
     multiply = torch.bmm
     monkeypatch.setattr(decode_intensity, "TIMING_SECONDS", 0)
-    monkeypatch.setattr(torch, "bmm", lambda a, b: (recorded.append((*a.shape, b.shape[-1])), multiply(a, b))[1])
+    monkeypatch.setattr(
+        torch, "bmm", lambda a, b: (recorded.append((*a.shape, b.shape[-1])), multiply(a, b))[1]
+    )
     for preset, expected in {
         "gqa": [(6, 4, 64, 30), (6, 4, 30, 64)],  # 3 rows of 2 key heads, which 4 heads share
         "mla": [(3, 16, 576, 30), (3, 16, 30, 512)],  # one latent, which 16 heads share
@@ -144,7 +164,9 @@ def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.Mo
     }.items():
         recorded.clear()
         spec = hw.design(preset=preset)
-        boxed = decode_intensity.DecodeLayer(spec, Device.from_name("h200"), 30, NumberFormats("fp32"))
+        boxed = decode_intensity.DecodeLayer(
+            spec, Device.from_name("h200"), 30, NumberFormats("fp32")
+        )
         assert boxed.with_measured_seconds(boxed.components(3)[1]).measured is not None
         assert recorded[:2] == expected
         assert sum(2 * b * m * k * n for b, m, k, n in recorded[:2]) == boxed.components(3)[1].flops

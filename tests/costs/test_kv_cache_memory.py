@@ -23,12 +23,25 @@ from support.model_configs import LLAMA3, gemma_3_1b
 
 CACHED_SPECS = {
     name: spec
-    for name, spec in (cases.EXAMPLES | {name: hw.design(preset=name) for name in hw.PRESETS}).items()
+    for name, spec in (
+        cases.EXAMPLES | {name: hw.design(preset=name) for name in hw.PRESETS}
+    ).items()
     if spec.pattern.tokens_before_decode is not None and spec.source is None
 }
 CACHED_SPECS["sinks"] = cases.base(kv=2, pattern="window(5) | first(3)")
-V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}
-V3 |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536}
+V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+}
+V3 |= {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536,
+}
 
 
 @pytest.mark.parametrize("allocator", ["ideal", "ring"])
@@ -37,23 +50,36 @@ def test_our_own_caches_hold_as_many_bytes(name: str, allocator: str):
     spec = CACHED_SPECS[name]
     for length in (1, 4, 41, 600):
         cache = hw.KVCache.for_spec(spec, batch=3, capacity=length)
-        assert kv_cache_bytes(spec, RequestBatch.uniform(3, length), allocator, "fp32") == cache.nbytes
+        assert (
+            kv_cache_bytes(spec, RequestBatch.uniform(3, length), allocator, "fp32") == cache.nbytes
+        )
     half = hw.KVCache.for_spec(spec, batch=1, capacity=9, dtype=torch.bfloat16)
     assert kv_cache_bytes(spec, RequestBatch.uniform(1, 9), allocator, "bf16") == half.nbytes
 
 
 def test_a_model_caches_the_bytes_of_its_layers():
-    model = read_model_spec(LLAMA3 | {"num_hidden_layers": 3, "model_type": "mistral", "sliding_window": 11})
-    stored = sum(hw.KVCache.for_spec(spec, batch=2, capacity=17).nbytes for _, spec in model.attention_specs())
-    assert kv_cache_bytes(model, RequestBatch.uniform(2, 17), "ring", "fp32") == stored == 3 * 2 * 11 * 8 * 2 * 128 * 4
+    model = read_model_spec(
+        LLAMA3 | {"num_hidden_layers": 3, "model_type": "mistral", "sliding_window": 11}
+    )
+    stored = sum(
+        hw.KVCache.for_spec(spec, batch=2, capacity=17).nbytes
+        for _, spec in model.attention_specs()
+    )
+    assert (
+        kv_cache_bytes(model, RequestBatch.uniform(2, 17), "ring", "fp32")
+        == stored
+        == 3 * 2 * 11 * 8 * 2 * 128 * 4
+    )
 
 
-# --- published -----------------------------------------------------------------------------------------
+# --- published ------------------------------------------------------------------------------------
 
 
 def test_bytes_of_a_token():
     for config, each in ((LLAMA3, 131_072), (V3, 70_272), ({"model_type": "gpt_oss"}, 73_728)):
-        assert kv_cache_bytes(read_model_spec(config), RequestBatch.uniform(1, 1), "unified") == each
+        assert (
+            kv_cache_bytes(read_model_spec(config), RequestBatch.uniform(1, 1), "unified") == each
+        )
 
 
 def test_gemma_3_1b_at_32768():
@@ -69,17 +95,23 @@ def test_gpt_oss_120b_in_vllm(allocator: str, less: int):
     model, memory = read_model_spec({"model_type": "gpt_oss"}), 78_384 * 73_728
 
     def most(memory: int) -> int:
-        return last_where(lambda tokens: kv_cache_bytes(model, RequestBatch.uniform(1, tokens), allocator) <= memory)
+        return last_where(
+            lambda tokens: (
+                kv_cache_bytes(model, RequestBatch.uniform(1, tokens), allocator) <= memory
+            )
+        )
 
     assert f"{memory / 2**30:.2f}" == "5.38"
     assert (most(memory), most(memory - 1)) == (78_384, less)
 
 
 def test_int8_has_a_scale_for_each_head():
-    assert kv_cache_bytes(read_model_spec(LLAMA3), RequestBatch.uniform(2, 100), dtype="int8") == 2 * 100 * 32 * (
-        2 * 8 * 128 + 2 * 8 * 4
+    assert kv_cache_bytes(
+        read_model_spec(LLAMA3), RequestBatch.uniform(2, 100), dtype="int8"
+    ) == 2 * 100 * 32 * (2 * 8 * 128 + 2 * 8 * 4)
+    assert kv_cache_bytes(read_model_spec(V3), RequestBatch.uniform(1, 1), dtype="int8") == 61 * (
+        512 + 4 + 64 + 4
     )
-    assert kv_cache_bytes(read_model_spec(V3), RequestBatch.uniform(1, 1), dtype="int8") == 61 * (512 + 4 + 64 + 4)
 
 
 def test_a_state_keeps_float32_whatever_the_cache():
@@ -90,13 +122,17 @@ def test_a_state_keeps_float32_whatever_the_cache():
 
 
 def test_cross_attention_caches_its_source_once():
-    model = read_model_spec({"model_type": "bart", "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2})
-    assert kv_cache_bytes(model, RequestBatch.uniform(3, 5, source=7)) == 2 * 3 * (5 + 7) * 2 * 16 * 2
+    model = read_model_spec(
+        {"model_type": "bart", "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2}
+    )
+    assert (
+        kv_cache_bytes(model, RequestBatch.uniform(3, 5, source=7)) == 2 * 3 * (5 + 7) * 2 * 16 * 2
+    )
     with pytest.raises(hw.SpecError, match="give source"):
         kv_cache_bytes(model, RequestBatch.uniform(3, 5))
 
 
-# --- pages, one by one ---------------------------------------------------------------------------------
+# --- pages, one by one ----------------------------------------------------------------------------
 
 
 def live(memory: tuple[int, int | None], length: int) -> set[int]:
@@ -119,10 +155,17 @@ def test_pages_are_those_that_hold_something(memory, page, length):
 @given(MEMORIES, st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(0, 30))
 def test_a_shared_prefix_is_stored_once(memory, lengths, shared):
     shared = min(shared, *lengths)
-    tensors = {(j,) if j < shared else (row, j) for row, length in enumerate(lengths) for j in live(memory, length)}
+    tensors = {
+        (j,) if j < shared else (row, j)
+        for row, length in enumerate(lengths)
+        for j in live(memory, length)
+    }
     spec = cases.base(pattern=_pattern(memory))
     (term,) = list_cache_terms(
-        group_attentions(spec), RequestBatch.from_lengths(lengths, shared), CacheAllocator(), NumberFormats()
+        group_attentions(spec),
+        RequestBatch.from_lengths(lengths, shared),
+        CacheAllocator(),
+        NumberFormats(),
     )
     assert term.value == len(tensors) * 2 * 6 * 4 * 2
 
@@ -137,8 +180,12 @@ def _pattern(memory: tuple[int, int | None]) -> hw.Pattern:
 
 def test_only_whole_pages_of_a_beginning_are_shared():
     spec = hw.design(model=8, heads=1, pattern="causal")  # 32 bytes of a token
-    assert kv_cache_bytes(spec, RequestBatch.uniform(3, 10, shared=7), "paged(4)") == 32 * (4 + 3 * 8)
-    assert kv_cache_bytes(spec, RequestBatch.uniform(3, 10, shared=7), "unified(4)") == 32 * (4 + 3 * 8)
+    assert kv_cache_bytes(spec, RequestBatch.uniform(3, 10, shared=7), "paged(4)") == 32 * (
+        4 + 3 * 8
+    )
+    assert kv_cache_bytes(spec, RequestBatch.uniform(3, 10, shared=7), "unified(4)") == 32 * (
+        4 + 3 * 8
+    )
     assert kv_cache_bytes(spec, RequestBatch.uniform(3, 10, shared=7), "ideal") == 32 * (7 + 3 * 3)
     with pytest.raises(hw.SpecError, match="cannot share 7 tokens"):
         kv_cache_bytes(spec, RequestBatch.uniform(3, 10, shared=7), "ring")
@@ -167,7 +214,9 @@ def test_pages_of_one_token_waste_nothing(name, length, batch):
         assert ideal == pages
 
 
-@pytest.mark.parametrize("text", ["ideal", "ring", "paged(1)", "paged(16)", "unified", "unified(16)"])
+@pytest.mark.parametrize(
+    "text", ["ideal", "ring", "paged(1)", "paged(16)", "unified", "unified(16)"]
+)
 def test_an_allocator_is_written_as_it_is_read(text: str):
     assert str(CacheAllocator.from_text(text)) == text
 

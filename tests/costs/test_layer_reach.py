@@ -1,4 +1,6 @@
-"""Reach of layers: derivatives against differences of inputs, chains and equivariance against their definitions."""
+"""Reach of layers: derivatives against differences of inputs, chains and equivariance against their
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def make(name: str) -> nn.Module:
 
 
 def inputs(tokens: int = TOKENS) -> Tensor:
-    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        tokens, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def norm_by_differences(name: str, distance: int, step: float = 1e-5) -> float:
@@ -54,7 +58,9 @@ def norm_by_differences(name: str, distance: int, step: float = 1e-5) -> float:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_gradients_are_those_of_differences(name: str, distance: int, table: Table):
-    assert table[name].gradients[distance] == pytest.approx(norm_by_differences(name, distance), rel=1e-4, abs=1e-9)
+    assert table[name].gradients[distance] == pytest.approx(
+        norm_by_differences(name, distance), rel=1e-4, abs=1e-9
+    )
 
 
 def test_gradients_of_attention_do_not_fall_and_those_of_recurrence_do(table: Table):
@@ -66,7 +72,12 @@ def test_gradients_of_attention_do_not_fall_and_those_of_recurrence_do(table: Ta
 
 @pytest.mark.parametrize(
     ("name", "field", "layers"),
-    [("attention", TOKENS, 1), ("GRU", TOKENS, 1), ("LSTM", TOKENS, 1), ("convolution", 3, TOKENS - 1)],
+    [
+        ("attention", TOKENS, 1),
+        ("GRU", TOKENS, 1),
+        ("LSTM", TOKENS, 1),
+        ("convolution", 3, TOKENS - 1),
+    ],
 )
 def test_receptive_fields_and_paths(name: str, field: int, layers: int, table: Table):
     assert (table[name].receptive_field, table[name].layers) == (field, layers)
@@ -119,7 +130,9 @@ def test_a_layer_without_any_path_is_refused():
 
 
 def test_norms_of_a_mean():
-    norms = gradient_norms(lambda x_TD: x_TD.mean(0, keepdim=True), torch.zeros(4, 9, dtype=torch.float64))
+    norms = gradient_norms(
+        lambda x_TD: x_TD.mean(0, keepdim=True), torch.zeros(4, 9, dtype=torch.float64)
+    )
     assert norms.tolist() == pytest.approx([3 / 4] * 4)
 
 
@@ -137,7 +150,17 @@ def test_the_printed_table_has_the_measured_numbers(table: Table):
 
 
 def test_the_command_prints_the_reach(capsys: pytest.CaptureFixture[str]):
-    words = ["cost", "mha", "--model", "64", "--context", "128", "--complexity", "measured", "--json"]
+    words = [
+        "cost",
+        "mha",
+        "--model",
+        "64",
+        "--context",
+        "128",
+        "--complexity",
+        "measured",
+        "--json",
+    ]
     assert cli.main(words) == 0
     reach = json.loads(capsys.readouterr().out)["complexity"]["reach"]
     expected = {layer.name: layer.chain for layer in measure_layer_reach().layers}

@@ -1,4 +1,6 @@
-"""Cost of whole models: known values, sums over decode steps, published formulas, and the command."""
+"""Cost of whole models: known values, sums over decode steps, published
+formulas, and the command.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ from headwise.model_spec import (
 )
 from support import spec_strategies as strategies
 
-LLAMA3 = {"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
+LLAMA3 = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "vocab_size": 128256,
+    "intermediate_size": 14336,
+}
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
 GPT3 = {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}
@@ -57,10 +64,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def priced(config: dict[str, Any], **load: Any) -> CostEstimate:
-    return estimate_cost(families.read_model_spec(config), hw.Workload(**({"context": 512} | load)), "model")
+    return estimate_cost(
+        families.read_model_spec(config), hw.Workload(**({"context": 512} | load)), "model"
+    )
 
 
-# --- numbers from outside ------------------------------------------------------------------------------
+# --- numbers from outside -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,14 +77,23 @@ def priced(config: dict[str, Any], **load: Any) -> CostEstimate:
     [
         ({"model_type": "gpt2"}, 124_439_808, 12 * 3072),
         (LLAMA3, 8_030_261_248, 131_072),
-        (LLAMA3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-         70_553_706_496, 327_680),
+        (
+            LLAMA3
+            | {
+                "hidden_size": 8192,
+                "intermediate_size": 28672,
+                "num_hidden_layers": 80,
+                "num_attention_heads": 64,
+            },
+            70_553_706_496,
+            327_680,
+        ),
         ({"model_type": "llama"}, 6_738_415_616, 524_288),
         (DEEPSEEK, 671_026_404_352, 70_272),
         ({"model_type": "gpt_oss"}, 116_829_156_672, 73_728),
     ],
     ids=["gpt-2", "llama-3-8b", "llama-3-70b", "llama-2-7b", "deepseek-v3", "gpt-oss-120b"],
-)  # fmt: skip
+)
 def test_released_models(config, params, each):
     one = priced(config)
     assert (one.parameters.total, one.data["kv_bytes_per_token"]) == (params, each)
@@ -98,15 +116,20 @@ def test_training_of_gpt_by_hand():
     """24 b s h^2 + 4 b s^2 h in every layer, and 2 b s h V, full square (zhihu 624740065)."""
     b, s, h = 3, 512, 768
     one = priced({"model_type": "gpt2"}, batch=b, context=s)
-    assert one.counted_flops["prefill"] == 12 * (24 * b * s * h**2 + 4 * b * s**2 * h) + 2 * b * s * h * 50257
+    assert (
+        one.counted_flops["prefill"]
+        == 12 * (24 * b * s * h**2 + 4 * b * s**2 * h) + 2 * b * s * h * 50257
+    )
     assert one.counted_flops["backward"] == 2 * one.counted_flops["prefill"]
 
 
-# --- sums ----------------------------------------------------------------------------------------------
+# --- sums -----------------------------------------------------------------------------------------
 
 
 def test_a_long_generation_by_hand():
-    """2 b n (k + v) [G p + G (G - 1) / 2 + G] for the steps behind a prompt of p, G of them, in every layer."""
+    """2 b n (k + v) [G p + G (G - 1) / 2 + G] for the steps behind a prompt of p, G of them, in
+    every layer.
+    """
     b, p, g = 2, 1000, 10**12
     steps = priced(LLAMA3, batch=b, context=p, generate=g + 1).flops_by_call["steps"]
     core = sum(term.value for term in steps.terms if "core" in term.name)
@@ -117,7 +140,9 @@ def test_a_long_generation_by_hand():
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    """Tiny models of every kind: patterns layer by layer, experts, cross-attention, images, heads of all sorts."""
+    """Tiny models of every kind: patterns layer by layer, experts, cross-attention, images, heads
+    of all sorts.
+    """
     kind = draw(st.sampled_from(model_spec.MODEL_KINDS))
     back = kind in ("decoder", "encoder-decoder")
     feeds = st.sampled_from(
@@ -132,8 +157,12 @@ def models(draw: st.DrawFn) -> ModelSpec:
     def stack(name: str, crosses: str, forward: bool) -> StackSpec:
         attention = strategies.patterns(forward=forward).map(lambda p: strategies.base(pattern=p))
         cross = strategies.base(source=10) if crosses == "cross" else None
-        each = st.builds(BlockSpec, st.none() | attention, st.just(cross), feeds, st.just(NormSpec("rms")))
-        embedding_spec = EmbeddingSpec(patches=PatchSpec(2, 3, 2, 2), first=1, positions=PositionSpec("learned", 7))
+        each = st.builds(
+            BlockSpec, st.none() | attention, st.just(cross), feeds, st.just(NormSpec("rms"))
+        )
+        embedding_spec = EmbeddingSpec(
+            patches=PatchSpec(2, 3, 2, 2), first=1, positions=PositionSpec("learned", 7)
+        )
         table = embedding_spec if kind == "vision" else EmbeddingSpec(tokens=11, table="")
         return StackSpec.from_blocks(name, 10, draw(st.lists(each, max_size=3)), embedding=table)
 
@@ -150,7 +179,9 @@ def models(draw: st.DrawFn) -> ModelSpec:
     return ModelSpec("tiny", kind, tuple(stacks), tuple(draw(st.lists(head, max_size=1))))
 
 
-LOADS = st.builds(hw.Workload, batch=st.integers(1, 3), context=st.integers(1, 9), source=st.integers(1, 7))
+LOADS = st.builds(
+    hw.Workload, batch=st.integers(1, 3), context=st.integers(1, 9), source=st.integers(1, 7)
+)
 
 
 @given(models(), LOADS)
@@ -158,15 +189,23 @@ def test_terms_add_up(model, load):
     one = estimate_cost(model, load)
     assert one.parameters.total == costs.count_parameters(model)
     every = one.data["terms"]
-    assert len({(term["breakdown"], term["name"], term["formula"], term["value"]) for term in every}) == len(every)
+    assert len(
+        {(term["breakdown"], term["name"], term["formula"], term["value"]) for term in every}
+    ) == len(every)
     for name, total in one.required_flops.items():
         assert sum(term["value"] for term in every if term["breakdown"] == name) == total
         assert total <= one.counted_flops[name]
     for phase, operations in one.operations.items():
         assert sum(each.flops for each in operations) == one.required_flops[phase]
-    alone = [select_layer(model, f"{s.name}.{n}") for s in model.stacks for n in range(len(s.layers))]
+    alone = [
+        select_layer(model, f"{s.name}.{n}") for s in model.stacks for n in range(len(s.layers))
+    ]
     bare = [replace(stack, embedding=None) for stack in model.stacks]
-    inner = estimate_cost(replace(model, stacks=tuple(bare), heads=()), load) if model.kind != "vision" else None
+    inner = (
+        estimate_cost(replace(model, stacks=tuple(bare), heads=()), load)
+        if model.kind != "vision"
+        else None
+    )
     if inner is not None and model.kind != "encoder-decoder":
         assert inner.required_flops["prefill"] == sum(
             estimate_cost(part, load).required_flops["prefill"] for part in alone
@@ -176,12 +215,18 @@ def test_terms_add_up(model, load):
 @given(models().filter(lambda model: "decoder" in model.kind), LOADS, st.integers(1, 6))
 def test_a_generation_is_the_sum_of_its_steps(model, load, written):
     whole = estimate_cost(model, replace(load, generate=written))
-    steps = [estimate_cost(model, replace(load, context=load.context + n + 1)) for n in range(written - 1)]
+    steps = [
+        estimate_cost(model, replace(load, context=load.context + n + 1))
+        for n in range(written - 1)
+    ]
     for way in ("required_flops", "executed_flops", "counted_flops"):
         every = [getattr(step, way)["decode"] for step in steps]
         assert getattr(whole, way)["steps"] == sum(every)
         assert getattr(whole, way)["generate"] == getattr(whole, way)["prompt"] + sum(every)
-    assert whole.cache_bytes == estimate_cost(model, replace(load, context=load.context + written - 1)).cache_bytes
+    assert (
+        whole.cache_bytes
+        == estimate_cost(model, replace(load, context=load.context + written - 1)).cache_bytes
+    )
 
 
 def test_a_state_steps_as_long_as_it_likes():
@@ -200,13 +245,22 @@ def test_a_prompt_is_scored_at_its_end():
 
 def test_cross_attention_caches_its_source_once():
     near, far = (priced(T5, context=10, source=n) for n in (100, 300))
-    assert near.data["kv_bytes_per_token"] == near.data["kv_bytes_per_source_token"] == 6 * 2 * 512 * 2
+    assert (
+        near.data["kv_bytes_per_token"] == near.data["kv_bytes_per_source_token"] == 6 * 2 * 512 * 2
+    )
     assert near.cache_bytes == (10 + 100) * 6 * 2 * 512 * 2
     assert far.cache_bytes - near.cache_bytes == 200 * 6 * 2 * 512 * 2
     assert far.required_flops["decode"] - near.required_flops["decode"] == 6 * 2 * 200 * 8 * 128
     names = [one.name for one in near.operations["decode"]]
-    assert names == ["embedding", "attention projections", "attention core", "cross projections", "cross core",
-                     "feed-forward", "head"]  # fmt: skip
+    assert names == [
+        "embedding",
+        "attention projections",
+        "attention core",
+        "cross projections",
+        "cross core",
+        "feed-forward",
+        "head",
+    ]
     cross = next(one for one in near.operations["decode"] if one.name == "cross projections")
     assert cross.moved == 6 * 2 * (2 * 512 * 512 + 2 * 512)  # W_Q and W_O alone
 
@@ -222,11 +276,19 @@ def test_a_fused_core_forms_its_scores_once_more():
 
 
 def test_gradients_are_spent_as_torch_spends_them():
-    """Its counter has no entry for the CPU's flash attention: it is given the one for other devices."""
+    """Its counter has no entry for the CPU's flash attention: it is given the one for other
+    devices.
+    """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    fields = {kernel: lambda q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_flop_count(q, k, v)}
+    fields = {
+        kernel: lambda q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_flop_count(q, k, v)
+    }
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    fields |= {back: lambda g, q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_backward_flop_count(g, q, k, v)}
+    fields |= {
+        back: lambda g, q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_backward_flop_count(
+            g, q, k, v
+        )
+    }
     spec = hw.design(model=12, heads=3, kv=1, pattern="causal()")
     x = torch.randn(2, 64, 12, requires_grad=True)
     with flop_counter.FlopCounterMode(display=False, custom_mapping=fields) as counter:
@@ -246,26 +308,47 @@ def test_blocks_are_summed_as_they_are(pattern, first, queries, keys):
     )
 
 
-@pytest.mark.parametrize("value", ["window(300) | first(4)", "window(700, after=200)", "window(200) | prefix(500)",
-                                  "dilated(10, 90)", "window(50) & causal()", "causal() | prefix(400)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        "window(300) | first(4)",
+        "window(700, after=200)",
+        "window(200) | prefix(500)",
+        "dilated(10, 90)",
+        "window(50) & causal()",
+        ("causal() | prefix(400)"),
+    ],
+)
 def test_many_blocks_are_summed_as_a_few(value):
     pattern = hw.masking.patterns.parse_pattern(value)
     for args, item in (((0, 5000), 5000), ((100, 7000), 7000), ((0, 3000), 100), ((0, 3000), 9000)):
         every = split_queries(pattern, range(*args), range(item))
-        assert sum_block_pairs(pattern, range(*args), range(item)) == sum(block.num_pairs for block in every)
+        assert sum_block_pairs(pattern, range(*args), range(item)) == sum(
+            block.num_pairs for block in every
+        )
 
 
 def test_numbers_beyond_machine_words_stay_exact():
-    block = BlockSpec(hw.design(model=2**20, heads=2**10, pattern="window(4096)"), feed=FeedForwardSpec(2**30))
+    block = BlockSpec(
+        hw.design(model=2**20, heads=2**10, pattern="window(4096)"), feed=FeedForwardSpec(2**30)
+    )
     model = ModelSpec(
         "vast",
         "decoder",
-        (StackSpec.from_blocks("decoder", 2**20, [block] * 3, embedding=EmbeddingSpec(tokens=2**40)),),
+        (
+            StackSpec.from_blocks(
+                "decoder", 2**20, [block] * 3, embedding=EmbeddingSpec(tokens=2**40)
+            ),
+        ),
     )
     one = estimate_cost(model, hw.Workload(batch=2**40, context=2**50))
     pairs = 2**50 * 4096 - 4096 * 4095 // 2
-    assert one.required_flops["prefill"] == 3 * 2**40 * (4 * pairs * 2**20 + 2**50 * (8 * 2**40 + 4 * 2**50))
-    assert json.loads(json.dumps(one.data))["flops"]["backward"] == 2 * one.required_flops["prefill"]
+    assert one.required_flops["prefill"] == 3 * 2**40 * (
+        4 * pairs * 2**20 + 2**50 * (8 * 2**40 + 4 * 2**50)
+    )
+    assert (
+        json.loads(json.dumps(one.data))["flops"]["backward"] == 2 * one.required_flops["prefill"]
+    )
 
 
 def test_layers_that_are_equal_are_one_term():
@@ -273,7 +356,11 @@ def test_layers_that_are_equal_are_one_term():
     scores = terms["decoder.*.attention.core (scores)"]
     assert scores.formula == "32 · 2 B pairs[causal()] q dim"
     assert scores.value == 32 * 2 * (512 * 513 // 2) * 32 * 128
-    local = [t for t in priced({"model_type": "gemma2"}).prefill_flops.terms if t.name.endswith("core (scores)")]
+    local = [
+        t
+        for t in priced({"model_type": "gemma2"}).prefill_flops.terms
+        if t.name.endswith("core (scores)")
+    ]
     assert [t.formula for t in local] == [
         f"13 · 2 B pairs[{options}] q dim" for options in ("window(4096)", "causal()")
     ]
@@ -284,17 +371,26 @@ def test_terms_have_formulas():
         [("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)]
     )
     assert result.terms[0].formula == "2 · (x + 1)"
-    shared = [term for term in parameter_terms(families.read_model_spec(T5)).terms if "table" in term.name]
+    shared = [
+        term for term in parameter_terms(families.read_model_spec(T5)).terms if "table" in term.name
+    ]
     assert [term.formula for term in shared] == ["bucket column"] * 2
 
 
 def test_equal_blocks_are_one_piece_however_they_alternate():
-    near, far = (BlockSpec(hw.design(model=10, heads=2, pattern=p)) for p in ("window(3)", "causal()"))
-    found = list_components(ModelSpec("m", "decoder", (StackSpec.from_blocks("decoder", 10, [near, far, near, near]),)))
-    assert [(piece.spec.pattern.text, piece.times) for piece in found] == [("window(3)", 3), ("causal()", 1)]
+    near, far = (
+        BlockSpec(hw.design(model=10, heads=2, pattern=p)) for p in ("window(3)", "causal()")
+    )
+    found = list_components(
+        ModelSpec("m", "decoder", (StackSpec.from_blocks("decoder", 10, [near, far, near, near]),))
+    )
+    assert [(piece.spec.pattern.text, piece.times) for piece in found] == [
+        ("window(3)", 3),
+        ("causal()", 1),
+    ]
 
 
-# --- scopes and notes ----------------------------------------------------------------------------------
+# --- scopes and notes -----------------------------------------------------------------------------
 
 
 def test_a_block_is_a_model_of_one_layer():
@@ -304,14 +400,20 @@ def test_a_block_is_a_model_of_one_layer():
     own = estimate_cost(select_layer(model, "encoder.0.attention"), hw.Workload(context=5))
     assert block.parameters.total == 3 * 512 + 8 * 512**2 + 2 * 512 * 2048 + 256
     assert cross.required_flops["prefill"] == 2 * 512**2 * (2 * 5 + 2 * 7) + 4 * 5 * 7 * 512
-    assert (cross.required_flops["decode"], own.decode_flops) == (2 * 512**2 * 2 + 4 * 7 * 512, None)
+    assert (cross.required_flops["decode"], own.decode_flops) == (
+        2 * 512**2 * 2 + 4 * 7 * 512,
+        None,
+    )
     assert select_layer(model, "encoder.1").kind == "encoder"
 
 
 def test_approximations_are_noted():
     nearly = ApproximateAttention(hw.design(model=10, heads=2, pattern="causal()"), "it hums")
     model = ModelSpec(
-        "m", "decoder", (StackSpec.from_blocks("decoder", 10, [BlockSpec(nearly)] * 2),), notes=("a note",)
+        "m",
+        "decoder",
+        (StackSpec.from_blocks("decoder", 10, [BlockSpec(nearly)] * 2),),
+        notes=("a note",),
     )
     assert estimate_cost(model, hw.Workload()).notes == (
         "a note",
@@ -320,7 +422,7 @@ def test_approximations_are_noted():
     assert "it hums" in str(hw.cost(model))
 
 
-# --- what others publish -------------------------------------------------------------------------------
+# --- what others publish --------------------------------------------------------------------------
 
 
 def published(name: str, config: dict[str, Any], **load: Any) -> dict[str, tuple[int, int | None]]:
@@ -331,10 +433,17 @@ def published(name: str, config: dict[str, Any], **load: Any) -> dict[str, tuple
 def test_the_articles_examples():
     result = published("zhihu-624740065", GPT3, context=2048)
     assert result["l (34 b s h + 5 b s^2 a)"][0] == 275_414_777_856
-    assert result["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][0] == result["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][1]
+    assert (
+        result["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][0]
+        == result["l (24 b s h^2 + 4 b s^2 h) + 2 b s h V"][1]
+    )
     ours = result["l (12 h^2 + 13 h) + V h"][1]
-    assert ours == result["l (12 h^2 + 13 h) + V h"][0] + 2048 * 12288 + 2 * 12288  # positions and the last norm
-    theirs, ours = published("zhihu-624740065", GPT3, context=512, batch=64, generate=32)["4 b l h (s + n)"]
+    assert (
+        ours == result["l (12 h^2 + 13 h) + V h"][0] + 2048 * 12288 + 2 * 12288
+    )  # positions and the last norm
+    theirs, ours = published("zhihu-624740065", GPT3, context=512, batch=64, generate=32)[
+        "4 b l h (s + n)"
+    ]
     assert (theirs, theirs - ours) == (164_282_499_072, 4 * 64 * 96 * 12288)
 
 
@@ -343,9 +452,18 @@ def test_the_papers_table():
     whole = 275_414_777_856
     sbhl = 2048 * 12288 * 96
     found = [theirs for formula, (theirs, _) in result.items() if formula.split(" ")[0] != "72"]
-    assert found == [whole, 10 * sbhl + (whole - 10 * sbhl) // 8, whole // 8, 13 * sbhl, 34 * sbhl // 8, 2 * sbhl]
+    assert found == [
+        whole,
+        10 * sbhl + (whole - 10 * sbhl) // 8,
+        whole // 8,
+        13 * sbhl,
+        34 * sbhl // 8,
+        2 * sbhl,
+    ]
     theirs, ours = result["72 b l s h^2 (1 + s / 6 h + V / 12 h l)"]
-    assert theirs == ours == 72 * sbhl * 12288 + 12 * 96 * 2048**2 * 12288 + 6 * 2048 * 12288 * 50257
+    assert (
+        theirs == ours == 72 * sbhl * 12288 + 12 * 96 * 2048**2 * 12288 + 6 * 2048 * 12288 * 50257
+    )
 
 
 def test_the_seeds_formula_is_ours_without_biases():
@@ -353,7 +471,8 @@ def test_the_seeds_formula_is_ours_without_biases():
     (row,) = compare_formulas(estimate_cost(spec, hw.Workload()), FORMULA_SOURCES["seeds"])
     assert row.published == row.estimate == 3 * 4 * 64 * 16 + 64**2
     (row,) = compare_formulas(
-        estimate_cost(hw.design(model=64, heads=4, bias="qkvo"), hw.Workload()), FORMULA_SOURCES["seeds"]
+        estimate_cost(hw.design(model=64, heads=4, bias="qkvo"), hw.Workload()),
+        FORMULA_SOURCES["seeds"],
     )
     assert row.estimate - row.published == 4 * 64
 
@@ -367,10 +486,17 @@ def test_rules_of_thumb():
 
 def test_optimisers():
     each = {name: one.bytes_per_parameter for name, one in OPTIMISERS.items()}
-    assert each == {"zero": 16, "megatron": 18, "zhihu-624740065": 20, "adam-fp32": 16, "sgd-momentum": 12, "muon": 12}
+    assert each == {
+        "zero": 16,
+        "megatron": 18,
+        "zhihu-624740065": 20,
+        "adam-fp32": 16,
+        "sgd-momentum": 12,
+        "muon": 12,
+    }
 
 
-# --- the command ---------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -405,15 +531,34 @@ def test_a_config_is_priced(capsys, folder, name):
         "kv_bytes_per_token",
         "activation_bytes",
     } <= set(row)
-    assert {"weights_bytes", "intensity", "bound", "seconds", "operations", "notes", "terms"} <= set(row)
+    assert {
+        "weights_bytes",
+        "intensity",
+        "bound",
+        "seconds",
+        "operations",
+        "notes",
+        "terms",
+    } <= set(row)
     assert ("decode" in row["flops"]) == (name not in ("bert", "vit"))
     for bill in row["flops"]:
-        assert sum(term["value"] for term in row["terms"] if term["breakdown"] == bill) == row["flops"][bill]
+        assert (
+            sum(term["value"] for term in row["terms"] if term["breakdown"] == bill)
+            == row["flops"][bill]
+        )
 
 
 def test_all_stand_in_one_table(capsys, folder):
-    what = [folder / "llama", folder / "t5" / "config.json", folder / "model.toml", folder / "spec.toml", "mla"]
-    code, out, err = run(capsys, *what, "--generate", 20, "--operations", "--terms", "--optimiser", "zero")
+    what = [
+        folder / "llama",
+        folder / "t5" / "config.json",
+        folder / "model.toml",
+        folder / "spec.toml",
+        "mla",
+    ]
+    code, out, err = run(
+        capsys, *what, "--generate", 20, "--operations", "--terms", "--optimiser", "zero"
+    )
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "t5: encoder-decoder of 6 + 6 layers, 2,048 source tokens" in out
@@ -449,19 +594,33 @@ def test_the_context_is_limited_by_positions(capsys, folder):
 
 def test_a_model_is_changed_by_its_description(capsys, folder):
     changed = run(capsys, folder / "gpt2", "--json", "--set", "stacks.0.runs.0.times=2")
-    assert json.loads(changed[1])["rows"][0]["params"] == 124_439_808 - 10 * (12 * 768**2 + 13 * 768)
+    assert json.loads(changed[1])["rows"][0]["params"] == 124_439_808 - 10 * (
+        12 * 768**2 + 13 * 768
+    )
 
 
 BAD: dict[str, tuple[Any, str]] = {
     "unknown": ({"model_type": "gtp2"}, "did you mean 'gpt2'?"),
     "nothing": ({"hidden_size": 7}, "neither model_type nor architectures is present"),
-    "indivisible": ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, "a hidden size of 10 does not divide"),
+    "indivisible": (
+        {"model_type": "gpt2", "n_embd": 10, "n_head": 3},
+        "a hidden size of 10 does not divide",
+    ),
     "negative": (LLAMA3 | {"hidden_size": -4096}, "hidden_size = -4096 is out of range"),
-    "absurd": (LLAMA3 | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is out of range"),
+    "absurd": (
+        LLAMA3 | {"num_hidden_layers": 10**9},
+        "num_hidden_layers = 1000000000 is out of range",
+    ),
     "text": (LLAMA3 | {"vocab_size": "many"}, "vocab_size = 'many' is not a whole number"),
     "uneven": (LLAMA3 | {"num_key_value_heads": 5}, "is not a multiple of num_key_value_heads = 5"),
-    "few": (CONFIGS["gemma2"] | {"layer_types": ["full_attention"] * 3}, "layer_types names 3 layers of 26"),
-    "contradiction": (LLAMA3 | {"architectures": ["GPT2Model"]}, "architectures names 'GPT2Model', model_type 'llama'"),
+    "few": (
+        CONFIGS["gemma2"] | {"layer_types": ["full_attention"] * 3},
+        "layer_types names 3 layers of 26",
+    ),
+    "contradiction": (
+        LLAMA3 | {"architectures": ["GPT2Model"]},
+        "architectures names 'GPT2Model', model_type 'llama'",
+    ),
     "list": ([1, 2], "holds a list, not a JSON object"),
 }
 
@@ -479,18 +638,33 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("mohsa", "--overlap", "l"), "no option --overlap, but mohsa has project.overlap: Overlapping(overlap='l')"),
-        (("moh", "--active", "3"), "no option --active, but moh has modifiers.1.active; write --set modifiers.1."),
-        (("mohsa", "--set", "project.schedule=l"), "project.schedule='l' depends on the depth of the layer"),
+        (
+            ("mohsa", "--overlap", "l"),
+            "no option --overlap, but mohsa has project.overlap: Overlapping(overlap='l')",
+        ),
+        (
+            ("moh", "--active", "3"),
+            "no option --active, but moh has modifiers.1.active; write --set modifiers.1.",
+        ),
+        (
+            ("mohsa", "--set", "project.schedule=l"),
+            "project.schedule='l' depends on the depth of the layer",
+        ),
         (("mohsa", "--bogus", "3"), "there is no option --bogus"),
         (("gqa", "--layer", "3"), "--layer 3 is for models"),
         (("gqa", "--set", "source=9"), "whose length is not given; set Workload(source=512)"),
-        (("gqa", "--set", "pattern=blocks(7) & causal()", "--context", 10**15), "too many blocks; give at most 18"),
+        (
+            ("gqa", "--set", "pattern=blocks(7) & causal()", "--context", 10**15),
+            "too many blocks; give at most 18",
+        ),
         (("gqa", "--optimiser", "adm"), "there is no optimiser 'adm'"),
         (("gqa", "--published", "palmm"), "did you mean 'palm'?"),
         (("gqa", "--published", "paper-2022"), "are of whole blocks, and gqa is one attention"),
         (("mha", "--generate", "3"), "mha is not causal and cannot generate token by token"),
-        (("FOLDER/gpt2", "--tensor-parallel", "0", "--published", "paper-2022"), "devices must be at least 1"),
+        (
+            ("FOLDER/gpt2", "--tensor-parallel", "0", "--published", "paper-2022"),
+            "devices must be at least 1",
+        ),
         (("FOLDER/gpt2", "--generate", "-3"), "generate must be a whole number from 0"),
         (("FOLDER/gpt2", "--context", "1025"), "1025 tokens exceed the maximum length 1024"),
         (("FOLDER/gpt2", "--context", "1024", "--generate", "5"), "use context=1020 or less"),
@@ -499,13 +673,16 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("FOLDER/gpt2", "--layer", "3.cross"), "has no 'cross'"),
         (("FOLDER/gpt2", "--model", "64"), "--model is for presets"),
         (("FOLDER/gpt2", "--set", "stacks.0.model=7"), "decoder is 7 wide"),
-        (("FOLDER/bart", "--source", "2000"), "2000 source tokens exceed the maximum source length 1024"),
+        (
+            ("FOLDER/bart", "--source", "2000"),
+            "2000 source tokens exceed the maximum source length 1024",
+        ),
         (("FOLDER/bert", "--generate", "1"), "bert is not causal"),
         (("FOLDER/t5", "--published", "palm"), "are of one stack, and t5 has 2"),
         (("FOLDER/t5", "--source", "0"), "source must be a whole number from 1"),
         (("FOLDER",), "holds neither headwise.toml nor config.json"),
     ],
-)  # fmt: skip
+)
 def test_invalid_arguments_give_one_line(capsys, folder, argv, message):
     code, out, err = run(capsys, *(str(word).replace("FOLDER", str(folder)) for word in argv))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -518,4 +695,8 @@ def test_a_backend_that_keeps_scores_forms_none_again():
         name: backends.recomputed_flops(one, job, hw.CallSize(1, 200, 200, 200), 100)
         for name, one in backends.BACKENDS.items()
     }
-    assert values == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "bf16_matmul": 0}
+    assert values == dict.fromkeys(backends.BACKENDS, 50) | {
+        "linear": 0,
+        "dense": 0,
+        "bf16_matmul": 0,
+    }

@@ -13,7 +13,13 @@ import headwise as hw
 from headwise import cli
 from headwise.costs.cost_report import estimate_cost
 from headwise.costs.kv_cache_memory import RequestBatch
-from headwise.costs.parallelism import ParallelCost, ParallelPlan, divide_attention, remote_devices, stage_shares
+from headwise.costs.parallelism import (
+    ParallelCost,
+    ParallelPlan,
+    divide_attention,
+    remote_devices,
+    stage_shares,
+)
 from headwise.costs.roofline import Device
 from headwise.costs.serving_cost import ServingCost
 from headwise.families import read_model_spec
@@ -27,7 +33,7 @@ def make_cost(name: str, plan: ParallelPlan, rows: int = 64, length: int = 1000)
     return ParallelCost(read_model_spec(name), plan, H200, RequestBatch.uniform(rows, length))
 
 
-# --- one device ------------------------------------------------------------------------------------------
+# --- one device -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SINGLE_MODELS)
@@ -45,12 +51,14 @@ def test_one_device_is_the_cost_of_the_whole_model(name: str):
     assert cost.tokens_per_second == pytest.approx(64 / step.seconds)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 4), (4, 1), (8, 2), (16, 1), (2, 3)])
 def test_llama_3_8b_by_hand(tensor: int, pipeline: int):
-    """8 key-value heads: 16 devices hold each of them twice. 32 layers in 3 stages are 11, 11 and 10."""
+    """8 key-value heads: 16 devices hold each of them twice. 32 layers in 3 stages are 11, 11 and
+    10.
+    """
     cost = make_cost("llama-3-8b", ParallelPlan(tensor * pipeline, tensor, pipeline), rows=24)
     kv = max(1, 8 // tensor)
     layer = 2 * 4096 * 4096 // tensor + 2 * 4096 * kv * 128 + 3 * 4096 * 14336 // tensor + 2 * 4096
@@ -72,11 +80,15 @@ def test_llama_3_8b_by_hand(tensor: int, pipeline: int):
         a + b for a, b in zip(flops, cores, strict=True)
     ]
     assert cost.tokens_per_second == pytest.approx(rows / max(step.stage_seconds))
-    assert step.seconds == pytest.approx(sum(step.compute_seconds) + sum(step.communication_seconds))
+    assert step.seconds == pytest.approx(
+        sum(step.compute_seconds) + sum(step.communication_seconds)
+    )
 
 
 def _sent_in_ring(tensor: int, size: int) -> int:
-    """Bytes that one of `tensor` devices sends in a simulated ring all-reduce of `size` bytes, one per number."""
+    """Bytes that one of `tensor` devices sends in a simulated ring all-reduce of `size` bytes, one
+    per number.
+    """
     chunk = size // tensor
     data = [[[float(device + 1)] * chunk for _ in range(tensor)] for device in range(tensor)]
     sent = 0
@@ -86,7 +98,9 @@ def _sent_in_ring(tensor: int, size: int) -> int:
         sent += len(values[0])
         for (device, part), value in zip(moving, values, strict=True):
             other = data[(device + 1) % tensor][part]
-            data[(device + 1) % tensor][part] = value if phase else [a + b for a, b in zip(other, value, strict=True)]
+            data[(device + 1) % tensor][part] = (
+                value if phase else [a + b for a, b in zip(other, value, strict=True)]
+            )
     total = float(sum(range(1, tensor + 1)))
     assert all(number == total for device in data for part in device for number in part)
     return sent
@@ -95,7 +109,9 @@ def _sent_in_ring(tensor: int, size: int) -> int:
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_all_reduces_send_what_a_ring_sends(tensor: int):
     """Two per layer, and one of the embedding; every one of 12 rows has 4096 numbers of 2 bytes."""
-    (stage,) = make_cost("llama-3-8b", ParallelPlan(tensor, tensor), rows=12).decode_step.communication
+    (stage,) = make_cost(
+        "llama-3-8b", ParallelPlan(tensor, tensor), rows=12
+    ).decode_step.communication
     sent = {exchange.name: exchange.sent for exchange in stage}
     assert sent["all-reduce"] == (2 * 32 + 1) * _sent_in_ring(tensor, 12 * 4096 * 2)
     assert sent["all-gather of logits"] == (tensor - 1) * 12 * (128_256 // tensor) * 2
@@ -105,15 +121,25 @@ def test_all_reduces_send_what_a_ring_sends(tensor: int):
 
 def test_stages_pass_hidden_states_on():
     step = make_cost("gpt2", ParallelPlan(3, 1, 3), rows=9).decode_step
-    assert [[one.sent for one in stage] for stage in step.communication] == [[3 * 768 * 2], [3 * 768 * 2], []]
+    assert [[one.sent for one in stage] for stage in step.communication] == [
+        [3 * 768 * 2],
+        [3 * 768 * 2],
+        [],
+    ]
     table = 2 * 50_257 * 768
     stages = [term.value for term in make_cost("gpt2", ParallelPlan(3, 1, 3)).weight_terms]
     layer = 2 * (12 * 768**2 + 13 * 768)
-    assert stages == [4 * layer + table + 2 * 1024 * 768, 4 * layer, 4 * layer + table + 2 * 2 * 768]
+    assert stages == [
+        4 * layer + table + 2 * 1024 * 768,
+        4 * layer,
+        4 * layer + table + 2 * 2 * 768,
+    ]
 
 
 def test_experts_of_deepseek_v3_by_hand():
-    """8 x 4 = 32 devices: 2 stages with 4 replicas of 4; 16 devices, all of a stage, divide 256 experts."""
+    """8 x 4 = 32 devices: 2 stages with 4 replicas of 4; 16 devices, all of a stage, divide 256
+    experts.
+    """
     cost = make_cost("deepseek-v3", ParallelPlan(32, 4, 2, 16), rows=64, length=4096)
     assert cost.plan.replicas == 4
     assert (cost.rows_per_replica, cost.rows_per_micro_batch) == (16, 8)
@@ -130,7 +156,9 @@ def test_experts_of_deepseek_v3_by_hand():
     first = 31 * attention + 3 * dense + 28 * (router + shared + 16 * expert) + table
     last = 30 * (attention + router + shared + 16 * expert) + table + 2 * 7168
     assert [term.value for term in cost.weight_terms] == [first, last]
-    assert cost.cache_bytes_per_device == 16 * 4096 * 31 * 2 * 576  # every device of a tensor group has all latents
+    assert (
+        cost.cache_bytes_per_device == 16 * 4096 * 31 * 2 * 576
+    )  # every device of a tensor group has all latents
 
     step = cost.decode_step
     experts = next(one for one in step.operations[1] if one.name == "30 x experts")
@@ -143,15 +171,23 @@ def test_experts_of_deepseek_v3_by_hand():
     sent = {exchange.name: exchange.sent for exchange in step.communication[1]}
     hidden = 8 * 7168 * 2
     remote = 15 * (1 - math.prod((240 - n) / (256 - n) for n in range(8)))
-    assert sent["dispatch and combine of experts"] == pytest.approx(30 * 2 * hidden / 4 * remote, abs=1)
+    assert sent["dispatch and combine of experts"] == pytest.approx(
+        30 * 2 * hidden / 4 * remote, abs=1
+    )
     assert sent["all-reduce"] == 30 * 2 * 3 * hidden // 4
     assert sent["reduction and all-gather of expert outputs"] == 60 * 3 * hidden // 4
 
 
 def test_fewer_expert_devices_than_tensor_devices_divide_each_expert_too():
-    """8 devices in 4 groups of experts: each holds 8 of 32 experts of gpt-oss-20b, and half of each."""
-    whole, divided = (make_cost("gpt-oss-20b", ParallelPlan(8, 8, 1, experts)) for experts in (8, 4))
-    half = 2 * (2 * (1440 * 2880 * 17 // 32) + 2 * 2 * 1440) // 2 + 2880 * 1440 * 17 // 32 + 2 * 2880
+    """8 devices in 4 groups of experts: each holds 8 of 32 experts of gpt-oss-20b, and half of
+    each.
+    """
+    whole, divided = (
+        make_cost("gpt-oss-20b", ParallelPlan(8, 8, 1, experts)) for experts in (8, 4)
+    )
+    half = (
+        2 * (2 * (1440 * 2880 * 17 // 32) + 2 * 2 * 1440) // 2 + 2880 * 1440 * 17 // 32 + 2 * 2880
+    )
     full = 3 * (2880**2 * 17 // 32) + 2 * 3 * 2880
     difference = divided.weight_bytes_per_device - whole.weight_bytes_per_device
     assert difference == 24 * (8 * half - 4 * full)
@@ -159,7 +195,9 @@ def test_fewer_expert_devices_than_tensor_devices_divide_each_expert_too():
     assert names == {"all-reduce", "all-gather of logits"}
 
 
-@pytest.mark.parametrize(("count", "active", "devices"), [(4, 1, 4), (6, 2, 3), (8, 3, 2), (8, 3, 8)])
+@pytest.mark.parametrize(
+    ("count", "active", "devices"), [(4, 1, 4), (6, 2, 3), (8, 3, 2), (8, 3, 8)]
+)
 def test_a_token_is_sent_to_the_devices_of_its_experts(count: int, active: int, devices: int):
     """The mean over all choices: the device of the token is the first."""
     experts_per_device = count // devices
@@ -172,18 +210,24 @@ def test_a_token_is_sent_to_the_devices_of_its_experts(count: int, active: int, 
 def test_layers_stored_differently_stay_so_in_their_stage():
     config = {
         **hw.families.PUBLISHED_MODELS["llama-3-8b"].config,
-        "quantization_config": {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["layers.17"]},
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "modules_to_not_convert": ["layers.17"],
+        },
     }
     model = read_model_spec(config)
     cost = ParallelCost(model, ParallelPlan(4, 1, 4), H200, RequestBatch.uniform(1, 10))
     total = estimate_cost(model, hw.Workload(context=10)).weights_bytes
     assert sum(term.value for term in cost.weight_terms) == total
-    excluded = [share.model.quantization and share.model.quantization.excluded for share in cost.shares]
+    excluded = [
+        share.model.quantization and share.model.quantization.excluded for share in cost.shares
+    ]
     assert [bool(names) for names in excluded] == [False, False, True, False]
     assert "decoder.1.feed.up" in (excluded[2] or ())
 
 
-# --- impossible divisions --------------------------------------------------------------------------------
+# --- impossible divisions -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,15 +236,25 @@ def test_layers_stored_differently_stay_so_in_their_stage():
         ("gpt2", {"devices": 8, "tensor": 3}, "use tensor=1, 2, 4 or 8 with this pipeline"),
         ("gpt2", {"devices": 2, "pipeline": 3}, "use pipeline=1 or 2"),
         ("gpt2", {"devices": 5, "tensor": 5}, "heads .12. .* use tensor=1, 2, 3, 4, 6 or 12"),
-        ("gpt2", {"devices": 16, "pipeline": 16}, "more than the 12 layers of gpt2; use at most 12"),
+        (
+            "gpt2",
+            {"devices": 16, "pipeline": 16},
+            "more than the 12 layers of gpt2; use at most 12",
+        ),
         ("gpt2", {"devices": 2, "experts": 2}, "gpt2 has none; use experts=1"),
         ("gpt2", {"devices": 0}, "devices must be a whole number"),
         ("gpt-oss-20b", {"devices": 8, "experts": 3}, "use experts=1, 2, 4 or 8"),
-        ("gpt-oss-20b", {"devices": 64, "experts": 64}, "the 32 experts of gpt_oss; use experts=1, 2, 4, 8, 16 or 32"),
+        (
+            "gpt-oss-20b",
+            {"devices": 64, "experts": 64},
+            "the 32 experts of gpt_oss; use experts=1, 2, 4, 8, 16 or 32",
+        ),
         ("bert-base", {"devices": 2}, "only decoders can be divided"),
     ],
 )
-def test_impossible_divisions_are_refused_with_the_possible_values(name: str, plan: dict[str, Any], message: str):
+def test_impossible_divisions_are_refused_with_the_possible_values(
+    name: str, plan: dict[str, Any], message: str
+):
     with pytest.raises(hw.SpecError, match=message):
         stage_shares(read_model_spec(name), ParallelPlan(**plan))
 
@@ -209,14 +263,29 @@ def test_heads_that_are_mixed_stay_together():
     with pytest.raises(hw.SpecError, match="heads that are mixed"):
         divide_attention(hw.design(preset="talking", model=64, heads=4), 2)
     with pytest.raises(hw.SpecError, match="requests of several lengths"):
-        ParallelCost(read_model_spec("gpt2"), ParallelPlan(1), H200, RequestBatch.from_lengths([3, 4]))
+        ParallelCost(
+            read_model_spec("gpt2"), ParallelPlan(1), H200, RequestBatch.from_lengths([3, 4])
+        )
 
 
-# --- the command -----------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_divides_models(capsys: pytest.CaptureFixture[str]):
-    argv = ["cost", "gpt3", "--context", "1024", "--batch", "8", "--devices", "8", "--tensor", "4", "--pipeline", "2"]
+    argv = [
+        "cost",
+        "gpt3",
+        "--context",
+        "1024",
+        "--batch",
+        "8",
+        "--devices",
+        "8",
+        "--tensor",
+        "4",
+        "--pipeline",
+        "2",
+    ]
     assert cli.main([*argv, "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["parallel"]
     cost = make_cost("gpt3", ParallelPlan(8, 4, 2), 8, 1024)

@@ -15,7 +15,10 @@ DAY = 86_400
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str], ArticleRow]:
-    return {(row.model, row.quantity.split(",")[0]): row for row in ArticleTable.from_name("624740065").rows}
+    return {
+        (row.model, row.quantity.split(",")[0]): row
+        for row in ArticleTable.from_name("624740065").rows
+    }
 
 
 def test_times_of_training_are_those_of_the_article(rows: dict[tuple[str, str], ArticleRow]):
@@ -27,8 +30,12 @@ def test_times_of_training_are_those_of_the_article(rows: dict[tuple[str, str], 
     assert llama.article * DAY == pytest.approx(1_898_871, rel=1e-5)
 
 
-def _flops_per_token(layers: int, width: int, hidden: int, heads_of_feed: int, vocabulary: int) -> float:
-    """Four passes' worth of a block, less the last product that recomputation leaves out, and three of the head."""
+def _flops_per_token(
+    layers: int, width: int, hidden: int, heads_of_feed: int, vocabulary: int
+) -> float:
+    """Four passes' worth of a block, less the last product that recomputation leaves out, and three
+    of the head.
+    """
     block = 2 * (4 * width**2 + heads_of_feed * width * hidden) + 4 * 2048 * width
     return layers * (4 * block - 2 * width * hidden) + 3 * 2 * width * vocabulary
 
@@ -37,8 +44,12 @@ def test_our_times_follow_from_the_products_of_a_step(rows: dict[tuple[str, str]
     gpt3 = _flops_per_token(96, 12_288, 4 * 12_288, 2, 50_257)
     llama = _flops_per_token(80, 8192, 22_016, 3, 32_000)
     assert flops_per_trained_token(read_model_spec("gpt3"), 2048) == pytest.approx(gpt3, rel=1e-12)
-    assert rows["GPT-3", "days"].headwise * DAY == pytest.approx(300e9 * gpt3 / (1024 * 312e12 * 0.45))
-    assert rows["LLaMA-65B", "days"].headwise * DAY == pytest.approx(1.4e12 * llama / (2048 * 312e12 * 0.3))
+    assert rows["GPT-3", "days"].headwise * DAY == pytest.approx(
+        300e9 * gpt3 / (1024 * 312e12 * 0.45)
+    )
+    assert rows["LLaMA-65B", "days"].headwise * DAY == pytest.approx(
+        1.4e12 * llama / (2048 * 312e12 * 0.3)
+    )
     assert rows["GPT-3", "FLOPs"].headwise == pytest.approx(300e9 * 3 * _forward_flops() / 2048)
 
 
@@ -53,7 +64,11 @@ def test_differences_are_those_that_are_explained(rows: dict[tuple[str, str], Ar
     assert parameters.headwise - parameters.article == rest
     assert f"{rest:,}" in parameters.explanation
     llama = rows["LLaMA-65B", "parameters"]
-    feed, tables, norms = 80 * (3 * 8192 * 22_016 - 8 * 8192**2), 2 * 32_000 * 8192, 80 * 2 * 8192 + 8192
+    feed, tables, norms = (
+        80 * (3 * 8192 * 22_016 - 8 * 8192**2),
+        2 * 32_000 * 8192,
+        80 * 2 * 8192 + 8192,
+    )
     assert llama.article == 64_424_509_440
     assert llama.headwise - llama.article == feed + tables + norms
     assert f"{feed:,}" in llama.explanation
@@ -67,8 +82,14 @@ def test_memory_is_that_of_the_article(rows: dict[tuple[str, str], ArticleRow]):
     assert activations.article == 275_414_777_856
     assert "275,414,777,856" in activations.explanation
     cache = by_quantity["bytes, KV cache of 64 rows of 512 + 32"]
-    assert (cache.article, cache.article - cache.headwise) == (164_282_499_072, 4 * 64 * 96 * 12_288)
-    state, weights = by_quantity["bytes, training state"], by_quantity["bytes, weights for inference"]
+    assert (cache.article, cache.article - cache.headwise) == (
+        164_282_499_072,
+        4 * 64 * 96 * 12_288,
+    )
+    state, weights = (
+        by_quantity["bytes, training state"],
+        by_quantity["bytes, weights for inference"],
+    )
     assert (state.article, weights.article) == (3.5e12, 350e9)
     parameters = rows["GPT-3", "parameters"].headwise
     assert (state.headwise, weights.headwise) == (16 * parameters, 2 * parameters)

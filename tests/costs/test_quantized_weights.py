@@ -1,4 +1,6 @@
-"""Bytes of quantised checkpoints, against published files and against tensors that are allocated one by one."""
+"""Bytes of quantised checkpoints, against published files and against tensors that are allocated
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,20 @@ def stored_bytes(config: dict[str, Any]) -> int:
     return estimate_cost(read_model_spec(config), hw.Workload(context=64)).weights_bytes
 
 
-# --- published checkpoints -------------------------------------------------------------------------------
+# --- published checkpoints ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "experts", "gib"),
-    [("gpt-oss-20b", 20_914_757_184, 24 * 32, 12.8), ("gpt-oss-120b", 116_829_156_672, 36 * 128, 60.8)],
+    [
+        ("gpt-oss-20b", 20_914_757_184, 24 * 32, 12.8),
+        ("gpt-oss-120b", 116_829_156_672, 36 * 128, 60.8),
+    ],
 )
 def test_gpt_oss_has_the_published_bytes(name: str, parameters: int, experts: int, gib: float):
-    """Matrices of experts have 4.25 bits, and everything else 16; the sizes in GiB are of 2508.10925, table 1."""
+    """Matrices of experts have 4.25 bits, and everything else 16; the sizes in GiB are of
+    2508.10925, table 1.
+    """
     model = read_model_spec(name)
     each = 3 * 2880 * 2880
     expected = experts * (each // 2 + each // 32) + 2 * (parameters - experts * each)
@@ -58,10 +65,12 @@ def test_gpt_oss_has_the_published_bytes(name: str, parameters: int, experts: in
 
 
 def test_deepseek_v3_has_the_published_bytes():
-    """The files hold 3,918,786,560 numbers in bfloat16, 680,571,043,840 in fp8 and 41,555,600 in float32.
+    """The files hold 3,918,786,560 numbers in bfloat16, 680,571,043,840 in fp8 and 41,555,600 in
+    float32.
 
-    They include the module that predicts a second token: a 62nd layer, with copies of the embedding and of the head,
-    a projection of 2 x 7168 to 7168 channels, and three norms; and in float32 a bias for every router.
+    They include the module that predicts a second token: a 62nd layer, with copies of the embedding
+    and of the head, a projection of 2 x 7168 to 7168 channels, and three norms; and in float32 a
+    bias for every router.
     """
     width, latents, expert = 7168, 1536 + 512, 3 * 2048 * 7168
     attention = {
@@ -72,23 +81,37 @@ def test_deepseek_v3_has_the_published_bytes():
         (7168, 16384): 1,
     }
     layer = sum(rows * columns for rows, columns in attention) + 257 * expert
-    scales = sum(-(-rows // 128) * -(-columns // 128) for rows, columns in attention) + 257 * expert // 128**2
+    scales = (
+        sum(-(-rows // 128) * -(-columns // 128) for rows, columns in attention)
+        + 257 * expert // 128**2
+    )
     copies = 2 * 129_280 * width + 2 * width**2 + 256 * width + (2 * width + latents) + 3 * width
-    bf16, fp8, fp32 = 3_918_786_560 - copies, 680_571_043_840 - layer, 41_555_600 - scales - 59 * 256
-    assert stored_bytes({"model_type": "deepseek_v3", **_published("deepseek-v3")}) == 2 * bf16 + fp8 + 4 * fp32
+    bf16, fp8, fp32 = (
+        3_918_786_560 - copies,
+        680_571_043_840 - layer,
+        41_555_600 - scales - 59 * 256,
+    )
+    assert (
+        stored_bytes({"model_type": "deepseek_v3", **_published("deepseek-v3")})
+        == 2 * bf16 + fp8 + 4 * fp32
+    )
 
 
 def _published(name: str) -> dict[str, Any]:
     return dict(hw.families.PUBLISHED_MODELS[name].config)
 
 
-# --- formats, tensor by tensor ---------------------------------------------------------------------------
+# --- formats, tensor by tensor --------------------------------------------------------------------
 
 
 def _linear_maps() -> dict[str, torch.nn.Linear]:
     with torch.device("meta"):
         model = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**SMALL))
-    return {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> int:
@@ -122,7 +145,9 @@ def _nf4(rows: int, columns: int) -> int:
 def _double_nf4(rows: int, columns: int) -> int:
     blocks = rows * columns // 64
     return (
-        _empty(rows * columns // 2, dtype=torch.uint8) + _empty(blocks, dtype=torch.uint8) + _empty(-(-blocks // 256))
+        _empty(rows * columns // 2, dtype=torch.uint8)
+        + _empty(blocks, dtype=torch.uint8)
+        + _empty(-(-blocks // 256))
     )
 
 
@@ -146,18 +171,34 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
             "quant_method": "gptq",
             "bits": 4,
             "group_size": 64,
-            "modules_in_block_to_quantize": [["self_attn.k_proj", "self_attn.v_proj"], ["mlp.up_proj"]],
+            "modules_in_block_to_quantize": [
+                ["self_attn.k_proj", "self_attn.v_proj"],
+                ["mlp.up_proj"],
+            ],
         },
         _gptq,
         ("lm_head", "q_proj", "o_proj", "gate_proj", "down_proj"),
     ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, _awq, ("lm_head",)),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        _awq,
+        ("lm_head",),
+    ),
     "awq-skips": (
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["self_attn", "layers.1"]},
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "modules_to_not_convert": ["self_attn", "layers.1"],
+        },
         _awq,
         ("lm_head", "self_attn", "layers.1."),
     ),
-    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4, ("lm_head",)),
+    "nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        _nf4,
+        ("lm_head",),
+    ),
     "nf4-double": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
         _double_nf4,
@@ -165,7 +206,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
     ),
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8, ("lm_head",)),
     "int8-head": (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["down_proj"]},
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": True,
+            "llm_int8_skip_modules": ["down_proj"],
+        },
         _int8,
         ("down_proj",),
     ),
@@ -173,7 +218,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
     "compressed": (
         {
             "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+            },
             "ignore": ["lm_head", "re:.*layers.0.mlp.*"],
         },
         _fp8_rows,
@@ -184,10 +231,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_has_the_bytes_of_its_tensors(name: str):
-    """Linear maps are those of the model in transformers; the vocabulary of 130 leaves blocks that are not full."""
+    """Linear maps are those of the model in transformers; the vocabulary of 130 leaves blocks that
+    are not full.
+    """
     config, matrix_bytes, unquantized = FORMATS[name]
     maps = _linear_maps()
-    quantized = {path: map_ for path, map_ in maps.items() if not any(words in path for words in unquantized)}
+    quantized = {
+        path: map_ for path, map_ in maps.items() if not any(words in path for words in unquantized)
+    }
     assert 0 < len(quantized) < len(maps)
     others = estimate_cost(read_model_spec(SMALL), hw.Workload(context=64)).parameters.total
     others -= sum(map_.weight.numel() for map_ in quantized.values())
@@ -196,11 +247,17 @@ def test_a_format_has_the_bytes_of_its_tensors(name: str):
 
 
 def test_bits_of_a_weight_by_the_papers():
-    """4.25 of mxfp4; QLoRA (2305.14314, section 3): 0.5 bits per parameter of scales, or 0.127 with double scales."""
+    """4.25 of mxfp4; QLoRA (2305.14314, section 3): 0.5 bits per parameter of scales, or 0.127 with
+    double scales.
+    """
     bits = {name: f.bits_per_weight for name, f in hw.model_spec.WEIGHT_FORMATS.items()}
     assert bits["mxfp4"] == 4.25
     assert bits["nf4"] == 4.5
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    config = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": True,
+    }
     quantization = read_model_spec({**SMALL, "quantization_config": config}).quantization
     assert quantization is not None
     assert quantization.format.bits_per_weight - 4 == pytest.approx(0.127, abs=5e-4)
@@ -218,16 +275,24 @@ def test_modules_that_no_table_of_names_knows_are_noted():
     config = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["visual"]}
     model = read_model_spec({"model_type": "whisper", "quantization_config": config})
     assert model.quantization is not None
-    assert any("visual are counted as quantised, although they are not" in note for note in model.notes)
+    assert any(
+        "visual are counted as quantised, although they are not" in note for note in model.notes
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"quant_method": "awq", "bits": 40}, r"bits = 40 is out of range"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\] is neither"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            r"weight_block_size = \[128\] is neither",
+        ),
         ({"quant_method": "fp8", "modules_to_not_convert": [1]}, "modules_to_not_convert holds 1"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "'nf5' is not known"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf5"},
+            "'nf5' is not known",
+        ),
     ],
 )
 def test_wrong_values_are_refused(config: dict[str, Any], message: str):
@@ -241,11 +306,13 @@ def test_a_quantised_model_survives_a_trip_through_toml():
     assert from_toml(to_toml(model)) == model
 
 
-# --- what a step reads -----------------------------------------------------------------------------------
+# --- what a step reads ----------------------------------------------------------------------------
 
 
 def test_a_step_reads_the_stored_bytes_of_its_weights():
-    """One token reads a router, and 4 of 32 experts with their biases in bfloat16; serving reads the same bytes."""
+    """One token reads a router, and 4 of 32 experts with their biases in bfloat16; serving reads
+    the same bytes.
+    """
     model = read_model_spec("gpt-oss-20b")
     cost = estimate_cost(model, hw.Workload(context=64))
     step = {one.name: one for one in cost.operations["decode"]}
@@ -264,7 +331,9 @@ def test_layers_that_are_stored_differently_are_read_differently():
     """Layer 1 of 3 is not quantised: steps read two quantised layers and one in bfloat16."""
     config = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["layers.1", "lm_head"]}
     model, plain = read_model_spec({**SMALL, "quantization_config": config}), read_model_spec(SMALL)
-    table = 2 * 130 * 256 + 2 * 256 * (2 * 3 + 1)  # the embedding and the norms, which no operation reads
+    table = 2 * 130 * 256 + 2 * 256 * (
+        2 * 3 + 1
+    )  # the embedding and the norms, which no operation reads
     for of in (model, plain):
         step = ServingCost(of, Device.from_name("h200")).decode_step(RequestBatch.uniform(1, 9))
         moved = sum(one.moved for one in step.weight_operations)
@@ -273,7 +342,10 @@ def test_layers_that_are_stored_differently_are_read_differently():
         assert moved == weights + flowing
         operations = estimate_cost(of, hw.Workload(context=9)).operations["decode"]
         assert sum(one.moved for one in operations if "core" not in one.name) == moved + 2 * 2 * 256
-    blocks = [estimate_cost(select_layer(model, str(n)), hw.Workload(context=9)).weights_bytes for n in range(3)]
+    blocks = [
+        estimate_cost(select_layer(model, str(n)), hw.Workload(context=9)).weights_bytes
+        for n in range(3)
+    ]
     whole = estimate_cost(select_layer(plain, "1"), hw.Workload(context=9)).weights_bytes
     assert blocks[0] == blocks[2] < blocks[1] == whole
 
@@ -288,15 +360,23 @@ def test_fp8_products_run_at_the_rate_of_fp8_where_there_is_one():
         assert feed.seconds == pytest.approx(32 * 6 * 8192 * 4096 * 14336 / rate)
         core = next(one for one in cost.operations["prefill"] if one.name == "attention core")
         assert core.seconds == pytest.approx(core.flops / Device.from_name(device).flops["bf16"])
-    assert Device.from_name("h200").compute_bound_tokens("bf16", "fp8") == pytest.approx(206, abs=0.5)
-    assert Device.from_name("a100").compute_bound_tokens("bf16", "fp8") == pytest.approx(76.5, abs=0.1)
-    assert Device.from_name("h200").compute_bound_tokens("bf16", "mxfp4") == pytest.approx(206 * 4.25 / 16, abs=0.1)
+    assert Device.from_name("h200").compute_bound_tokens("bf16", "fp8") == pytest.approx(
+        206, abs=0.5
+    )
+    assert Device.from_name("a100").compute_bound_tokens("bf16", "fp8") == pytest.approx(
+        76.5, abs=0.1
+    )
+    assert Device.from_name("h200").compute_bound_tokens("bf16", "mxfp4") == pytest.approx(
+        206 * 4.25 / 16, abs=0.1
+    )
 
 
 def test_weights_can_be_counted_in_another_format():
     model = read_model_spec("gpt-oss-20b")
     assert estimate_cost(model, hw.Workload(weights="bf16")).weights_bytes == 2 * 20_914_757_184
-    matrices = 24 * (2 * 4096 * 2880 + 2 * 512 * 2880 + 32 * 3 * 2880**2)  # all but routers, embedding and head
+    matrices = 24 * (
+        2 * 4096 * 2880 + 2 * 512 * 2880 + 32 * 3 * 2880**2
+    )  # all but routers, embedding and head
     rows = 24 * (4096 + 2 * 512 + 2880 + 32 * 3 * 2880)
     in_int8 = estimate_cost(model, hw.Workload(dtype="int8"))
     assert in_int8.weights_bytes == matrices + 4 * rows + 2 * (20_914_757_184 - matrices)
@@ -311,7 +391,9 @@ def test_weights_can_be_counted_in_another_format():
 
 def test_the_command_prints_stored_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "config.json").write_text(
-        json.dumps({**SMALL, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
+        json.dumps(
+            {**SMALL, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+        )
     )
     argv = ["cost", str(tmp_path), "--context", "64", "--json"]
     sizes = []

@@ -15,7 +15,11 @@ from support import layer_cases as cases
 MHA = hw.design(model=512, heads=8, pattern="causal")
 GQA = hw.design(model=512, heads=8, kv=2, pattern="causal")
 LOAD = hw.Workload(batch=3, context=700)
-PRESETS = {name: hw.design(preset=name, model=96, heads=6) for name in hw.PRESETS if name not in ("mla", "bigbird")}
+PRESETS = {
+    name: hw.design(preset=name, model=96, heads=6)
+    for name in hw.PRESETS
+    if name not in ("mla", "bigbird")
+}
 SPECS = list({**PRESETS, **cases.EXAMPLES}.values())
 
 # What each number is, read off the whole price.
@@ -34,7 +38,11 @@ def counted(spec, by: str, load: hw.Workload = LOAD) -> int:
     ("free", "size", "reached"),
     [
         ("dim", 102, 512 * 102 * (2 * 8 + 2 * 2)),  # 4 d^2 = d k (2 q + 2 kv) at k = 102.4
-        ("model", 648, 648 * 81 * (2 * 8 + 2 * 2)),  # k = d / q: 4 512^2 = 2.5 d^2 at 647.6, a multiple of 8
+        (
+            "model",
+            648,
+            648 * 81 * (2 * 8 + 2 * 2),
+        ),  # k = d / q: 4 512^2 = 2.5 d^2 at 647.6, a multiple of 8
         ("kv", 8, 4 * 512**2),
         ("vdim", 141, 512 * (64 * (8 + 2) + 141 * (8 + 2))),  # 2048 = 64 * 10 + v * 10 at 140.8
         ("q", 14, 512 * 64 * (2 * 14 + 2 * 2)),  # a multiple of kv
@@ -52,7 +60,9 @@ def test_products_are_matched_to_the_nearest_of_all_widths():
     """b (2 s d k (2 q + 2 kv) + 4 pairs q k), which nobody else computes here."""
     b, s, d, q, kv = LOAD.batch, LOAD.context, 512, 8, 2
     expected = b * (8 * s * d * d + 4 * s * (s + 1) // 2 * d)
-    each = {k: b * (4 * s * d * k * (q + kv) + 4 * s * (s + 1) // 2 * q * k) for k in range(1, 4000)}
+    each = {
+        k: b * (4 * s * d * k * (q + kv) + 4 * s * (s + 1) // 2 * q * k) for k in range(1, 4000)
+    }
     nearest = min(each, key=lambda k: abs(each[k] - expected))
     found = hw.match_size(GQA, like=MHA, by="flops", free="dim", workload=LOAD)
     assert (found.target, found.chosen, found.reached) == (expected, nearest, each[nearest])
@@ -71,10 +81,19 @@ def test_products_are_matched_to_the_nearest_of_all_widths():
 )
 def test_caches_are_matched_by_hand(spec, free, size):
     found = hw.match_size(spec, like=MHA, by="kv", free=free, workload=LOAD)
-    assert (found.chosen, found.reached, found.target) == (size, 3 * 700 * 1024 * 2, 3 * 700 * 1024 * 2)
+    assert (found.chosen, found.reached, found.target) == (
+        size,
+        3 * 700 * 1024 * 2,
+        3 * 700 * 1024 * 2,
+    )
 
 
-@given(spec=st.sampled_from(SPECS), like=st.sampled_from(SPECS), by=st.sampled_from(("params", "kv")), data=st.data())
+@given(
+    spec=st.sampled_from(SPECS),
+    like=st.sampled_from(SPECS),
+    by=st.sampled_from(("params", "kv")),
+    data=st.data(),
+)
 def test_no_size_is_nearer(spec, like, by, data):
     load = hw.Workload(batch=2, context=13)
     free = data.draw(st.sampled_from(sorted(list_sizes(spec))))
@@ -139,7 +158,8 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
         (
             hw.design(preset="mla"),
             {"by": "kv", "free": "dim"},
-            "no dim gives 4,300,800 bytes of cache: 2,419,200 does not depend on dim; free project.rank or",
+            "no dim gives 4,300,800 bytes of cache: 2,419,200 does not depend on dim; free "
+            "project.rank or",
         ),
         (
             GQA,
@@ -151,7 +171,11 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
             {"like": hw.design(model=2, heads=1), "free": "dim"},
             "the least is 10,240 with dim=1; no other single size does either",
         ),
-        (hw.design(preset="mla"), {"like": hw.design(model=2, heads=1)}, "nearest is 43,008 with model=16"),
+        (
+            hw.design(preset="mla"),
+            {"like": hw.design(model=2, heads=1)},
+            "nearest is 43,008 with model=16",
+        ),
         ("gqa", {}, "spec must be the spec of a layer, got 'gqa'"),
         (GQA, {"like": {"mha": MHA}}, "like must be the spec of a layer"),
         (hw.design(model=512, heads=8), {"by": "kv"}, "pattern=full() is not causal"),
@@ -179,11 +203,13 @@ def test_a_match_reports_the_chosen_size():
     }
 
 
-# --- the search ----------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
 @given(
-    shape=st.sampled_from((lambda n: 7 * n + 3, lambda n: n * n, lambda n: 10**5 - 31 * n, lambda n: n // 3)),
+    shape=st.sampled_from(
+        (lambda n: 7 * n + 3, lambda n: n * n, lambda n: 10**5 - 31 * n, lambda n: n // 3)
+    ),
     stride=st.integers(1, 12),
     bound=st.sampled_from((None, 100, 1000)),
     expected=st.integers(0, 5000),
@@ -191,7 +217,11 @@ def test_a_match_reports_the_chosen_size():
 )
 def test_a_search_equals_exhaustive_search(shape, stride, bound, expected, times):
     def count(size: int) -> int | None:
-        return shape(size) if size > 0 and size % stride == 0 and (bound is None or size <= bound) else None
+        return (
+            shape(size)
+            if size > 0 and size % stride == 0 and (bound is None or size <= bound)
+            else None
+        )
 
     search = SizeSearch(count, start=stride * times)
     size, found = search.nearest(expected)
@@ -206,7 +236,10 @@ def test_a_search_equals_exhaustive_search(shape, stride, bound, expected, times
 @pytest.mark.parametrize("expected", [99_000, 50_000, 1234])
 def test_counts_that_fall_are_searched_the_other_way(expected):
     size, found = SizeSearch(lambda n: 10**5 - 31 * n if n > 0 else None, start=1).nearest(expected)
-    assert (size, found) == (round((10**5 - expected) / 31), 10**5 - 31 * round((10**5 - expected) / 31))
+    assert (size, found) == (
+        round((10**5 - expected) / 31),
+        10**5 - 31 * round((10**5 - expected) / 31),
+    )
 
 
 @pytest.mark.parametrize(("q", "start"), [(12, 4), (7, 1), (521, 1), (96, 32)])
@@ -219,7 +252,9 @@ def test_the_next_size_may_be_far_where_heads_are_shared_evenly(q, start):
 
 @pytest.mark.parametrize("largest", [700, 1000, 1023, 2**30 + 5])
 def test_the_largest_valid_size_is_found_with_few_counts(largest):
-    search = SizeSearch(lambda size: 7 * size if 0 < size <= largest and size % 4 == 0 else None, start=8)
+    search = SizeSearch(
+        lambda size: 7 * size if 0 < size <= largest and size % 4 == 0 else None, start=8
+    )
     assert search.nearest(10**12) == (largest // 4 * 4, largest // 4 * 28)
     assert len(search.counts) < 5000
 
@@ -230,7 +265,9 @@ def test_non_monotonic_sizes_are_tried_one_by_one():
 
     for expected in range(500, 9000, 371):
         found = SizeSearch(zigzag, start=40).nearest(expected)[1]
-        assert abs(found - expected) == min(abs((zigzag(n) or 0) - expected) for n in range(1, 3000))
+        assert abs(found - expected) == min(
+            abs((zigzag(n) or 0) - expected) for n in range(1, 3000)
+        )
 
 
 def test_numbers_at_the_ceilings():
@@ -238,5 +275,7 @@ def test_numbers_at_the_ceilings():
     assert abs(found.reached - 4 * 2**26) <= 512 * 20 // 2
     with pytest.raises(hw.SpecError, match="no q gives"):
         hw.match_size(GQA, like=hw.design(model=2**24, heads=2**10), free="q")
-    with pytest.raises(hw.SpecError, match=r"model = 1099511627776 is too large; give 16777216 or less"):
+    with pytest.raises(
+        hw.SpecError, match=r"model = 1099511627776 is too large; give 16777216 or less"
+    ):
         hw.design(model=2**40, heads=1)

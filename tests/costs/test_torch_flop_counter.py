@@ -1,4 +1,6 @@
-"""Operations that torch's FLOP counter misses and ours counts; FLOPs of checkpoints and fused kernels."""
+"""Operations that torch's FLOP counter misses and ours counts; FLOPs of checkpoints and fused
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from headwise import model_spec as bp
 from headwise.backends import dense, sdpa
 from headwise.backends.core_interface import CoreInputs
 from headwise.costs import flops as flop_formulas, published_formulas
-from headwise.costs.training_memory import fused_backward_flops, layer_recompute_flops, recompute_flops
+from headwise.costs.training_memory import (
+    fused_backward_flops,
+    layer_recompute_flops,
+    recompute_flops,
+)
 from support import layer_cases as cases
 
 CHANGED = "torch's counter has changed here; see whether auditing.FUSED and docs are still needed"
@@ -33,7 +39,7 @@ def heads(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-# --- pinned: when one of these fails, torch counts something else than when this was written -------------
+# --- pinned: when one of these fails, torch counts something else than when this was written ------
 
 
 def test_torch_counts_the_fused_cpu_kernel_as_zero():
@@ -46,7 +52,9 @@ def test_torch_counts_no_causal_mask():
     q = heads(B, N, S, K)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         square = flops(lambda: F.scaled_dot_product_attention(q, q, q))
-        assert flops(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)) == square, CHANGED
+        assert flops(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)) == square, (
+            CHANGED
+        )
     assert square == 4 * B * N * S * S * K
 
 
@@ -83,7 +91,7 @@ def test_torch_counts_a_sum_over_channels_by_einsum():
     assert flops(lambda: torch.einsum("bsd,d->bs", x, w)) == 2 * B * S * K, CHANGED
 
 
-# --- ours --------------------------------------------------------------------------------------------
+# --- ours -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("g", "causal"), [(4, False), (4, True), (2, False), (1, True)])
@@ -107,16 +115,24 @@ def test_the_fused_kernel_is_counted(g, causal):
 )
 def test_a_product_without_a_formula_is_an_error(run, name):
     a, x = torch.randn(S, S), torch.randn(S)
-    with pytest.raises(published_formulas.UncountedOperation, match=f"{name} multiplies but has no formula"):
+    with pytest.raises(
+        published_formulas.UncountedOperation, match=f"{name} multiplies but has no formula"
+    ):
         flops(partial(run, a, x), published_formulas.flop_counter())
 
 
 def test_fast_paths_are_errors_and_other_names_are_not():
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    with torch.no_grad(), pytest.raises(published_formulas.UncountedOperation, match="transformer_encoder_layer"):
+    with (
+        torch.no_grad(),
+        pytest.raises(published_formulas.UncountedOperation, match="transformer_encoder_layer"),
+    ):
         flops(lambda: encoder(torch.randn(B, S, 8)), published_formulas.flop_counter())
     x = torch.randn(B, S, 8)
-    flops(lambda: F.layer_norm(F.gelu(x), (8,)).softmax(-1).cumsum(1).norm(), published_formulas.flop_counter())
+    flops(
+        lambda: F.layer_norm(F.gelu(x), (8,)).softmax(-1).cumsum(1).norm(),
+        published_formulas.flop_counter(),
+    )
 
 
 def test_an_audit_runs_under_the_guard(monkeypatch):
@@ -143,31 +159,46 @@ def test_gradients_under_the_fused_kernel(preset):
     assert ahead == flop_formulas.forward_flops(spec, work).total
     assert counted.get_total_flops() - ahead == fused_backward_flops(spec, work).total
     heads, core = spec.heads, spec.core
-    plain = flop_formulas.backward_flops(spec, work).total - 4 * B * heads.q * S * S * (core.dim + core.vdim)
-    assert fused_backward_flops(spec, work).total == plain + 2 * B * heads.q * S * S * (3 * core.dim + 2 * core.vdim)
+    plain = flop_formulas.backward_flops(spec, work).total - 4 * B * heads.q * S * S * (
+        core.dim + core.vdim
+    )
+    assert fused_backward_flops(spec, work).total == plain + 2 * B * heads.q * S * S * (
+        3 * core.dim + 2 * core.vdim
+    )
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def again(plain, job, attention_mask, inputs, bound, probe):
-    """The dense core as a checkpoint of its own, handed every tensor by itself, so that hooks see what it holds."""
+    """The dense core as a checkpoint of its own, handed every tensor by itself, so that hooks see
+    what it holds.
+    """
     q, k, v, values, entry, state, *_ = inputs
 
     def run(q, k, v, x, own, *args):
         changed = values._replace(x_BTD=x, q_BTHK=own)
         return plain(
-            job, attention_mask, CoreInputs(q, k, v, changed, dict(zip(entry, args, strict=True)), state), bound, probe
+            job,
+            attention_mask,
+            CoreInputs(q, k, v, changed, dict(zip(entry, args, strict=True)), state),
+            bound,
+            probe,
         )
 
-    return checkpoint(run, q, k, v, values.x_BTD, values.q_BTHK, *entry.values(), use_reentrant=False)
+    return checkpoint(
+        run, q, k, v, values.x_BTD, values.q_BTHK, *entry.values(), use_reentrant=False
+    )
 
 
 def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
     """FLOPs that a checkpointed layer does beyond a plain one, and the bytes it keeps."""
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, torch.float32))
     layer = hw.Attention(spec, backend="dense")
-    with FlopCounterMode(display=False) as counted, published_formulas.SavedTensorRecorder.for_module(layer) as watch:
+    with (
+        FlopCounterMode(display=False) as counted,
+        published_formulas.SavedTensorRecorder.for_module(layer) as watch,
+    ):
         y = (
             layer(x, source=z)
             if kind == "core"
@@ -196,7 +227,10 @@ def test_checkpoints_recompute_and_save_the_counted_amounts(name, kind, monkeypa
     assert layer_recompute_flops(spec, work_of(spec), kind).total == done
     source = None if spec.source is None else cases.SOURCE
     load = hw.Workload(cases.BATCH, cases.TOKENS, "fp32", "cpu")
-    assert hw.layer_activation_memory(spec, load, "dense", checkpoint=kind, source=source).total == values
+    assert (
+        hw.layer_activation_memory(spec, load, "dense", checkpoint=kind, source=source).total
+        == values
+    )
 
 
 def test_a_reading_behind_the_values_is_refused():
@@ -213,7 +247,11 @@ class Block(nn.Module):
     def __init__(self, spec: hw.AttentionSpec, place: str, dropout: float) -> None:
         super().__init__()
         d = spec.model
-        self.attention, self.place, self.dropout = hw.Attention(spec, backend="dense"), place, dropout
+        self.attention, self.place, self.dropout = (
+            hw.Attention(spec, backend="dense"),
+            place,
+            dropout,
+        )
         self.norm_names = nn.ModuleList(nn.LayerNorm(d) for _ in range(4))
         self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(3 * d, d)
 
@@ -224,7 +262,11 @@ class Block(nn.Module):
             return x + sum(F.dropout(run(z), self.dropout) for run in branches)
         for run, one, two in zip(branches, self.norm_names[:2], self.norm_names[2:], strict=True):
             y = F.dropout(run(x if self.place == "post" else one(x)), self.dropout)
-            x = one(x + y) if self.place == "post" else x + (two(y) if self.place == "sandwich" else y)
+            x = (
+                one(x + y)
+                if self.place == "post"
+                else x + (two(y) if self.place == "sandwich" else y)
+            )
         return x
 
 
@@ -243,7 +285,9 @@ def test_a_checkpointed_block_does_all_but_the_last_product_again(place, dropout
 
     done = flops(partial(run, True)) - flops(partial(run, False))
     described = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(36, "relu"), placement=place)
-    model = bp.ModelSpec("three", "decoder", (bp.StackSpec.from_blocks("decoder", 12, [described] * layers),))
+    model = bp.ModelSpec(
+        "three", "decoder", (bp.StackSpec.from_blocks("decoder", 12, [described] * layers),)
+    )
     way = hw.ActivationSettings("dense", "block", dropout)
     assert recompute_flops(model, hw.Workload(B, S), way).total == done
     assert recompute_flops(model, hw.Workload(B, S)).total == 0
@@ -256,6 +300,8 @@ def test_the_fused_call_takes_no_other_path_unnoticed():
     )
     assert sdpa.unsupported_reasons(job) == []
     checks = {check.what: check for check in hw.check_formulas(hw.design(preset="mla"))}
-    assert checks["backward FLOPs, sdpa"].measured == checks["backward FLOPs"].measured  # composed: wider keys
+    assert (
+        checks["backward FLOPs, sdpa"].measured == checks["backward FLOPs"].measured
+    )  # composed: wider keys
     checks = {check.what: check for check in hw.check_formulas(hw.design(preset="gqa"))}
     assert checks["backward FLOPs, sdpa"].measured > checks["backward FLOPs"].measured

@@ -1,4 +1,6 @@
-"""Memory of training: formulas against measured models of every family, and the report of `headwise cost`."""
+"""Memory of training: formulas against measured models of every family, and the report of `headwise
+cost`.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,60 @@ from headwise import cli
 from headwise.costs.training_memory import recompute_flops
 from support.saved_bytes import BATCH, SOURCE, TOKENS, backend_profile, model_saved_bytes
 
-LLAMA = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA |= {"intermediate_size": 100, "vocab_size": 61, "max_position_embeddings": 40, "rms_norm_eps": 1e-5}
-LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12}
-EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 20}
-BERT = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 100}
-OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]}
+LLAMA = {
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA |= {
+    "intermediate_size": 100,
+    "vocab_size": 61,
+    "max_position_embeddings": 40,
+    "rms_norm_eps": 1e-5,
+}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+}
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 20,
+}
+BERT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "intermediate_size": 100,
+}
+OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3, "n_embd": 48, "n_head": 4, "vocab_size": 61, "n_positions": 40},
     "llama": LLAMA,
     "qwen3": LLAMA | {"head_dim": 16},
     "mistral": LLAMA | {"sliding_window": 6},
     "gemma2": LLAMA | {"head_dim": 16, "sliding_window": 5},
-    "bert": BERT | {"vocab_size": 61, "max_position_embeddings": 40, "architectures": ["BertForMaskedLM"]},
-    "vit": BERT | {"image_size": 16, "patch_size": 4, "architectures": ["ViTForImageClassification"]},
-    "t5": {"num_layers": 2, "d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 100, "vocab_size": 61},
+    "bert": BERT
+    | {"vocab_size": 61, "max_position_embeddings": 40, "architectures": ["BertForMaskedLM"]},
+    "vit": BERT
+    | {"image_size": 16, "patch_size": 4, "architectures": ["ViTForImageClassification"]},
+    "t5": {
+        "num_layers": 2,
+        "d_model": 48,
+        "d_kv": 12,
+        "num_heads": 4,
+        "d_ff": 100,
+        "vocab_size": 61,
+    },
     "bart": {
         "encoder_layers": 2,
         "decoder_layers": 2,
@@ -57,9 +98,13 @@ def described(name: str) -> hw.model_spec.ModelSpec:
 def test_a_model_saves_the_bytes_of_its_formula(name, dtype, dropout):
     model, load = described(name), hw.Workload(BATCH, TOKENS, dtype, "cpu")
     way = hw.ActivationSettings(
-        backend_profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None
+        backend_profile(model, dtype),
+        dropout=dropout,
+        source=SOURCE if len(described(name).stacks) > 1 else None,
     )
-    assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, DTYPES[dtype], way)
+    assert hw.activation_memory(model, load, way).total == model_saved_bytes(
+        model, DTYPES[dtype], way
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bert"])
@@ -69,7 +114,9 @@ def test_a_model_with_checkpoints_keeps_the_inputs_of_its_blocks(name):
         hw.Workload(BATCH, TOKENS, "fp32", "cpu"),
         hw.ActivationSettings("dense", "block"),
     )
-    assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, torch.float32, way)
+    assert hw.activation_memory(model, load, way).total == model_saved_bytes(
+        model, torch.float32, way
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -92,7 +139,7 @@ def test_a_checkpointed_model_recomputes_the_flops_of_its_formula(name, dropout)
     assert done == totals["block"] - totals["none"]
 
 
-# --- the report of `headwise cost` ---------------------------------------------------------------------
+# --- the report of `headwise cost` ----------------------------------------------------------------
 
 SIZES = ["--model", "64", "--heads", "4", "--context", "32", "--batch", "2"]
 
@@ -119,16 +166,22 @@ def test_the_page_shows_every_step_with_its_formula(capsys):
 
 @pytest.mark.parametrize("checkpoint", ["none", "block", "core"])
 def test_the_document_has_the_same_numbers(capsys, checkpoint):
-    code, out, _ = run(capsys, "gqa", *SIZES, "--json", "--profile", "dense", "--checkpoint", checkpoint)
+    code, out, _ = run(
+        capsys, "gqa", *SIZES, "--json", "--profile", "dense", "--checkpoint", checkpoint
+    )
     gqa = json.loads(out)["training"]["gqa"]
     spec, load = hw.design(preset="gqa", model=64, heads=4), hw.Workload(2, 32)
     way = hw.ActivationSettings("dense", checkpoint)
     assert code == 0
     assert (gqa["profile"], gqa["checkpoint"], gqa["dropout"]) == ("dense", checkpoint, 0.0)
     assert (
-        gqa["kept_bytes"] == hw.activation_memory(spec, load, way).total == sum(term["value"] for term in gqa["terms"])
+        gqa["kept_bytes"]
+        == hw.activation_memory(spec, load, way).total
+        == sum(term["value"] for term in gqa["terms"])
     )
-    assert gqa["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
+    assert (
+        gqa["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
+    )
     assert gqa["recomputed_flops"] == recompute_flops(spec, load, way).total
     assert (gqa["recomputed_flops"] > 0) == (checkpoint != "none")
 

@@ -20,14 +20,29 @@ FOLDER_VARIABLE = "CRASH_FOLDER"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials; exit code 1 if one of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m crashes", description="Kill commands that write, and fill disks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m crashes", description="Kill commands that write, and fill disks."
+    )
     parser.add_argument("--kills", type=int, default=500, metavar="N", help="number of kills")
-    parser.add_argument("--full-disks", type=int, default=50, metavar="N", help="number of full disks")
-    parser.add_argument("--only", action="append", metavar="COMMAND", help="only this command; repeatable")
+    parser.add_argument(
+        "--full-disks", type=int, default=50, metavar="N", help="number of full disks"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="COMMAND", help="only this command; repeatable"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the points")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="trials at a time")
-    parser.add_argument("--state", type=Path, metavar="FILE", help="record every trial here, and go on from it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, beside other keys")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="trials at a time"
+    )
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="record every trial here, and go on from it"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the figures to this file, beside other keys",
+    )
     args = parser.parse_args(argv)
     if FOLDER_VARIABLE not in os.environ:
         return _run_with_small_disk(sys.argv[1:] if argv is None else argv)
@@ -42,7 +57,16 @@ def _run_with_small_disk(argv: Sequence[str]) -> int:
         folder = Path(name).resolve()
         library = folder / "full_disk.so"
         subprocess.run(
-            ["cc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("full_disk.c"), "-ldl"], check=True
+            [
+                "cc",
+                "-shared",
+                "-fPIC",
+                "-o",
+                library,
+                Path(__file__).with_name("full_disk.c"),
+                "-ldl",
+            ],
+            check=True,
         )
         (folder / "base" / "tmp").mkdir(parents=True)
         environment = os.environ | {
@@ -55,7 +79,9 @@ def _run_with_small_disk(argv: Sequence[str]) -> int:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)]),
         }
-        return subprocess.run([sys.executable, "-m", "crashes", *argv], env=environment, check=False).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "crashes", *argv], env=environment, check=False
+        ).returncode
 
 
 def run_trials(args: argparse.Namespace) -> dict[str, Any]:
@@ -77,9 +103,15 @@ def run_trials(args: argparse.Namespace) -> dict[str, Any]:
     planned = plan_trials(commands, {"full_disk": args.full_disks, "kills": args.kills}, args.seed)
     done = {(trial["kind"], trial["number"], trial["command"]) for trial in _read_state(state)}
     left = [trial for trial in planned if trial not in done]
-    run_in_processes(sorted({trial.command for trial in left}), args.jobs, lambda worker, name: bench.measure(name))
+    run_in_processes(
+        sorted({trial.command for trial in left}),
+        args.jobs,
+        lambda worker, name: bench.measure(name),
+    )
     report = partial(_report, state, planned, args.json)
-    run_in_processes(left, args.jobs, lambda worker, trial: _record(state, bench.run(worker, trial)), report)
+    run_in_processes(
+        left, args.jobs, lambda worker, trial: _record(state, bench.run(worker, trial)), report
+    )
     return report()
 
 
@@ -98,7 +130,9 @@ def _record(state: Path, trial: Mapping[str, Any]) -> None:
     os.close(handle)
 
 
-def _report(state: Path, planned: Iterable[tuple[str, int, str]], path: Path | None) -> dict[str, Any]:
+def _report(
+    state: Path, planned: Iterable[tuple[str, int, str]], path: Path | None
+) -> dict[str, Any]:
     """Return the figures of the planned trials that were run, and write them to `path`."""
     wanted = set(planned)
     trials = [t for t in _read_state(state) if (t["kind"], t["number"], t["command"]) in wanted]

@@ -1,4 +1,6 @@
-"""Run an action in a forked process that is ended at a file operation or after a time, or whose disk fills."""
+"""Run an action in a forked process that is ended at a file operation or after a time, or whose
+disk fills.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TIME_LIMIT = 240.0  # seconds, after which a run counts as hanging
-# Operations of Python that change a folder, as `sys.audit` names them, before which a process may be ended. Those with
-# "ctypes" are the exchange of two folders.
-CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate", "os.symlink", "ctypes.dlopen")
+# Operations of Python that change a folder, as `sys.audit` names them, before which a process may
+# be ended. Those with "ctypes" are the exchange of two folders.
+CHANGES = (
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.truncate",
+    "os.symlink",
+    "ctypes.dlopen",
+)
 WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class Fault(NamedTuple):
-    """What happens to a run: a signal before its n-th file operation or after some seconds; a disk with few bytes."""
+    """What happens to a run: a signal before its n-th file operation or after some seconds; a disk
+    with few bytes.
+    """
 
     signal: int = 0
     operation: int = 0
@@ -35,7 +48,9 @@ NO_FAULT = Fault()
 
 
 class Run(NamedTuple):
-    """How a run ended: its exit code, negative for a signal; how long it took, what it did, and what it printed."""
+    """How a run ended: its exit code, negative for a signal; how long it took, what it did, and
+    what it printed.
+    """
 
     code: int
     seconds: float
@@ -67,11 +82,15 @@ def run_forked(action: Callable[[], int], folder: Path, fault: Fault = NO_FAULT)
         printed.seek(0)
         output = printed.read().decode(errors="replace")
     counts = json.loads(data) if data else {"operations": 0, "disk_bytes": 0}
-    return Run(os.waitstatus_to_exitcode(status), time.monotonic() - started, **counts, output=output)
+    return Run(
+        os.waitstatus_to_exitcode(status), time.monotonic() - started, **counts, output=output
+    )
 
 
 class OperationCounter:
-    """Counts the file operations of this process below a folder, and sends it a signal before the n-th."""
+    """Counts the file operations of this process below a folder, and sends it a signal before the
+    n-th.
+    """
 
     def __init__(self, folder: Path, fault: Fault) -> None:
         self.folder, self.fault, self.count = str(folder), fault, 0
@@ -113,7 +132,9 @@ class OperationCounter:
             signal.raise_signal(self.fault.signal)
 
 
-def _run_child(action: Callable[[], int], folder: Path, fault: Fault, printed: int, sender: int) -> None:
+def _run_child(
+    action: Callable[[], int], folder: Path, fault: Fault, printed: int, sender: int
+) -> None:
     """Run the action and leave the process; never returns."""
     code = 70
     try:

@@ -1,4 +1,6 @@
-"""Outputs of all commands that write outlive kills and full disks; `make slow` makes 500 kills and fills 50 disks."""
+"""Outputs of all commands that write outlive kills and full disks; `make slow` makes 500 kills and
+fills 50 disks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or shutil.which("cc") is None, reason="needs Linux and a C compiler"
+    not sys.platform.startswith("linux") or shutil.which("cc") is None,
+    reason="needs Linux and a C compiler",
 )
 
 
@@ -28,7 +31,9 @@ def run_crashes(path: Path, *argv: str) -> dict[str, Any]:
 
 @pytest.mark.lengthy
 def test_outputs_outlive_kills_and_full_disks(tmp_path: Path):
-    names = [word for name in ("trace", "heads --draw", "prune", "train") for word in ("--only", name)]
+    names = [
+        word for name in ("trace", "heads --draw", "prune", "train") for word in ("--only", name)
+    ]
     figures = run_crashes(tmp_path / "figures.json", "--kills", "12", "--full-disks", "4", *names)
     assert [figures[kind]["failures"] for kind in ("kills", "full_disk")] == [0, 0]
     assert figures["kills"]["trials"] >= 10

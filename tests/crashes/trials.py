@@ -1,4 +1,6 @@
-"""Trials: a command is ended or its disk fills; then its output is compared with the old and the new one."""
+"""Trials: a command is ended or its disk fills; then its output is compared with the old and the
+new one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ OLD, NEW, CONTINUED = "old", "new", "continued"
 SIGNALS = (*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGINT)
 ENDINGS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 FIRST_MOMENT = 0.05  # seconds after the fork, when the command has its signal handlers
-SHARE_OF_TIMES = 0.4  # of the kills are after a random time, the others before a random file operation
+SHARE_OF_TIMES = (
+    0.4  # of the kills are after a random time, the others before a random file operation
+)
 LEAST_LENGTH = 0.9  # of a file, compared with that of another run
 REPEAT_EVERY = 4  # trials after which a command whose output is replaced whole is given again
 Files = Mapping[str, bytes]
@@ -34,15 +38,21 @@ Task = TypeVar("Task")
 
 
 class PlannedTrial(NamedTuple):
-    """The kind of fault, the number of the trial among those of its kind and command, and the command."""
+    """The kind of fault, the number of the trial among those of its kind and command, and the
+    command.
+    """
 
     kind: str
     number: int
     command: str
 
 
-def plan_trials(commands: Mapping[str, Command], counts: Mapping[str, int], seed: int) -> list[PlannedTrial]:
-    """Return all trials in random order, at least as many as asked for; commands are tried by their shares."""
+def plan_trials(
+    commands: Mapping[str, Command], counts: Mapping[str, int], seed: int
+) -> list[PlannedTrial]:
+    """Return all trials in random order, at least as many as asked for; commands are tried by their
+    shares.
+    """
     total = sum(command.share for command in commands.values())
     planned = [
         PlannedTrial(kind, number, name)
@@ -55,9 +65,14 @@ def plan_trials(commands: Mapping[str, Command], counts: Mapping[str, int], seed
 
 
 def run_in_processes(
-    tasks: Sequence[Task], jobs: int, run: Callable[[int, Task], object], poll: Callable[[], object] = lambda: None
+    tasks: Sequence[Task],
+    jobs: int,
+    run: Callable[[int, Task], object],
+    poll: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run every task, which gets the number of its process, in forked processes; raise RuntimeError if one failed."""
+    """Run every task, which gets the number of its process, in forked processes; raise RuntimeError
+    if one failed.
+    """
     sys.stdout.flush()
     running, statuses = set[int](), list[int]()
     for worker in range(jobs):
@@ -66,7 +81,11 @@ def run_in_processes(
         running.add(child)
     while running:
         time.sleep(POLL_SECONDS)
-        ended = [child for child in running if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)]
+        ended = [
+            child
+            for child in running
+            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ]
         statuses += [os.waitpid(child, 0)[1] for child in ended]
         running -= set(ended)
         poll()
@@ -89,9 +108,11 @@ def _run_worker(run: Callable[[Task], object], tasks: Sequence[Task]) -> None:
 
 
 class Baseline(NamedTuple):
-    """Runs without a fault: an older output, a newer one, that one written again, and the run that wrote the last.
+    """Runs without a fault: an older output, a newer one, that one written again, and the run that
+    wrote the last.
 
-    Files that differ between the last two, such as a proof with times, are compared by their length.
+    Files that differ between the last two, such as a proof with times, are compared by their
+    length.
     """
 
     old: Path
@@ -112,13 +133,21 @@ class Bench:
         self.base, self.commands, self.seed = base, commands, seed
 
     def measure(self, name: str) -> Baseline:
-        """Run both variants of a command without a fault, unless one of the processes has done so."""
+        """Run both variants of a command without a fault, unless one of the
+        processes has done so.
+        """
         command, folder = self.commands[name], self.base / "baselines" / name.replace(" ", "")
-        paths, record = [folder / f"{word}{command.suffix}" for word in (OLD, NEW, "again")], folder / "run.json"
+        paths, record = (
+            [folder / f"{word}{command.suffix}" for word in (OLD, NEW, "again")],
+            folder / "run.json",
+        )
         if not record.exists():
             folder.mkdir(parents=True)
             actions = (*command.actions, command.actions[1])
-            runs = [run_forked(partial(action, path), self.base) for action, path in zip(actions, paths, strict=True)]
+            runs = [
+                run_forked(partial(action, path), self.base)
+                for action, path in zip(actions, paths, strict=True)
+            ]
             if failed := [run.output for run in runs if run.code not in (0, 1)]:
                 raise RuntimeError(f"{name} fails without a fault: {failed[0][-600:]}")
             record.write_text(json.dumps(runs[-1]._asdict()))
@@ -140,12 +169,22 @@ class Bench:
         else:
             fault = Fault(numbers.choice(SIGNALS), operation=numbers.randint(1, run.operations))
         has_old, is_repeated = numbers.random() < 0.5, trial.number % REPEAT_EVERY == 0
-        outcome, problem = self._try_fault(self.base / f"work{worker}", trial.command, fault, (has_old, is_repeated))
+        outcome, problem = self._try_fault(
+            self.base / f"work{worker}", trial.command, fault, (has_old, is_repeated)
+        )
         name = signal.Signals(fault.signal).name if fault.signal else ""
-        return trial._asdict() | {"fault": str(fault), "signal": name, "outcome": outcome, "problem": problem}
+        return trial._asdict() | {
+            "fault": str(fault),
+            "signal": name,
+            "outcome": outcome,
+            "problem": problem,
+        }
 
-    def _try_fault(self, work: Path, name: str, fault: Fault, options: tuple[bool, bool]) -> tuple[str, str]:
-        """Run a command with a fault; return its outcome, and what is wrong with what it leaves and with a repetition.
+    def _try_fault(
+        self, work: Path, name: str, fault: Fault, options: tuple[bool, bool]
+    ) -> tuple[str, str]:
+        """Run a command with a fault; return its outcome, and what is wrong with what it leaves and
+        with a repetition.
 
         The options are whether an old output exists, and whether the command is given again.
         """
@@ -158,15 +197,21 @@ class Bench:
         action: Callable[[], int] = partial(command.actions[1], out)
         run = run_forked(action, self.base, fault)
         checks = _check_parts(command, baseline, out) if _continues(command) else ""
-        outcome, wrong = (CONTINUED, checks) if _continues(command) else _compare(out, baseline, has_old)
-        problem = _check_ending(run, fault, baseline, outcome) or _check_leftovers(work, run) or wrong
+        outcome, wrong = (
+            (CONTINUED, checks) if _continues(command) else _compare(out, baseline, has_old)
+        )
+        problem = (
+            _check_ending(run, fault, baseline, outcome) or _check_leftovers(work, run) or wrong
+        )
         problem = problem or _find_damage(_read_files_beside(out))
         if not problem and (_continues(command) or is_repeated):
             problem = self._repeat(command, baseline, out, action)
         start = "over an old output" if has_old else "to a new path"
         return outcome, problem and f"{start}: {problem}: {run.output[-400:]}"
 
-    def _repeat(self, command: Command, baseline: Baseline, out: Path, action: Callable[[], int]) -> str:
+    def _repeat(
+        self, command: Command, baseline: Baseline, out: Path, action: Callable[[], int]
+    ) -> str:
         """Give the command again without a fault; returns what is wrong then."""
         again = run_forked(action, self.base)
         if again.code != baseline.code:
@@ -178,8 +223,16 @@ class Bench:
             return problem or ("" if outcome == NEW else "given again it writes nothing")
         if missing := [part for part in command.parts if not (out / part).exists()]:
             return f"given again it does not write {missing[0]}"
-        different = [one for one in command.results if (out / one).read_bytes() != (baseline.new / one).read_bytes()]
-        return f"given again, {different[0]} differs" if different else _check_parts(command, baseline, out)
+        different = [
+            one
+            for one in command.results
+            if (out / one).read_bytes() != (baseline.new / one).read_bytes()
+        ]
+        return (
+            f"given again, {different[0]} differs"
+            if different
+            else _check_parts(command, baseline, out)
+        )
 
 
 def _continues(command: Command) -> bool:
@@ -189,7 +242,9 @@ def _continues(command: Command) -> bool:
 def _check_ending(run: Run, fault: Fault, baseline: Baseline, outcome: str) -> str:
     """What is wrong with the exit code and the messages of a run."""
     expected = {baseline.code, ENDINGS[signal.Signals(fault.signal)] if fault.signal else 2}
-    if fault.signal and outcome != OLD:  # it may come when the command is over and does not handle it any more
+    if (
+        fault.signal and outcome != OLD
+    ):  # it may come when the command is over and does not handle it any more
         expected.add(-fault.signal)
     if run.code not in expected:
         return f"it ends with {run.code}"
@@ -197,7 +252,9 @@ def _check_ending(run: Run, fault: Fault, baseline: Baseline, outcome: str) -> s
         return f"it prints a traceback: {run.output[run.output.index('Traceback') :][:800]}"
     lines = [line for line in run.output.splitlines() if line.startswith("headwise:")]
     if fault.disk_bytes >= 0 and run.code == 2:
-        is_explained = len(lines) == 1 and ("cannot be written" in lines[0] or "no space left" in lines[0].lower())
+        is_explained = len(lines) == 1 and (
+            "cannot be written" in lines[0] or "no space left" in lines[0].lower()
+        )
         return "" if is_explained else "it does not say in one line that the disk is full"
     return ""
 
@@ -215,12 +272,20 @@ def read_files(path: Path) -> dict[str, bytes]:
     """The contents of a file or of the files of a folder, by name."""
     if not path.is_dir():
         return {path.suffix: path.read_bytes()} if path.exists() else {}
-    return {one.relative_to(path).as_posix(): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+    return {
+        one.relative_to(path).as_posix(): one.read_bytes()
+        for one in sorted(path.rglob("*"))
+        if one.is_file()
+    }
 
 
 def _read_files_beside(out: Path) -> dict[str, bytes]:
     """The contents of the other files in the folder of an output, such as a state to go on from."""
-    files = [path for path in out.parent.iterdir() if path.is_file() and path != out and path.suffix != ".tmp"]
+    files = [
+        path
+        for path in out.parent.iterdir()
+        if path.is_file() and path != out and path.suffix != ".tmp"
+    ]
     return {path.name: path.read_bytes() for path in files}
 
 
@@ -233,12 +298,18 @@ def _compare(out: Path, baseline: Baseline, has_old: bool) -> tuple[str, str]:
         return "", f"its files are {sorted(set(files) ^ set(new))[:3]} more or less than expected"
     changed = [name for name in new if old.get(name) != new[name]]
     if has_old and any(files[name] == old.get(name) for name in changed):
-        return "", f"{[name for name in changed if files[name] == old.get(name)][:3]} are those of the old output"
+        return (
+            "",
+            f"{[name for name in changed if files[name] == old.get(name)][:3]} are those of the "
+            "old output",
+        )
     return NEW, _find_cut(files, new, read_files(baseline.again)) or _find_damage(files)
 
 
 def _find_cut(files: Files, new: Files, again: Files) -> str:
-    """A file that is not the new one, or shorter where two runs give different files; "" if there is none."""
+    """A file that is not the new one, or shorter where two runs give different files; "" if there
+    is none.
+    """
     for name, content in files.items():
         if new[name] == again[name] and content != new[name]:
             return f"{name} is neither the old nor the new file"

@@ -1,4 +1,6 @@
-"""The commands that write, each with two sets of arguments, so that an old output differs from a new one."""
+"""The commands that write, each with two sets of arguments, so that an old output differs from a
+new one.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,19 @@ from headwise.cli.exit_status import run_guarded
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.demo.sample_tour import TourScale, run_sample_tour
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 256,
+    "n_positions": 24,
+}
 OUT = "{OUT}"  # in arguments: the path of the output
-TEXTS = "the cat sat\non the mat\nand the dog\nlay by it\nall day long\nin the sun\nwhile birds\nsang songs\n"
+TEXTS = (
+    "the cat sat\non the mat\nand the dog\nlay by it\nall day long\nin the sun\nwhile "
+    "birds\nsang songs\n"
+)
 STUDY = """
 hypothesis = "A window of 3 recalls less than full attention"
 seeds = [1]
@@ -43,16 +55,22 @@ TOUR = TourScale(6, 8, 96, 4, 4, 4, 0.05)
 # Nothing is chosen by measuring times, so that equal runs give equal bits.
 CHOICES = {"precision": "fp32", "attention": "plain", "rows": "padded", "compile": "off"}
 SETTINGS = CHOICES | {"checkpoint_every": 2, "batch": 4}
-TRAINING = ("--steps", "6", *(word for item in SETTINGS.items() for word in ("--set", "recipe.{}={}".format(*item))))
+TRAINING = (
+    "--steps",
+    "6",
+    *(word for item in SETTINGS.items() for word in ("--set", "recipe.{}={}".format(*item))),
+)
 Action = Callable[[Path], int]
 
 
 class Command(NamedTuple):
     """A command that writes to a path.
 
-    - `actions`: write an older and a newer output; the second starts without the state of the first.
+    - `actions`: write an older and a newer output; the second starts without the state of the
+      first.
     - `suffix`: of the file it writes; "" for a folder.
-    - `results`: files by which a run that was continued is compared with one that was not; none if an output appears
+    - `results`: files by which a run that was continued is compared with one that was not; none if
+      an output appears
       complete or not at all.
     - `parts`: files and folders below the output, each of which appears complete or not at all.
     - `share`: how many of the kills it gets, relative to other commands.
@@ -66,7 +84,9 @@ class Command(NamedTuple):
 
 
 def import_everything() -> None:
-    """Import all modules that commands use, so that forked processes need not; benchmarks take few samples."""
+    """Import all modules that commands use, so that forked processes need not; benchmarks take few
+    samples.
+    """
     for module in pkgutil.walk_packages(hw.__path__, "headwise."):
         if not module.name.startswith(("headwise.kernels", "headwise.__main__")):
             with suppress(ImportError):
@@ -117,18 +137,26 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
     train = _command("train", "copy", "--out", OUT, "--resume", *TRAINING)
     plots, pages = (("--plot", OUT, "--overwrite"), ("--html", OUT, "--overwrite"))
     return {
-        "trace": Command(replacing("trace", model, old=("--text", "a"), new=("--text", "bc")), ".trace", share=2),
+        "trace": Command(
+            replacing("trace", model, old=("--text", "a"), new=("--text", "bc")), ".trace", share=2
+        ),
         "trace --export": Command(of_traces("trace", "--export", OUT), ".csv", share=2),
         "view --export": Command(of_traces("view", "--export", OUT), ".html", share=2),
-        "cost --plot": Command(both("cost", old=("mha", *plots), new=("gqa", *plots)), ".svg", share=2),
+        "cost --plot": Command(
+            both("cost", old=("mha", *plots), new=("gqa", *plots)), ".svg", share=2
+        ),
         "heads": Command(with_texts("heads", model)),
         "heads --draw": Command(of_traces("heads", "--draw", "L0H0", "--out", OUT), share=2),
         "prune": Command(with_texts("prune", model, "--keep", "0.5", *fast), share=4),
-        "prune --budget": Command(with_texts("prune", model, "--budget", "parameters=0.9", *stateful, *fast), share=2),
+        "prune --budget": Command(
+            with_texts("prune", model, "--budget", "parameters=0.9", *stateful, *fast), share=2
+        ),
         "prune --sweep": Command(with_texts("prune", model, "--sweep")),
         "convert": Command(with_texts("convert", model, "--kv", "1", *fast), share=4),
         "bench": Command((measured, measured), parts=("bench.json", "bench.svg"), share=0.5),
-        "learn --html": Command(both("learn", "000", *pages, old=("--lang", "en"), new=("--lang", "zh"))),
+        "learn --html": Command(
+            both("learn", "000", *pages, old=("--lang", "en"), new=("--lang", "zh"))
+        ),
         "train": Command((train, train), results=("model.safetensors",), share=2),
         "study": Command((study, study), results=("results.jsonl",), parts=("report",), share=0.5),
         "demo": Command((_tour, _tour), parts=("sample/pruned",), share=0.3),

@@ -26,7 +26,9 @@ IDS = np.arange(1009) * 613 % 331
 
 
 def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
-    size = size if split != "train" else task.examples or 0  # an epoch of training ends inside a batch
+    size = (
+        size if split != "train" else task.examples or 0
+    )  # an epoch of training ends inside a batch
     count = task.batches(size, split)
     assert count is not None
     return [task.batch(n, size, split) for n in range(count)]
@@ -37,7 +39,7 @@ def labels_of(task: Task, split: str) -> list[int]:
     return [int(one) for one in task.batch(0, 9_999, split).labels.flatten() if one != IGNORE_INDEX]
 
 
-# --- ids -----------------------------------------------------------------------------------------------
+# --- ids ------------------------------------------------------------------------------------------
 
 
 def written(folder: Path, kind: str) -> str:
@@ -54,7 +56,14 @@ def written(folder: Path, kind: str) -> str:
     return str(path)
 
 
-KINDS = ["npy uint16", "npy int64", "bin uint16", "bin uint32", "safetensors uint16", "safetensors int32"]
+KINDS = [
+    "npy uint16",
+    "npy int64",
+    "bin uint16",
+    "bin uint32",
+    "safetensors uint16",
+    "safetensors int32",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,12 +90,17 @@ def test_a_folder_has_parts_of_its_own_and_a_tokenizer(tmp_path: Path):
     text_task = TextTask(str(text), tokens="bpe", vocab=280)
     (tmp_path / "ids" / "x").mkdir(parents=True)
     for split, options in (("train", "low lower lowest\n" * 30), ("val", "lowest low\n" * 5)):
-        (tmp_path / "ids" / f"{split}.bin").write_bytes(np.array(text_task.ids(options), "<u2").tobytes())
+        (tmp_path / "ids" / f"{split}.bin").write_bytes(
+            np.array(text_task.ids(options), "<u2").tobytes()
+        )
     (tmp_path / "ids" / "tokenizer.json").write_text(text_task.tokenizer or "")
     meta = {"vocab": 290, "dtype": "uint16", "tokenizer": "tokenizer.json"}
     (tmp_path / "ids" / "meta.json").write_text(json.dumps(meta))
     task = open_data(str(tmp_path / "ids"), {"length": 5})
-    assert task.text(labels_of(task, "valid")) == ("lowest low\n" * 5)[len(task.text([text_task.ids("lowest")[0]])) :]
+    assert (
+        task.text(labels_of(task, "valid"))
+        == ("lowest low\n" * 5)[len(task.text([text_task.ids("lowest")[0]])) :]
+    )
     assert task.batches(5, "test") == 0
     assert task.tokenizer == text_task.tokenizer
     batch = task.batch(0, 3, "valid")
@@ -95,9 +109,12 @@ def test_a_folder_has_parts_of_its_own_and_a_tokenizer(tmp_path: Path):
     assert metrics["bits_per_byte"][1] == len(task.text(written_).encode())
 
 
-# --- lines of JSON -------------------------------------------------------------------------------------
+# --- lines of JSON --------------------------------------------------------------------------------
 
-ROWS = [{"id": n, "text": f"number {n} {'is' * (n % 5)} é", "kind": ["odd", "even"][n % 2 == 0]} for n in range(60)]
+ROWS = [
+    {"id": n, "text": f"number {n} {'is' * (n % 5)} é", "kind": ["odd", "even"][n % 2 == 0]}
+    for n in range(60)
+]
 
 
 @pytest.fixture
@@ -115,16 +132,22 @@ def test_texts_follow_each_other_with_an_end(lines: str):
 
 
 def test_labels_stay_with_their_texts(lines: str):
-    task = open_data(lines, {"vocab": 300, "label_field": "kind", "valid": 0.2, "test": 0.1, "length": 40})
+    task = open_data(
+        lines, {"vocab": 300, "label_field": "kind", "valid": 0.2, "test": 0.1, "length": 40}
+    )
     assert task.data.names == ("even", "odd")
     by_text = {row["text"]: row["kind"] for row in ROWS}
     found = []
     for split in data.SPLITS:
         for batch in swept(task, split):
-            live = batch.tokens.is_real if batch.tokens else torch.ones_like(batch.x, dtype=torch.bool)
+            live = (
+                batch.tokens.is_real if batch.tokens else torch.ones_like(batch.x, dtype=torch.bool)
+            )
             read = [task.text(row[at].tolist()) for row, at in zip(batch.x, live, strict=True)]
             found += read
-            assert [by_text[one] for one in read] == [task.data.names[label] for label in batch.labels]
+            assert [by_text[one] for one in read] == [
+                task.data.names[label] for label in batch.labels
+            ]
     assert sorted(found) == sorted(by_text)
     cut = open_data(lines, {"vocab": 300, "label_field": "kind", "length": 5})
     assert max(batch.x.shape[1] for batch in swept(cut, "train")) == 5
@@ -134,17 +157,23 @@ def test_labels_stay_with_their_texts(lines: str):
 
 def test_two_fields_are_a_translation(lines: str, tmp_path: Path):
     fields = {"source_field": "text", "target_field": "kind", "vocab": 300}
-    with pytest.raises(SpecError, match=r"form \d groups?, too few for 3 splits; use split_by='sources'"):
+    with pytest.raises(
+        SpecError, match=r"form \d groups?, too few for 3 splits; use split_by='sources'"
+    ):
         open_data(lines, fields)
     task = open_data(lines, {**fields, "split_by": "sources"})
     pairs = {pair for own in task.data.pairs.values() for pair in own}
     assert pairs == {(row["text"], row["kind"]) for row in ROWS}
     (folder := tmp_path / "parts").mkdir()
     for split, part in (("train", ROWS[:50]), ("dev", ROWS[50:])):
-        (folder / f"{split}.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, part)).encode()))
+        (folder / f"{split}.jsonl.gz").write_bytes(
+            gzip.compress("\n".join(map(json.dumps, part)).encode())
+        )
     own = open_data(str(folder), {**fields, "split_by": "sources"})
     assert own.data.sizes == {"train": 50, "valid": 10}
-    with pytest.raises(SpecError, match=r"sentences of every training pair are held out; .* split_by='sources'"):
+    with pytest.raises(
+        SpecError, match=r"sentences of every training pair are held out; .* split_by='sources'"
+    ):
         open_data(str(folder), fields)
     kinds = open_data(str(folder), {"label_field": "kind", "vocab": 300})
     assert kinds.data.sizes == {"train": 50, "valid": 10, "test": 0}
@@ -157,14 +186,17 @@ def test_a_missing_validation_split_is_taken_from_training(lines: str, tmp_path:
         np.save(folder / f"{split}.npy", IDS[:800] if split == "train" else IDS[800:])
     texts = open_data(f"jsonl:{folder}", {"vocab": 300, "length": 9, "valid": 0.1})
     assert [split for split, size in texts.data.sizes.items() if size] == ["train", "valid", "test"]
-    tensors = [[one for row in part for one in (*texts.ids(row["text"]), 0)][1:] for part in (ROWS[45:50], ROWS[50:])]
+    tensors = [
+        [one for row in part for one in (*texts.ids(row["text"]), 0)][1:]
+        for part in (ROWS[45:50], ROWS[50:])
+    ]
     assert [labels_of(texts, split) for split in ("valid", "test")] == tensors
     ids = open_data(f"tokens:{folder}", {"length": 9, "valid": 0.1})
     assert labels_of(ids, "valid") == IDS[720:800].tolist()
     assert labels_of(ids, "test") == IDS[801:].tolist()
 
 
-# --- images --------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (40, 6, 5), dtype=np.uint8)
 IMAGE_LABELS = np.arange(40) % 3
@@ -218,13 +250,17 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
     task = open_data(write(tmp_path), {"valid": 0.2})
     assert type(task).__name__ == "ImageClassification"
     assert task.data.sizes == {"train": 24, "valid": 6, "test": 10}
-    label_of_picture = {picture.tobytes(): label for picture, label in zip(PICTURES, IMAGE_LABELS, strict=True)}
+    label_of_picture = {
+        picture.tobytes(): label for picture, label in zip(PICTURES, IMAGE_LABELS, strict=True)
+    }
     inputs, recorded = task.data.inputs, {}
     for split in data.SPLITS:
         for batch in swept(task, split):
             assert batch.x.shape[1:] == (1, 6, 5)
             back = (batch.x[:, 0].numpy() * inputs.deviation + inputs.mean) * 255
-            for picture, label in zip(back.round().astype(np.uint8), batch.labels.tolist(), strict=True):
+            for picture, label in zip(
+                back.round().astype(np.uint8), batch.labels.tolist(), strict=True
+            ):
                 assert label_of_picture[picture.tobytes()] == label
                 recorded.setdefault(split, set()).add(picture.tobytes())
     assert [len(recorded[split]) for split in data.SPLITS] == [24, 6, 10]
@@ -237,11 +273,15 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
 def test_epochs_of_pictures_differ_and_have_each_once(tmp_path: Path):
     task = open_data(as_idx(tmp_path))
     count = task.examples
-    orders = [torch.cat([task.batch(n, 7).x.flatten(1) for n in range(4)])[:count] for _ in range(1)]
+    orders = [
+        torch.cat([task.batch(n, 7).x.flatten(1) for n in range(4)])[:count] for _ in range(1)
+    ]
     first = torch.cat([task.batch(n, count).x for n in range(2)]).flatten(1)
     assert len(torch.unique(first[:count], dim=0)) == len(torch.unique(first, dim=0)) == count
     assert not torch.equal(first[:count], first[count:])
-    assert torch.equal(orders[0], first[:count])  # whatever the size of a batch, which goes on into the next epoch
+    assert torch.equal(
+        orders[0], first[:count]
+    )  # whatever the size of a batch, which goes on into the next epoch
     assert torch.equal(task.batch(3, 7).x.flatten(1)[-1], first[27])
 
 
@@ -264,9 +304,11 @@ def test_pictures_of_several_sizes_are_brought_to_one(tmp_path: Path):
     assert (batch.x.std((2, 3)) < 1e-4).all()  # of one colour, and still so
 
 
-# --- frames --------------------------------------------------------------------------------------------
+# --- frames ---------------------------------------------------------------------------------------
 
-UTTERANCES = [np.random.default_rng(n).normal(3, 2, (3 + n % 4, 5)).astype(np.float32) for n in range(20)]
+UTTERANCES = [
+    np.random.default_rng(n).normal(3, 2, (3 + n % 4, 5)).astype(np.float32) for n in range(20)
+]
 TRANSCRIPTS = [np.arange(len(one)) % 3 + 5 for one in UTTERANCES]
 
 
@@ -290,12 +332,21 @@ def utterances(task: Task) -> list[tuple[np.ndarray, list[int]]]:
     """Every utterance of every split, as it was before, with its labels."""
     found = []
     for batch in (batch for split in data.SPLITS for batch in swept(task, split)):
-        live = batch.tokens.is_real if batch.tokens else torch.ones(batch.x.shape[:2], dtype=torch.bool)
+        live = (
+            batch.tokens.is_real
+            if batch.tokens
+            else torch.ones(batch.x.shape[:2], dtype=torch.bool)
+        )
         for x, label, at in zip(batch.x, batch.labels, live, strict=True):
             assert not x[~at].any()
             assert label.ndim == 0 or (label[~at] == IGNORE_INDEX).all()
-            names = [int(task.data.names[one]) for one in (label[at] if label.ndim else label[None]).tolist()]
-            found.append((x[at].numpy() * task.data.inputs.deviation + task.data.inputs.mean, names))
+            names = [
+                int(task.data.names[one])
+                for one in (label[at] if label.ndim else label[None]).tolist()
+            ]
+            found.append(
+                (x[at].numpy() * task.data.inputs.deviation + task.data.inputs.mean, names)
+            )
     return found
 
 
@@ -304,15 +355,21 @@ def utterances(task: Task) -> list[tuple[np.ndarray, list[int]]]:
 def test_frames_stay_with_their_labels(write: Any, each: str, tmp_path: Path):
     labels = TRANSCRIPTS if each == "frame" else [len(one) for one in UTTERANCES]
     flat = np.concatenate(labels) if each == "frame" else labels
-    task = open_data(write(tmp_path, flat if write is as_row else labels), {"valid": 0.2, "test": 0.2})
+    task = open_data(
+        write(tmp_path, flat if write is as_row else labels), {"valid": 0.2, "test": 0.2}
+    )
     found = utterances(task)
     assert len(found) == 20
     for frames, names in found:
         place = next(
-            n for n, one in enumerate(UTTERANCES) if one.shape == frames.shape and np.allclose(one, frames, atol=1e-4)
+            n
+            for n, one in enumerate(UTTERANCES)
+            if one.shape == frames.shape and np.allclose(one, frames, atol=1e-4)
         )
         assert names == (TRANSCRIPTS[place].tolist() if each == "frame" else [len(frames)])
-    train = torch.cat([b.x[b.tokens.is_real] if b.tokens else b.x.flatten(0, 1) for b in swept(task, "train")])
+    train = torch.cat(
+        [b.x[b.tokens.is_real] if b.tokens else b.x.flatten(0, 1) for b in swept(task, "train")]
+    )
     assert float(train.mean(0).abs().max()) < 1e-5
     assert float((train.std(0, correction=0) - 1).abs().max()) < 1e-4
     described = task.model()
@@ -321,13 +378,16 @@ def test_frames_stay_with_their_labels(write: Any, each: str, tmp_path: Path):
 
 
 def test_frames_of_one_length_are_an_array(tmp_path: Path):
-    frames, labels = np.stack([one[:3] for one in UTTERANCES]), np.stack([one[:3] for one in TRANSCRIPTS])
+    frames, labels = (
+        np.stack([one[:3] for one in UTTERANCES]),
+        np.stack([one[:3] for one in TRANSCRIPTS]),
+    )
     np.savez(tmp_path / "a.npz", frames=frames, labels=labels)
     found = utterances(open_data(str(tmp_path / "a.npz")))
     assert sorted(tuple(names) for _, names in found) == sorted(map(tuple, labels.tolist()))
 
 
-# --- all of them ---------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def opened(name: str, folder: Path, lines: str) -> Task:
@@ -357,7 +417,9 @@ def test_file_tasks_keep_the_promises_of_every_task(name: str, tmp_path: Path, l
     assert model_spec.from_toml(model_spec.to_toml(described)) == described
     assert described.heads[0].outputs > int(first.labels.max())
     batch = task.batch(0, 3, "valid")
-    for measure in task.measure(torch.zeros(*batch.labels.shape, described.heads[0].outputs), batch):
+    for measure in task.measure(
+        torch.zeros(*batch.labels.shape, described.heads[0].outputs), batch
+    ):
         assert measure in task.chance
     other = replace(task, seed=9)
     assert not torch.equal(other.batch(5, 3).x, first.x)

@@ -20,7 +20,9 @@ from headwise.data import IGNORE_INDEX, Task
 from headwise.data.language_modelling import TextTask
 
 # Bytes of one to four for a character, lines of all lengths, and no newline at the end.
-WORDS = "the low lower lowest Äpfel 你好 \N{MATHEMATICAL BOLD CAPITAL A} naïve\n\n\twidest, wider; wide"
+WORDS = (
+    "the low lower lowest Äpfel 你好 \N{MATHEMATICAL BOLD CAPITAL A} naïve\n\n\twidest, wider; wide"
+)
 TEXT = "".join(f"{n} {WORDS} {n * 7919 % 101}\n" for n in range(97)) + "end"
 
 
@@ -32,13 +34,19 @@ def path(tmp_path: Path) -> str:
 
 def texts(path: str, **options) -> list[TextTask]:
     """The text cut into bytes, characters and learnt pieces."""
-    return [TextTask(path, tokens=tokens, vocab=300, length=13, **options) for tokens in ("bytes", "chars", "bpe")]
+    return [
+        TextTask(path, tokens=tokens, vocab=300, length=13, **options)
+        for tokens in ("bytes", "chars", "bpe")
+    ]
 
 
 def labels_of(task: Task, split: str) -> list[int]:
     """Every label that a split asks for, in its order; small batches ask for the same."""
     some = range(task.batches(5, split) or 0)
-    parts = [batch.labels[batch.labels != IGNORE_INDEX] for batch in (task.batch(n, 5, split) for n in some)]
+    parts = [
+        batch.labels[batch.labels != IGNORE_INDEX]
+        for batch in (task.batch(n, 5, split) for n in some)
+    ]
     whole = task.batch(0, 9_999, split).labels
     found = whole[whole != IGNORE_INDEX].tolist()
     assert sorted(torch.cat(parts).tolist()) == sorted(found)
@@ -70,7 +78,9 @@ def test_training_never_sees_held_out_text(tmp_path: Path):
     assert recorded == set(range(2, 71))  # every place but the first, to the last of seventy
     assert labels_of(task, "valid") == list(range(71, 91))
     assert labels_of(task, "test") == list(range(91, 101))
-    assert task.batch(0, 5, "valid").x[0, 0] == 70  # the first is asked with the one before it in view
+    assert (
+        task.batch(0, 5, "valid").x[0, 0] == 70
+    )  # the first is asked with the one before it in view
 
 
 def test_only_the_last_window_is_short(path: str):
@@ -84,7 +94,12 @@ def test_a_few_batches_are_a_sample_of_the_whole_part(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
     task = TextTask(str(tmp_path / "a.txt"), length=5, valid=0.5, test=0.1)
     first = task.batch(0, 4, "valid").labels.flatten()  # of 10 windows in 3 batches
-    assert sorted(first.tolist()) == [*range(41, 46), *range(56, 61), *range(71, 76), *range(86, 91)]
+    assert sorted(first.tolist()) == [
+        *range(41, 46),
+        *range(56, 61),
+        *range(71, 76),
+        *range(86, 91),
+    ]
 
 
 def test_text_comes_back_as_it_went_in(path: str):
@@ -117,11 +132,17 @@ def test_bits_for_each_byte_by_hand(path: str):
                 logits.double().flatten(0, 1).tolist(), batch.labels.flatten().tolist(), strict=True
             ):
                 if expected != IGNORE_INDEX:
-                    total += math.log2(sum(math.exp(one) for one in row)) - row[expected] / math.log(2)
+                    total += math.log2(sum(math.exp(one) for one in row)) - row[
+                        expected
+                    ] / math.log(2)
         tensors = TEXT.encode()[-sum(tally["bits_per_byte"][1] for tally in tallies) :]
-        assert tensors.decode() == task.text(labels_of(task, "valid"))  # so many bytes were counted as the part has
+        assert tensors.decode() == task.text(
+            labels_of(task, "valid")
+        )  # so many bytes were counted as the part has
         assert sum(tally["bits_per_byte"][0] for tally in tallies) == pytest.approx(total, rel=1e-6)
-        assert sum(tally["nats"][0] for tally in tallies) == pytest.approx(total * math.log(2), rel=1e-6)
+        assert sum(tally["nats"][0] for tally in tallies) == pytest.approx(
+            total * math.log(2), rel=1e-6
+        )
         assert sum(tally["nats"][1] for tally in tallies) == len(labels_of(task, "valid"))
 
 
@@ -146,10 +167,13 @@ def test_a_batch_follows_from_its_numbers(path: str):
 
 def test_another_process_draws_and_learns_the_same(path: str):
     code = (
-        "import sys; from headwise.data.language_modelling import TextTask; t = TextTask(sys.argv[1], 'bpe', 290, 13); "
+        "import sys; from headwise.data.language_modelling import TextTask; t = "
+        "TextTask(sys.argv[1], 'bpe', 290, 13); "
     )
     code += "import json; print(json.dumps([t.batch(3, 5).x.tolist(), t.tokenizer]))"
-    ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+    )
     task = TextTask(path, "bpe", 290, 13)
     assert json.loads(ran.stdout) == [task.batch(3, 5).x.tolist(), task.tokenizer]
 
@@ -207,16 +231,27 @@ def test_a_tokenizer_from_elsewhere_is_used_as_it_is(path: str, tmp_path: Path):
     assert again.chance == text_task.chance
     data = json.loads(text_task.tokenizer or "")
     data["normalizer"] = {"type": "Replace", "pattern": {"String": "low"}, "content": ""}
-    data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    data["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (tmp_path / "other.json").write_text(json.dumps(data))
     other = TextTask(path, tokens=str(tmp_path / "other.json"))
-    assert other.text(other.ids("the lowest lower")) == "the est er"  # all of it, whatever its document cuts
-    assert set(other.chance) == {"nats"}  # its tokens do not say how many bytes of the text they stand for
+    assert (
+        other.text(other.ids("the lowest lower")) == "the est er"
+    )  # all of it, whatever its document cuts
+    assert set(other.chance) == {
+        "nats"
+    }  # its tokens do not say how many bytes of the text they stand for
 
 
 def test_marks_of_a_vocabulary_that_stand_in_a_text_are_text(path: str, tmp_path: Path):
     data = json.loads(TextTask(path, tokens="bpe", vocab=300).tokenizer or "")
-    data["added_tokens"] = [{"id": 300, "content": "<s>", "special": True, "single_word": False, "lstrip": False}]
+    data["added_tokens"] = [
+        {"id": 300, "content": "<s>", "special": True, "single_word": False, "lstrip": False}
+    ]
     data["added_tokens"][0] |= {"rstrip": False, "normalized": False}
     (tmp_path / "t.json").write_text(json.dumps(data))
     task = TextTask(path, tokens=str(tmp_path / "t.json"))
@@ -231,7 +266,9 @@ def test_a_model_reads_it(path: str):
         assert described.stacks[0].embedding.tokens == task.data.size == described.heads[0].outputs
 
 
-@pytest.mark.parametrize("valid", [0.1, 0.11, 0.12])  # 300 and 70,000 bytes: in all, between and inside characters
+@pytest.mark.parametrize(
+    "valid", [0.1, 0.11, 0.12]
+)  # 300 and 70,000 bytes: in all, between and inside characters
 def test_no_character_is_cut_in_two(tmp_path: Path, valid: float):
     for count in (100, 23_333):  # and one line that is longer than a block of text
         (file := tmp_path / f"{count}.txt").write_text("你" * count)

@@ -13,12 +13,20 @@ import torch
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import SPLITS, TASKS, Batch, Task, make_task
-from headwise.data.synthetic_task import assign_splits, hash_rows, parse_sizes, slice_by_power_of_two, sum_by_slice
+from headwise.data.synthetic_task import (
+    assign_splits,
+    hash_rows,
+    parse_sizes,
+    slice_by_power_of_two,
+    sum_by_slice,
+)
 from headwise.ops.counter_rng import RandomStreams, philox
 
 SMALL: dict[str, Task] = {
     "recall": make_task("recall", vocabulary=21, length=(26, 34), pairs=(2, 5)),
-    "recall-passes": make_task("recall", vocabulary=21, length=30, pairs=3, passes=3, filler="zero"),
+    "recall-passes": make_task(
+        "recall", vocabulary=21, length=30, pairs=3, passes=3, filler="zero"
+    ),
     "copy": make_task("copy", symbols=5, block=(4, 7), gap=(0, 3)),
     "copy-selective": make_task("copy", kind="selective", symbols=5, block=(4, 7), gap=(2, 3)),
     "copy-source": make_task("copy", kind="source", symbols=5, block=(4, 7), gap=0),
@@ -28,8 +36,9 @@ SMALL: dict[str, Task] = {
     "graph": make_task("graph", nodes=13, chords=3, sources=4, reach=2),
     "dates": make_task("dates"),
 }
-# The first 8 hexadecimal digits of SHA-256 over batch 3 of 8 examples of "train", and of "test". They change with the
-# data and with nothing else: whoever trained before then trained on something else.
+# The first 8 hexadecimal digits of SHA-256 over batch 3 of 8 examples of "train", and of "test".
+# They change with the data and with nothing else: whoever trained before then trained on something
+# else.
 PINNED = {
     "recall": ("b8e92baf", "c9c32117"),
     "recall-passes": ("74e043cb", "38b72911"),
@@ -71,7 +80,9 @@ def digest(batch: Batch) -> str:
 
 def rows(batch: Batch) -> list[tuple]:
     """Each example as it is, without what fills its row up."""
-    live = torch.ones_like(batch.x, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real
+    live = (
+        torch.ones_like(batch.x, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real
+    )
     out = []
     for n in range(len(batch.x)):
         labels = batch.labels[n][live[n]] if batch.labels.dim() == 2 else batch.labels[n]
@@ -83,15 +94,27 @@ def rows(batch: Batch) -> list[tuple]:
     return out
 
 
-# --- numbers -------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("counter", "key", "answer"),
     [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_random_words_are_those_that_their_authors_publish(counter: str, key: str, answer: str):
@@ -126,7 +149,9 @@ def test_draws_are_even():
 
 
 def test_streams_do_not_repeat_nor_meet():
-    """Words of examples, attempts, splits and seeds are all different, and so are those that follow."""
+    """Words of examples, attempts, splits and seeds are all different, and so are those that
+    follow.
+    """
     draws = [
         RandomStreams(s, p, np.array([e]), np.array([a]))
         for s in (0, 1, 2**32)
@@ -146,7 +171,7 @@ def test_marks_see_order_and_length_but_not_padding():
     assert np.abs(share - [6 / 8, 1 / 8, 1 / 8]).max() < 0.006
 
 
-# --- batches -------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_a_batch_is_a_function_of_its_number(small: Task):
@@ -157,7 +182,11 @@ def test_a_batch_is_a_function_of_its_number(small: Task):
     parts = {index: rows(again.batch(index, 3, "valid")) for index in (5, 7, 4, 6)}
     assert whole == parts[4] + parts[5] + parts[6] + parts[7]
     assert whole == rows(small.batch(1, 12, "valid"))
-    for other in (small.batch(1, 12), small.batch(2, 12, "valid"), replace(small, seed=1).batch(1, 12, "valid")):
+    for other in (
+        small.batch(1, 12),
+        small.batch(2, 12, "valid"),
+        replace(small, seed=1).batch(1, 12, "valid"),
+    ):
         assert rows(other) != whole
 
 
@@ -182,7 +211,8 @@ def test_small_tasks_use_all_that_there_is():
     """Of 1,024 examples, each occurs, and in one split alone."""
     parity = make_task("group", group="parity", length=10)
     found = [
-        set(rows(parity.batch(0, size, split))) for size, split in ((8000, "train"), (1500, "valid"), (1500, "test"))
+        set(rows(parity.batch(0, size, split)))
+        for size, split in ((8000, "train"), (1500, "valid"), (1500, "test"))
     ]
     assert sum(map(len, found)) == len(set().union(*found)) == 1024
     assert all(90 < len(one) < 170 for one in found[1:])
@@ -191,17 +221,25 @@ def test_small_tasks_use_all_that_there_is():
 def test_chance_is_the_score_of_guessing(small: Task):
     """A guesser that draws any of the answers there are."""
     batch = small.batch(0, 400, "test")
-    answers = {"recall": (10, 21), "copy": (3, 8), "markov": (0, 3), "group": (0, 6), "lookup2": (2 + 3 + 2, 12)}.get(
-        small.name
-    )
+    answers = {
+        "recall": (10, 21),
+        "copy": (3, 8),
+        "markov": (0, 3),
+        "group": (0, 6),
+        "lookup2": (2 + 3 + 2, 12),
+    }.get(small.name)
     first, stop = answers or (0, round(1 / small.chance["accuracy"]))
     logits = torch.full((*batch.labels.shape, stop), -1.0)
-    logits[..., first:] = torch.rand(logits[..., first:].shape, generator=torch.Generator().manual_seed(0))
+    logits[..., first:] = torch.rand(
+        logits[..., first:].shape, generator=torch.Generator().manual_seed(0)
+    )
     result = dict(small.measure(logits, batch))
     for name in {"accuracy", "exact_match"} & set(small.chance) & set(result):
         total, count = result[name]
         chance = small.chance[name]
-        assert abs(total / count - chance) < 4 * (chance * (1 - chance) / count) ** 0.5 + 1e-12, name
+        assert abs(total / count - chance) < 4 * (chance * (1 - chance) / count) ** 0.5 + 1e-12, (
+            name
+        )
 
 
 def test_right_answers_score_one_and_wrong_answers_zero(small: Task):
@@ -211,7 +249,9 @@ def test_right_answers_score_one_and_wrong_answers_zero(small: Task):
     for sign, mark in ((1, 1.0), (-1, 0.0)):
         result = dict(small.measure(sign * logits, batch))
         assert all(
-            total == mark * count for name, (total, count) in result.items() if name[0] in "ae" and name[:3] != "exc"
+            total == mark * count
+            for name, (total, count) in result.items()
+            if name[0] in "ae" and name[:3] != "exc"
         )
         assert all(count > 0 for _, count in result.values())
     parts = [(name, result[name][1]) for name in result if name.startswith("accuracy@")]
@@ -237,7 +277,7 @@ def test_default_models_fit_their_tasks(name: str):
         assert (batch.source is not None) == (described.kind == "encoder-decoder")
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -272,7 +312,11 @@ def test_default_models_fit_their_tasks(name: str):
         ("group", {"length": 10**6}, "use at most 65536"),
         ("lookup2", {"direct": 7}, "use direct=6"),
         ("lookup2", {"entities": 1}, "use 2 or more"),
-        ("lookup2", {"entities": 2, "attributes": 1, "values": 20, "direct": 1}, "use more entities"),
+        (
+            "lookup2",
+            {"entities": 2, "attributes": 1, "values": 20, "direct": 1},
+            "use more entities",
+        ),
         ("lookup2", {"values": 10**6}, "use at most 65536"),
         ("graph", {"sources": 32}, "use at most 31"),
         ("graph", {"nodes": 8, "sources": 2, "chords": 0}, "use more nodes or sources"),
@@ -321,7 +365,7 @@ def test_far_batches_are_as_near_ones():
     assert len(rows(SMALL["group"].batch(2**60, 4))) == 4
 
 
-# --- slices --------------------------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------------------
 
 
 def test_slices_by_powers_of_two_cover_all_values():

@@ -22,11 +22,16 @@ Row = tuple[list[int], list[int]]
 def examples(one: Task, count: int = 200, split: str = "train") -> list[Row]:
     """What is read and what is wanted, row by row, without what fills rows up."""
     batch = one.batch(0, count, split)
-    return [(batch.x[n][live].tolist(), batch.labels[n][live].tolist()) for n, live in enumerate(live_of(batch))]
+    return [
+        (batch.x[n][live].tolist(), batch.labels[n][live].tolist())
+        for n, live in enumerate(live_of(batch))
+    ]
 
 
 def live_of(batch: Batch) -> torch.Tensor:
-    return torch.ones_like(batch.x, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real
+    return (
+        torch.ones_like(batch.x, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real
+    )
 
 
 def labelled_columns(labels: list[int]) -> list[int]:
@@ -38,13 +43,15 @@ def check_frequency(found: int, of: int, chance: float):
     assert abs(found / of - chance) < 4 * (chance * (1 - chance) / of) ** 0.5
 
 
-# --- recall --------------------------------------------------------------------------------------------
+# --- recall ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("filler", ["random", "zero"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_recall_wants_the_value_of_each_key(filler: str, passes: int):
-    one = make_task("recall", vocabulary=51, length=(32, 64), pairs=(3, 5), passes=passes, filler=filler)
+    one = make_task(
+        "recall", vocabulary=51, length=(32, 64), pairs=(3, 5), passes=passes, filler=filler
+    )
     found = Counter()
     batch = one.batch(0, 200)
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
@@ -62,14 +69,20 @@ def test_recall_wants_the_value_of_each_key(filler: str, passes: int):
         assert all(t >= 2 * pairs * passes and t % 2 == 0 for t in places)
         assert sorted(t for _, t in gold.links) == places
         assert all(x[s] == labels[t] for s, t in gold.links)
-        rest = [token for t, token in enumerate(x[2 * pairs * passes :], 2 * pairs * passes) if t not in places]
+        rest = [
+            token
+            for t, token in enumerate(x[2 * pairs * passes :], 2 * pairs * passes)
+            if t not in places
+        ]
         assert filler == "random" or not any(rest)
     assert set(found) == {(32, 3), (64, 5)}
     assert min(found.values()) > 70
 
 
 def test_recall_takes_slots_by_the_power_law_without_replacement():
-    """p(i) ~ i^(power - 1), i = 1 .. space: of the first key's slot exactly, and of both keys' together."""
+    """p(i) ~ i^(power - 1), i = 1 .. space: of the first key's slot exactly, and of both keys'
+    together.
+    """
     one = make_task("recall", vocabulary=200, length=16, pairs=2, power=0.3)
     weights = [i ** (0.3 - 1) for i in range(1, 7)]
     p = [w / sum(weights) for w in weights]
@@ -85,13 +98,15 @@ def test_recall_takes_slots_by_the_power_law_without_replacement():
 
 def test_recall_fills_with_any_token():
     one = make_task("recall", vocabulary=11, length=64, pairs=3)
-    rest = [x[t] for x, labels in examples(one, 300) for t in range(6, 64) if labels[t] == IGNORE_INDEX]
+    rest = [
+        x[t] for x, labels in examples(one, 300) for t in range(6, 64) if labels[t] == IGNORE_INDEX
+    ]
     counts = Counter(rest)
     for token in range(11):
         check_frequency(counts[token], len(rest), 1 / 11)
 
 
-# --- copy ----------------------------------------------------------------------------------------------
+# --- copy -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["induction", "selective"])
@@ -127,13 +142,18 @@ def test_copy_from_a_source_repeats_it():
         size = gold.block
         block = source[:size]
         assert all(3 <= token < 10 for token in block)
-        assert (x[:size], labels) == ([2, *block[:-1]], block + [IGNORE_INDEX] * (len(labels) - size))
+        assert (x[:size], labels) == (
+            [2, *block[:-1]],
+            block + [IGNORE_INDEX] * (len(labels) - size),
+        )
         assert gold.links == tuple((n, n) for n in range(size))
         sizes.add(size)
     assert sizes == {5, 9}
     assert batch.tokens.is_real.sum(1).tolist() == [gold.block for gold in batch.gold]
     logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), 10).float()
-    assert {"accuracy@block=5", "accuracy@block=9", "exact_match@block=9"} < set(one.measure(logits, batch))
+    assert {"accuracy@block=5", "accuracy@block=9", "exact_match@block=9"} < set(
+        one.measure(logits, batch)
+    )
 
 
 def test_copy_reports_its_distance():
@@ -143,7 +163,9 @@ def test_copy_reports_its_distance():
     metrics = one.measure(logits, batch)
     expected = Counter()
     for gold in batch.gold:
-        expected[next(f"accuracy@distance<={b}" for b in (8, 16, 32) if gold.block + gold.gap <= b)] += gold.block
+        expected[
+            next(f"accuracy@distance<={b}" for b in (8, 16, 32) if gold.block + gold.gap <= b)
+        ] += gold.block
     assert {name: count for name, (_, count) in metrics.items() if "distance" in name} == expected
 
 
@@ -157,14 +179,17 @@ def test_copy_by_rows_is_all_or_nothing():
     assert metrics["exact_match"] == metrics["exact_match@block=5"] == (3, 4)
 
 
-# --- markov --------------------------------------------------------------------------------------------
+# --- markov ---------------------------------------------------------------------------------------
 
 
 def bayes(x: list[int], symbols: int) -> list[list[Fraction]]:
     """The bigram's guess behind each place, counted anew each time."""
     return [
         [
-            Fraction(sum(x[s] == x[t] and x[s + 1] == b for s in range(t)) + 1, x[:t].count(x[t]) + symbols)
+            Fraction(
+                sum(x[s] == x[t] and x[s + 1] == b for s in range(t)) + 1,
+                x[:t].count(x[t]) + symbols,
+            )
             for b in range(symbols)
         ]
         for t in range(len(x))
@@ -178,7 +203,9 @@ def test_markov_labels_equal_the_best_guess():
         assert (x[0], labels[0]) == (3, IGNORE_INDEX)
         x, labels = x[1:], labels[1:]
         assert labels[:-1] == x[1:]
-        np.testing.assert_allclose(gold.numpy(), [[float(p) for p in row] for row in bayes(x, 3)], rtol=1e-12)
+        np.testing.assert_allclose(
+            gold.numpy(), [[float(p) for p in row] for row in bayes(x, 3)], rtol=1e-12
+        )
 
 
 def test_markov_measures_nats_above_the_best_guess():
@@ -188,16 +215,21 @@ def test_markov_measures_nats_above_the_best_guess():
     best = torch.cat([best[:, :1], best], 1)  # of the place before all symbols nothing is asked
     metrics = one.measure(best.log() + 5, batch)  # logits may be shifted
     assert metrics["nats"][1] == 300 * 23
-    more = torch.cat([best.log(), torch.zeros(300, 24, 1)], 2)  # half of all belief for what never comes
+    more = torch.cat(
+        [best.log(), torch.zeros(300, 24, 1)], 2
+    )  # half of all belief for what never comes
     assert one.measure(more, batch)["excess"][0] == pytest.approx(300 * 23 * log(2))
     assert abs(metrics["excess"][0]) < 1e-9
     uniform = one.measure(torch.zeros_like(best), batch)
     assert uniform["nats"][0] / uniform["nats"][1] == pytest.approx(log(3))
-    # The excess is the mean of what a guess costs more, so both agree within the error of the latter.
+    # The excess is the mean of what a guess costs more, so both agree within the error of the
+    # latter.
     more = (uniform["nats"][0] - metrics["nats"][0]) / metrics["nats"][1]
     assert uniform["excess"][0] / uniform["excess"][1] == pytest.approx(more, abs=0.03)
     again = make_task("markov", symbols=3, length=23)
-    assert again.chance["excess"] == pytest.approx(uniform["excess"][0] / uniform["excess"][1], abs=0.01)
+    assert again.chance["excess"] == pytest.approx(
+        uniform["excess"][0] / uniform["excess"][1], abs=0.01
+    )
 
 
 def test_markov_lines_stand_in_order():
@@ -206,7 +238,9 @@ def test_markov_lines_stand_in_order():
 
 
 def test_markov_rows_are_dirichlet():
-    """Of a row drawn from Dirichlet(1, ..., 1), two draws agree with probability 2 / (symbols + 1)."""
+    """Of a row drawn from Dirichlet(1, ..., 1), two draws agree with
+    probability 2 / (symbols + 1).
+    """
     agree, count = 0, 0
     for x, _ in examples(make_task("markov", symbols=4, length=128), 3000):
         after = [b for a, b in pairwise(x) if a == 0][:2]
@@ -215,11 +249,12 @@ def test_markov_rows_are_dirichlet():
     check_frequency(agree, count, 2 / 5)
 
 
-# --- group ---------------------------------------------------------------------------------------------
+# --- group ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "group"), [("S3", SymmetricGroup(3)), ("S4", SymmetricGroup(4)), ("A5", AlternatingGroup(5))]
+    ("name", "group"),
+    [("S3", SymmetricGroup(3)), ("S4", SymmetricGroup(4)), ("A5", AlternatingGroup(5))],
 )
 def test_permutations_multiply_as_sympys(name: str, group):
     """Its p * q applies p first, too."""
@@ -244,7 +279,7 @@ def prefix(table: np.ndarray, x: list[int]) -> int:
     return x[0] if len(x) == 1 else int(table[prefix(table, x[:1]), prefix(table, x[1:])])
 
 
-# --- lookup2 -------------------------------------------------------------------------------------------
+# --- lookup2 --------------------------------------------------------------------------------------
 
 
 def test_lookup2_answers_follow_from_the_facts():
@@ -282,22 +317,31 @@ def test_lookup2_answers_follow_from_the_facts():
 def test_lookup2_distinguishes_its_questions():
     one = make_task("lookup2", entities=4, attributes=3, values=9, direct=3, composed=4)
     batch = one.batch(0, 5)
-    logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), one.model().heads[0].outputs).float()
+    logits = torch.nn.functional.one_hot(
+        batch.labels.clamp(min=0), one.model().heads[0].outputs
+    ).float()
     logits[:, [t for _, t in batch.gold[0].composed]] = 0
     metrics = one.measure(logits, batch)
-    assert (metrics["accuracy"], metrics["accuracy@query=direct"], metrics["accuracy@query=composed"]) == (
+    assert (
+        metrics["accuracy"],
+        metrics["accuracy@query=direct"],
+        metrics["accuracy@query=composed"],
+    ) == (
         (15, 35),
         (15, 15),
         (0, 20),
     )
 
 
-# --- graph ---------------------------------------------------------------------------------------------
+# --- graph ----------------------------------------------------------------------------------------
 
 
 def test_graph_wants_how_far_the_nearest_source_is():
     one = make_task("graph", nodes=17, chords=4, sources=3, reach=2)
-    near = {node: {b for a, b in one.edges if a == node} | {a for a, b in one.edges if b == node} for node in range(17)}
+    near = {
+        node: {b for a, b in one.edges if a == node} | {a for a, b in one.edges if b == node}
+        for node in range(17)
+    }
     assert sum(map(len, near.values())) == 2 * (17 + 4)
     assert not any(node in others for node, others in near.items())
     for (x, labels), gold in zip(examples(one), one.batch(0, 200).gold, strict=True):

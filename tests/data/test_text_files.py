@@ -19,7 +19,9 @@ from headwise.files import read_json_file, read_text_file
 from headwise.head_analysis.annotated_examples import read_lines
 
 
-@pytest.mark.parametrize("read", [read_text_file, read_json_file, read_tokenizer_file, read_vocabulary, read_lines])
+@pytest.mark.parametrize(
+    "read", [read_text_file, read_json_file, read_tokenizer_file, read_vocabulary, read_lines]
+)
 @pytest.mark.parametrize(
     ("data", "fact", "encoding"),
     [
@@ -55,17 +57,24 @@ def test_the_root_of_the_disk_is_not_read(tmp_path: Path, capsys: pytest.Capture
     started = time.monotonic()
     for argv in (["/"], ["--data", "/"], ["text:/"], ["images:/"], ["--data", "//tmp/.."]):
         assert cli.main(["train", *argv, "--out", str(tmp_path / "out")]) == 2
-        assert "is the root of the file system; give the folder with the data" in capsys.readouterr().err
+        assert (
+            "is the root of the file system; give the folder with the data"
+            in capsys.readouterr().err
+        )
     assert time.monotonic() - started < 20
 
 
-def test_a_folder_of_other_files_is_not_walked_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_of_other_files_is_not_walked_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(text_files, "MAX_OTHER_FILES", 20)
     for number in range(9):
         (tmp_path / f"{number}").mkdir()
         for other in range(5):
             (tmp_path / f"{number}" / f"{other}.o").touch()
-    with pytest.raises(SpecError, match=r"contains at least 25 files that are no data, and 0 that may be; give the"):
+    with pytest.raises(
+        SpecError, match=r"contains at least 25 files that are no data, and 0 that may be; give the"
+    ):
         list_files(tmp_path, (".txt",))
     for number in range(3):
         (tmp_path / f"{number}.txt").touch()

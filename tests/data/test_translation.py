@@ -16,7 +16,12 @@ import torch
 
 import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch, open_data
-from headwise.data.example_order import plan_by_length, plan_by_token_budget, plan_packed_rows, split_by_key
+from headwise.data.example_order import (
+    plan_by_length,
+    plan_by_token_budget,
+    plan_packed_rows,
+    split_by_key,
+)
 from headwise.data.translation import (
     ParallelCorpus,
     ParallelTextTask,
@@ -34,7 +39,9 @@ FORMS = ("bucketed", "budget", "packed")
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    (file := tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\tmore\n" for a, b in zip(SOURCES, TARGETS, strict=True)))
+    (file := tmp_path / "a.tsv").write_text(
+        "".join(f"{a}\t{b}\tmore\n" for a, b in zip(SOURCES, TARGETS, strict=True))
+    )
     return str(file)
 
 
@@ -43,7 +50,9 @@ def make_task(path: str, form: str = "bucketed", **options) -> ParallelTextTask:
 
 
 def rows(task: ParallelTextTask, batch: Batch) -> Iterator[tuple[str, str, str]]:
-    """What a batch holds, text by text, as segments tell them apart: source, target as read, and target as asked."""
+    """What a batch holds, text by text, as segments tell them apart: source, target as read, and
+    target as asked.
+    """
     source, target = task.data.vocabularies
     sides = (
         (batch.source, batch.source_tokens, source),
@@ -55,7 +64,9 @@ def rows(task: ParallelTextTask, batch: Batch) -> Iterator[tuple[str, str, str]]
             own = [ids[row][at.segment[row] == segment].tolist() for ids, at, _ in sides]
             assert own[0][-1] == 1, "a source ends with its end"
             assert own[1][0] == 0, "a target begins with a start"
-            assert own[2] == [*own[1][1:], 1], "each token is followed by the next one, the last by the end"
+            assert own[2] == [*own[1][1:], 1], (
+                "each token is followed by the next one, the last by the end"
+            )
             yield tuple(v.decode(ids) for ids, (_, _, v) in zip(own, sides, strict=True))
 
 
@@ -82,13 +93,21 @@ def test_sentences_stay_beside_their_translation_and_an_epoch_has_each_once(path
 @pytest.mark.parametrize("form", FORMS)
 def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str, form: str):
     task, size = make_task(path, form), {"bucketed": 7, "budget": 150, "packed": 5}[form]
-    first, second = ([list(rows(task, batch)) for batch in swept(task, "train", size, epoch)] for epoch in (0, 1))
-    assert Counter(row for batch in first for row in batch) == Counter(row for batch in second for row in batch)
+    first, second = (
+        [list(rows(task, batch)) for batch in swept(task, "train", size, epoch)] for epoch in (0, 1)
+    )
+    assert Counter(row for batch in first for row in batch) == Counter(
+        row for batch in second for row in batch
+    )
     assert first != second
-    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}  # other neighbours, too
+    assert {frozenset(batch) for batch in first} != {
+        frozenset(batch) for batch in second
+    }  # other neighbours, too
     alone = make_task(path, form)
     alone.data._plans.clear()
-    assert list(rows(alone, alone.batch(len(first) + 2, size))) == second[2]  # with nothing asked before
+    assert (
+        list(rows(alone, alone.batch(len(first) + 2, size))) == second[2]
+    )  # with nothing asked before
     other = make_task(path, form, seed=1)
     assert [list(rows(other, batch)) for batch in swept(other, "train", size)] != first
     tensors = (swept(one, "valid", size)[0].x for one in (task, other))
@@ -131,13 +150,20 @@ def test_rows_are_packed_without_overflowing_either_side():
 
 def test_buckets_stay_within_their_limit():
     for count in (1, 7, 8, 9, 64):
-        sizes = [len(plan_by_length(torch.ones(count).numpy(), 8).take(at, 0)) for at in range(-(-count // 8))]
+        sizes = [
+            len(plan_by_length(torch.ones(count).numpy(), 8).take(at, 0))
+            for at in range(-(-count // 8))
+        ]
         assert sum(sizes) == count
         assert max(sizes) <= 8
 
 
 def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
-    words = [f"{a} {b}" for a in ("go", "come", "see", "stay") for b in ("home", "there", "now", "Tom", "2", "on")]
+    words = [
+        f"{a} {b}"
+        for a in ("go", "come", "see", "stay")
+        for b in ("home", "there", "now", "Tom", "2", "on")
+    ]
     lines = [
         f"{form}\t{n}\n"
         for n, word in enumerate(words)
@@ -146,7 +172,10 @@ def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
     random.Random(0).shuffle(lines)
     (file := tmp_path / "a.tsv").write_text("".join(lines))
     task = make_task(str(file), valid=0.25, test=0.25)
-    keys = {split: {normalise_sentence(pair.source) for pair in pairs} for split, pairs in task.data.pairs.items()}
+    keys = {
+        split: {normalise_sentence(pair.source) for pair in pairs}
+        for split, pairs in task.data.pairs.items()
+    }
     assert [len(keys[split]) for split in ("train", "valid", "test")] == [12, 6, 6]
     assert sum(map(len, keys.values())) == len(set().union(*keys.values())) == len(words)
     assert sum(task.data.sizes.values()) == len(lines)
@@ -164,13 +193,19 @@ def translations(count: int) -> str:
 def test_no_sentence_of_either_side_is_in_two_splits(suffix: str, tmp_path: Path):
     text = translations(60)
     if suffix == "jsonl":
-        text = "".join(json.dumps(dict(zip("st", row.split("\t"), strict=True))) + "\n" for row in text.splitlines())
+        text = "".join(
+            json.dumps(dict(zip("st", row.split("\t"), strict=True))) + "\n"
+            for row in text.splitlines()
+        )
     (file := tmp_path / f"a.{suffix}").write_text(text)
     fields = {"source_field": "s", "target_field": "t"} if suffix == "jsonl" else {}
     options = {"vocab": 300, "valid": 0.25, "test": 0.25, **fields}
     pairs = open_data(str(file), options).data.pairs
     for side in (0, 1):
-        sentences = [{normalise_sentence(pair[side]) for pair in pairs[split]} for split in ("train", "valid", "test")]
+        sentences = [
+            {normalise_sentence(pair[side]) for pair in pairs[split]}
+            for split in ("train", "valid", "test")
+        ]
         assert min(map(len, sentences)) > 5
         assert sum(map(len, sentences)) == len(set().union(*sentences))
     earlier = open_data(str(file), {**options, "split_by": "sources"}).data.pairs
@@ -178,17 +213,26 @@ def test_no_sentence_of_either_side_is_in_two_splits(suffix: str, tmp_path: Path
         pair.target.strip(".").lower() for pair in earlier["test"]
     }
     assert shared
-    with pytest.raises(SpecError, match="split_by='targets' is unknown; use one of sentences, sources"):
+    with pytest.raises(
+        SpecError, match="split_by='targets' is unknown; use one of sentences, sources"
+    ):
         open_data(str(file), {**options, "split_by": "targets"})
 
 
 def test_a_split_far_from_its_share_is_refused():
     answers = ("yes", "no", "maybe")
     pairs = [SentencePair(f"question {n}", answers[n % 3]) for n in range(999)]
-    with pytest.raises(SpecError, match=r"split valid has 333 of 999 pairs instead of 5%, .* use split_by='sources'"):
+    with pytest.raises(
+        SpecError,
+        match=r"split valid has 333 of 999 pairs instead of 5%, .* use split_by='sources'",
+    ):
         ParallelCorpus.of(pairs, (0.05, 0.05), {})
     splits = ParallelCorpus.of(pairs, (0.05, 0.05), {}, split_by="sources").splits
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 899, "valid": 50, "test": 50}
+    assert {name: len(rows) for name, rows in splits.items()} == {
+        "train": 899,
+        "valid": 50,
+        "test": 50,
+    }
 
 
 def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path):
@@ -216,7 +260,10 @@ def test_separate_files_and_counts_of_skipped_pairs(tmp_path: Path):
         (tmp_path / f"train.{end}.gz").write_bytes(gzip.compress("\r\n".join(words).encode()))
         (tmp_path / f"val.{end}").write_text(f"{words[10].upper()}!\nneu\n")
         (tmp_path / f"test.{end}").write_text(f"{words[11]}\n")
-    values = {split: tuple(str(tmp_path / f"{split}.{end}") for end in ("de", "en")) for split in ("val", "test")}
+    values = {
+        split: tuple(str(tmp_path / f"{split}.{end}") for end in ("de", "en"))
+        for split in ("val", "test")
+    }
     train = tuple(str(tmp_path / f"train.{end}.gz") for end in ("de", "en"))
     task = ParallelTextTask(train, valid=values["val"], test=values["test"], vocab=300, longest=40)
     assert task.data.sizes == {"train": 40 - 2 - 2 - 1, "valid": 2, "test": 1}
@@ -245,7 +292,9 @@ def test_pieces_are_learnt_from_pairs_to_train_on(path: str, tmp_path: Path):
 
 def test_columns_may_stand_anywhere(path: str):
     task = make_task(path, columns=(2, 1))
-    assert {pair for pairs in task.data.pairs.values() for pair in pairs} == set(zip(TARGETS, SOURCES, strict=True))
+    assert {pair for pairs in task.data.pairs.values() for pair in pairs} == set(
+        zip(TARGETS, SOURCES, strict=True)
+    )
 
 
 def test_answers_are_scored_against_the_text_itself(path: str):
@@ -276,7 +325,10 @@ def test_scores_of_a_script_without_spaces_and_of_single_words():
 
 
 def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch):
-    result, expected = ["the cat sat on a mat", "who is there"], ["the cat sat on the mat", "who is there?"]
+    result, expected = (
+        ["the cat sat on a mat", "who is there"],
+        ["the cat sat on the mat", "who is there?"],
+    )
     found = score_translations(result, expected)
     import sacrebleu
 
@@ -284,7 +336,10 @@ def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch
     assert found.chrf == sacrebleu.corpus_chrf(result, [expected]).score
     assert "tok:13a" in found.bleu_signature
     assert "version:" in found.chrf_signature
-    assert score_translations(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature != found.bleu_signature
+    assert (
+        score_translations(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature
+        != found.bleu_signature
+    )
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(hw.SpecError, match=r"pip install 'headwise\[mt\]'"):
         score_translations(result, expected)
@@ -292,18 +347,25 @@ def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch
 
 def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):
     task = make_task(path, valid=0.5)
-    longest = [int(task.batch(n, 3, "valid").tokens.is_real.sum(1).max()) for n in range(task.batches(3, "valid"))]
+    longest = [
+        int(task.batch(n, 3, "valid").tokens.is_real.sum(1).max())
+        for n in range(task.batches(3, "valid"))
+    ]
     assert longest != sorted(longest)
     assert max(longest[:4]) > 0.7 * max(longest)
     assert min(longest[:4]) < 0.7 * max(longest)
 
 
 def test_no_token_spans_two_chinese_characters():
-    """With merges across characters, the frequent pair would become one token, and a word would lie within it."""
+    """With merges across characters, the frequent pair would become one token, and a word would lie
+    within it.
+    """
     texts = ["我们喜欢苹果。", "我们喜欢 Python 3。"]
     vocabulary = train_bpe(texts * 9, 400, ("<s>", "</s>"))
     for text in texts:
         (ids,) = vocabulary.encode([text])
         pieces = [vocabulary.decode([token_id]) for token_id in ids.tolist()]
         assert "".join(pieces) == text
-        assert [piece for piece in pieces if "\u4e00" <= piece[0] <= "\u9fff"] == re.findall("[\u4e00-\u9fff]", text)
+        assert [piece for piece in pieces if "\u4e00" <= piece[0] <= "\u9fff"] == re.findall(
+            "[\u4e00-\u9fff]", text
+        )

@@ -14,20 +14,23 @@ from headwise import costs, demo
 from headwise.demo import soft_lookup, translator
 from headwise.training import Recipe
 
-# Checked by hand: three quarters of 40 and an eighth of 43 and 48; 45.5 by symmetry; (40/6 + 43 + 48) / (1/6 + 2);
-# the others by kernel regression with these widths.
+# Checked by hand: three quarters of 40 and an eighth of 43 and 48; 45.5 by symmetry; (40/6 + 43 +
+# 48) / (1/6 + 2); the others by kernel regression with these widths.
 VALUES = [41.375, 45.5, 45.0769, 45.5, 45.5, 45.49999993, 45.465599, 44.406018, 43.873980]
 
 
 def test_soft_look_up_gives_the_known_numbers():
     found = [one.value for one in soft_lookup.look_up_by_all_methods()]
     for ours, expected in zip(found, VALUES, strict=True):
-        assert math.isclose(ours, expected, abs_tol=6 * 10.0 ** -len(str(expected).partition(".")[2])), (ours, expected)
+        assert math.isclose(
+            ours, expected, abs_tol=6 * 10.0 ** -len(str(expected).partition(".")[2])
+        ), (ours, expected)
 
 
 def test_every_answer_is_a_mean():
     assert all(
-        math.isclose(sum(one.weights), 1) and min(one.weights) >= 0 for one in soft_lookup.look_up_by_all_methods()
+        math.isclose(sum(one.weights), 1) and min(one.weights) >= 0
+        for one in soft_lookup.look_up_by_all_methods()
     )
 
 
@@ -56,8 +59,12 @@ def test_the_data_equals_the_counts_of_the_library():
 
 @pytest.mark.parametrize("width", [1e-3, 1e6])
 def test_kernel_regression_at_its_ends(width: float):
-    near = soft_lookup.look_up("end", soft_lookup.gaussian_weights(width), query=56.4 if width < 1 else 57.0)
-    assert math.isclose(near.value, 43.0 if width < 1 else sum(soft_lookup.VALUES) / 3, rel_tol=1e-6)
+    near = soft_lookup.look_up(
+        "end", soft_lookup.gaussian_weights(width), query=56.4 if width < 1 else 57.0
+    )
+    assert math.isclose(
+        near.value, 43.0 if width < 1 else sum(soft_lookup.VALUES) / 3, rel_tol=1e-6
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> translator.Translator:
         "precision": "fp32",
         "compile": "off",
     }
-    return translator.Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**options, attention="fused"))
+    return translator.Translator(
+        tmp_path_factory.mktemp("demo") / "run", Recipe(**options, attention="fused")
+    )
 
 
 def wide(line: str) -> int:
@@ -81,11 +90,15 @@ def test_the_translators_pages_fit_a_terminal(learned: translator.Translator):
     pages = [learned.training_page(), learned.examples_page(), learned.alignment_page()]
     assert max(wide(line) for page in pages for line in page.splitlines()) <= 80
     assert "2 steps" in pages[0]
-    assert {one.direction for one in learned.batch.gold} == {line.split()[0] for line in pages[1].splitlines()[::2]}
+    assert {one.direction for one in learned.batch.gold} == {
+        line.split()[0] for line in pages[1].splitlines()[::2]
+    }
 
 
 def test_heads_are_judged_by_known_links(learned: translator.Translator):
-    """Weights that stand on one known link of each token are right everywhere, and elsewhere nowhere."""
+    """Weights that stand on one known link of each token are right everywhere, and elsewhere
+    nowhere.
+    """
     batch, net = learned.batch, learned.result.net
     for w_BHTS in translator.cross_attention_weights(net, batch).values():
         live = batch.tokens.is_real[:, None].expand(w_BHTS.shape[:3])
@@ -103,10 +116,15 @@ def test_heads_are_judged_by_known_links(learned: translator.Translator):
 
 
 def test_the_picture_shows_weights_where_they_are(learned: translator.Translator):
-    alignment_map = translator.make_alignment_map(learned.result.net, learned.head_alignments[0], learned.batch)
+    alignment_map = translator.make_alignment_map(
+        learned.result.net, learned.head_alignments[0], learned.batch
+    )
     assert all(abs(sum(row) - 1) < 1e-5 for row in alignment_map.weights)
     sharp = replace(
-        alignment_map, weights=tuple(tuple(float(s == 1) for s in range(len(row))) for row in alignment_map.weights)
+        alignment_map,
+        weights=tuple(
+            tuple(float(s == 1) for s in range(len(row))) for row in alignment_map.weights
+        ),
     )
     for line in str(sharp).splitlines()[1:]:
         assert line.count("█") == 1

@@ -1,4 +1,6 @@
-"""The tour of the bundled sample: pages that fit a terminal, right numbers, and a report with pictures."""
+"""The tour of the bundled sample: pages that fit a terminal, right numbers, and a report with
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_pages_fit_a_terminal_and_end_with_the_page(tour: Tour, shown: list[str]
     assert str(tour.folder / "report.html") in shown[-1]
 
 
-def test_the_first_page_is_a_picture_and_needs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_first_page_is_a_picture_and_needs_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The first picture is there before the model is opened."""
 
     def stop() -> None:
@@ -81,7 +85,9 @@ def test_the_first_page_is_a_picture_and_needs_no_model(tmp_path: Path, monkeypa
 
 
 def test_the_ablated_head_is_the_one_that_matters_most(tour: Tour):
-    """The translations without the head are those of a model whose weights of that head are zero."""
+    """The translations without the head are those of a model whose weights of
+    that head are zero.
+    """
     ablation = tour.ablation
     assert ablation is not None
     assert ablation.value == max(one.value for one in tour.importance.values())
@@ -99,7 +105,10 @@ def test_half_of_the_heads_are_removed_and_proved(tour: Tour):
     keep = sum(map(len, tour.pruning["keep"].values()))
     assert (keep, sum(tour.pruning["head_counts"].values())) == (27, 54)
     assert tour.pruning["proof"]["holds"]
-    sizes = [sum(p.numel() for p in net.parameters()) for net in (load_sample_model(), hw.load(tour.folder / "pruned"))]
+    sizes = [
+        sum(p.numel() for p in net.parameters())
+        for net in (load_sample_model(), hw.load(tour.folder / "pruned"))
+    ]
     assert sizes[1] < 0.8 * sizes[0]
     assert json.loads((tour.folder / "pruned" / "proof.json").read_text())["holds"]
 
@@ -109,7 +118,12 @@ def test_the_report_has_pictures_and_no_scripts(tour: Tour):
     assert page.counts["svg"] > 100
     assert not {"script", "img", "link", "pre"} & set(page.counts)
     assert "http" not in page.text
-    for text in (SOURCE, "One head ablated", "Half of the heads pruned, and proved", "headwise view"):
+    for text in (
+        SOURCE,
+        "One head ablated",
+        "Half of the heads pruned, and proved",
+        "headwise view",
+    ):
         assert text in page.text
 
 
@@ -129,7 +143,10 @@ def test_hostile_tokens_stay_text_in_pictures(token: str):
 
 def test_cells_of_a_picture_are_the_weights():
     thumbnail = sample_report.draw_thumbnail([[0.0, 1.0], [0.25, 0.0]], "a")
-    assert re.findall(r'class="s(\d)" d="([^"]*)"', thumbnail) == [("4", "M0 1h1v1h-1z"), ("8", "M1 0h1v1h-1z")]
+    assert re.findall(r'class="s(\d)" d="([^"]*)"', thumbnail) == [
+        ("4", "M0 1h1v1h-1z"),
+        ("8", "M1 0h1v1h-1z"),
+    ]
 
 
 def test_a_folder_with_other_contents_is_left_alone(tmp_path: Path):
@@ -153,6 +170,8 @@ def test_a_second_tour_replaces_the_first(tour: Tour):
         (("--steps", "3"), "--steps is for training; add --train"),
     ],
 )
-def test_options_of_the_demo(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str):
+def test_options_of_the_demo(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+):
     assert cli.main(["demo", *argv]) == 2
     assert message in capsys.readouterr().err

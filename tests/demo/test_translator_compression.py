@@ -44,14 +44,20 @@ BRIEF_RECIPE = {
     "compile": "off",
 }
 SMALL = CompressionScale(
-    num_distillation_texts=96, num_selection_texts=8, num_proof_texts=4, num_scored_examples=4, seconds=0.05
+    num_distillation_texts=96,
+    num_selection_texts=8,
+    num_proof_texts=4,
+    num_scored_examples=4,
+    seconds=0.05,
 )
 NAMES = [change.name for change in COMPRESSION_METHODS]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def brief() -> Iterator[None]:
-    """Steps as they end, not at their best: so few of them would be thrown away, and nothing learned be seen."""
+    """Steps as they end, not at their best: so few of them would be thrown away, and nothing
+    learned be seen.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(translator_module, "RETRAINING", replace(RETRAINING, keep="last", batch=16))
         yield
@@ -59,23 +65,35 @@ def brief() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
-    translator = Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**BRIEF_RECIPE, attention="fused"))
+    translator = Translator(
+        tmp_path_factory.mktemp("demo") / "run", Recipe(**BRIEF_RECIPE, attention="fused")
+    )
     assert translator.result.steps == 6
     return translator
 
 
 @pytest.fixture(scope="module")
 def compressed(translator: Translator) -> dict[str, CompressedTranslator]:
-    every = {change.name: CompressedTranslator(translator, change, SMALL) for change in COMPRESSION_METHODS}
+    every = {
+        change.name: CompressedTranslator(translator, change, SMALL)
+        for change in COMPRESSION_METHODS
+    }
     assert all(one.data for one in every.values())
     return every
 
 
-def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(compressed: dict[str, CompressedTranslator]):
-    """Counted in the tensors that lie in the folders: 24 heads of 32 channels in six attentions 128 wide."""
+def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(
+    compressed: dict[str, CompressedTranslator],
+):
+    """Counted in the tensors that lie in the folders: 24 heads of 32 channels in six attentions 128
+    wide.
+    """
     nets = {name: hw.load(one.folder) for name, one in compressed.items()}
     tensors = {name: net.state_dict() for name, net in nets.items()}
-    rows = {name: [t.shape[0] for n, t in own.items() if n.endswith("project.v")] for name, own in tensors.items()}
+    rows = {
+        name: [t.shape[0] for n, t in own.items() if n.endswith("project.v")]
+        for name, own in tensors.items()
+    }
     assert sum(rows["pruned"]) == 24 // 2 * 32
     assert rows["shared"] == [32] * 6
 
@@ -85,17 +103,25 @@ def test_the_demo_shows_the_translations_of_its_folders(
     translator: Translator, compressed: dict[str, CompressedTranslator], name: str
 ):
     """Exact match, before and after, by a loop of its own over held-out examples."""
-    task, batch = translator.task, translator.task.batch(0, 32, "valid").rows(slice(0, SMALL.num_scored_examples))
+    task, batch = (
+        translator.task,
+        translator.task.batch(0, 32, "valid").rows(slice(0, SMALL.num_scored_examples)),
+    )
     row, found = before_after.exact_match_rows(compressed[name].data), []
     assert batch.source is not None
     for net in (translator.result.net, hw.load(compressed[name].folder)):
         with torch.no_grad():
             memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
         generated = greedy_decode(
-            net, task.prompt(batch)[0], max_new_tokens=task.answers, end_id=task.end, encoder_output=memory
+            net,
+            task.prompt(batch)[0],
+            max_new_tokens=task.answers,
+            end_id=task.end,
+            encoder_output=memory,
         )
         found.append(
-            sum(task.text(s) == one.target for s, one in zip(generated, batch.gold, strict=True)) / len(batch.gold)
+            sum(task.text(s) == one.target for s, one in zip(generated, batch.gold, strict=True))
+            / len(batch.gold)
         )
     assert [row["before"]["value"], row["after"]["value"]] == found
     assert compressed[name].data["proof"]["holds"]
@@ -114,8 +140,13 @@ def test_a_changed_translator_learns_again_for_a_part_of_the_training(
 def test_a_second_run_shows_the_results_of_the_first(
     translator: Translator, compressed: dict[str, CompressedTranslator]
 ):
-    files = {path: path.read_bytes() for one in compressed.values() for path in one.folder.iterdir()}
-    again = {change.name: CompressedTranslator(translator, change, SMALL).data for change in COMPRESSION_METHODS}
+    files = {
+        path: path.read_bytes() for one in compressed.values() for path in one.folder.iterdir()
+    }
+    again = {
+        change.name: CompressedTranslator(translator, change, SMALL).data
+        for change in COMPRESSION_METHODS
+    }
     assert again == {name: one.data for name, one in compressed.items()}
     assert {path: path.read_bytes() for path in files} == files
 
@@ -133,8 +164,14 @@ def test_results_of_another_translator_are_replaced(
     before = read_record(tmp_path / "run" / "shared").change["model"]
     assert before == fingerprint_model(translator.result.net)
     request, shown = list[str](), type(translator.task).batch
-    monkeypatch.setattr(type(translator.task), "batch", lambda *a: request.append((*a, "train")[3]) or shown(*a))
-    assert CompressedTranslator(other, COMPRESSION_METHODS[1], SMALL).data["model"] == fingerprint_model(net) != before
+    monkeypatch.setattr(
+        type(translator.task), "batch", lambda *a: request.append((*a, "train")[3]) or shown(*a)
+    )
+    assert (
+        CompressedTranslator(other, COMPRESSION_METHODS[1], SMALL).data["model"]
+        == fingerprint_model(net)
+        != before
+    )
     judged = request.index("valid")
     assert request[:judged] == ["train"] * len(request[:judged])
     assert len(request[:judged]) >= SMALL.num_distillation_texts
@@ -162,13 +199,24 @@ def test_the_pages_fit_a_terminal(compressed: dict[str, CompressedTranslator], n
         str(compressed[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-")
         or len(str(compressed)) > 80
     )
-    for number in ("before", "compressed", "retrained", "exact match", "cache per token", "decode, tokens/s"):
+    for number in (
+        "before",
+        "compressed",
+        "retrained",
+        "exact match",
+        "cache per token",
+        "decode, tokens/s",
+    ):
         assert number in page
 
 
-def test_the_report_holds_every_page_and_number(translator: Translator, compressed: dict[str, CompressedTranslator]):
+def test_the_report_holds_every_page_and_number(
+    translator: Translator, compressed: dict[str, CompressedTranslator]
+):
     story = TrainingDemo(translator.folder, translator.recipe, SMALL)
-    path = story.report([("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in compressed.values())])
+    path = story.report(
+        [("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in compressed.values())]
+    )
     page = path.read_text()
     assert path == translator.folder / "report.html"
     assert "1 &lt; 2" in page
@@ -178,17 +226,28 @@ def test_the_report_holds_every_page_and_number(translator: Translator, compress
             assert "".join(f"<td>{cell}</td>" for cell in line) in page
         assert before_after.change_verdict(one.data) in page
     assert "http" not in page  # nothing is fetched
-    xml.dom.minidom.parseString(page[page.index("<body>") : page.index("</html>")])  # every tag is closed
+    xml.dom.minidom.parseString(
+        page[page.index("<body>") : page.index("</html>")]
+    )  # every tag is closed
 
 
 @pytest.mark.parametrize(
-    ("lost", "value"), [(0.0, "at most one"), (0.01, "at most one"), (0.02, "MORE"), (-0.01, "at most one")]
+    ("lost", "value"),
+    [(0.0, "at most one"), (0.01, "at most one"), (0.02, "MORE"), (-0.01, "at most one")],
 )
 def test_the_verdict_is_honest(lost: float, value: str):
-    row = {"name": SCORE_NAME, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
-    verdict = before_after.change_verdict({"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}})
+    row = {
+        "name": SCORE_NAME,
+        "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01},
+    }
+    verdict = before_after.change_verdict(
+        {"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}}
+    )
     assert f"That is {value} " in verdict
-    assert f"lost: {100 * lost:.1f} points (95% interval: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
+    assert (
+        f"lost: {100 * lost:.1f} points (95% interval: {100 * lost - 1:.1f} to "
+        f"{100 * lost + 1:.1f})"
+    ) in verdict
 
 
 def test_progress_is_printed_as_lines_without_a_terminal():
@@ -218,13 +277,20 @@ def test_the_numbers_are_plain_values(compressed: dict[str, CompressedTranslator
 
 
 @pytest.mark.slow
-def test_half_of_the_heads_go_for_a_point_and_keys_are_shared_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The demo as it is: a translator of its own, half of 24 heads, one head of keys and values for four."""
+def test_half_of_the_heads_go_for_a_point_and_keys_are_shared_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The demo as it is: a translator of its own, half of 24 heads, one head of keys and values for
+    four.
+    """
     monkeypatch.setattr(translator_module, "RETRAINING", RETRAINING)
     learned = Translator(tmp_path / "run", RECIPE)
     assert learned.result.metrics[SCORE_NAME] >= 0.98
     for change in COMPRESSION_METHODS:
         data = CompressedTranslator(learned, change).data
         row = before_after.exact_match_rows(data)
-        assert row["before"]["value"] - row["after"]["value"] <= before_after.SIGNIFICANT_CHANGE, (change.name, row)
+        assert row["before"]["value"] - row["after"]["value"] <= before_after.SIGNIFICANT_CHANGE, (
+            change.name,
+            row,
+        )
         assert data["cut"]["after"]["value"] < 0.5  # it is learning that brings it back

@@ -13,7 +13,10 @@ from support.rank_checks import check_no_failure, requested_checks, run_checks_o
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """What both ranks found, by name."""
     return run_checks_on_ranks(
-        2, "support.context_parallel_checks", requested_checks(request), tmp_path_factory.mktemp("context")
+        2,
+        "support.context_parallel_checks",
+        requested_checks(request),
+        tmp_path_factory.mktemp("context"),
     )
 
 

@@ -1,4 +1,6 @@
-"""Training with tensor and context parallelism: steps, runs and checkpoints of several ranks against one rank."""
+"""Training with tensor and context parallelism: steps, runs and checkpoints of several ranks
+against one rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from headwise.distributed.communication_volume import CollectiveMessage
 from headwise.files import read_lines
 from headwise.training import train
 from support.data_parallel_checks import run_until
-from support.parallel_training_checks import BALANCED, CASES, FOUR_RANKS, TWO_RANKS, Balanced, steps_of_any_case
+from support.parallel_training_checks import (
+    BALANCED,
+    CASES,
+    FOUR_RANKS,
+    TWO_RANKS,
+    Balanced,
+    steps_of_any_case,
+)
 from support.rank_checks import check_no_failure, run_checks_on_ranks
 from support.rank_processes import run_ranks
 from support.small_training import short_recipe
@@ -30,7 +39,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four found."""
-    return run_ranks(4, "support.parallel_training_checks.run_everything", tmp_path_factory.mktemp("worlds") / "four")
+    return run_ranks(
+        4,
+        "support.parallel_training_checks.run_everything",
+        tmp_path_factory.mktemp("worlds") / "four",
+    )
 
 
 def alone(case: str, way: str) -> dict[str, Any]:
@@ -42,7 +55,9 @@ def alone(case: str, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", TWO_RANKS)
-def test_two_ranks_take_the_steps_of_one(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
+def test_two_ranks_take_the_steps_of_one(
+    two: tuple[Path, list[dict[str, Any]]], way: str, case: str
+):
     expected = alone(case, way)
     for rank in two[1]:
         check_equal_steps(rank["steps"][way][case], expected)
@@ -64,16 +79,31 @@ def check_sent(counter: Counter[Any], counted: Counter[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
 @pytest.mark.parametrize("way", TWO_RANKS)
-def test_a_step_sends_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]], way: str, name: str):
+def test_a_step_sends_the_counted_bytes(
+    two: tuple[Path, list[dict[str, Any]]], way: str, name: str
+):
     check_sent(*two[1][0]["sent"][way, name])
 
 
 @pytest.mark.slow
 def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
-    """A head for each rank, most of which share a key and a value with others; five heads of three."""
-    names = ["gqa decoder", "mqa encoder", "moh decoder", "diff encoder-decoder", "uneven_heads", "experts", "terms"]
+    """A head for each rank, most of which share a key and a value with others;
+    five heads of three.
+    """
+    names = [
+        "gqa decoder",
+        "mqa encoder",
+        "moh decoder",
+        "diff encoder-decoder",
+        "uneven_heads",
+        "experts",
+        "terms",
+    ]
     for found in run_checks_on_ranks(
-        4, "support.tensor_parallel_checks", [*names, "single_precision", "one_file_whatever_the_split"], tmp_path
+        4,
+        "support.tensor_parallel_checks",
+        [*names, "single_precision", "one_file_whatever_the_split"],
+        tmp_path,
     ).values():
         check_no_failure(found)
 
@@ -81,26 +111,34 @@ def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
 @pytest.mark.parametrize("way", FOUR_RANKS)
-def test_two_kinds_of_parallelism_send_the_counted_bytes(four: list[dict[str, Any]], way: str, name: str):
+def test_two_kinds_of_parallelism_send_the_counted_bytes(
+    four: list[dict[str, Any]], way: str, name: str
+):
     check_sent(*four[0]["sent"][way, name])
 
 
-# --- runs ----------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
-def test_a_run_resumes_under_another_parallelism(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+def test_a_run_resumes_under_another_parallelism(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+):
     """By heads, then by tokens, then by heads, against one rank that is never interrupted."""
     recipe = short_recipe(batch=6, steps=6, evaluate_every=3, lr=0.01)
     assert run_until(-1, recipe, tmp_path / "one") == ""
     check_similar_runs(two[0] / "ways", tmp_path / "one")
     layouts = [
-        record["parallelism"] for record in read_lines(two[0] / "ways" / "metrics.jsonl") if record["event"] == "run"
+        record["parallelism"]
+        for record in read_lines(two[0] / "ways" / "metrics.jsonl")
+        if record["event"] == "run"
     ]
     assert layouts == ["tensor=2", "context=2", "tensor=2"]
 
 
 @pytest.mark.parametrize("way", TWO_RANKS)
-def test_terms_are_those_of_one_rank(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str):
+def test_terms_are_those_of_one_rank(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str
+):
     """Tokens that choose their heads, and are to choose them evenly over the rows of all ranks."""
     train(Balanced(), recipe=short_recipe(**BALANCED), out=tmp_path / "one")
     check_similar_runs(two[0] / f"balanced {way}", tmp_path / "one")
@@ -113,7 +151,9 @@ def test_dropout_trains_under_parallelism(two: tuple[Path, list[dict[str, Any]]]
 
 
 def test_ranks_of_one_worker_go_on_in_one_stream(two: tuple[Path, list[dict[str, Any]]]):
-    """From rows, each rank drawing for itself, to heads, whose ranks must drop alike what is added to the stream."""
+    """From rows, each rank drawing for itself, to heads, whose ranks must drop alike what is added
+    to the stream.
+    """
     first, second = (rank["runs"]["drawn"] for rank in two[1])
     separate = [one != other for one, other in zip(first, second, strict=True)]
     assert separate.index(True) < len(separate) - 5
@@ -122,18 +162,30 @@ def test_ranks_of_one_worker_go_on_in_one_stream(two: tuple[Path, list[dict[str,
 
 
 REFUSED = {
-    "mixed": "SpecError: decoder.0.attention: talking_heads joins the scores of 4 heads, so that none can be computed "
+    "mixed": "SpecError: decoder.0.attention: talking_heads joins the scores of 4 heads, so that "
+    "none can be computed "
     "without the others; use data= or context= instead of tensor=",
-    "one head": "SpecError: decoder.0.attention: cannot divide 1 head among 2 ranks; use tensor=1 or less",
-    "pixels": "SpecError: encoder embeds pixels or frames, so its rows cannot be divided into tokens beforehand; "
+    "one head": (
+        "SpecError: decoder.0.attention: cannot divide 1 head among 2 ranks; use tensor=1 or less"
+    ),
+    "pixels": "SpecError: encoder embeds pixels or frames, so its rows cannot be divided into "
+    "tokens beforehand; "
     "use data= or tensor= instead of context=",
-    "compiled": "SpecError: compile='on' does not support collectives inside layers (tensor=2); use compile='off'",
-    "compiled rows": "SpecError: compile='on' does not support collectives inside layers (context=2); use compile=",
+    "compiled": (
+        "SpecError: compile='on' does not support collectives inside layers (tensor=2); "
+        "use compile='off'"
+    ),
+    "compiled rows": (
+        "SpecError: compile='on' does not support collectives inside layers "
+        "(context=2); use compile="
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_all_ranks_refuse_an_impossible_split_before_writing(two: tuple[Path, list[dict[str, Any]]], case: str):
+def test_all_ranks_refuse_an_impossible_split_before_writing(
+    two: tuple[Path, list[dict[str, Any]]], case: str
+):
     for rank in two[1]:
         assert rank["refusals"][case].startswith(REFUSED[case])
         assert "\n" not in rank["refusals"][case]

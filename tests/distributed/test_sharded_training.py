@@ -1,4 +1,6 @@
-"""Data-parallel and sharded training: steps, runs and checkpoints against one rank, and refusals by all ranks."""
+"""Data-parallel and sharded training: steps, runs and checkpoints against one rank, and refusals by
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,21 @@ from headwise.training import train
 from support.data_parallel_checks import PLAIN, STEPPED, run_until, steps_of_case
 from support.rank_processes import run_ranks
 from support.small_training import Echo, short_recipe
-from support.training_comparison import check_equal_steps, check_similar_runs, logged_results, newest_checkpoint
+from support.training_comparison import (
+    check_equal_steps,
+    check_similar_runs,
+    logged_results,
+    newest_checkpoint,
+)
 
 ALONE = ProcessInfo()
 
-# --- parallelism ---------------------------------------------------------------------------------------
+# --- parallelism ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "parallelism", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)]
+    "parallelism",
+    [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)],
 )
 def test_a_parallelism_survives_its_text(parallelism: Parallelism):
     assert Parallelism.parse(str(parallelism)) == parallelism
@@ -81,7 +89,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     return folder, run_ranks(2, "support.data_parallel_checks.run_two_ranks", folder)
 
 
-# --- steps ---------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +99,12 @@ def stepped(two: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def alone(case: str, ranks: int) -> dict[str, Any]:
-    """The steps of one rank; terms are taken over the rows of each rank, so over as many parts of a batch."""
-    return steps_of_case(case, ALONE, "data=1", **({"accumulate": ranks} if case == "terms" else {}))
+    """The steps of one rank; terms are taken over the rows of each rank, so over as many parts of a
+    batch.
+    """
+    return steps_of_case(
+        case, ALONE, "data=1", **({"accumulate": ranks} if case == "terms" else {})
+    )
 
 
 @pytest.mark.parametrize("case", STEPPED)
@@ -104,11 +116,17 @@ def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str
 
 
 @pytest.mark.parametrize("case", ["echo", "odd"])
-def test_the_first_gradient_is_that_of_the_mean_over_all_labels(stepped: list[dict[str, Any]], case: str):
-    """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
+def test_the_first_gradient_is_that_of_the_mean_over_all_labels(
+    stepped: list[dict[str, Any]], case: str
+):
+    """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none
+    counts more.
+    """
     task, result = STEPPED[case]
     net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, result["batch"])
-    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
+    logits = net(
+        batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens
+    )
     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), result.get("clip", 1.0))
@@ -118,7 +136,9 @@ def test_the_first_gradient_is_that_of_the_mean_over_all_labels(stepped: list[di
         assert found["norms"][0] == pytest.approx(norm.item(), rel=1e-10)
         for name, parameter in net.named_parameters():
             if parameter.grad is not None:
-                torch.testing.assert_close(found["gradients"][0][name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+                torch.testing.assert_close(
+                    found["gradients"][0][name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name
+                )
 
 
 @pytest.mark.slow
@@ -130,12 +150,16 @@ def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFacto
     for case in STEPPED:
         expected = alone(case, 4)
         for rank in range(4):
-            check_equal_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], expected)
+            check_equal_steps(
+                torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], expected
+            )
 
 
 @pytest.mark.parametrize("case", ["wide", "odd"])
 @pytest.mark.parametrize("way", ["data=2", "shards=2"])
-def test_sent_bytes_are_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
+def test_sent_bytes_are_the_counted_bytes(
+    two: tuple[Path, list[dict[str, Any]]], way: str, case: str
+):
     """The collectives that were called, with the bytes they were called with."""
     for rank in two[1]:
         entry = rank["sent"][way, case]
@@ -145,12 +169,13 @@ def test_sent_bytes_are_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]]
 
 def test_costs_that_depend_on_the_batch_need_the_batch():
     with pytest.raises(
-        SpecError, match=r"communication of tensor=2 depends on the batch; give batch_shape=BatchShape\("
+        SpecError,
+        match=r"communication of tensor=2 depends on the batch; give batch_shape=BatchShape\(",
     ):
         count_communication(Echo().model(), Parallelism(tensor=2))
 
 
-# --- runs ----------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +184,18 @@ def ran(two: tuple[Path, list[dict[str, Any]]]) -> tuple[Path, list[dict[str, An
     return two[0], [rank["runs"] for rank in two[1]]
 
 
-def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Path, list[dict[str, Any]]]):
-    """Ctrl-C reaches one rank; both end behind the same step, and what each drops goes on where it stood."""
+def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(
+    ran: tuple[Path, list[dict[str, Any]]],
+):
+    """Ctrl-C reaches one rank; both end behind the same step, and what each drops goes on where it
+    stood.
+    """
     folder, ranks = ran
     for options in ranks:
-        assert options["stopped"] == f"interrupted at step 4; the checkpoint is in {folder / 'stopped'}"
+        assert (
+            options["stopped"]
+            == f"interrupted at step 4; the checkpoint is in {folder / 'stopped'}"
+        )
         assert options["whole"] == options["resumed"] == ""
     check_same(folder / "stopped", folder / "whole")
 
@@ -192,48 +224,75 @@ def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]])
     assert read_lines(ran[0] / "whole" / "metrics.jsonl")[0]["ranks"] == 2
 
 
-def test_sharded_runs_resume_without_compiled_modules(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+def test_sharded_runs_resume_without_compiled_modules(
+    ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+):
     run_until(-1, short_recipe(**PLAIN), tmp_path / "one")
     check_similar_runs(ran[0] / "compiled", tmp_path / "one")
 
 
 def test_unequal_shares_are_reported(ran: tuple[Path, list[dict[str, Any]]]):
     def notes(run: str) -> list[str]:
-        return [r["says"] for r in read_lines(ran[0] / run / "metrics.jsonl") if r["event"] == "note"]
+        return [
+            r["says"] for r in read_lines(ran[0] / run / "metrics.jsonl") if r["event"] == "note"
+        ]
 
     assert notes("whole")[0] == "2 ranks, data=2"
     assert "2 ranks, data=2; 7 rows are divided into 2 unequal shares" in notes("one, two, one")
 
 
-def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+def test_a_run_goes_on_in_a_world_of_another_size(
+    ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+):
     """One rank, then two, then one, against one that is never interrupted."""
     folder = ran[0]
-    assert [r["ranks"] for r in read_lines(folder / "one, two, one" / "metrics.jsonl") if r["event"] == "run"] == [1, 2]
+    assert [
+        r["ranks"]
+        for r in read_lines(folder / "one, two, one" / "metrics.jsonl")
+        if r["event"] == "run"
+    ] == [1, 2]
     assert run_until(-1, short_recipe(**PLAIN), folder / "one, two, one") == ""
     assert run_until(-1, short_recipe(**PLAIN), tmp_path / "one") == ""
     check_similar_runs(folder / "one, two, one", tmp_path / "one")
     check_similar_runs(folder / "other ways", tmp_path / "one")
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 REFUSED = {
     "code": "SpecError: source is '",
-    "recipe": "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the same configuration",
+    "recipe": (
+        "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the "
+        "same configuration"
+    ),
     "task": "SpecError: task.noise is 0.0 on rank 0, 0.5 on rank 1;",
     "data": "SpecError: first batch is '",
     "model": "SpecError: model.stack",
     "weights": "SpecError: weights is '",
     "parallelism": "SpecError: parallelism is 'data=2' on rank 0, 'shards=2' on rank 1;",
-    "rows": "SpecError: batch=1 has fewer rows than the 2 data shards; use batch=2 or more, or fewer ranks",
-    "parts": "SpecError: batch=4 with accumulate=4 has fewer rows than the 2 data shards; use batch=8 or more",
+    "rows": (
+        "SpecError: batch=1 has fewer rows than the 2 data shards; use batch=2 or more, or "
+        "fewer ranks"
+    ),
+    "parts": (
+        "SpecError: batch=4 with accumulate=4 has fewer rows than the 2 data shards; use "
+        "batch=8 or more"
+    ),
     "size": "SpecError: data=3 needs 3 processes, not 2; start 3 processes, or give data=2",
-    "compile": "SpecError: compile='on' does not support collectives inside layers (shards=2); use compile='off'",
+    "compile": (
+        "SpecError: compile='on' does not support collectives inside layers (shards=2); "
+        "use compile='off'"
+    ),
     "one rank": "SpecError: rank 1 of 2: the data is not here; copy it to this machine",
-    "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first with "  # noqa: E501 - one case a line
+    "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, "
+    "decayed) is the first with "
     "NaN or inf on rank 1; the checkpoint of step 0 is in ",
-    "diverged slices": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first ",  # noqa: E501 - one case a line
-    "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, decayed) holds NaN or inf on "  # noqa: E501 - one case a line
+    "diverged slices": (
+        "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed "
+        "(feed, decayed) is the first "
+    ),
+    "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, "
+    "decayed) holds NaN or inf on "
     "rank 1; the checkpoint of step 0",
 }
 

@@ -1,4 +1,6 @@
-"""Tensor parallelism: every preset has the outputs, gradients and updates of one rank, or is refused."""
+"""Tensor parallelism: every preset has the outputs, gradients and updates of one rank, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from support.rank_checks import check_no_failure, requested_checks, run_checks_o
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """What both ranks found, by name."""
-    names = [name for name in requested_checks(request) if name.split()[0] not in tensor_cases.MIXED]
-    return run_checks_on_ranks(2, "support.tensor_parallel_checks", names, tmp_path_factory.mktemp("tensor"))
+    names = [
+        name for name in requested_checks(request) if name.split()[0] not in tensor_cases.MIXED
+    ]
+    return run_checks_on_ranks(
+        2, "support.tensor_parallel_checks", names, tmp_path_factory.mktemp("tensor")
+    )
 
 
 @pytest.mark.parametrize(("preset", "kind"), PRESET_KINDS)
 def test_a_divided_model_is_the_model(found, preset, kind):
     if preset in tensor_cases.MIXED:
-        with pytest.raises(hw.SpecError, match=r"join the scores of 4 heads, so that none .* use data= or context="):
+        with pytest.raises(
+            hw.SpecError, match=r"join the scores of 4 heads, so that none .* use data= or context="
+        ):
             partition_model(make_model_spec(preset, kind), 2)
     else:
         check_no_failure(found[f"{preset} {kind}"])

@@ -1,4 +1,6 @@
-"""Every field of every family's config class: a loaded model equals that of transformers, or headwise refuses it."""
+"""Every field of every family's config class: a loaded model equals that of transformers, or
+headwise refuses it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from headwise.families import FAMILIES, WEIGHT_NAMES
-from support.config_fields import BASES, FamilyComparison, classify_fields, list_cases, list_fields, list_outcomes
+from support.config_fields import (
+    BASES,
+    FamilyComparison,
+    classify_fields,
+    list_cases,
+    list_fields,
+    list_outcomes,
+)
 
 TABLE_FILE = Path(__file__).parents[2] / "docs" / "config-fields.json"
 NOT_IN_TRANSFORMERS = {"dcformer", "dcpythia"}
@@ -35,7 +44,16 @@ def test_random_fields_are_read_or_refused():
 
 
 KNOWN_ERRORS = [
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
     ("qwen2", {"partial_rotary_factor": 0.5}),
     ("gemma", {"final_logit_softcapping": 2.0}),
     ("gemma3_text", {"attn_logit_softcapping": 2.0}),
@@ -61,13 +79,17 @@ def test_the_table_of_fields_has_every_field():
     table = json.loads(TABLE_FILE.read_text())["families"]
     assert table.keys() == BASES.keys()
     for family, fields in table.items():
-        assert {name for names in fields.values() for name in names} == set(list_fields(family)), family
+        assert {name for names in fields.values() for name in names} == set(list_fields(family)), (
+            family
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BASES)
 def test_all_fields_are_read_or_refused(family: str):
-    """The outcomes are those of docs/config-fields.json, which tools/build_config_fields.py writes."""
+    """The outcomes are those of docs/config-fields.json, which
+    tools/build_config_fields.py writes.
+    """
     outcomes = list_outcomes(family, NUM_PAIRS)
     assert [(case, outcome) for case, outcome in outcomes if outcome.kind == "different"] == []
     assert classify_fields(outcomes) == json.loads(TABLE_FILE.read_text())["families"][family]

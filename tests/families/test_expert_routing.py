@@ -1,4 +1,6 @@
-"""Random configs of every family with experts: logits equal those of transformers, or headwise refuses the config."""
+"""Random configs of every family with experts: logits equal those of transformers, or headwise
+refuses the config.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,29 @@ def draw_routing(family: str, draw: random.Random) -> dict[str, Any]:
     count = draw.choice([2, 4, 6, 8, 12])
     active = draw.randint(1, min(4, count))
     if family in ("mixtral", "gpt_oss"):
-        return {"num_local_experts": count, "num_experts_per_tok": active, "intermediate_size": draw.randint(3, 20)}
-    keys: dict[str, Any] = {"norm_topk_prob": draw.choice([True, False]), "num_experts_per_tok": active}
+        return {
+            "num_local_experts": count,
+            "num_experts_per_tok": active,
+            "intermediate_size": draw.randint(3, 20),
+        }
+    keys: dict[str, Any] = {
+        "norm_topk_prob": draw.choice([True, False]),
+        "num_experts_per_tok": active,
+    }
     if not family.startswith("deepseek"):
         steps = {} if family == "olmoe" else {"decoder_sparse_step": draw.randint(1, 2)}
         return keys | steps | {"num_experts": count}
     groups = draw.choice([group for group in (1, 2, 3, 4, 6) if count % group == 0])
     keys |= {"n_routed_experts": count, "n_group": groups, "topk_group": draw.randint(1, groups)}
-    keys |= {"routed_scaling_factor": draw.choice([1.0, 2.5, 16.0]), "n_shared_experts": draw.randint(1, 2)}
+    keys |= {
+        "routed_scaling_factor": draw.choice([1.0, 2.5, 16.0]),
+        "n_shared_experts": draw.randint(1, 2),
+    }
     methods = ["greedy", "group_limited_greedy"] if family == "deepseek_v2" else ["noaux_tc"]
-    keys |= {"topk_method": draw.choice(methods), "norm_topk_prob": family == "deepseek_v3" and keys["norm_topk_prob"]}
+    keys |= {
+        "topk_method": draw.choice(methods),
+        "norm_topk_prob": family == "deepseek_v3" and keys["norm_topk_prob"],
+    }
     return keys | {"first_k_dense_replace": draw.randint(0, 1)}
 
 
@@ -62,7 +77,12 @@ def test_experts_are_chosen_as_in_transformers_in_many_configs(family: str):
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_groups_of_experts_are_read_and_saved(family: str):
     """The fields are in the saved spec, and neither parameters nor costs depend on them."""
-    keys = LATENT | {"model_type": family, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    keys = LATENT | {
+        "model_type": family,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+    }
     if family == "deepseek_v3":
         keys |= {"topk_method": "noaux_tc", "norm_topk_prob": False}
     model = families.read_model_spec(keys)
@@ -78,16 +98,25 @@ def test_groups_of_experts_are_read_and_saved(family: str):
 
 def test_the_defaults_of_groups_are_those_of_transformers():
     keys = LATENT | {"model_type": "deepseek_v3"}
-    assert families.read_model_spec(keys) == families.read_model_spec(keys | {"n_group": 8, "topk_group": 4})
+    assert families.read_model_spec(keys) == families.read_model_spec(
+        keys | {"n_group": 8, "topk_group": 4}
+    )
 
 
 REFUSED = {
     "deepseek_v2": {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    "deepseek_v3": {"topk_method": "greedy", "scoring_func": "softmax", "n_group": 3, "topk_group": 9},
+    "deepseek_v3": {
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "n_group": 3,
+        "topk_group": 9,
+    },
 }
 
 
-@pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in REFUSED.items() for key in keys])
+@pytest.mark.parametrize(
+    ("family", "key"), [(family, key) for family, keys in REFUSED.items() for key in keys]
+)
 def test_routing_that_transformers_does_not_compute_is_refused(family: str, key: str):
     value = REFUSED[family][key]
     with pytest.raises(hw.SpecError, match=r"; "):

@@ -1,4 +1,6 @@
-"""Model families against tiny random models of transformers: parameters, outputs, masks, sites and folders."""
+"""Model families against tiny random models of transformers: parameters, outputs, masks, sites and
+folders.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,42 @@ from support.transformers_models import (
 
 FLAT = {key: value for key, value in LLAMA.items() if key != "head_dim"}
 ALIKE = FLAT | {"num_key_value_heads": HEADS}
-VIT = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48} | PICTURES
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2}
-LONG = {"rope_type": "longrope", "short_factor": [1.1] * 4, "long_factor": [2.0] * 4, "rope_theta": 100.0}
+VIT = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+} | PICTURES
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 2,
+}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.1] * 4,
+    "long_factor": [2.0] * 4,
+    "rope_theta": 100.0,
+}
 TURNS = {"rope_type": "default", "rope_theta": 100.0}
-ROPES = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}, "sliding_attention": TURNS}
-RELATIVE = {"relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    "sliding_attention": TURNS,
+}
+RELATIVE = {
+    "relative_attention": True,
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "conv_kernel_size": 3,
+}
 RELATIVE |= {"pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
 
 
 class Kind(NamedTuple):
-    """A class of transformers, its config, and whether a ModelSpec can express all of its attentions."""
+    """A class of transformers, its config, and whether a ModelSpec can express all of its
+    attentions.
+    """
 
     model: str
     config: str
@@ -67,7 +94,9 @@ class Kind(NamedTuple):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    parameter.add_(0.3 * torch.randn_like(parameter)) if "norm" in name.lower() else parameter.mul_(8)
+                    parameter.add_(
+                        0.3 * torch.randn_like(parameter)
+                    ) if "norm" in name.lower() else parameter.mul_(8)
         return model.eval()
 
     def inputs(self, tokens: int = 13) -> dict[str, Tensor]:
@@ -79,7 +108,10 @@ class Kind(NamedTuple):
         if self.reads == "both":
             return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
         if self.reads == "sound":
-            return {"input_features": torch.randn(2, 16, 26, generator=draw), "decoder_input_ids": ids[:, :7]}
+            return {
+                "input_features": torch.randn(2, 16, 26, generator=draw),
+                "decoder_input_ids": ids[:, :7],
+            }
         return {"input_ids": ids}
 
 
@@ -98,21 +130,45 @@ def reader(name: str, task: str, **more: Any) -> Kind:
     return Kind(f"{name}{task}", f"{name}Config", BERT | more)
 
 
-NEO = {"hidden_size": WIDE, "num_heads": HEADS, "num_layers": 2, "vocab_size": WORDS, "max_position_embeddings": 64}
+NEO = {
+    "hidden_size": WIDE,
+    "num_heads": HEADS,
+    "num_layers": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+}
 MPT = {"d_model": WIDE, "n_heads": HEADS, "n_layers": 2, "vocab_size": WORDS, "max_seq_len": 64}
-OPT = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "ffn_dim": 48, "vocab_size": WORDS}
+OPT = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "ffn_dim": 48,
+    "vocab_size": WORDS,
+}
 OPT |= {"max_position_embeddings": 64}
-NEOX = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48}
+NEOX = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+}
 NEOX |= {"vocab_size": WORDS, "max_position_embeddings": 64}
 DISTIL = {"dim": WIDE, "n_layers": 2, "n_heads": HEADS, "hidden_dim": 48, "vocab_size": WORDS}
 NEWER = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
 PHI3 = FLAT | {"hidden_size": WIDE, "rope_parameters": TURNS}
-G3 = {"sliding_window": 5, "layer_types": LOCAL, "query_pre_attn_scalar": 5, "rope_parameters": ROPES}
+G3 = {
+    "sliding_window": 5,
+    "layer_types": LOCAL,
+    "query_pre_attn_scalar": 5,
+    "rope_parameters": ROPES,
+}
 
 KINDS: dict[str, Kind] = {
     "gemma": causal("Gemma"),
     "gemma3": causal("Gemma3", **G3)._replace(config="Gemma3TextConfig"),
-    "gemma3-usual": causal("Gemma3", num_hidden_layers=7, sliding_window=4)._replace(config="Gemma3TextConfig"),
+    "gemma3-usual": causal("Gemma3", num_hidden_layers=7, sliding_window=4)._replace(
+        config="Gemma3TextConfig"
+    ),
     "olmo": causal("Olmo", FLAT),
     "olmo-clipped": causal("Olmo", FLAT, clip_qkv=0.1)._replace(is_supported=False),
     "olmo2": causal("Olmo2", FLAT, attention_bias=True),
@@ -121,10 +177,12 @@ KINDS: dict[str, Kind] = {
     "phi": causal("Phi", FLAT),
     "phi-normed": causal("Phi", FLAT, qk_layernorm=True)._replace(is_supported=False),
     "phi3": causal("Phi3", PHI3, sliding_window=5),
-    "phi3-long": causal("Phi3", PHI3, rope_parameters=LONG, original_max_position_embeddings=32)._replace(
-        is_supported=False
+    "phi3-long": causal(
+        "Phi3", PHI3, rope_parameters=LONG, original_max_position_embeddings=32
+    )._replace(is_supported=False),
+    "granite": causal(
+        "Granite", FLAT, attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.5
     ),
-    "granite": causal("Granite", FLAT, attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.5),
     "cohere": causal("Cohere", FLAT, attention_bias=True),
     "cohere-normed": causal("Cohere", FLAT, use_qk_norm=True)._replace(is_supported=False),
     "cohere2": causal("Cohere2", FLAT, num_hidden_layers=4, sliding_window=5),
@@ -132,22 +190,35 @@ KINDS: dict[str, Kind] = {
     "glm4": causal("Glm4", LLAMA),
     "smollm3": causal("SmolLM3", FLAT, num_hidden_layers=5),
     "smollm3-local": causal(
-        "SmolLM3", FLAT, num_hidden_layers=4, use_sliding_window=True, sliding_window=5, no_rope_layers=[1, 0, 0, 1]
+        "SmolLM3",
+        FLAT,
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        sliding_window=5,
+        no_rope_layers=[1, 0, 0, 1],
     ),
     "mixtral": causal("Mixtral", num_local_experts=4, sliding_window=5),
     "qwen2-moe": causal("Qwen2Moe", FLAT, **MOE, shared_expert_intermediate_size=20),
     "qwen3-moe": causal("Qwen3Moe", **MOE, norm_topk_prob=True),
     "stablelm": causal("StableLm", ALIKE, use_qkv_bias=True),
-    "stablelm-parallel": causal("StableLm", ALIKE, use_parallel_residual=True, partial_rotary_factor=0.5),
+    "stablelm-parallel": causal(
+        "StableLm", ALIKE, use_parallel_residual=True, partial_rotary_factor=0.5
+    ),
     "starcoder2": causal("Starcoder2", FLAT, sliding_window=5),
     "gptj": Kind("GPTJForCausalLM", "GPTJConfig", GPT | {"rotary_dim": 4}),
     "gpt-neox": causal("GPTNeoX", NEOX),
-    "gpt-neox-pre": causal("GPTNeoX", NEOX, use_parallel_residual=False, rotary_pct=0.5, attention_bias=False),
+    "gpt-neox-pre": causal(
+        "GPTNeoX", NEOX, use_parallel_residual=False, rotary_pct=0.5, attention_bias=False
+    ),
     "gpt-neo": causal("GPTNeo", NEO, window_size=5, attention_types=[[["local", "global"], 1]]),
     "gpt-bigcode": causal("GPTBigCode", GPT),
     "gpt-bigcode-many": causal("GPTBigCode", GPT, multi_query=False),
-    "bloom": causal("Bloom", {"hidden_size": WIDE, "vocab_size": WORDS, "n_layer": 2, "n_head": HEADS}),
-    "bloom-six": causal("Bloom", {"hidden_size": 48, "vocab_size": WORDS, "n_layer": 2, "n_head": 6}),
+    "bloom": causal(
+        "Bloom", {"hidden_size": WIDE, "vocab_size": WORDS, "n_layer": 2, "n_head": HEADS}
+    ),
+    "bloom-six": causal(
+        "Bloom", {"hidden_size": 48, "vocab_size": WORDS, "n_layer": 2, "n_head": 6}
+    ),
     "falcon": causal("Falcon", FALCON),
     "falcon-many": causal("Falcon", FALCON, multi_query=False, parallel_attn=False, bias=True),
     "falcon-newer": causal("Falcon", NEWER),
@@ -158,7 +229,9 @@ KINDS: dict[str, Kind] = {
     "opt": causal("OPT", OPT),
     "opt-behind": causal("OPT", OPT, do_layer_norm_before=False, enable_bias=False),
     "roberta": reader("Roberta", "ForMaskedLM"),
-    "roberta-classes": reader("Roberta", "ForSequenceClassification", num_labels=5, type_vocab_size=1),
+    "roberta-classes": reader(
+        "Roberta", "ForSequenceClassification", num_labels=5, type_vocab_size=1
+    ),
     "xlm-roberta": reader("XLMRoberta", "ForTokenClassification", num_labels=3),
     "camembert": reader("Camembert", "Model"),
     "distilbert": Kind("DistilBertForMaskedLM", "DistilBertConfig", DISTIL),
@@ -169,8 +242,12 @@ KINDS: dict[str, Kind] = {
     "albert": reader("Albert", "ForMaskedLM", embedding_size=16),
     "deberta": reader("DebertaV2", "ForMaskedLM"),
     "deberta-relative": reader("DebertaV2", "ForMaskedLM", **RELATIVE)._replace(is_supported=False),
-    "deberta-shared": reader("DebertaV2", "Model", **(RELATIVE | {"share_att_key": True}))._replace(is_supported=False),
-    "longformer": reader("Longformer", "Model", attention_window=[4, 6], pad_token_id=0)._replace(is_supported=False),
+    "deberta-shared": reader("DebertaV2", "Model", **(RELATIVE | {"share_att_key": True}))._replace(
+        is_supported=False
+    ),
+    "longformer": reader("Longformer", "Model", attention_window=[4, 6], pad_token_id=0)._replace(
+        is_supported=False
+    ),
     "marian": pair("Marian", "MTModel", scale_embedding=True),
     "marian-apart": pair(
         "Marian", "MTModel", decoder_vocab_size=WORDS - 4, share_encoder_decoder_embeddings=False
@@ -182,18 +259,24 @@ KINDS: dict[str, Kind] = {
     "whisper": Kind("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "sound"),
     "clip-text": Kind("CLIPTextModel", "CLIPTextConfig", BERT | {"eos_token_id": 2}),
     "clip-vision": Kind("CLIPVisionModel", "CLIPVisionConfig", VIT, "pixels"),
-    "clip-vision-projected": Kind("CLIPVisionModelWithProjection", "CLIPVisionConfig", VIT | {"projection_dim": 7}),
+    "clip-vision-projected": Kind(
+        "CLIPVisionModelWithProjection", "CLIPVisionConfig", VIT | {"projection_dim": 7}
+    ),
     "siglip-text": Kind("SiglipTextModel", "SiglipTextConfig", BERT),
     "siglip-vision": Kind("SiglipVisionModel", "SiglipVisionConfig", VIT, "pixels"),
     "deit": Kind("DeiTForImageClassification", "DeiTConfig", VIT | {"num_labels": 5}, "pixels"),
     "dinov2": Kind("Dinov2Model", "Dinov2Config", VIT | {"mlp_ratio": 2}, "pixels"),
-    "dinov2-gated": Kind("Dinov2Model", "Dinov2Config", VIT | {"use_swiglu_ffn": True, "mlp_ratio": 3}, "pixels"),
-}  # fmt: skip
+    "dinov2-gated": Kind(
+        "Dinov2Model", "Dinov2Config", VIT | {"use_swiglu_ffn": True, "mlp_ratio": 3}, "pixels"
+    ),
+}
 
 
 def read(kind: Kind) -> hw.model_spec.ModelSpec:
     """What its config says."""
-    return families.read_model_spec(kind.config_of_class.to_dict() | {"architectures": [kind.model]})
+    return families.read_model_spec(
+        kind.config_of_class.to_dict() | {"architectures": [kind.model]}
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -202,14 +285,18 @@ def test_parameter_counts_are_those_of_transformers(name: str):
     kind = KINDS[name]
     with torch.device("meta"):
         theirs = getattr(transformers, kind.model)._from_config(kind.config_of_class)
-    assert hw.costs.count_parameters(read(kind)) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    assert hw.costs.count_parameters(read(kind)) == sum(
+        p.numel() for p in theirs.parameters() if p.requires_grad
+    )
 
 
-# --- attention: the layer that our spec builds, with their weights, says what theirs says ----------------------------
+# --- attention: the layer that our spec builds, with their weights, says what theirs says ---------
 
 
 class Passing(NamedTuple):
-    """Tensors recorded in one attention of transformers: inputs, source, outputs of heads, and calls of the core."""
+    """Tensors recorded in one attention of transformers: inputs, source, outputs of heads, and
+    calls of the core.
+    """
 
     module: nn.Module
     call: int
@@ -225,9 +312,19 @@ class Passing(NamedTuple):
         self.heads.append(z)
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        named = next((options[key] for key in ("hidden_states", "query_states", "query") if key in options), None)
+        named = next(
+            (options[key] for key in ("hidden_states", "query_states", "query") if key in options),
+            None,
+        )
         x = args[0] if args else named
-        source = next((options[key] for key in ("key_value_states", "encoder_hidden_states") if key in options), None)
+        source = next(
+            (
+                options[key]
+                for key in ("key_value_states", "encoder_hidden_states")
+                if key in options
+            ),
+            None,
+        )
         self.inputs.append((x, source))
 
 
@@ -244,16 +341,26 @@ class Watching:
 def watched(model: nn.Module):
     site_modules = find_attention(model)
     passing = {
-        one.site.name: Passing(model.get_submodule(one.site.path), one.call_index, [], [], []) for one in site_modules
+        one.site.name: Passing(model.get_submodule(one.site.path), one.call_index, [], [], [])
+        for one in site_modules
     }
-    hooks = [one.module.register_forward_pre_hook(one.enter, with_kwargs=True) for one in passing.values()]
-    with hook_sites(model, site_modules, {name: Watching(one) for name, one in passing.items()}), torch.no_grad():
+    hooks = [
+        one.module.register_forward_pre_hook(one.enter, with_kwargs=True)
+        for one in passing.values()
+    ]
+    with (
+        hook_sites(model, site_modules, {name: Watching(one) for name, one in passing.items()}),
+        torch.no_grad(),
+    ):
         yield passing
     for hook in hooks:
         hook.remove()
 
 
-EXPERTS = {name: {"experts_implementation": "eager"} for name in ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")}
+EXPERTS = {
+    name: {"experts_implementation": "eager"}
+    for name in ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
+}
 SIDES = {
     "q": ("q_proj", "query", "q_lin", "query_proj", "q"),
     "k": ("k_proj", "key", "k_lin", "key_proj", "k"),
@@ -263,7 +370,14 @@ NORMS = {"q": ("q_norm", "q_layernorm"), "k": ("k_norm", "k_layernorm")}
 
 
 def child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
-    return next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), nn.Module)), None)
+    return next(
+        (
+            getattr(module, name)
+            for name in names
+            if isinstance(getattr(module, name, None), nn.Module)
+        ),
+        None,
+    )
 
 
 def sides(module: nn.Module, spec: hw.AttentionSpec) -> dict[str, tuple[Tensor, Tensor | None]]:
@@ -280,7 +394,9 @@ def sides(module: nn.Module, spec: hw.AttentionSpec) -> dict[str, tuple[Tensor, 
             return [None] * 3
         if runs or (kv == 1 and q > 1):  # all queries, then keys, then values
             return list(whole.split([q * dim, kv * dim, kv * dim]))
-        each = whole.unflatten(0, (kv, q // kv + 2, dim))  # of each group its queries, its key, its value
+        each = whole.unflatten(
+            0, (kv, q // kv + 2, dim)
+        )  # of each group its queries, its key, its value
         return [one.flatten(0, 2) for one in (each[:, :-2], each[:, -2:-1], each[:, -1:])]
 
     return dict(zip("qkv", zip(cut(fused.weight), cut(fused.bias), strict=True), strict=True))
@@ -300,7 +416,9 @@ def loaded(spec: hw.AttentionSpec, module: nn.Module, model: nn.Module) -> hw.At
         if f"qk_norm.{side}" in stored:
             stored[f"qk_norm.{side}"] = child(module, names).weight
     if "t5_bias.table" in stored:
-        stored["t5_bias.table"] = model.get_submodule("mpnet.encoder.relative_attention_bias").weight
+        stored["t5_bias.table"] = model.get_submodule(
+            "mpnet.encoder.relative_attention_bias"
+        ).weight
     stored["output.o"] = torch.randn_like(stored["output.o"])
     if "output.o_bias" in stored:
         stored["output.o_bias"] = torch.zeros_like(stored["output.o_bias"])
@@ -333,19 +451,25 @@ def test_attention_outputs_equal_those_of_transformers(name: str):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-# --- who reads whom ------------------------------------------------------------------------------------
+# --- who reads whom -------------------------------------------------------------------------------
 
 
 def allowed(pattern: hw.Pattern, queries: int, keys: int) -> Tensor:
     return torch.tensor([[pattern.allows(i, j) for j in range(keys)] for i in range(queries)])
 
 
-MASKED = [name for name, kind in KINDS.items() if name not in ("deberta-relative", "deberta-shared", "longformer")]
+MASKED = [
+    name
+    for name, kind in KINDS.items()
+    if name not in ("deberta-relative", "deberta-shared", "longformer")
+]
 
 
 @pytest.mark.parametrize("name", MASKED)
 def test_masks_equal_those_of_transformers(name: str):
-    """As their own function is told it, at every site that the interface shows; windows as the modules keep them."""
+    """As their own function is told it, at every site that the interface shows; windows as the
+    modules keep them.
+    """
     kind = KINDS[name]._replace(reads="pixels") if "projected" in name else KINDS[name]
     model = kind.build(attn_implementation="eager", **EXPERTS.get(name, {}))
     specs = {
@@ -369,11 +493,13 @@ def test_masks_equal_those_of_transformers(name: str):
             entry = value.allowed_pairs()[0, 0]
             expected = allowed(spec.pattern, *entry.shape)
             assert not (entry & ~expected).any(), site
-            if value.attention_inputs is not None:  # else weights alone are known, of which the least may be zero
+            if (
+                value.attention_inputs is not None
+            ):  # else weights alone are known, of which the least may be zero
                 assert torch.equal(entry, expected), site
 
 
-# --- sites ---------------------------------------------------------------------------------------------
+# --- sites ----------------------------------------------------------------------------------------
 
 # Why a layer of theirs has no spec.
 REASONS = {
@@ -405,22 +531,38 @@ def test_sites_without_a_spec_have_a_reason(name: str):
     described = read(KINDS[name])
     assert described.approximation_reasons()
     assert all(REASONS[name] in why for why in described.approximation_reasons().values())
-    assert all(site.spec is None and REASONS[name] in site.spec_reason for site in hw.sites(KINDS[name].build()))
+    assert all(
+        site.spec is None and REASONS[name] in site.spec_reason
+        for site in hw.sites(KINDS[name].build())
+    )
     with pytest.raises(hw.SpecError, match=r"cannot build .*: .*; "):
         hw.build(described)
 
 
 def test_the_stack_of_a_site_is_that_of_its_description():
-    """No word in a path of BLOOM says which stack it is, nor does a module say that it is causal."""
-    assert [site.name for site in hw.sites(KINDS["bloom"].build())] == ["decoder.0.attention", "decoder.1.attention"]
+    """No word in a path of BLOOM says which stack it is, nor does a module say
+    that it is causal.
+    """
+    assert [site.name for site in hw.sites(KINDS["bloom"].build())] == [
+        "decoder.0.attention",
+        "decoder.1.attention",
+    ]
 
 
 def test_towers_are_read_from_configs_inside():
-    text, vision = BERT | {"eos_token_id": 2, "num_hidden_layers": 3}, VIT | {"num_attention_heads": 2}
+    text, vision = (
+        BERT | {"eos_token_id": 2, "num_hidden_layers": 3},
+        VIT | {"num_attention_heads": 2},
+    )
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
-    heads = {(site.path.partition("_model")[0], site.pattern): site.spec.heads.q for site in hw.sites(model)}
+    heads = {
+        (site.path.partition("_model")[0], site.pattern): site.spec.heads.q
+        for site in hw.sites(model)
+    }
     assert heads == {("text", "causal()"): HEADS, ("vision", "full()"): 2}
-    config = transformers.Gemma3Config(text_config=LLAMA | G3, vision_config=VIT, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(
+        text_config=LLAMA | G3, vision_config=VIT, mm_tokens_per_image=4
+    )
     with torch.device("meta"):
         both = transformers.Gemma3ForConditionalGeneration(config)
     specs = [site.spec for site in hw.sites(both) if site.spec is not None]
@@ -436,7 +578,7 @@ def test_a_config_without_a_class_still_gives_its_layers():
     assert all(site.spec is not None for site in hw.sites(model))
 
 
-# --- what is new in the words --------------------------------------------------------------------------
+# --- what is new in the words ---------------------------------------------------------------------
 
 PLACED = ("olmo", "olmo2", "gpt-neox", "granite", "stablelm-parallel", "gemma3", "bloom", "marian")
 PLACED += ("clip-vision-projected",)
@@ -448,7 +590,9 @@ def test_saved_bytes_are_those_of_the_formulas(name: str, dtype: torch.dtype):
     """New placements and norms, for the way back."""
     model = read(KINDS[name])
     load = hw.Workload(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
-    way = hw.ActivationSettings(backend_profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None)
+    way = hw.ActivationSettings(
+        backend_profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None
+    )
     assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, dtype, way)
 
 
@@ -456,9 +600,15 @@ def test_unsupported_parts_are_counted_reported_and_not_built():
     described = read(KINDS["whisper"])
     (sound,) = described.beyond
     assert sum(w.numel for w in sound.weights()) == 32 * 16 * 3 + 32 + 32 * 32 * 3 + 32
-    assert any("two convolutions" in note for note in estimate_cost(described, hw.Workload(1, 5)).notes)
+    assert any(
+        "two convolutions" in note for note in estimate_cost(described, hw.Workload(1, 5)).notes
+    )
     assert "two convolutions" in str(hw.model_spec.ModelTable(described))
-    for name, words in {"whisper": "two convolutions", "albert": "weights of the first", "dinov2": "channel"}.items():
+    for name, words in {
+        "whisper": "two convolutions",
+        "albert": "weights of the first",
+        "dinov2": "channel",
+    }.items():
         with pytest.raises(hw.SpecError, match=f"cannot build .*: .*{words}.*; "):
             hw.build(read(KINDS[name]))
     with pytest.raises(hw.SpecError, match="write stack, place and name"):
@@ -468,10 +618,16 @@ def test_unsupported_parts_are_counted_reported_and_not_built():
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "gpt_neo": ({"attention_types": 3}, "is not a list of patterns with counts"),
     "gptj": ({"rotary_dim": 5}, "5 of 256 channels; use an even number"),
-    "falcon": ({"num_kv_heads": 3, "new_decoder_architecture": True}, "is not a multiple of num_kv_heads = 3"),
+    "falcon": (
+        {"num_kv_heads": 3, "new_decoder_architecture": True},
+        "is not a multiple of num_kv_heads = 3",
+    ),
     "longformer": ({"attention_window": 5}, "is not an even number for each of 12 layers"),
     "smollm3": ({"no_rope_layers": [1]}, "is not 0 or 1 for each of 36 layers"),
-    "gemma3_text": ({"rope_parameters": {"rope_theta": 3.0}}, "rope_parameters has no table for a layer type"),
+    "gemma3_text": (
+        {"rope_parameters": {"rope_theta": 3.0}},
+        "rope_parameters has no table for a layer type",
+    ),
     "mpnet": ({"relative_attention_num_buckets": 8}, "is not the number that transformers uses"),
     "opt": ({"word_embed_proj_dim": 5}, "token embeddings of another width are not described"),
     "roberta": ({"max_position_embeddings": 2}, "leaves no positions after pad_token_id"),
@@ -497,7 +653,10 @@ def test_a_contradicting_config_is_refused_in_one_line(name: str):
 
 def test_keys_missing_in_old_configs_have_the_usual_values():
     """As the first files of each were written: without keys that came later, angles at the top."""
-    turns = {name: _turn({"model_type": name}) for name in ("gpt_neox", "phi", "stablelm", "glm", "gptj", "smollm3")}
+    turns = {
+        name: _turn({"model_type": name})
+        for name in ("gpt_neox", "phi", "stablelm", "glm", "gptj", "smollm3")
+    }
     dims = {name: (turn.dims, turn.base, turn.pairs) for name, turn in turns.items()}
     assert dims == {
         "gpt_neox": (24, 10_000.0, "half"),  # a quarter of 6144 / 64
@@ -532,13 +691,16 @@ def _plainly(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_missing_keys_have_the_defaults_of_transformers(name: str):
-    """Of small models: what transformers writes of one says the same as the few keys that it was made of."""
+    """Of small models: what transformers writes of one says the same as the few keys that it was
+    made of.
+    """
     kind = KINDS[name]
     few = kind.keys | {"model_type": kind.config_of_class.model_type}
     assert _plainly(few) == _plainly(kind.config_of_class.to_dict() | {"architectures": None})
 
 
-# Published by their authors alone; tests/families/test_published_variants.py reads their checkpoints.
+# Published by their authors alone; tests/families/test_published_variants.py reads their
+# checkpoints.
 NOT_IN_TRANSFORMERS = {"dcformer", "dcpythia"}
 
 
@@ -551,9 +713,13 @@ def test_a_config_with_only_a_model_type_is_the_default_model(family: str):
     assert _plainly({"model_type": family}) == _plainly(usual)
 
 
-# --- folders read by our own loader ----------------------------------------------------------------------
+# --- folders read by our own loader ---------------------------------------------------------------
 
-READ = [name for name, kind in KINDS.items() if kind.config_of_class.model_type in WEIGHT_NAMES and kind.is_supported]
+READ = [
+    name
+    for name, kind in KINDS.items()
+    if kind.config_of_class.model_type in WEIGHT_NAMES and kind.is_supported
+]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -566,7 +732,9 @@ def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path):
     theirs.save_pretrained(tmp_path)
     ours = hw.load(tmp_path)
     assert ours.spec == read(kind)
-    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    assert sum(p.numel() for p in ours.parameters()) == sum(
+        p.numel() for p in theirs.parameters() if p.requires_grad
+    )
     inputs = kind.inputs()
     with torch.no_grad():
         outputs = theirs(**inputs)
@@ -574,7 +742,9 @@ def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path):
         x = inputs.get("decoder_input_ids", inputs["input_ids"])
         got = ours(x, source=inputs["input_ids"]) if "decoder_input_ids" in inputs else ours(x)
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
+    torch.testing.assert_close(
+        got, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item())
+    )
 
 
 def test_enough_families_are_read_from_folders():

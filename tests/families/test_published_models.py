@@ -33,7 +33,9 @@ def test_every_model_has_a_size():
 @pytest.mark.parametrize("name", SIZES)
 def test_parameters_are_those_of_the_paper(name: str):
     millions, tolerance = SIZES[name]
-    assert ModelTable(read_model_spec(name)).to_dict["parameters"] / 1e6 == pytest.approx(millions, abs=tolerance)
+    assert ModelTable(read_model_spec(name)).to_dict["parameters"] / 1e6 == pytest.approx(
+        millions, abs=tolerance
+    )
 
 
 def test_commands_take_their_names(capsys: pytest.CaptureFixture[str]):

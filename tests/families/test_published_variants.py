@@ -1,4 +1,6 @@
-"""Checkpoints of DCFormer, DCPythia and collaborative BERT: names of their published codes, formulas written anew."""
+"""Checkpoints of DCFormer, DCPythia and collaborative BERT: names of their published codes,
+formulas written anew.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,46 @@ DIM, HEADS, LAYERS, TOKENS, HIDDEN, WINDOW = 24, 3, 3, 31, 20, 4
 HEAD_DIM, RANK = DIM // HEADS, 2
 FACTORS = 2 * RANK * HEADS  # hidden units of the factors
 
-CONFIG = {"dim": DIM, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": TOKENS, "intermediate_size": HIDDEN}
+CONFIG = {
+    "dim": DIM,
+    "n_head": HEADS,
+    "n_layer": LAYERS,
+    "vocab_size": TOKENS,
+    "intermediate_size": HIDDEN,
+}
 CONFIG |= {"window_size": WINDOW, "block_size": 64, "norm_eps": 1e-5, "tie_word_embeddings": False}
 KINDS = {
     "dcformer": {"architectures": ["DCFormer"], "use_qk_norm": False, "rope_base": 500},
-    "dcpythia": {"architectures": ["DCPythia"], "use_qk_norm": True, "rope_base": 100, "rotary_pct": 0.5},
+    "dcpythia": {
+        "architectures": ["DCPythia"],
+        "use_qk_norm": True,
+        "rope_base": 100,
+        "rotary_pct": 0.5,
+    },
 }
 
 
 def make_tensors(kind: str) -> dict[str, Tensor]:
-    """Random tensors with the names and shapes of the published code, its joined copies included."""
+    """Random tensors with the names and shapes of the published code, its
+    joined copies included.
+    """
     torch.manual_seed(1)
     is_pythia = kind == "dcpythia"
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (TOKENS, DIM), "output.weight": (TOKENS, DIM)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "tok_embeddings.weight": (TOKENS, DIM),
+        "output.weight": (TOKENS, DIM),
+    }
     norms = ["norm"]
     for n in range(LAYERS):
         at = f"layers.{n}"
-        shapes |= {f"{at}.attention.wqkv.weight": (3 * DIM, DIM), f"{at}.attention.wo.weight": (DIM, DIM)}
-        shapes |= {f"{at}.feed_forward.w1.weight": (HIDDEN, DIM), f"{at}.feed_forward.w2.weight": (DIM, HIDDEN)}
+        shapes |= {
+            f"{at}.attention.wqkv.weight": (3 * DIM, DIM),
+            f"{at}.attention.wo.weight": (DIM, DIM),
+        }
+        shapes |= {
+            f"{at}.feed_forward.w1.weight": (HIDDEN, DIM),
+            f"{at}.feed_forward.w2.weight": (DIM, HIDDEN),
+        }
         compose = f"{at}.attention.dyn_w_proj"
         shapes |= {f"{compose}.dw1": (DIM, 1, 4, FACTORS), f"{compose}.dd": (DIM, 1, 4 * HEADS)}
         shapes |= {
@@ -49,7 +73,10 @@ def make_tensors(kind: str) -> dict[str, Tensor]:
         if is_pythia:
             shapes |= {f"{at}.attention.{side}_norm.scale": (HEAD_DIM,) for side in "qk"}
             shapes |= {f"{at}.attention.wqkv.bias": (3 * DIM,), f"{at}.attention.wo.bias": (DIM,)}
-            shapes |= {f"{at}.feed_forward.w1.bias": (HIDDEN,), f"{at}.feed_forward.w2.bias": (DIM,)}
+            shapes |= {
+                f"{at}.feed_forward.w1.bias": (HIDDEN,),
+                f"{at}.feed_forward.w2.bias": (DIM,),
+            }
         else:
             shapes |= {f"{at}.feed_forward.w3.weight": (HIDDEN, DIM)}
     shapes |= {f"{norm}.weight": (DIM,) for norm in norms}
@@ -60,7 +87,10 @@ def make_tensors(kind: str) -> dict[str, Tensor]:
 def normalise(x: Tensor, t: dict[str, Tensor], name: str, kind: str) -> Tensor:
     if kind == "dcpythia":
         x = x - x.mean(-1, keepdim=True)
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * t[f"{name}.weight"] + t[f"{name}.bias"]
+        return (
+            x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * t[f"{name}.weight"]
+            + t[f"{name}.bias"]
+        )
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * t[f"{name}.weight"]
 
 
@@ -70,12 +100,17 @@ def rotate(x: Tensor, base: float, rotated: int) -> Tensor:
     angles = torch.arange(len(x))[:, None] * torch.tensor(
         [base ** (-2 * i / rotated) for i in range(half)], dtype=torch.float64
     )
-    turned = torch.complex(x[..., :half], x[..., half:rotated]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = (
+        torch.complex(x[..., :half], x[..., half:rotated])
+        * torch.polar(torch.ones_like(angles), angles)[:, None]
+    )
     return torch.cat([turned.real, turned.imag, x[..., rotated:]], -1)
 
 
 def compose(a_N: Tensor, factors: dict[str, Tensor]) -> Tensor:
-    """One vector over heads: a + sum of (a . w1) w2 over ranks, and a * g, of the query and of the key."""
+    """One vector over heads: a + sum of (a . w1) w2 over ranks, and a * g, of the query and of the
+    key.
+    """
     total = a_N.clone()
     for side in ("query", "key"):
         for r in range(RANK):
@@ -87,7 +122,10 @@ def compose(a_N: Tensor, factors: dict[str, Tensor]) -> Tensor:
 def attend(x: Tensor, t: dict[str, Tensor], n: int, kind: str) -> Tensor:
     at, options = f"layers.{n}.attention", KINDS[kind]
     biases = t.get(f"{at}.wqkv.bias", torch.zeros(3 * DIM).double())
-    q, k, v = (y.view(len(x), HEADS, HEAD_DIM) for y in (x @ t[f"{at}.wqkv.weight"].T + biases).chunk(3, -1))
+    q, k, v = (
+        y.view(len(x), HEADS, HEAD_DIM)
+        for y in (x @ t[f"{at}.wqkv.weight"].T + biases).chunk(3, -1)
+    )
     if kind == "dcpythia":
         q, k = (
             y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * t[f"{at}.{side}_norm.scale"]
@@ -104,17 +142,27 @@ def attend(x: Tensor, t: dict[str, Tensor], n: int, kind: str) -> Tensor:
     def factors(phase: int, i: int, j: int) -> dict[str, Tensor]:
         rows = {"query": (i, 2 * phase), "key": (j, 2 * phase + 1)}
         pieces = {"w1": w1, "w2": w2, "gate": gate}
-        return {f"{side} {name}": piece[row] for side, row in rows.items() for name, piece in pieces.items()}
+        return {
+            f"{side} {name}": piece[row]
+            for side, row in rows.items()
+            for name, piece in pieces.items()
+        }
 
     out = []
     for i in range(len(x)):
         first = 0 if n % 2 else max(0, i - WINDOW + 1)
         keys = range(first, i + 1)
-        scores = [compose((q[i] * k[j]).sum(-1) / math.sqrt(HEAD_DIM), factors(0, i, j)) for j in keys]
+        scores = [
+            compose((q[i] * k[j]).sum(-1) / math.sqrt(HEAD_DIM), factors(0, i, j)) for j in keys
+        ]
         weights = torch.stack(scores).softmax(0)
-        weights = torch.stack([compose(weights[place], factors(1, i, j)) for place, j in enumerate(keys)])
+        weights = torch.stack(
+            [compose(weights[place], factors(1, i, j)) for place, j in enumerate(keys)]
+        )
         out.append(torch.einsum("sn,snd->nd", weights, v[first : i + 1]).flatten())
-    return torch.stack(out) @ t[f"{at}.wo.weight"].T + t.get(f"{at}.wo.bias", torch.zeros(DIM).double())
+    return torch.stack(out) @ t[f"{at}.wo.weight"].T + t.get(
+        f"{at}.wo.bias", torch.zeros(DIM).double()
+    )
 
 
 def feed(x: Tensor, t: dict[str, Tensor], n: int, kind: str) -> Tensor:
@@ -130,7 +178,9 @@ def run(ids: list[int], t: dict[str, Tensor], kind: str) -> Tensor:
     x = t["tok_embeddings.weight"][ids]
     for n in range(LAYERS):
         h = x + attend(normalise(x, t, f"layers.{n}.attention_norm", kind), t, n, kind)
-        x = h + feed(normalise(x if kind == "dcpythia" else h, t, f"layers.{n}.ffn_norm", kind), t, n, kind)
+        x = h + feed(
+            normalise(x if kind == "dcpythia" else h, t, f"layers.{n}.ffn_norm", kind), t, n, kind
+        )
     return normalise(x, t, "norm", kind) @ t["output.weight"].T
 
 
@@ -138,7 +188,9 @@ def write(folder: Path, kind: str, **changes: object) -> dict[str, Tensor]:
     folder.mkdir()
     tensors = make_tensors(kind)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": kind} | CONFIG | KINDS[kind] | changes))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": kind} | CONFIG | KINDS[kind] | changes)
+    )
     return tensors
 
 
@@ -153,13 +205,23 @@ def test_a_checkpoint_computes_what_the_published_code_does(kind: str, tmp_path:
     assert (actual - expected).abs().max() < 1e-10 * expected.abs().max()
     cached = hw.generate(net, ids, max_new_tokens=4)
     assert cached == [int(run([*ids, *cached[:n]], tensors, kind)[-1].argmax()) for n in range(4)]
-    assert [spec.pattern.text for _, spec in net.spec.attention_specs()] == ["window(4)", "causal()", "window(4)"]
+    assert [spec.pattern.text for _, spec in net.spec.attention_specs()] == [
+        "window(4)",
+        "causal()",
+        "window(4)",
+    ]
 
 
 REFUSED = {
-    "no composition in training": ({"use_dcmha": False}, "use_dcmha = False composes no heads in training"),
+    "no composition in training": (
+        {"use_dcmha": False},
+        "use_dcmha = False composes no heads in training",
+    ),
     "shared keys": ({"n_local_heads": 1}, "n_local_heads = 1 is not n_head = 3"),
-    "factors of queries alone": ({"query_wise": True}, "query_wise = True leaves out the factors of keys in decoding"),
+    "factors of queries alone": (
+        {"query_wise": True},
+        "query_wise = True leaves out the factors of keys in decoding",
+    ),
     "gates": ({"mgate": True}, "mgate = True adds gates that are not described"),
     "another head dimension": ({"head_dim": 16}, "head_dim = 16 is not dim / n_head = 8"),
     "unknown windows": ({"window_type": "GG"}, "window_type = 'GG' is not known"),
@@ -170,23 +232,52 @@ REFUSED = {
 def test_configurations_that_are_not_described_are_refused(name: str):
     changes, reason = REFUSED[name]
     with pytest.raises(SpecError, match=reason):
-        hw.families.read_model_spec({"model_type": "dcformer"} | CONFIG | KINDS["dcformer"] | changes)
+        hw.families.read_model_spec(
+            {"model_type": "dcformer"} | CONFIG | KINDS["dcformer"] | changes
+        )
 
 
 def test_window_types_repeat_over_layers():
     keys = {"model_type": "dcformer", "n_layer": 6, "window_type": "LGLL"}
-    patterns = [spec.pattern.text for _, spec in hw.families.read_model_spec(CONFIG | keys).attention_specs()]
-    assert patterns == ["window(256)", "causal()", "window(256)", "window(256)", "window(256)", "causal()"]
-    published = hw.families.read_model_spec({"model_type": "dcpythia", "dim": 4096, "intermediate_size": 16384} | {
-        "n_head": 32, "n_layer": 32, "vocab_size": 50257, "rotary_pct": 0.25, "use_qk_norm": True,
-    })  # fmt: skip
+    patterns = [
+        spec.pattern.text
+        for _, spec in hw.families.read_model_spec(CONFIG | keys).attention_specs()
+    ]
+    assert patterns == [
+        "window(256)",
+        "causal()",
+        "window(256)",
+        "window(256)",
+        "window(256)",
+        "causal()",
+    ]
+    published = hw.families.read_model_spec(
+        {"model_type": "dcpythia", "dim": 4096, "intermediate_size": 16384}
+        | {
+            "n_head": 32,
+            "n_layer": 32,
+            "vocab_size": 50257,
+            "rotary_pct": 0.25,
+            "use_qk_norm": True,
+        }
+    )
     assert 6.8e9 < hw.costs.count_parameters(published) < 7.2e9
 
 
-# --- BERT with collaborative heads (2006.16362), whose config.json is that of BERT ----------------------------
+# --- BERT with collaborative heads (2006.16362), whose config.json is that of BERT ----------------
 
-BERT = {"model_type": "bert", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "vocab_size": 23}
-BERT |= {"intermediate_size": 17, "max_position_embeddings": 16, "architectures": ["BertForMaskedLM"]}
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 23,
+}
+BERT |= {
+    "intermediate_size": 17,
+    "max_position_embeddings": 16,
+    "architectures": ["BertForMaskedLM"],
+}
 WIDTHS = {0: 5, 1: 9}
 
 
@@ -195,7 +286,10 @@ class CollaborativeSelf(torch.nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.key = torch.nn.Linear(12, width, bias=False), torch.nn.Linear(12, width, bias=False)
+        self.query, self.key = (
+            torch.nn.Linear(12, width, bias=False),
+            torch.nn.Linear(12, width, bias=False),
+        )
         self.content_bias, self.value = torch.nn.Linear(12, 3, bias=False), torch.nn.Linear(12, 12)
         self.mixing = torch.nn.Parameter(torch.randn(3, width))
 
@@ -203,7 +297,9 @@ class CollaborativeSelf(torch.nn.Module):
         heads = []
         for head, values in enumerate(self.value(x).chunk(3, -1)):
             scores = (self.query(x) * self.mixing[head]) @ self.key(x).transpose(-2, -1)
-            scores = (scores + self.content_bias(x)[..., head][:, None]) / (self.mixing.shape[1] / 3) ** 0.5
+            scores = (scores + self.content_bias(x)[..., head][:, None]) / (
+                self.mixing.shape[1] / 3
+            ) ** 0.5
             heads.append(scores.softmax(-1) @ values)
         return torch.cat(heads, -1), None
 
@@ -223,7 +319,9 @@ def make_collaborative_bert() -> torch.nn.Module:
 def test_bert_with_collaborative_heads_is_read(tmp_path: Path):
     """The other layers of transformers' own BERT around attention by the formula of the paper."""
     model = make_collaborative_bert()
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if "position_ids" not in name}
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if "position_ids" not in name
+    }
     tensors.pop("cls.predictions.decoder.weight", None)
     tensors.pop("cls.predictions.decoder.bias", None)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -232,14 +330,21 @@ def test_bert_with_collaborative_heads_is_read(tmp_path: Path):
     ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
     assert (net.double()(ids) - model(ids).logits).abs().max() < 1e-10
     projects = [str(spec.project) for _, spec in net.spec.attention_specs()]
-    assert [f"width={width}" in project for width, project in zip(WIDTHS.values(), projects, strict=True)] == [True] * 2
+    assert [
+        f"width={width}" in project
+        for width, project in zip(WIDTHS.values(), projects, strict=True)
+    ] == [True] * 2
     hw.save(net, tmp_path / "saved")
     assert torch.equal(hw.load(tmp_path / "saved")(ids), net(ids))
 
 
 def test_a_layer_without_its_mixing_vectors_is_refused(tmp_path: Path):
     tensors = make_collaborative_bert().state_dict()
-    tensors = {name: t for name, t in tensors.items() if "decoder" not in name and "position_ids" not in name}
+    tensors = {
+        name: t
+        for name, t in tensors.items()
+        if "decoder" not in name and "position_ids" not in name
+    }
     del tensors["bert.encoder.layer.1.attention.self.mixing"]
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(BERT))

@@ -17,10 +17,20 @@ DRAWS = 4000
 
 
 def make_net(vocabulary: int, seed: int = 0) -> hw.Transformer:
-    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    net = hw.build(hw.families.read_model_spec(config | {"num_hidden_layers": 1, "vocab_size": vocabulary}), seed=seed)
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_attention_heads": 2,
+    }
+    net = hw.build(
+        hw.families.read_model_spec(config | {"num_hidden_layers": 1, "vocab_size": vocabulary}),
+        seed=seed,
+    )
     with torch.no_grad():
-        net.get_submodule("head.tokens").get_parameter("weight").mul_(2)  # so that tokens differ in probability
+        net.get_submodule("head.tokens").get_parameter("weight").mul_(
+            2
+        )  # so that tokens differ in probability
     return net
 
 
@@ -51,7 +61,9 @@ def test_draws_without_replacement_have_the_probability_of_their_order():
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_a_sampled_beam_is_the_best_of_its_draws(temperature: float):
-    """One token, two beams, seven tokens: four are drawn in some order, and the most likely of them is the output."""
+    """One token, two beams, seven tokens: four are drawn in some order, and the most likely of them
+    is the output.
+    """
     net = make_net(7)
     with torch.no_grad():
         logits = net.double()(torch.tensor([[3, 1, 4]]))[0, -1].numpy()
@@ -64,7 +76,9 @@ def test_a_sampled_beam_is_the_best_of_its_draws(temperature: float):
         expected[max(order, key=lambda token: shares[token])] += order_probability(shares, order)
     config = hw.DecodingConfig(beams=2)
     prompts = [[3, 1, 4]] * DRAWS
-    outputs = hw.generate(net, prompts, max_new_tokens=1, temperature=temperature, config=config, seed=11)
+    outputs = hw.generate(
+        net, prompts, max_new_tokens=1, temperature=temperature, config=config, seed=11
+    )
     assert_frequencies(Counter(output[0] for output in outputs), expected)
     assert max(expected.values()) < 0.99
 

@@ -18,8 +18,12 @@ from support.decoding_models import CAUSAL, build_random, decoder_spec, encoder_
 SPECS = {
     "causal": CAUSAL,
     "rotary": hw.design(model=32, heads=4, kv=2, pattern="causal()", modifiers=(hw.Rotary(),)),
-    "window": hw.design(model=32, heads=4, kv=2, pattern="window(3) | first(2)", modifiers=(hw.Rotary(),)),
-    "state": hw.design(model=32, heads=4, pattern="causal()", similarity=hw.FeatureMap(), normaliser=hw.Sum()),
+    "window": hw.design(
+        model=32, heads=4, kv=2, pattern="window(3) | first(2)", modifiers=(hw.Rotary(),)
+    ),
+    "state": hw.design(
+        model=32, heads=4, pattern="causal()", similarity=hw.FeatureMap(), normaliser=hw.Sum()
+    ),
 }
 
 
@@ -70,7 +74,9 @@ def test_a_decoder_that_reads_a_source_is_one_graph(graphs):
 
 @pytest.mark.compile
 def test_changed_parameters_are_read(graphs):
-    """A graph holds no copy of a weight: what is loaded or written to in place is what it runs on."""
+    """A graph holds no copy of a weight: what is loaded or written to in place
+    is what it runs on.
+    """
     net, other = (
         build_random(decoder_spec()),
         build_random(decoder_spec(hw.design(model=32, heads=4, kv=1, pattern="causal()"))),
@@ -89,8 +95,12 @@ def test_auto_compares_the_gain_with_the_compile_time(monkeypatch):
     net = build_random(decoder_spec())
     assert not decide_compile(net, "auto", 64).should_compile
     assert decide_compile(net, "auto", 10**6).should_compile
-    assert decide_compile(net, "on", 1) == decoding_state.CompileDecision(True, "compiled: compile is on")
-    assert estimate_compile_gain(12, 64).reason.startswith("not compiled: 64 steps could gain about")
+    assert decide_compile(net, "on", 1) == decoding_state.CompileDecision(
+        True, "compiled: compile is on"
+    )
+    assert estimate_compile_gain(12, 64).reason.startswith(
+        "not compiled: 64 steps could gain about"
+    )
 
 
 def test_without_a_compiler_auto_reports_it_and_on_is_refused(monkeypatch):
@@ -100,7 +110,9 @@ def test_without_a_compiler_auto_reports_it_and_on_is_refused(monkeypatch):
         False, "not compiled: there is no C++ compiler"
     )
     assert answers(net, [[3, 1]], "auto") == answers(net, [[3, 1]], "off")
-    with pytest.raises(SpecError, match=r"steps cannot be compiled: there is no C\+\+ compiler; leave compile out"):
+    with pytest.raises(
+        SpecError, match=r"steps cannot be compiled: there is no C\+\+ compiler; leave compile out"
+    ):
         answers(net, [[3, 1]], "on")
 
 
@@ -118,10 +130,16 @@ def test_rows_of_several_lengths_give_a_reason_not_to_compile():
     with torch.no_grad():
         for tokens, compiled in ((sequence, False), (None, True)):
             choice = DecodingState(
-                net, prompt, max_new_tokens=2, sequence=tokens, config=hw.DecodingConfig(compile="on")
+                net,
+                prompt,
+                max_new_tokens=2,
+                sequence=tokens,
+                config=hw.DecodingConfig(compile="on"),
             ).choice
             assert choice.should_compile is compiled
-            assert choice.reason == ("compiled: compile is on" if compiled else decoding_state.UNEQUAL_LENGTHS.reason)
+            assert choice.reason == (
+                "compiled: compile is on" if compiled else decoding_state.UNEQUAL_LENGTHS.reason
+            )
         assert (
             DecodingState(net, prompt, max_new_tokens=2, sequence=sequence).choice.reason
             == "not compiled: compile is off"

@@ -1,4 +1,6 @@
-"""Text as ids and back: incremental text, stops across tokens, and processor settings of a folder."""
+"""Text as ids and back: incremental text, stops across tokens, and processor
+settings of a folder.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,48 @@ TEXT = "low lower lowest 你好 naïve 😀 — new newer newest"
 
 
 def wordpiece() -> str:
-    words = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", ".", "dog", "##ing", ","]
+    words = [
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "the",
+        "cat",
+        "sat",
+        "##s",
+        ".",
+        "dog",
+        "##ing",
+        ",",
+    ]
     tokenizer = Tokenizer(WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.Lowercase(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(words[:4])
     return tokenizer.to_str()
 
 
 def sentencepiece() -> str:
-    """As Llama's: a space is a sign of its own, taken off where a text begins, and what is unknown is bytes."""
+    """As Llama's: a space is a sign of its own, taken off where a text begins, and what is unknown
+    is bytes.
+    """
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["<unk>", *"▁lowernst", "▁lo", "lo"]
     vocabulary = {piece: n for n, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(BPE(vocabulary, [("l", "o"), ("▁", "lo")], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    fused = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer(
+        BPE(vocabulary, [("l", "o"), ("▁", "lo")], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    fused = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(fused)
     return tokenizer.to_str()
 
@@ -68,7 +97,7 @@ def pieces(incremental_detokenizer: IncrementalDetokenizer, ids: list[int]) -> l
     return recorded
 
 
-# --- as it comes ---------------------------------------------------------------------------------------
+# --- as it comes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -76,10 +105,15 @@ def pieces(incremental_detokenizer: IncrementalDetokenizer, ids: list[int]) -> l
 def test_any_ids_come_as_the_text_that_they_are(name: str, data: st.DataObject):
     """Bytes that make no character among them."""
     words = WORDS[name]
-    ids = data.draw(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0]))))
+    ids = data.draw(
+        st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0])))
+    )
     assert "".join(pieces(IncrementalDetokenizer(words), ids)) == words.text(ids)
     before = words.ids("low 你")
-    assert "".join(pieces(IncrementalDetokenizer(words, before), ids)) == words.text([*before, *ids])[5:]
+    assert (
+        "".join(pieces(IncrementalDetokenizer(words, before), ids))
+        == words.text([*before, *ids])[5:]
+    )
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces", "sentencepiece"])
@@ -93,16 +127,34 @@ def test_a_text_goes_on_as_it_is_written(name: str, text: str, first: int):
     assert not any("\ufffd" in piece for piece in result)
     begun = words.text(ids[:first])
     if not begun.endswith("\ufffd"):
-        assert begun + "".join(pieces(IncrementalDetokenizer(words, ids[:first]), ids[first:])) == words.text(ids)
+        assert begun + "".join(
+            pieces(IncrementalDetokenizer(words, ids[:first]), ids[first:])
+        ) == words.text(ids)
 
 
 def test_a_character_waits_for_its_last_byte():
     incremental_detokenizer = IncrementalDetokenizer(WORDS["bytes"])
-    assert pieces(incremental_detokenizer, list("a你😀".encode())) == ["a", "", "", "你", "", "", "", "😀", ""]
-    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xF0, 0x9F, 0x41, 0xE4]) == ["", "", "\ufffdA", "", "\ufffd"]
-    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xFF] * 6) == ["", "", "", "\ufffd"] + ["\ufffd"] * 2 + [
-        "\ufffd" * 3
+    assert pieces(incremental_detokenizer, list("a你😀".encode())) == [
+        "a",
+        "",
+        "",
+        "你",
+        "",
+        "",
+        "",
+        "😀",
+        "",
     ]
+    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xF0, 0x9F, 0x41, 0xE4]) == [
+        "",
+        "",
+        "\ufffdA",
+        "",
+        "\ufffd",
+    ]
+    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xFF] * 6) == ["", "", "", "\ufffd"] + [
+        "\ufffd"
+    ] * 2 + ["\ufffd" * 3]
 
 
 def test_emitted_text_is_never_withdrawn():
@@ -113,7 +165,7 @@ def test_emitted_text_is_never_withdrawn():
     assert "".join(pieces(IncrementalDetokenizer(words), [*whole, 0xFF])) == "你\ufffd"
 
 
-# --- stops ---------------------------------------------------------------------------------------------
+# --- stops ----------------------------------------------------------------------------------------
 
 
 @given(
@@ -141,11 +193,14 @@ def test_the_work_for_a_stop_text_grows_as_the_output_does():
     for _ in range(3000):
         answer.take(ord("x"))
         assert (answer.take_new_text(), answer.take_new_ids()) == ("", [])
-    assert time.process_time() - begin < 5  # every beginning of the stop text at every token: minutes
+    assert (
+        time.process_time() - begin < 5
+    )  # every beginning of the stop text at every token: minutes
 
 
 @pytest.mark.parametrize(
-    ("stops", "message"), [(["a"] * 65, "65 texts and ids"), (["a" * 4097], "a text of 4097 characters")]
+    ("stops", "message"),
+    [(["a"] * 65, "65 texts and ids"), (["a" * 4097], "a text of 4097 characters")],
 )
 def test_stop_texts_have_a_largest_number_and_length(stops: list[str], message: str):
     assert hw.DecodingConfig(stop=("a" * 4096,) * 64).words
@@ -161,17 +216,28 @@ def test_a_possible_stop_is_withheld_only_while_possible():
         recorded.append(answer.take_new_text())
     assert recorded == ["x", "", "", "ab", "", "ab", ""]
     answer.take(ord("c"))
-    assert (answer.over, answer.take_new_text(), answer.text, bytes(answer.ids)) == (True, "", "xabab", b"xabab")
+    assert (answer.over, answer.take_new_text(), answer.text, bytes(answer.ids)) == (
+        True,
+        "",
+        "xabab",
+        b"xabab",
+    )
 
 
-# --- generation of text --------------------------------------------------------------------------------
+# --- generation of text ---------------------------------------------------------------------------
 
 
 def decoder(words: int, positions: int = 0) -> bp.ModelSpec:
-    block = bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal()"), feed=bp.FeedForwardSpec(17))
+    block = bp.BlockSpec(
+        hw.design(model=12, heads=3, pattern="causal()"), feed=bp.FeedForwardSpec(17)
+    )
     places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
     stack = bp.StackSpec.from_blocks(
-        "decoder", 12, [block], embedding=bp.EmbeddingSpec(words, positions=places), norm=bp.NormSpec()
+        "decoder",
+        12,
+        [block],
+        embedding=bp.EmbeddingSpec(words, positions=places),
+        norm=bp.NormSpec(),
     )
     return bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", words),))
 
@@ -205,9 +271,9 @@ def test_text_behind_text_is_ids_behind_ids(speaker: hw.Transformer):
     speaker.usage = around
     expected = hw.generate(speaker, [1, 2, *b"low"], **SAMPLING)
     assert hw.generate(speaker, "low", **SAMPLING) == bytes(expected).decode(errors="replace")
-    assert hw.generate(speaker, "", **SAMPLING) == bytes(hw.generate(speaker, [1, 2], **SAMPLING)).decode(
-        errors="replace"
-    )
+    assert hw.generate(speaker, "", **SAMPLING) == bytes(
+        hw.generate(speaker, [1, 2], **SAMPLING)
+    ).decode(errors="replace")
 
 
 def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
@@ -229,17 +295,29 @@ def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
 def test_a_window_keeps_the_special_tokens_around_a_text(speaker: hw.Transformer):
     speaker.usage = replace(speaker.usage, before=(1,))
     options = {"max_new_tokens": 3, "config": hw.DecodingConfig(window=4)}
-    assert hw.generate(speaker, "abcdef", **options) == hw.generate(speaker, "def", max_new_tokens=3)
+    assert hw.generate(speaker, "abcdef", **options) == hw.generate(
+        speaker, "def", max_new_tokens=3
+    )
     with pytest.raises(ValueError, match="window=1 leaves no room beside the 1 ids around a text"):
         hw.generate(speaker, "abc", config=hw.DecodingConfig(window=1))
 
 
 @pytest.mark.parametrize("name", ["dates", "wordpiece", "chars"])
 def test_unknown_tokens_are_reported(name: str):
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))  # of which <unk> itself is none
+    tokenizer = Tokenizer(
+        WordLevel({"a": 0, "b": 1}, unk_token="<unk>")
+    )  # of which <unk> itself is none
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    document = {"dates": make_task("dates").tokenizer, "wordpiece": wordpiece(), "chars": tokenizer.to_str()}[name]
-    texts = {"dates": ("<zh>3 May €", "€", 10), "wordpiece": ("The cät sat", "cät", 4), "chars": ("abx", "x", 2)}
+    document = {
+        "dates": make_task("dates").tokenizer,
+        "wordpiece": wordpiece(),
+        "chars": tokenizer.to_str(),
+    }[name]
+    texts = {
+        "dates": ("<zh>3 May €", "€", 10),
+        "wordpiece": ("The cät sat", "cät", 4),
+        "chars": ("abx", "x", 2),
+    }
     text, piece, at = texts[name]
     with pytest.raises(hw.SpecError) as caught:
         ModelTokenizer(document or "", "read").ids(text)
@@ -253,12 +331,14 @@ def test_special_tokens_are_text_unless_they_are_to_be_read():
     assert words.text([*words.ids("a"), 1]) == "a"
 
 
-# --- what a folder says --------------------------------------------------------------------------------
+# --- what a folder says ---------------------------------------------------------------------------
 
 
 def test_a_folder_keeps_the_processor_spec(tmp_path: Path):
     size = Tokenizer.from_str(DOCUMENTS["pieces"]).get_vocab_size()
-    net = random_model(decoder(size), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0)
+    net = random_model(
+        decoder(size), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0
+    )
     hw.save(net, tmp_path / "a")
     again = hw.load(tmp_path / "a")
     assert again.usage == net.usage
@@ -275,7 +355,11 @@ def test_a_folder_keeps_the_processor_spec(tmp_path: Path):
 EDITED = {
     "unknown": ("end = [1]", "ende = [1]", "usage has no 'ende'; did you mean 'end'"),
     "no ids": ("end = [1]", 'end = ["x"]', r"ProcessorSpec\(end=\('x',\)\); give a tuple of ids"),
-    "beyond": ("end = [1]", "end = [300]", r"end=\(300,\) is out of range for small, whose vocabulary has 300 tokens"),
+    "beyond": (
+        "end = [1]",
+        "end = [300]",
+        r"end=\(300,\) is out of range for small, whose vocabulary has 300 tokens",
+    ),
     "no table": ("[usage]\nend = [1]\n", "", "usage = 3 is not a table"),
 }
 
@@ -302,7 +386,13 @@ def test_the_processor_spec_of_another_model_is_not_saved(tmp_path: Path):
     ):
         with pytest.raises(hw.SpecError, match=words):
             hw.save(random_model(decoder(101), **usage), tmp_path)
-    for wrong in ({"mask": -1}, {"specials": "maybe"}, {"size": (3,)}, {"mean": (0.5,)}, {"end": [1]}):
+    for wrong in (
+        {"mask": -1},
+        {"specials": "maybe"},
+        {"size": (3,)},
+        {"mean": (0.5,)},
+        {"end": [1]},
+    ):
         with pytest.raises(hw.SpecError):
             hw.ProcessorSpec(**wrong)
 
@@ -320,13 +410,32 @@ def test_tasks_give_processor_specs(tmp_path: Path):
     labels = zip(("low", "lower", "newer", "new"), "abab", strict=True)
     rows = [{"text": text, "label": label} for text, label in labels] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"path": str(tmp_path / "a.jsonl"), "vocab": 280, "length": 8, "valid": 0.3, "test": 0.0}
-    stream, labelled = make_task("jsonl", **options), make_task("jsonl", **options, label_field="label")
+    options = {
+        "path": str(tmp_path / "a.jsonl"),
+        "vocab": 280,
+        "length": 8,
+        "valid": 0.3,
+        "test": 0.0,
+    }
+    stream, labelled = (
+        make_task("jsonl", **options),
+        make_task("jsonl", **options, label_field="label"),
+    )
     assert stream.usage.before == stream.usage.end == (0,)
     assert (labelled.usage.labels, labelled.usage.behind) == (("a", "b"), (0,))
     (tmp_path / "p.tsv").write_text("\n".join(f"low {n}\tneu {n}" for n in range(40)))
-    task = make_task("parallel", path=str(tmp_path / "p.tsv"), vocab=280, vocabularies="separate", valid=0.2, test=0.0)
-    read, written = ModelTokenizer(task.usage.source_tokenizer or ""), ModelTokenizer(task.usage.tokenizer or "")
+    task = make_task(
+        "parallel",
+        path=str(tmp_path / "p.tsv"),
+        vocab=280,
+        vocabularies="separate",
+        valid=0.2,
+        test=0.0,
+    )
+    read, written = (
+        ModelTokenizer(task.usage.source_tokenizer or ""),
+        ModelTokenizer(task.usage.tokenizer or ""),
+    )
     batch = task.batch(0, 3, "valid")
     assert batch.source is not None
     own = batch.source[0].tolist()
@@ -334,14 +443,17 @@ def test_tasks_give_processor_specs(tmp_path: Path):
     assert written.text(batch.x[0].tolist()) == batch.gold[0]
 
 
-# --- classes and masks ---------------------------------------------------------------------------------
+# --- classes and masks ----------------------------------------------------------------------------
 
 
 def encoder(head: bp.OutputHeadSpec, words: int = 12) -> bp.ModelSpec:
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(17))
     embedding = bp.EmbeddingSpec(words, positions=bp.PositionSpec("sinusoidal"))
     return bp.ModelSpec(
-        "reader", "encoder", (bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding),), (head,)
+        "reader",
+        "encoder",
+        (bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding),),
+        (head,),
     )
 
 
@@ -349,9 +461,13 @@ AROUND = {"before": (1,), "behind": (2,), "tokenizer": wordpiece()}
 
 
 def test_texts_are_classified_each_as_alone():
-    net = random_model(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND, labels=("x", "y", "z"))
+    net = random_model(
+        encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND, labels=("x", "y", "z")
+    )
     with torch.no_grad():
-        expected = [net(torch.tensor([ids]))[0].softmax(-1) for ids in ([1, 4, 5, 2], [1, 4, 9, 6, 8, 2])]
+        expected = [
+            net(torch.tensor([ids]))[0].softmax(-1) for ids in ([1, 4, 5, 2], [1, 4, 9, 6, 8, 2])
+        ]
     for guesses, shares in zip(classify(net, ["The cat", "the dog sat."]), expected, strict=True):
         found = {guess.name: guess.share for guess in guesses}
         assert [found[name] for name in "xyz"] == pytest.approx(shares.tolist(), rel=1e-5)
@@ -392,12 +508,24 @@ def test_a_model_without_classes_gives_a_reason():
 def test_a_source_is_read_with_its_own_words():
     """And the answer is written with those of the target."""
     spec, full = hw.design(model=12, heads=3, pattern="causal()"), hw.design(model=12, heads=3)
-    first = bp.StackSpec.from_blocks("encoder", 12, [bp.BlockSpec(full)], embedding=bp.EmbeddingSpec(256))
-    second = bp.StackSpec.from_blocks(
-        "decoder", 12, [bp.BlockSpec(spec, full, bp.FeedForwardSpec(17))], embedding=bp.EmbeddingSpec(12)
+    first = bp.StackSpec.from_blocks(
+        "encoder", 12, [bp.BlockSpec(full)], embedding=bp.EmbeddingSpec(256)
     )
-    described = bp.ModelSpec("pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", 12),))
-    usage = {"tokenizer": wordpiece(), "source_tokenizer": DOCUMENTS["bytes"], "begin": (1,), "behind": (0,)}
+    second = bp.StackSpec.from_blocks(
+        "decoder",
+        12,
+        [bp.BlockSpec(spec, full, bp.FeedForwardSpec(17))],
+        embedding=bp.EmbeddingSpec(12),
+    )
+    described = bp.ModelSpec(
+        "pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", 12),)
+    )
+    usage = {
+        "tokenizer": wordpiece(),
+        "source_tokenizer": DOCUMENTS["bytes"],
+        "begin": (1,),
+        "behind": (0,),
+    }
     net = random_model(described, **usage)
     ids = hw.generate(net, [*b"low", 0], **SAMPLING)
     assert hw.generate(net, "low", **SAMPLING) == ModelTokenizer(wordpiece()).text(ids)

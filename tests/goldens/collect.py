@@ -1,7 +1,8 @@
 """Answers of commands, layers, presets and the page, recorded before the package is made smaller.
 
-`python -m goldens.collect` (with `tests` on the path) writes them; test_goldens.py compares. A change of a golden is a
-decision with a line in the log. They are deleted when the package has its new size.
+`python -m goldens.collect` (with `tests` on the path) writes them; test_goldens.py compares. A
+change of a golden is a decision with a line in the log. They are deleted when the package has its
+new size.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ VOLATILE = re.compile(
     r"takeover|kernels|duration|command|reproduce|memory_gib|flops_per|bandwidth|peak_f|prefill|decode_ms|rate$|wall|sha|hash|checksum"
 )
 
-# --- Layers -------------------------------------------------------------------------------------------------
+# --- Layers ---------------------------------------------------------------------------------------
 
 
 def layer_tensors(backend: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield output and gradients of every example of every part, by name; None lets dispatch choose the backend."""
+    """Yield output and gradients of every example of every part, by name; None lets dispatch choose
+    the backend.
+    """
     for name, spec in layer_cases.examples().items():
         torch.manual_seed(len(name))
         layer = layer_cases.layer(spec)
@@ -55,13 +58,19 @@ def layer_tensors(backend: str | None) -> Iterator[tuple[str, torch.Tensor]]:
         x, source = layer_cases.tensors(spec)
         x.requires_grad_()
         output = layer(x, source=source)
-        (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+        (
+            output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+        ).sum().backward()
         yield f"{name}.output", output.detach()
         leaves = {"x": x, **dict(layer.named_parameters())}
-        yield from ((f"{name}.{leaf}", value.grad) for leaf, value in leaves.items() if value.grad is not None)
+        yield from (
+            (f"{name}.{leaf}", value.grad)
+            for leaf, value in leaves.items()
+            if value.grad is not None
+        )
 
 
-# --- Presets --------------------------------------------------------------------------------------------------
+# --- Presets --------------------------------------------------------------------------------------
 
 
 def preset_answers() -> dict[str, Any]:
@@ -74,7 +83,7 @@ def preset_answers() -> dict[str, Any]:
     return answers
 
 
-# --- Commands ---------------------------------------------------------------------------------------------------
+# --- Commands -------------------------------------------------------------------------------------
 
 COMMANDS = """
 spec gqa
@@ -147,13 +156,23 @@ GPT2 = {
     "eos_token_id": 2,
 }
 LLAMA = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8,
-    "intermediate_size": 40, "vocab_size": 256, "max_position_embeddings": 128,
-}  # fmt: skip
-BERT = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 256,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "vocab_size": 256,
     "max_position_embeddings": 128,
-}  # fmt: skip
+}
+BERT = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
 T5 = {
     "d_model": 24,
     "d_kv": 6,
@@ -164,18 +183,24 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 MODELS = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2), "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "bert": ("BertForMaskedLM", "BertConfig", BERT), "t5": ("T5ForConditionalGeneration", "T5Config", T5),
-}  # fmt: skip
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
+    "bert": ("BertForMaskedLM", "BertConfig", BERT),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+}
 
 
 def write_inputs(folder: Path) -> None:
     """Write the models and texts that the commands read."""
     (folder / "texts.txt").write_text("\n".join(TEXTS * 3) + "\n")
-    (folder / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2}))
+    (folder / "gpt2.json").write_text(
+        json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2})
+    )
     for name, (model_class, config_class, options) in MODELS.items():
         torch.manual_seed(7)
-        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options)).eval()
+        model = getattr(transformers, model_class)(
+            getattr(transformers, config_class)(**options)
+        ).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(4 if parameter.ndim > 1 else 1)
@@ -205,7 +230,11 @@ def command_answer(line: str) -> Any:
         document = json.loads(text)
     except ValueError:
         document = text
-    return {"code": code, "document": document, "error": err.getvalue().splitlines()[-1:] if code else []}
+    return {
+        "code": code,
+        "document": document,
+        "error": err.getvalue().splitlines()[-1:] if code else [],
+    }
 
 
 def command_answers() -> dict[str, Any]:
@@ -228,7 +257,7 @@ def steady(value: Any, name: str = "") -> Any:
     return value
 
 
-# --- The page -----------------------------------------------------------------------------------------------------
+# --- The page -------------------------------------------------------------------------------------
 
 
 def page_answers() -> dict[str, Any]:
@@ -249,11 +278,13 @@ def page_answers() -> dict[str, Any]:
     return answers
 
 
-# --- Writing and comparing ----------------------------------------------------------------------------------------
+# --- Writing and comparing ------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "presets": preset_answers, "commands": command_answers, "page": page_answers,
-}  # fmt: skip
+    "presets": preset_answers,
+    "commands": command_answers,
+    "page": page_answers,
+}
 
 
 def differences(found: Any, expected: Any, place: str = "") -> Iterator[str]:
@@ -289,14 +320,22 @@ def read_tensors() -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """Write the goldens, with the settings of conftest.py."""
-    os.environ |= {"LC_ALL": "C.UTF-8", "HEADWISE_KERNELS": "wait", "HEADWISE_MACHINE_CLASS": "x86-avx512-bf16"}
+    os.environ |= {
+        "LC_ALL": "C.UTF-8",
+        "HEADWISE_KERNELS": "wait",
+        "HEADWISE_MACHINE_CLASS": "x86-avx512-bf16",
+    }
     torch.set_num_threads(1)
     save_file({name: value.contiguous() for name, value in layer_tensors("dense")}, TENSORS)
     answers = {name: collect() for name, collect in SECTIONS.items()}
     ANSWERS.write_bytes(gzip.compress(json.dumps(answers, indent=0).encode(), mtime=0))
-    failed = {line: answer for line, answer in answers["commands"].items() if answer["code"] not in (0, 1)}
+    failed = {
+        line: answer for line, answer in answers["commands"].items() if answer["code"] not in (0, 1)
+    }
     print(
-        f"{len(failed)} commands failed", *(f"{line}: {answer['error']}" for line, answer in failed.items()), sep="\n"
+        f"{len(failed)} commands failed",
+        *(f"{line}: {answer['error']}" for line, answer in failed.items()),
+        sep="\n",
     )
 
 

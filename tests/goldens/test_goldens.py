@@ -15,7 +15,9 @@ def test_layers_give_the_recorded_outputs_and_gradients(backend: str | None):
     expected, found = collect.read_tensors(), dict(collect.layer_tensors(backend))
     assert set(found) == set(expected)
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], **ROUNDING, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, expected[name], **ROUNDING, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.slow

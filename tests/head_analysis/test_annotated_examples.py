@@ -22,7 +22,11 @@ from headwise.head_analysis.annotated_examples import (
     read_conllu,
     read_lines,
 )
-from headwise.head_analysis.dependency_syntax import DependencyScores, is_relation_measure, train_attention_probe
+from headwise.head_analysis.dependency_syntax import (
+    DependencyScores,
+    is_relation_measure,
+    train_attention_probe,
+)
 from headwise.head_analysis.head_measurement import measure_heads
 from support.conllu_examples import ROWS, WORDS, build_encoder, conllu_lines
 
@@ -32,27 +36,43 @@ def test_a_parse():
     assert first.text == "The dogs don't bark."
     assert first.words == ("The", "dogs", "do", "n't", "bark", ".")
     assert [first.text[slice(*span)] for span in first.word_spans] == list(first.words)
-    assert first.dependencies == ((0, 1, "det"), (1, 4, "nsubj"), (2, 4, "aux"), (3, 4, "advmod"), (5, 4, "punct"))
+    assert first.dependencies == (
+        (0, 1, "det"),
+        (1, 4, "nsubj"),
+        (2, 4, "aux"),
+        (3, 4, "advmod"),
+        (5, 4, "punct"),
+    )
     assert second.text == "a du"
 
 
 def test_words_that_are_written_as_one_and_not_one_after_another():
-    text = "# text = vamos al mar\n1 vamos _ _ _ _ 0 root _ _\n2-3 al _ _ _ _ _ _ _ _\n2 a _ _ _ _ 4 case _ _\n"
+    text = (
+        "# text = vamos al mar\n1 vamos _ _ _ _ 0 root _ _\n2-3 al _ _ _ _ _ _ _ _\n2 a _ _ _ "
+        "_ 4 case _ _\n"
+    )
     (one,) = read_conllu(conllu_lines(text + "3 el _ _ _ _ 4 det _ _\n4 mar _ _ _ _ 1 obl _ _\n"))
     assert one.word_spans == ((0, 5), (6, 8), (6, 8), (9, 12))
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("1 a _ _ _ _ 0 root _", r"line 1: a row has 9 columns, not 10"),
-    ("1 a _ _ _ _ x root _ _", r"line 1: 'x' is not a word number"),
-    ("1 a _ _ _ _ 0 root _ _\n² b _ _ _ _ 1 dep _ _", r"line 2: '²' is not a word number"),
-    (f"1 a _ _ _ _ {'9' * 5000} root _ _", r"line 1: '9+' is not a word number"),
-    ("1-99999999999 a _ _ _ _ _ _ _ _", r"line 1: '99999999999' is not a word number"),
-    ("1 a _ _ _ _ 0 root _ _\n5-2 b _ _ _ _ _ _ _ _", r"line 2: the range 5-2 follows word 1; write first-last"),
-    ("2 a _ _ _ _ 0 root _ _", r"word 2 follows word 0"),
-    ("1 a _ _ _ _ 7 dep _ _", r"the governor of word 1 is word 7 of 1"),
-    ("# text = b\n1 a _ _ _ _ 0 root _ _", r"'a' is not found in the text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 a _ _ _ _ 0 root _", r"line 1: a row has 9 columns, not 10"),
+        ("1 a _ _ _ _ x root _ _", r"line 1: 'x' is not a word number"),
+        ("1 a _ _ _ _ 0 root _ _\n² b _ _ _ _ 1 dep _ _", r"line 2: '²' is not a word number"),
+        (f"1 a _ _ _ _ {'9' * 5000} root _ _", r"line 1: '9+' is not a word number"),
+        ("1-99999999999 a _ _ _ _ _ _ _ _", r"line 1: '99999999999' is not a word number"),
+        (
+            "1 a _ _ _ _ 0 root _ _\n5-2 b _ _ _ _ _ _ _ _",
+            r"line 2: the range 5-2 follows word 1; "
+            r"write first-last",
+        ),
+        ("2 a _ _ _ _ 0 root _ _", r"word 2 follows word 0"),
+        ("1 a _ _ _ _ 7 dep _ _", r"the governor of word 1 is word 7 of 1"),
+        ("# text = b\n1 a _ _ _ _ 0 root _ _", r"'a' is not found in the text"),
+    ],
+)
 def test_a_parse_that_is_none(text: str, message: str):
     with pytest.raises(SpecError, match=message):
         list(read_conllu(conllu_lines(text)))
@@ -63,26 +83,42 @@ def test_token_annotations():
     sources.add_text("the dogs don't bark .")
     (example,) = sources.examples_with_frequencies()
     tokens = example.streams["text"]
-    assert tokens.words == ("[CLS]", "the", "dog", "s", "don", "'", "t", "bark", ".", "[SEP]")[: tokens.count]
+    assert (
+        tokens.words
+        == ("[CLS]", "the", "dog", "s", "don", "'", "t", "bark", ".", "[SEP]")[: tokens.count]
+    )
     assert tokens.is_special.nonzero().flatten().tolist() == [0, tokens.count - 1]
     assert tokens.is_separator.nonzero().flatten().tolist() == [tokens.count - 1]
-    assert [tokens.words[n] for n in tokens.is_punctuation.nonzero().flatten().tolist()] == ["'", "."]
+    assert [tokens.words[n] for n in tokens.is_punctuation.nonzero().flatten().tolist()] == [
+        "'",
+        ".",
+    ]
     assert tokens.frequency.min() >= 1
 
 
 def test_pieces_belong_to_the_words_of_a_parse():
-    sources = examples_from_sentences(build_encoder(), [next(read_conllu(conllu_lines(ROWS.replace("The", "the"))))])
+    sources = examples_from_sentences(
+        build_encoder(), [next(read_conllu(conllu_lines(ROWS.replace("The", "the"))))]
+    )
     (example,) = sources.examples_with_frequencies()
     tokens = example.streams["text"]
     words = [tokens.words[n] for n in range(tokens.count)]
     assert dict(zip(words, tokens.word_index.tolist(), strict=True))["bark"] == 4
-    assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 1] == ["dog", "s"]
-    assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 3] == ["'", "t"]
+    assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 1] == [
+        "dog",
+        "s",
+    ]
+    assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 3] == [
+        "'",
+        "t",
+    ]
     assert example.dependencies[1] == (1, 4, "nsubj")
 
 
 def test_frequencies_are_counted_over_all_texts():
-    examples = examples_from_lines(build_encoder(), ["the dog", "the the bark"]).examples_with_frequencies()
+    examples = examples_from_lines(
+        build_encoder(), ["the dog", "the the bark"]
+    ).examples_with_frequencies()
     the = [int(example.streams["text"].frequency[1]) for example in examples]
     assert the == [3, 3]
 
@@ -92,12 +128,18 @@ def test_skipped_texts_are_reported():
     counts = [example.streams["text"].count for example in sources.examples_with_frequencies()]
     assert max(counts) <= 12
     assert sum(counts) - 2 * len(counts) == 25
-    assert sources.notes == ("empty lines: 2", "lines split because they are longer than the model takes: 1")
+    assert sources.notes == (
+        "empty lines: 2",
+        "lines split because they are longer than the model takes: 1",
+    )
 
 
 def test_texts_with_unknown_tokens_are_skipped():
     sources = examples_from_lines(build_encoder(), ["the dog", "the cat", "a bark"])
-    assert [example.streams["text"].count for example in sources.examples_with_frequencies()] == [4, 4]
+    assert [example.streams["text"].count for example in sources.examples_with_frequencies()] == [
+        4,
+        4,
+    ]
     assert sources.notes == ("texts with characters that the tokenizer does not know: 1",)
 
 
@@ -105,14 +147,25 @@ def test_a_sentence_that_the_tokenizer_reads_otherwise():
     other = ParsedSentence("the dog", ("the", "dog", "gone"), ((0, 3), (4, 7), (7, 7)), ())
     sources = examples_from_sentences(build_encoder(), [other])
     assert sources.examples == []
-    assert sources.notes == ("sentences skipped because some of their words have no token of their own: 1",)
+    assert sources.notes == (
+        "sentences skipped because some of their words have no token of their own: 1",
+    )
 
 
 def build_translator() -> hw.Transformer:
     """An encoder-decoder with the word-level tokenizer of `build_encoder` on both sides."""
-    config = {"model_type": "bart", "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(WORDS),
-              "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
-              "max_position_embeddings": 16}  # fmt: skip
+    config = {
+        "model_type": "bart",
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "vocab_size": len(WORDS),
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 8,
+        "decoder_ffn_dim": 8,
+        "max_position_embeddings": 16,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=(2,))
     return net
@@ -129,7 +182,8 @@ def test_pairs_and_links():
     with torch.no_grad():
         assert net(**example.inputs).shape == (1, 4, len(WORDS))
     with pytest.raises(
-        SpecError, match="links word 2 to 0 but has 2 source words and 3 target words; count words from 0"
+        SpecError,
+        match="links word 2 to 0 but has 2 source words and 3 target words; count words from 0",
     ):
         examples_from_pairs(net, [("the dog", "a b bark")], [((2, 0, True),)])
     with pytest.raises(SpecError, match="'1~2' is not an alignment link"):
@@ -171,24 +225,41 @@ def test_the_model_reads_chinese_words_joined():
 
 def test_pairs_with_a_word_inside_a_token_are_left_out():
     reader = ExampleReader(build_translator())
-    for source_spans in (((0, 3),), ((0, 1), (1, 3))):  # the second word begins within the token "dog"
+    for source_spans in (
+        ((0, 3),),
+        ((0, 1), (1, 3)),
+    ):  # the second word begins within the token "dog"
         spans = {"source": source_spans, "text": ((0, 1), (2, 3))}
         reader.add_text("dog", "a b", alignment_links=[(0, 0, True)], spans=spans)
     assert len(reader.examples) == 1
-    assert reader.notes == ("sentences skipped because some of their words have no token of their own: 1",)
+    assert reader.notes == (
+        "sentences skipped because some of their words have no token of their own: 1",
+    )
 
 
 def test_a_source_alone_is_answered():
-    config = {"model_type": "bart", "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(WORDS),
-              "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
-              "max_position_embeddings": 80}  # fmt: skip
+    config = {
+        "model_type": "bart",
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "vocab_size": len(WORDS),
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 8,
+        "decoder_ffn_dim": 8,
+        "max_position_embeddings": 80,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=())
     (example,) = examples_from_lines(net, ["the dog"]).examples_with_frequencies()
     generated = hw.generate(net, "the dog", max_new_tokens=64)
     assert example.streams["text"].count == 65
     assert net.usage.tokenizer is not None
-    assert Tokenizer.from_str(net.usage.tokenizer).decode(example.streams["text"].ids.tolist()[1:]) == generated
+    assert (
+        Tokenizer.from_str(net.usage.tokenizer).decode(example.streams["text"].ids.tolist()[1:])
+        == generated
+    )
 
 
 def test_a_file_that_is_no_text(tmp_path: Path):
@@ -213,7 +284,11 @@ def test_examples_of_a_task_and_their_links():
         }
         assert len(example.alignment_links) == len(gold.links)
         for source, text, _ in example.alignment_links:
-            if words["source"][source].isdigit() and words["text"][text].isdigit() and "iso" in gold.direction:
+            if (
+                words["source"][source].isdigit()
+                and words["text"][text].isdigit()
+                and "iso" in gold.direction
+            ):
                 assert words["source"][source] == words["text"][text]
         values = [words["text"][n] for n in sorted(words["text"]) if n >= 0]
         assert "".join(values) == gold.target

@@ -26,7 +26,14 @@ ANSWERS = [" two", " five", " seven eight"]
 
 def decoder() -> Transformer:
     spec = hw.families.read_model_spec(
-        {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 40}
+        {
+            "model_type": "gpt2",
+            "n_embd": 12,
+            "n_head": 3,
+            "n_layer": 2,
+            "vocab_size": 256,
+            "n_positions": 40,
+        }
     )
     net = hw.build(spec, seed=0).double().eval()
     attach_tokenizer(net, "bytes")
@@ -62,7 +69,12 @@ def test_only_tokens_of_the_answer_are_scored():
 
 
 def test_a_token_across_the_marker_and_special_tokens():
-    row = TokenRow((5, 6, 7, 8, 9), ("a", ":b", "c", "d", "</s>"), ((0, 1), (1, 3), (3, 4), (4, 5), (0, 0)), "a:bcd")
+    row = TokenRow(
+        (5, 6, 7, 8, 9),
+        ("a", ":b", "c", "d", "</s>"),
+        ((0, 1), (1, 3), (3, 4), (4, 5), (0, 0)),
+        "a:bcd",
+    )
     assert label_answer(row, ":").tolist() == [6, 7, 8, -100, -100]
     assert label_answer(row, "c").tolist() == [-100, -100, 8, -100, -100]
     assert (label_answer(row, "x") == -100).all()
@@ -70,9 +82,17 @@ def test_a_token_across_the_marker_and_special_tokens():
 
 def test_models_with_an_encoder_have_targets_of_their_own():
     spec = hw.families.read_model_spec(
-        {"model_type": "t5", "d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1, "d_ff": 8, "vocab_size": 256,
-         "decoder_start_token_id": 0}
-    )  # fmt: skip
+        {
+            "model_type": "t5",
+            "d_model": 8,
+            "d_kv": 4,
+            "num_heads": 2,
+            "num_layers": 1,
+            "d_ff": 8,
+            "vocab_size": 256,
+            "decoder_start_token_id": 0,
+        }
+    )
     net = hw.build(spec, seed=0).eval()
     attach_tokenizer(net, "bytes")
     net.usage = dataclasses.replace(net.usage, begin=(1,), end=(2,))
@@ -85,7 +105,12 @@ def test_commands_score_answers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     hw.save(net, tmp_path / "net")
     (tmp_path / "lines").write_text("\n".join(LINES * 2) + "\n")
     texts = ["--data", str(tmp_path / "lines"), "--answer-after", "A:"]
-    assert cli.main(["heads", str(tmp_path / "net"), *texts, "--importance", "leave-one-out", "--json"]) == 0
+    assert (
+        cli.main(
+            ["heads", str(tmp_path / "net"), *texts, "--importance", "leave-one-out", "--json"]
+        )
+        == 0
+    )
     data = json.loads(capsys.readouterr().out)
     examples = examples_from_lines(net, LINES * 2, answer_after="A:").examples_with_frequencies()
     expected = estimate_importance(net, examples, method="leave-one-out")
@@ -94,15 +119,31 @@ def test_commands_score_answers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     assert "texts without an answer after 'A:': 2" in data["notes"]
     out = tmp_path / "pruned"
-    assert cli.main(["prune", str(tmp_path / "net"), "--keep", "0.5", "--out", str(out), *texts]) == 0
+    assert (
+        cli.main(["prune", str(tmp_path / "net"), "--keep", "0.5", "--out", str(out), *texts]) == 0
+    )
     assert (out / "model.safetensors").is_file()
     capsys.readouterr()
     assert cli.main(["heads", str(tmp_path / "net"), *texts]) == 2
     assert "--answer-after limits the loss of --importance" in capsys.readouterr().err
     assert (
         cli.main(
-            ["prune", str(tmp_path / "net"), "--keep", "0.5", "--task", "dates", "--answer-after", "A:", "--out", "x"]
+            [
+                "prune",
+                str(tmp_path / "net"),
+                "--keep",
+                "0.5",
+                "--task",
+                "dates",
+                "--answer-after",
+                "A:",
+                "--out",
+                "x",
+            ]
         )
         == 2
     )
-    assert "--answer-after 'A:' needs lines of text; give them with --data FILE" in capsys.readouterr().err
+    assert (
+        "--answer-after 'A:' needs lines of text; give them with --data FILE"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""Norm-weighted attention, rollout, aggregates and shares of a logit, against plain torch on transformers models."""
+"""Norm-weighted attention, rollout, aggregates and shares of a logit, against plain torch on
+transformers models.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import transformers
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.head_analysis.attention_maps import AttentionMaps, LayerAttention, compute_attention_maps
+from headwise.head_analysis.attention_maps import (
+    AttentionMaps,
+    LayerAttention,
+    compute_attention_maps,
+)
 from headwise.head_analysis.logit_attribution import attribute_logit
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
@@ -26,9 +32,15 @@ def gpt2() -> Any:
 
 def llama() -> Any:
     config = transformers.LlamaConfig(
-        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=20,
-        vocab_size=17, max_position_embeddings=16, attn_implementation="eager",
-    )  # fmt: skip
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=20,
+        vocab_size=17,
+        max_position_embeddings=16,
+        attn_implementation="eager",
+    )
     return seeded(transformers.LlamaForCausalLM, config)
 
 
@@ -42,7 +54,9 @@ def seeded(kind: Any, config: Any) -> Any:
 
 
 class Parts:
-    """Values and output maps of one layer of a model, and its outputs before W_O, from its own modules."""
+    """Values and output maps of one layer of a model, and its outputs before W_O, from its own
+    modules.
+    """
 
     def __init__(self, name: str, model: Any, layer: int) -> None:
         self.name, self.model = name, model
@@ -62,7 +76,13 @@ class Parts:
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """[heads, tokens, width] from the input of the attention."""
         if self.name == "gpt2":
-            return self.block.attn.c_attn(x)[0].chunk(3, -1)[2].unflatten(-1, (3, 4)).transpose(0, 1).detach()
+            return (
+                self.block.attn.c_attn(x)[0]
+                .chunk(3, -1)[2]
+                .unflatten(-1, (3, 4))
+                .transpose(0, 1)
+                .detach()
+            )
         v = self.block.self_attn.v_proj(x)[0].unflatten(-1, (2, 6)).transpose(0, 1).detach()
         return v.repeat_interleave(2, 0)
 
@@ -74,7 +94,8 @@ def record(model: Any, module: Any) -> list[torch.Tensor]:
     """The input of a module in one run."""
     found: list[torch.Tensor] = []
     handle = module.register_forward_pre_hook(
-        lambda _, args, kwargs: found.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        lambda _, args, kwargs: found.append(args[0] if args else kwargs["hidden_states"]),
+        with_kwargs=True,
     )
     with torch.no_grad():
         model(IDS)
@@ -90,9 +111,13 @@ def test_norm_weighted_attention_is_the_norm_of_what_each_key_adds(name: str):
     for n, site in enumerate(maps.layers):
         parts = Parts(name, model, n)
         (x,) = record(model, parts.block.attn if name == "gpt2" else parts.block.self_attn)
-        written = torch.einsum("htS,hSv,hvd->htSd", weights[n][0], parts.values(x), parts.output_maps)
+        written = torch.einsum(
+            "htS,hSv,hvd->htSd", weights[n][0], parts.values(x), parts.output_maps
+        )
         torch.testing.assert_close(maps.weights(site).double(), weights[n][0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(maps.norms(site).double(), written.norm(dim=-1).detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            maps.norms(site).double(), written.norm(dim=-1).detach(), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -100,7 +125,10 @@ def test_headwise_models_have_the_maps_of_the_transformers_model(name: str):
     model = MODELS[name]()
     from headwise.head_analysis.random_baseline import as_native_model
 
-    ours, theirs = compute_attention_maps(as_native_model(model).eval(), IDS), compute_attention_maps(model, IDS)
+    ours, theirs = (
+        compute_attention_maps(as_native_model(model).eval(), IDS),
+        compute_attention_maps(model, IDS),
+    )
     assert list(ours.layers) == list(theirs.layers)
     for site in ours.layers:
         torch.testing.assert_close(ours.norms(site), theirs.norms(site), rtol=1e-5, atol=1e-6)
@@ -135,7 +163,9 @@ def test_rollout_of_rows_with_a_sink_sums_to_one():
 
 def test_a_query_without_keys_keeps_its_own_state():
     weights = torch.tensor([[[0.0, 0.0], [0.25, 0.75]]])
-    maps = AttentionMaps({"a.0.attention": LayerAttention("a.0.attention", "a", "attention", weights, None, "")})
+    maps = AttentionMaps(
+        {"a.0.attention": LayerAttention("a.0.attention", "a", "attention", weights, None, "")}
+    )
     assert maps.rollout(residual=0.5).tolist() == [[1.0, 0.0], [0.125, 0.875]]
 
 
@@ -144,9 +174,13 @@ def test_a_query_without_keys_keeps_its_own_state():
 @pytest.mark.parametrize("of", ["weights", "norms"])
 def test_aggregates_over_heads_and_layers(of: str, heads: str, layers: str):
     maps = compute_attention_maps(gpt2(), IDS)
-    stacked = np.stack([(maps.weights if of == "weights" else maps.norms)(site).numpy() for site in maps.layers])
+    stacked = np.stack(
+        [(maps.weights if of == "weights" else maps.norms)(site).numpy() for site in maps.layers]
+    )
     expected = getattr(np, layers)(getattr(np, heads)(stacked, axis=1), axis=0)
-    np.testing.assert_allclose(maps.aggregate(of=of, heads=heads, layers=layers).numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        maps.aggregate(of=of, heads=heads, layers=layers).numpy(), expected, atol=1e-6
+    )
 
 
 def test_wrong_names_are_errors():
@@ -165,20 +199,28 @@ def test_wrong_names_are_errors():
 
 def test_heads_without_a_map_of_their_own_have_weights_alone():
     spec = hw.design(preset="diff", model=16, heads=2)
-    maps = compute_attention_maps(torch.nn.Sequential(hw.Attention(spec)).eval(), torch.randn(1, 5, 16))
+    maps = compute_attention_maps(
+        torch.nn.Sequential(hw.Attention(spec)).eval(), torch.randn(1, 5, 16)
+    )
     (site,) = maps.layers
     assert maps.weights(site).shape == (4, 5, 5)
-    with pytest.raises(SpecError, match=r"norm-weighted attention of .* is unknown: .*; use the weights"):
+    with pytest.raises(
+        SpecError, match=r"norm-weighted attention of .* is unknown: .*; use the weights"
+    ):
         maps.norms(site)
 
 
 @pytest.mark.parametrize("position", [-1, 2])
 @pytest.mark.parametrize("baseline", [None, 11])
 @pytest.mark.parametrize("name", MODELS)
-def test_shares_of_a_logit_are_those_of_the_residual_stream(name: str, baseline: int | None, position: int):
+def test_shares_of_a_logit_are_those_of_the_residual_stream(
+    name: str, baseline: int | None, position: int
+):
     model = MODELS[name]()
     norm, unembed = (
-        (model.transformer.ln_f, model.lm_head.weight) if name == "gpt2" else (model.model.norm, model.lm_head.weight)
+        (model.transformer.ln_f, model.lm_head.weight)
+        if name == "gpt2"
+        else (model.model.norm, model.lm_head.weight)
     )
     (h,) = record(model, norm)
     h, weight = h[0, position], norm.weight
@@ -191,11 +233,15 @@ def test_shares_of_a_logit_are_those_of_the_residual_stream(name: str, baseline:
         for head, own in enumerate(z[0, position].unflatten(0, (parts.heads, -1))):
             written = own @ parts.output_maps[head]
             if name == "gpt2":
-                normed = (written - written.mean()) / (h.var(unbiased=False) + norm.eps).sqrt() * weight
+                normed = (
+                    (written - written.mean()) / (h.var(unbiased=False) + norm.eps).sqrt() * weight
+                )
             else:
                 normed = written / (h.square().mean() + norm.variance_epsilon).sqrt() * weight
             expected.append((normed @ readout).item())
-    np.testing.assert_allclose([share.value for share in found.heads], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        [share.value for share in found.heads], expected, rtol=1e-4, atol=1e-6
+    )
     logits = model(IDS).logits[0, position]
     logit = logits[5] - (0 if baseline is None else logits[baseline])
     assert found.logit == pytest.approx(logit.item(), rel=1e-4)
@@ -215,8 +261,15 @@ def test_the_most_likely_token_is_explained_if_none_is_named():
 
 def test_models_whose_heads_do_not_add_to_the_logits_are_refused():
     spec = hw.families.read_model_spec(
-        {"model_type": "bert", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1,
-         "intermediate_size": 8, "vocab_size": 17, "architectures": ["BertForMaskedLM"]}
-    )  # fmt: skip
+        {
+            "model_type": "bert",
+            "hidden_size": 12,
+            "num_attention_heads": 3,
+            "num_hidden_layers": 1,
+            "intermediate_size": 8,
+            "vocab_size": 17,
+            "architectures": ["BertForMaskedLM"],
+        }
+    )
     with pytest.raises(SpecError, match=r"its norms are placed 'post'.*estimate_importance"):
         attribute_logit(hw.build(spec, seed=0).eval(), IDS)

@@ -1,4 +1,6 @@
-"""The attention-only probe: word maps and likelihood by definition, planted syntax, and baselines."""
+"""The attention-only probe: word maps and likelihood by definition, planted
+syntax, and baselines.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ def stream(words: list[int]) -> TokenAnnotations:
     none = torch.zeros(len(words), dtype=torch.bool)
     word = torch.tensor(words)
     return TokenAnnotations(
-        torch.arange(len(words)), ("a",) * len(words), word < 0, none, none, word, torch.ones(len(words))
+        torch.arange(len(words)),
+        ("a",) * len(words),
+        word < 0,
+        none,
+        none,
+        word,
+        torch.ones(len(words)),
     )
 
 
@@ -55,7 +63,7 @@ def planted(net: Any, head: int, count: int = TEXTS) -> list[Example]:
     return examples
 
 
-# --- by definition ---------------------------------------------------------------------------------------
+# --- by definition --------------------------------------------------------------------------------
 
 
 def test_word_maps_sum_over_keys_and_average_over_queries(monkeypatch: pytest.MonkeyPatch):
@@ -67,7 +75,9 @@ def test_word_maps_sum_over_keys_and_average_over_queries(monkeypatch: pytest.Mo
             expected[:, i, j] = np.mean([sum(maps[:, t, s] for s in result) for t in reads], 0)
     for cells in (2**24, 3 * 7 * 2):  # all rows at once, and two at a time
         monkeypatch.setattr("headwise.head_analysis.weight_bands.MAX_CELLS", cells)
-        got = word_attention_maps(net, find_attention(net), Example({"x": text}, {"text": stream(words)}))
+        got = word_attention_maps(
+            net, find_attention(net), Example({"x": text}, {"text": stream(words)})
+        )
         np.testing.assert_allclose(torch.cat(list(got.values())), expected, rtol=1e-5)
 
 
@@ -83,13 +93,18 @@ def test_the_likelihood_is_its_definition():
         a = maps.numpy()
         for j, governor in arcs:
             words = [i for i in range(a.shape[1]) if i != j]
-            scores = {i: sum(weight[k] * a[k, i, j] + weight[2 + k] * a[k, j, i] for k in range(2)) for i in words}
+            scores = {
+                i: sum(weight[k] * a[k, i, j] + weight[2 + k] * a[k, j, i] for k in range(2))
+                for i in words
+            }
             expected.append(np.log(sum(np.exp(list(scores.values())))) - scores[governor])
-    result = ProbeCandidates.from_sentences(sentences).negative_log_likelihood(torch.from_numpy(weight).float())
+    result = ProbeCandidates.from_sentences(sentences).negative_log_likelihood(
+        torch.from_numpy(weight).float()
+    )
     assert float(result) == pytest.approx(np.mean(expected), rel=1e-5)
 
 
-# --- planted ---------------------------------------------------------------------------------------------
+# --- planted --------------------------------------------------------------------------------------
 
 
 def test_planted_syntax_is_found_and_both_baselines_miss_it():
@@ -115,7 +130,9 @@ def test_directions_of_dependencies_are_distinguished():
     other = []
     for example in planted(net, 4):
         maps = own_maps(net, example.inputs["x"])[4].clone().fill_diagonal_(0)
-        arcs = [(dependent, int(maps[:, dependent].argmax()), "any") for dependent in range(len(maps))]
+        arcs = [
+            (dependent, int(maps[:, dependent].argmax()), "any") for dependent in range(len(maps))
+        ]
         other.append(replace(example, dependencies=arcs))  # a word is governed by who reads it most
     attention_probe = train_attention_probe(net, other, options=ProbeOptions(weight_decay=1e-5))
     largest = max(attention_probe.head_weights, key=lambda one: one.up)
@@ -133,20 +150,26 @@ def test_the_offset_that_is_most_often_right_is_a_baseline():
         examples.append(Example({"x": random_ids(n)}, {"text": stream(list(range(7)))}, arcs))
     attention_probe = train_attention_probe(net, examples)
     assert attention_probe.offset == -2
-    assert attention_probe.baseline.value == pytest.approx(5 / 6)  # all texts agree: too few for an interval
+    assert attention_probe.baseline.value == pytest.approx(
+        5 / 6
+    )  # all texts agree: too few for an interval
     assert np.isnan([attention_probe.baseline.low, attention_probe.baseline.high]).all()
 
 
 def test_a_seed_makes_it_the_same_again():
     net, examples = build_model(BERT), planted(build_model(BERT), 4, 12)
     attention_probe = train_attention_probe(net, examples)
-    assert repr(train_attention_probe(net, examples)) == repr(attention_probe)  # NaN ends differ from themselves
-    assert repr(train_attention_probe(net, examples, options=ProbeOptions(seed=1))) != repr(attention_probe)
+    assert repr(train_attention_probe(net, examples)) == repr(
+        attention_probe
+    )  # NaN ends differ from themselves
+    assert repr(train_attention_probe(net, examples, options=ProbeOptions(seed=1))) != repr(
+        attention_probe
+    )
     assert attention_probe.data["uas"]["value"] == attention_probe.uas.value
     assert len(attention_probe.data["head_weights"]) == 6
 
 
-# --- bad input -------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def test_texts_without_arcs_are_left_out_and_counted():
@@ -159,12 +182,18 @@ def test_texts_without_arcs_are_left_out_and_counted():
 def test_unsupported_models_are_refused():
     net, examples = build_model(BERT), planted(build_model(BERT), 4, 10)
     for texts, reason in [
-        (examples[:3], "3 texts with dependencies: 2 for training and 1 held out; at least two of each"),
+        (
+            examples[:3],
+            "3 texts with dependencies: 2 for training and 1 held out; at least two of each",
+        ),
         (
             [replace(examples[0], dependencies=[(0, 9, "x")])],
             r"a dependency joins words \(0, 9\), but the tokens have words 0..6",
         ),
-        ([replace(examples[0], streams={"text": stream([-1] * 7)})] * 9, "but the tokens have no words"),
+        (
+            [replace(examples[0], streams={"text": stream([-1] * 7)})] * 9,
+            "but the tokens have no words",
+        ),
     ]:
         with pytest.raises(ValueError, match=reason):
             train_attention_probe(net, texts)

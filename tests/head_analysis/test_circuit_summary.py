@@ -42,11 +42,17 @@ def centred(width: int) -> np.ndarray[Any, Any]:
 
 def test_numbers_of_heads_are_those_of_the_weights():
     model = with_random_gains(gpt2())
-    weights = {name: value.detach().double().numpy() for name, value in model.transformer.named_parameters()}
+    weights = {
+        name: value.detach().double().numpy()
+        for name, value in model.transformer.named_parameters()
+    }
     embed, final = weights["wte.weight"], centred(12) @ np.diag(weights["ln_f.weight"])
     found = iter(measure_head_circuits(model))
     for n in range(2):
-        attention, output = weights[f"h.{n}.attn.c_attn.weight"], weights[f"h.{n}.attn.c_proj.weight"]
+        attention, output = (
+            weights[f"h.{n}.attn.c_attn.weight"],
+            weights[f"h.{n}.attn.c_proj.weight"],
+        )
         before = centred(12) @ np.diag(weights[f"h.{n}.ln_1.weight"])
         for head in range(3):
             v, o = attention[:, 24 + 4 * head : 28 + 4 * head], output[4 * head : 4 * head + 4]
@@ -54,7 +60,9 @@ def test_numbers_of_heads_are_those_of_the_weights():
             assert own.over == "tokens"
             assert own.output_norm == pytest.approx(np.linalg.norm(o), rel=1e-5)
             assert own.ov_norm == pytest.approx(np.linalg.norm(v @ o), rel=1e-5)
-            assert own.copying == pytest.approx(score(embed @ before @ v @ o @ final @ embed.T), abs=1e-4)
+            assert own.copying == pytest.approx(
+                score(embed @ before @ v @ o @ final @ embed.T), abs=1e-4
+            )
     assert next(found, None) is None
 
 
@@ -68,7 +76,9 @@ def with_random_gains(model: Any) -> Any:
     return model
 
 
-NORMS = {  # gains before the attention, gains of its output, what is added to a gain, whether the mean is subtracted
+# gains before the attention, gains of its output, what is added to a gain, whether the mean is
+# subtracted
+NORMS = {
     "llama": ("input_layernorm", "", 0.0, False),
     "gemma2": ("input_layernorm", "post_attention_layernorm", 1.0, False),
     "olmo2": ("", "post_attention_layernorm", 0.0, False),
@@ -87,7 +97,9 @@ def test_copying_scores_have_the_gains_of_norms(family: str):
         "num_hidden_layers": 2,
     }
     sizes |= {"intermediate_size": 20, "vocab_size": 17, "head_dim": 4}
-    config = transformers.AutoConfig.for_model(family, **sizes, tie_word_embeddings=False, pad_token_id=0)
+    config = transformers.AutoConfig.for_model(
+        family, **sizes, tie_word_embeddings=False, pad_token_id=0
+    )
     model = with_random_gains(transformers.AutoModelForCausalLM.from_config(config).eval())
     weights = {name: value.detach().double().numpy() for name, value in model.named_parameters()}
 
@@ -119,7 +131,9 @@ def test_gains_of_norms_change_five_verdicts_of_a_released_model(shared: Path):
     folder = shared / "data" / "model_stories260k"
     if not folder.is_dir():
         pytest.skip("there is no model_stories260k in the folder `shared`")
-    weights = {name: value.astype(np.float64) for name, value in np.load(folder / "weights.npz").items()}
+    weights = {
+        name: value.astype(np.float64) for name, value in np.load(folder / "weights.npz").items()
+    }
     embed, plain, folded = weights["tok_embeddings"], list[float](), list[float]()
     for layer in range(5):
         gains = np.diag(weights["attention_norm"][layer]), np.diag(weights["norm"])
@@ -131,7 +145,9 @@ def test_gains_of_norms_change_five_verdicts_of_a_released_model(shared: Path):
     found = [one.copying for one in measure_head_circuits(hw.load(folder / "stories260K.bin"))]
     np.testing.assert_allclose(found, folded, atol=1e-4)
     assert sum((a >= 0.5) != (b >= 0.5) for a, b in zip(plain, folded, strict=True)) == 5
-    assert max(abs(a - b) for a, b in zip(plain, folded, strict=True)) == pytest.approx(0.88, abs=0.005)
+    assert max(abs(a - b) for a, b in zip(plain, folded, strict=True)) == pytest.approx(
+        0.88, abs=0.005
+    )
 
 
 def test_combined_heads_have_the_norm_of_w_o_alone():
@@ -139,17 +155,25 @@ def test_combined_heads_have_the_norm_of_w_o_alone():
     heads = measure_head_circuits(layer)
     output = layer[0].output["o"].detach().double()
     for n, head in enumerate(heads):
-        assert head.output_norm == pytest.approx(output[:, 8 * n : 8 * n + 8].norm().item(), rel=1e-5)
+        assert head.output_norm == pytest.approx(
+            output[:, 8 * n : 8 * n + 8].norm().item(), rel=1e-5
+        )
         assert math.isnan(head.copying)
         assert head.data["ov_norm"] is None
     assert next(describe_circuits(heads)) == "copying: no head has a W_V and W_O of its own"
 
 
 def test_sentences_state_numbers_and_a_verdict():
-    heads = [HeadCircuit("a", n, copying, "states", 1.0, 1.0) for n, copying in enumerate((0.9, 0.6, 0.5))]
+    heads = [
+        HeadCircuit("a", n, copying, "states", 1.0, 1.0)
+        for n, copying in enumerate((0.9, 0.6, 0.5))
+    ]
     assert "2 of 3 heads copy the states that they attend to" in next(describe_circuits(heads))
     head = DimensionCount(5, 16, 5.0)
-    for dims, words in ((43, "in fewer dimensions than chance"), (44, "share no dimensions beyond chance")):
+    for dims, words in (
+        (43, "in fewer dimensions than chance"),
+        (44, "share no dimensions beyond chance"),
+    ):
         spectrum = LayerSpectrum("a", (head,), DimensionCount(dims, 128, 48.0), head, head, ())
         assert words in describe_spectrum(spectrum)
     first = Measure(0.5, 0.4, 0.6, 0.5)
@@ -163,14 +187,30 @@ def test_sentences_state_numbers_and_a_verdict():
         assert words in sentence
 
 
-def test_the_command_prints_sentences_and_all_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_prints_sentences_and_all_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     spec = hw.families.read_model_spec(
-        {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 32}
+        {
+            "model_type": "gpt2",
+            "n_embd": 12,
+            "n_head": 3,
+            "n_layer": 2,
+            "vocab_size": 256,
+            "n_positions": 32,
+        }
     )
     net = hw.build(spec, seed=0)
     hw.save(net, tmp_path / "net")
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\n")
-    options = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "lines"), "--tokenizer", "bytes"]
+    options = [
+        "heads",
+        str(tmp_path / "net"),
+        "--data",
+        str(tmp_path / "lines"),
+        "--tokenizer",
+        "bytes",
+    ]
     options += ["--circuits", "--spectra", "--collapse"]
     assert cli.main(options) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -183,24 +223,51 @@ def test_the_command_prints_sentences_and_all_numbers(tmp_path: Path, capsys: py
     assert cli.main([*options, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     expected = measure_head_circuits(net)
-    assert [(one["site"], one["head"]) for one in data["circuits"]] == [(one.site, one.head) for one in expected]
-    assert [one["output_norm"] for one in data["circuits"]] == pytest.approx([one.output_norm for one in expected])
+    assert [(one["site"], one["head"]) for one in data["circuits"]] == [
+        (one.site, one.head) for one in expected
+    ]
+    assert [one["output_norm"] for one in data["circuits"]] == pytest.approx(
+        [one.output_norm for one in expected]
+    )
     spectra = hw.measure_qk_spectra(net)
-    assert [one["summed"]["dims"] for one in data["spectra"]] == [one.summed.dims for one in spectra]
+    assert [one["summed"]["dims"] for one in data["spectra"]] == [
+        one.summed.dims for one in spectra
+    ]
     assert [one["layers"] for one in data["collapse"]] == [0, 1, 2]
     assert data["collapse"][0]["residual"]["value"] == data["collapse"][0]["residual"]["chance"]
 
 
-def test_layers_are_normalised_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_layers_are_normalised_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     spec = hw.families.read_model_spec(
-        {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 32}
+        {
+            "model_type": "gpt2",
+            "n_embd": 12,
+            "n_head": 3,
+            "n_layer": 2,
+            "vocab_size": 256,
+            "n_positions": 32,
+        }
     )
     hw.save(hw.build(spec, seed=0), tmp_path / "net")
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\n")
-    options = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "lines"), "--tokenizer", "bytes"]
+    options = [
+        "heads",
+        str(tmp_path / "net"),
+        "--data",
+        str(tmp_path / "lines"),
+        "--tokenizer",
+        "bytes",
+    ]
     assert cli.main([*options, "--importance", "michel-bert", "--normalise-layers", "--json"]) == 0
     heads = json.loads(capsys.readouterr().out)["importance"]["heads"]
     for layer in range(2):
-        assert np.linalg.norm([head["value"] for head in heads if head["layer"] == layer]) == pytest.approx(1)
+        assert np.linalg.norm(
+            [head["value"] for head in heads if head["layer"] == layer]
+        ) == pytest.approx(1)
     assert cli.main([*options, "--normalise-layers"]) == 2
-    assert "--normalise-layers needs scores to divide; add --importance METHOD" in capsys.readouterr().err
+    assert (
+        "--normalise-layers needs scores to divide; add --importance METHOD"
+        in capsys.readouterr().err
+    )

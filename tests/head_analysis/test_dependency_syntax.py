@@ -12,7 +12,11 @@ import scipy
 import torch
 
 from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.head_analysis.dependency_syntax import DependencyScores, _relation_measures, is_relation_measure
+from headwise.head_analysis.dependency_syntax import (
+    DependencyScores,
+    _relation_measures,
+    is_relation_measure,
+)
 from headwise.head_analysis.weight_bands import WeightBand, WordBandMerger
 from support import attention_maps as maps
 
@@ -40,7 +44,11 @@ def map_of_words(block: WeightBand) -> tuple[np.ndarray, np.ndarray, TokenAnnota
     (one,) = recorded
     in_words = (one.key_tokens.word_index >= 0).numpy()
     allowed = (one.allowed if one.allowed.dim() == 2 else one.allowed.any(0)).numpy()
-    return one.w_HTS.numpy()[:, in_words][:, :, in_words], allowed[in_words][:, in_words], one.key_tokens
+    return (
+        one.w_HTS.numpy()[:, in_words][:, :, in_words],
+        allowed[in_words][:, in_words],
+        one.key_tokens,
+    )
 
 
 def best(row: np.ndarray, expected: int) -> float:
@@ -49,13 +57,18 @@ def best(row: np.ndarray, expected: int) -> float:
 
 
 def counted(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
-    """Hits of each head and of one that reads all alike, of each offset of -8..8, and the arcs, as we count them."""
+    """Hits of each head and of one that reads all alike, of each offset of -8..8, and the arcs, as
+    we count them.
+    """
     w, may, _ = map_of_words(block)
     alike, _, _ = map_of_words(block.uniform_baseline)
     w = np.concatenate([w, alike])
     found: Counts = defaultdict(list)
     for dependent, governor, relation in arcs:
-        for value, expected, towards in ((dependent, governor, "governor"), (governor, dependent, "dependent")):
+        for value, expected, towards in (
+            (dependent, governor, "governor"),
+            (governor, dependent, "dependent"),
+        ):
             if not may[value, expected]:
                 continue
             rows = np.where(may[value], w[:, value], -1)
@@ -67,7 +80,9 @@ def counted(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
 
 
 def clark(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
-    """The same as the notebook of 1906.04341 counts: transposed maps, itself left out, offsets end at the last word."""
+    """The same as the notebook of 1906.04341 counts: transposed maps, itself left out, offsets end
+    at the last word.
+    """
     w, _, result = map_of_words(block)
     spelt = [result.words[n] for n in np.flatnonzero((result.word_index >= 0).numpy())]
     found: Counts = defaultdict(list)
@@ -76,11 +91,17 @@ def clark(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
         grid[:, range(len(spelt)), range(len(spelt))] = 0
         guess = grid.argmax(-1)
         for dependent, governor, relation in arcs:
-            marked = relation == "poss" and dependent + 1 < len(spelt) and spelt[dependent + 1] in ("'s", "s'")
+            marked = (
+                relation == "poss"
+                and dependent + 1 < len(spelt)
+                and spelt[dependent + 1] in ("'s", "s'")
+            )
             actual = dependent + 1 if marked else dependent
             led = [float(min(actual + o, len(spelt) - 1) == governor) for o in range(-3, 3)]
             for name in (relation, "all"):
-                found[name, towards].append(np.array([*(guess[:, actual] == governor).astype(float), *led, 1.0]))
+                found[name, towards].append(
+                    np.array([*(guess[:, actual] == governor).astype(float), *led, 1.0])
+                )
     return found
 
 
@@ -88,7 +109,9 @@ def example_of(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Example:
     return Example(None, {"text": block.key_tokens}, dependencies=arcs)
 
 
-def gone_through(syntax: DependencyScores, texts: list[tuple[WeightBand, list]], step: int) -> DependencyScores:
+def gone_through(
+    syntax: DependencyScores, texts: list[tuple[WeightBand, list]], step: int
+) -> DependencyScores:
     for block, arcs in texts:
         syntax.start_example(example_of(block, arcs))
         for band in maps.split_bands(block, step):
@@ -98,9 +121,15 @@ def gone_through(syntax: DependencyScores, texts: list[tuple[WeightBand, list]],
 
 
 @pytest.mark.parametrize("step", [19, 4])
-@pytest.mark.parametrize(("convention", "kind", "by_hand"),
-                         [("ours", "full", counted), ("ours", "causal", counted), ("ours", "each", counted),
-                          ("clark", "full", clark)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("convention", "kind", "by_hand"),
+    [
+        ("ours", "full", counted),
+        ("ours", "causal", counted),
+        ("ours", "each", counted),
+        ("clark", "full", clark),
+    ],
+)
 def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: int):
     texts = [text(seed, kind) for seed in range(6)]
     syntax = gone_through(DependencyScores(convention=convention, min_arcs=1), texts, step)
@@ -118,7 +147,9 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
         share = each.sum(0)[:-1] / each.sum(0)[-1]
         each = each[each[:, -1] > 0]
         without = (
-            (each.sum(0) - each)[:, :-1] / (each.sum(0) - each)[:, -1:] if len(each) > 1 else each[:, :-1] * math.nan
+            (each.sum(0) - each)[:, :-1] / (each.sum(0) - each)[:, -1:]
+            if len(each) > 1
+            else each[:, :-1] * math.nan
         )
         better = without[:, : maps.HEADS] - without[:, maps.HEADS :].max(1)[:, None]
         error = better.std(0) * math.sqrt(len(each) - 1)
@@ -136,7 +167,9 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
 
 
 def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
-    """Head 0 reads the governor in nine of ten texts, head 1 always the word before, head 2 anything."""
+    """Head 0 reads the governor in nine of ten texts, head 1 always the word before, head 2
+    anything.
+    """
     texts, draw = [], np.random.default_rng(0)
     for n in range(60):
         count = 12
@@ -172,7 +205,9 @@ def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
 
 
 def test_none_of_many_random_heads_is_above_its_baseline():
-    """240 tests, a head, relation and direction each; one in 20 such families may have a single one."""
+    """240 tests, a head, relation and direction each; one in 20 such families may have a single
+    one.
+    """
     draw, texts = np.random.default_rng(1), []
     for seed in range(40):
         base, arcs = text(seed, "full")
@@ -202,7 +237,9 @@ def test_measures_of_one_relation():
 @pytest.mark.parametrize("arc", [(0, 99, "obj"), (99, 0, "obj"), (-1, 0, "obj")])
 def test_arcs_out_of_range_are_refused(arc: tuple[int, int, str]):
     block, _ = text(0, "full")
-    with pytest.raises(ValueError, match="names a word that does not exist: the tokens have words 0"):
+    with pytest.raises(
+        ValueError, match="names a word that does not exist: the tokens have words 0"
+    ):
         DependencyScores().start_example(example_of(block, [arc]))
 
 

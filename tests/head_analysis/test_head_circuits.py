@@ -1,4 +1,6 @@
-"""QK and OV circuits against full products, copying scores against eigenvalues, random baselines."""
+"""QK and OV circuits against full products, copying scores against eigenvalues,
+random baselines.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,33 @@ def layer(**options: Any) -> AttentionCircuits:
 def random_map(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
     draw = torch.Generator().manual_seed(seed)
     return LowRankMap(
-        *(torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((wide, rank), (rank, wide)))
+        *(
+            torch.randn(*shape, generator=draw, dtype=torch.float64)
+            for shape in ((wide, rank), (rank, wide))
+        )
     )
 
 
-# --- the maps ------------------------------------------------------------------------------------------
+# --- the maps -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"kv": 2}, {"kv": 1, "vdim": 3}, {"source": 6}, {"merge": hw.SumHeads()},
-                                  {"merge": hw.SumHeads(of="mean"), "bias": "o"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv": 2},
+        {"kv": 1, "vdim": 3},
+        {"source": 6},
+        {"merge": hw.SumHeads()},
+        {"merge": hw.SumHeads(of="mean"), "bias": "o"},
+    ],
+)
 def test_scores_and_outputs_are_those_of_the_layer(options: dict[str, Any]):
     outputs = layer(**options)
-    x, z = torch.randn(1, 5, 8, dtype=torch.float64), torch.randn(1, 6, options.get("source", 8), dtype=torch.float64)
+    x, z = (
+        torch.randn(1, 5, 8, dtype=torch.float64),
+        torch.randn(1, 6, options.get("source", 8), dtype=torch.float64),
+    )
     z = z if "source" in options else x
     probe = hw.Probe("scores", "weights", "heads")
     with torch.no_grad():
@@ -71,7 +88,9 @@ def test_scores_and_outputs_are_those_of_the_layer(options: dict[str, Any]):
         said_one = torch.zeros_like(probe.tensors["heads"])
         said_one[0, :, head] = probe.tensors["heads"][0, :, head]
         wrote = probe.tensors["heads"][0, :, head] @ outputs.output_map(head)
-        torch.testing.assert_close(wrote, (outputs.layer.merge_heads(said_one) - nothing)[0].detach())
+        torch.testing.assert_close(
+            wrote, (outputs.layer.merge_heads(said_one) - nothing)[0].detach()
+        )
     torch.testing.assert_close(total + nothing[0], y[0])
 
 
@@ -89,11 +108,15 @@ def test_models_of_transformers_are_read_from_their_live_weights(name: str):
     wide = circuits[next(iter(circuits))].spec.heads.dim * 4
     first = next(iter(circuits.values()))
     own = dict(model.named_parameters())
-    names = {"bert": "encoder.layer.0.attention.self.query.weight", "gpt2": "transformer.h.0.attn.c_attn.weight",
-             "llama": "model.layers.0.self_attn.q_proj.weight", "qwen3": "model.layers.0.self_attn.q_proj.weight",
-             "bart": "model.encoder.layers.0.self_attn.q_proj.weight",
-             "phi3": "model.layers.0.self_attn.qkv_proj.weight",
-             "t5": "encoder.block.0.layer.0.SelfAttention.q.weight"}  # fmt: skip
+    names = {
+        "bert": "encoder.layer.0.attention.self.query.weight",
+        "gpt2": "transformer.h.0.attn.c_attn.weight",
+        "llama": "model.layers.0.self_attn.q_proj.weight",
+        "qwen3": "model.layers.0.self_attn.q_proj.weight",
+        "bart": "model.encoder.layers.0.self_attn.q_proj.weight",
+        "phi3": "model.layers.0.self_attn.qkv_proj.weight",
+        "t5": "encoder.block.0.layer.0.SelfAttention.q.weight",
+    }
     q = own[names[name]].detach()
     q = q.T[:wide] if name == "gpt2" else q[:wide]
     torch.testing.assert_close(first.qk_circuit(1).left, q.view(4, 8, -1)[1].T)
@@ -126,7 +149,10 @@ def test_a_head_whose_queries_only_a_router_reads_has_no_qk_circuit():
     routed = hw.design(model=8, heads=4, modifiers=(hw.Routed(2, 1, router="norm"),))
     pruned = torch.nn.ModuleList([hw.Attention(KeptHeads.of(routed, [1, 3]).spec)])
     (circuits,) = get_circuits(pruned).values()
-    with pytest.raises(SpecError, match=r"only a gate reads the queries of score head 0 of .*; name one of \[1, 3\]"):
+    with pytest.raises(
+        SpecError,
+        match=r"only a gate reads the queries of score head 0 of .*; name one of \[1, 3\]",
+    ):
         circuits.qk_circuit(0)
     assert circuits.qk_circuit(3).left.shape == (8, 2)
     assert [one.head for one in compare_circuits(pruned, "qk").heads] == [1, 3]
@@ -140,13 +166,15 @@ def test_operations_that_circuits_leave_out_are_reported():
     assert layer().caveats == ()
 
 
-# --- likeness of maps ----------------------------------------------------------------------------------
+# --- likeness of maps -----------------------------------------------------------------------------
 
 
 def test_the_inner_product_is_that_of_full_products():
     one, other = random_map(seed=1), random_map(rank=3, seed=2)
     a, b = one.product.numpy(), other.product.numpy()
-    assert map_similarity(one, other) == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+    assert map_similarity(one, other) == pytest.approx(
+        (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+    )
     assert map_similarity(one, LowRankMap(-2 * one.left, one.right)) == pytest.approx(-1)
     turn, _ = torch.linalg.qr(torch.randn(2, 2, dtype=torch.float64))
     assert map_similarity(one, LowRankMap(one.left @ turn, turn.T @ one.right)) == pytest.approx(1)
@@ -158,7 +186,9 @@ def test_kin_of_all_heads_of_a_model(which: str):
     net = small_gpt2()
     circuits, result = compare_circuits(net, which), get_circuits(net)
     whole = [
-        getattr(one, f"{which}_circuit")(head).product.double().numpy() for one in result.values() for head in range(4)
+        getattr(one, f"{which}_circuit")(head).product.double().numpy()
+        for one in result.values()
+        for head in range(4)
     ]
     for one, other in ((0, 0), (1, 6), (5, 2)):
         a, b = whole[one], whole[other]
@@ -185,7 +215,10 @@ def test_angles_are_those_of_full_products(side: str):
 
 def test_squared_cosines_of_drawn_subspaces_are_their_share_of_the_width():
     values = [
-        principal_angles(random_map(seed=n, wide=20), random_map(seed=n + 500, wide=20)).cos().square().mean()
+        principal_angles(random_map(seed=n, wide=20), random_map(seed=n + 500, wide=20))
+        .cos()
+        .square()
+        .mean()
         for n in range(150)
     ]
     assert float(torch.stack(values).mean()) == pytest.approx(2 / 20, rel=0.15)
@@ -198,7 +231,7 @@ def test_singular_values_are_those_of_the_full_product():
     assert expected[3:].max() < 1e-9
 
 
-# --- copying -------------------------------------------------------------------------------------------
+# --- copying --------------------------------------------------------------------------------------
 
 
 def test_copying_of_the_whole_map_from_tokens_to_tokens():
@@ -206,13 +239,17 @@ def test_copying_of_the_whole_map_from_tokens_to_tokens():
     embed = torch.randn(11, 7, generator=draw, dtype=torch.float64)
     unembed = torch.randn(7, 11, generator=draw, dtype=torch.float64)
     values = np.linalg.eigvals((embed @ ov.product @ unembed).numpy())
-    assert copying_score(ov, embed, unembed) == pytest.approx(values.sum().real / np.abs(values).sum(), abs=1e-6)
+    assert copying_score(ov, embed, unembed) == pytest.approx(
+        values.sum().real / np.abs(values).sum(), abs=1e-6
+    )
     states = np.linalg.eigvals(ov.product.numpy())
     assert copying_score(ov) == pytest.approx(states.sum().real / np.abs(states).sum(), abs=1e-6)
 
 
 def planted(sign: float) -> Any:
-    """A model of one layer whose only head carries what it reads into the same channels, or the opposite."""
+    """A model of one layer whose only head carries what it reads into the same channels, or the
+    opposite.
+    """
     net: Any = small_gpt2(layers=1, heads=1)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -227,7 +264,9 @@ def planted(sign: float) -> Any:
 def test_a_head_that_copies_and_one_that_takes_back(sign: float):
     net = planted(sign)
     embed, unembed, note = get_token_tables(net, "decoder")
-    assert copying_score(get_circuits(net)["decoder.0.attention"].ov_circuit(0), embed, unembed) == pytest.approx(sign)
+    assert copying_score(
+        get_circuits(net)["decoder.0.attention"].ov_circuit(0), embed, unembed
+    ) == pytest.approx(sign)
     assert (embed.shape, unembed.shape, note) == ((WORDS, 20), (20, WORDS), "")
     assert torch.equal(embed, unembed.T)  # GPT-2 ties them
 
@@ -243,7 +282,7 @@ def test_a_model_without_token_outputs_uses_its_embedding_table():
     assert "its embedding is used as unembedding" in note
 
 
-# --- what heads write ----------------------------------------------------------------------------------
+# --- what heads write -----------------------------------------------------------------------------
 
 
 def test_norms_and_shares_of_written_vectors():
@@ -258,9 +297,13 @@ def test_norms_and_shares_of_written_vectors():
         with torch.no_grad():
             net(text.inputs["x"])
             z = probe.tensors["heads"]
-            each = torch.stack([
-                layer.merge_heads(z * (torch.arange(4) == head)[:, None])[0] - layer.merge_heads(0 * z)[0] for head in range(4)  # noqa: E501 - one case a line
-            ])  # fmt: skip
+            each = torch.stack(
+                [
+                    layer.merge_heads(z * (torch.arange(4) == head)[:, None])[0]
+                    - layer.merge_heads(0 * z)[0]
+                    for head in range(4)
+                ]
+            )
         net.probes = {}
         whole = each.sum(0)
         norms.append(each.norm(dim=-1).T)
@@ -272,9 +315,9 @@ def test_norms_and_shares_of_written_vectors():
         assert one.share.value == pytest.approx(share[head].item(), rel=1e-3, abs=1e-5)
         assert one.share.chance == 0.25
         assert one.norm.low <= one.norm.value <= one.norm.high
-    assert sum(one.share.value for (site, _), one in values.items() if site == "decoder.0.attention") == pytest.approx(
-        1
-    )
+    assert sum(
+        one.share.value for (site, _), one in values.items() if site == "decoder.0.attention"
+    ) == pytest.approx(1)
 
 
 def test_vectors_written_in_pieces_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch):
@@ -286,7 +329,7 @@ def test_vectors_written_in_pieces_sum_to_the_whole(monkeypatch: pytest.MonkeyPa
     )
 
 
-# --- twins ---------------------------------------------------------------------------------------------
+# --- twins ----------------------------------------------------------------------------------------
 
 
 def test_a_random_baseline_has_the_shapes_and_new_weights():
@@ -298,7 +341,9 @@ def test_a_random_baseline_has_the_shapes_and_new_weights():
         make_random_baseline(net, seed=2),
     )
     assert torch.equal(state, torch.get_rng_state())
-    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (net, one)]
+    shapes = [
+        {name: tensor.shape for name, tensor in each.state_dict().items()} for each in (net, one)
+    ]
     assert shapes[0] == shapes[1]
     q = "decoder.0.attention.project.q"
     assert torch.equal(one.state_dict()[q], again.state_dict()[q])
@@ -320,12 +365,15 @@ def test_a_random_baseline_of_a_transformers_model(name: str):
     assert type(one) is type(model)
     assert one.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), model.parameters(), strict=True))
+    assert not all(
+        torch.equal(a, b) for a, b in zip(one.parameters(), model.parameters(), strict=True)
+    )
 
 
 def test_a_random_baseline_of_a_bare_module_is_refused():
     with pytest.raises(
-        ValueError, match="cannot rebuild Linear with random weights: it has neither a spec nor a config"
+        ValueError,
+        match="cannot rebuild Linear with random weights: it has neither a spec nor a config",
     ):
         make_random_baseline(torch.nn.Linear(2, 2))
 

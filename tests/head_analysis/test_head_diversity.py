@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.head_analysis.head_redundancy import DiversitySums, RedundancyOptions, find_outliers, measure_redundancy
+from headwise.head_analysis.head_redundancy import (
+    DiversitySums,
+    RedundancyOptions,
+    find_outliers,
+    measure_redundancy,
+)
 from headwise.head_analysis.head_similarity import HeadLocation, NonSinkRows, spread_of_sets
 from headwise.head_analysis.rank_analysis import (
     ForwardVariant,
@@ -30,11 +35,15 @@ Array = NDArray[np.float64]
 
 def heads(layers: int, each: int) -> tuple[HeadLocation, ...]:
     return tuple(
-        HeadLocation(f"decoder.{layer}.attention", layer, head) for layer in range(layers) for head in range(each)
+        HeadLocation(f"decoder.{layer}.attention", layer, head)
+        for layer in range(layers)
+        for head in range(each)
     )
 
 
-def random_weights(count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.0) -> Tensor:
+def random_weights(
+    count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.0
+) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return (sharp * torch.randn(count, rows, keys, generator=draw)).softmax(-1)
 
@@ -56,7 +65,7 @@ def spread(weights: Array) -> float:
     return float(np.mean(each) / math.log(len(weights)))
 
 
-# --- the spread of a layer -----------------------------------------------------------------------------
+# --- the spread of a layer ------------------------------------------------------------------------
 
 
 def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
@@ -66,7 +75,9 @@ def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
     adding.add(0, rows_of(weights))
     found = adding.layer_diversities()
     result = weights.double().numpy()
-    assert [one.spread.value for one in found] == pytest.approx([spread(result[:4]), spread(result[4:])], abs=1e-6)
+    assert [one.spread.value for one in found] == pytest.approx(
+        [spread(result[:4]), spread(result[4:])], abs=1e-6
+    )
     assert [one.heads for one in found] == [4, 3]
 
 
@@ -87,7 +98,9 @@ def test_the_spread_of_a_row_is_that_of_the_heads_that_count_it():
     result = weights.double().numpy()
     for n, members in enumerate(([0, 1, 2], [1, 3, 4, 5])):
         by_row = [[head for head in members if counted[head, row]] for row in range(5)]
-        expected = [spread(result[heads][:, [row]]) for row, heads in enumerate(by_row) if len(heads) > 1]
+        expected = [
+            spread(result[heads][:, [row]]) for row, heads in enumerate(by_row) if len(heads) > 1
+        ]
         assert counts[n] == len(expected)
         assert float(sums[n]) == pytest.approx(sum(expected), abs=1e-5)
 
@@ -137,7 +150,11 @@ def test_a_single_head_or_a_single_layer_has_no_chance():
 
 def test_the_spread_of_a_model_is_that_of_its_layers():
     net, texts = small_gpt2(), make_examples(3)
-    found = measure_redundancy(net, texts, options=RedundancyOptions(num_permutations=9)).readers[0].layers
+    found = (
+        measure_redundancy(net, texts, options=RedundancyOptions(num_permutations=9))
+        .readers[0]
+        .layers
+    )
     recorded: list[Array] = []
     for text in texts:
         probes = {f"decoder.{n}.attention": hw.Probe("weights") for n in range(2)}
@@ -145,7 +162,9 @@ def test_the_spread_of_a_model_is_that_of_its_layers():
         with torch.no_grad():
             net(text.inputs["x"])
         net.probes = {}
-        recorded.append(np.stack([probe.tensors["weights"][0].double().numpy() for probe in probes.values()]))
+        recorded.append(
+            np.stack([probe.tensors["weights"][0].double().numpy() for probe in probes.values()])
+        )
     count = sum(one.shape[2] for one in recorded)
     for layer, one in enumerate(found):
         expected = sum(spread(weights[layer]) * weights.shape[2] for weights in recorded) / count
@@ -153,7 +172,7 @@ def test_the_spread_of_a_model_is_that_of_its_layers():
         assert one.spread.low <= one.spread.value <= one.spread.high
 
 
-# --- heads that stand apart ----------------------------------------------------------------------------
+# --- heads that stand apart -----------------------------------------------------------------------
 
 
 def layer_distances(seed: int, odd: int | None = None) -> Array:
@@ -168,11 +187,16 @@ def test_a_head_far_from_its_layer_is_found_and_no_other():
     found = find_outliers(layer_distances(0, odd=11), heads(3, 8))
     assert found[0].head == HeadLocation("decoder.1.attention", 1, 3)
     assert found[0].p < 0.05 < found[1].p
-    assert found[0].distance == pytest.approx(layer_distances(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean())
+    assert found[0].distance == pytest.approx(
+        layer_distances(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean()
+    )
 
 
 def test_few_outliers_are_found_without_odd_heads():
-    hits = sum(find_outliers(layer_distances(trial), heads(3, 8), num_draws=4000)[0].p < 0.05 for trial in range(60))
+    hits = sum(
+        find_outliers(layer_distances(trial), heads(3, 8), num_draws=4000)[0].p < 0.05
+        for trial in range(60)
+    )
     assert hits <= 8
 
 
@@ -182,7 +206,9 @@ def test_deviations_are_students():
     logs = np.log(far.sum(1) / 7)
     for head in range(8):
         others = np.delete(logs, head)
-        assert found[head].studentised == pytest.approx((logs[head] - others.mean()) / others.std(ddof=1))
+        assert found[head].studentised == pytest.approx(
+            (logs[head] - others.mean()) / others.std(ddof=1)
+        )
     chance = np.random.default_rng(0).standard_normal((200_000, 8))
     beyond = (chance[:, 0] - chance[:, 1:].mean(1)) / chance[:, 1:].std(1, ddof=1)
     worst = max(found.values(), key=lambda one: one.studentised)
@@ -193,13 +219,15 @@ def test_layers_of_two_heads_have_no_odd_one():
     assert find_outliers(layer_distances(0)[:4, :4], heads(2, 2)) == ()
 
 
-# --- depth ---------------------------------------------------------------------------------------------
+# --- depth ----------------------------------------------------------------------------------------
 
 
 def test_distance_of_tokens_from_their_mean():
     x = torch.randn(7, 5, dtype=torch.float64).numpy()
     middle = x - x.mean(0)
-    assert rank_one_residual(torch.tensor(x)) == pytest.approx(np.sqrt((middle**2).sum() / (x**2).sum()))
+    assert rank_one_residual(torch.tensor(x)) == pytest.approx(
+        np.sqrt((middle**2).sum() / (x**2).sum())
+    )
     values = np.linalg.svd(x, compute_uv=False)
     assert singular_value_ratio(torch.tensor(x)) == pytest.approx(values[1] / values[0])
     assert singular_value_ratio(torch.ones(1, 4)) == 0.0
@@ -233,9 +261,21 @@ def test_diversity_of_a_native_model():
 
 
 def small_opt(layers: int) -> nn.Module:
-    """A small decoder with norms after its sublayers, with scales and shifts that are not 1 and 0."""
-    sizes = {"hidden_size": 20, "num_attention_heads": 4, "num_hidden_layers": layers, "ffn_dim": 31}
-    config = {"model_type": "opt", "do_layer_norm_before": False, "max_position_embeddings": 40, "vocab_size": WORDS}
+    """A small decoder with norms after its sublayers, with scales and shifts
+    that are not 1 and 0.
+    """
+    sizes = {
+        "hidden_size": 20,
+        "num_attention_heads": 4,
+        "num_hidden_layers": layers,
+        "ffn_dim": 31,
+    }
+    config = {
+        "model_type": "opt",
+        "do_layer_norm_before": False,
+        "max_position_embeddings": 40,
+        "vocab_size": WORDS,
+    }
     net = hw.build(hw.families.read_model_spec(config | sizes), seed=0)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -246,11 +286,20 @@ def small_opt(layers: int) -> nn.Module:
 @pytest.mark.parametrize(("make", "placement"), [(small_gpt2, "pre"), (small_opt, "post")])
 def test_the_whole_path_is_the_models_own(make: Callable[..., nn.Module], placement: str):
     net, texts = make(layers=3), make_examples(3)
-    assert {layer.placement for layer in net.modules() if isinstance(layer, TransformerLayer)} == {placement}
-    one, other = measure_rank_collapse(net, texts), measure_rank_collapse(net, texts, variant=ForwardVariant())
-    assert [a.residual.value for a in one] == pytest.approx([b.residual.value for b in other], abs=1e-6)
+    assert {layer.placement for layer in net.modules() if isinstance(layer, TransformerLayer)} == {
+        placement
+    }
+    one, other = (
+        measure_rank_collapse(net, texts),
+        measure_rank_collapse(net, texts, variant=ForwardVariant()),
+    )
+    assert [a.residual.value for a in one] == pytest.approx(
+        [b.residual.value for b in other], abs=1e-6
+    )
     causal = measure_rank_collapse(net, texts, variant=ForwardVariant(pattern=Causal()))
-    assert [a.second.value for a in one] == pytest.approx([b.second.value for b in causal], abs=1e-6)
+    assert [a.second.value for a in one] == pytest.approx(
+        [b.second.value for b in causal], abs=1e-6
+    )
 
 
 def test_attention_alone_brings_all_tokens_together_and_skips_do_not():
@@ -259,11 +308,12 @@ def test_attention_alone_brings_all_tokens_together_and_skips_do_not():
     ends = {
         name: measure_rank_collapse(net, texts, variant=path)[-1].residual.value
         for name, path in {
-            "alone": alone, "masked": ForwardVariant(skip="without", feed="without", pattern=Causal()),
+            "alone": alone,
+            "masked": ForwardVariant(skip="without", feed="without", pattern=Causal()),
             "skips": ForwardVariant(feed="without", pattern=Full()),
             "bare": ForwardVariant(skip="without", feed="without", norm="without", pattern=Full()),
         }.items()
-    }  # fmt: skip
+    }
     assert ends["bare"] < 1e-3 < 0.1 < ends["skips"]
     assert ends["alone"] < ends["masked"] < ends["skips"]
 
@@ -277,16 +327,22 @@ def test_diversity_of_transformers_models(name: str):
 
     model, texts = ZOO[name].build(), make_examples(3, "input_ids")
     if name == "bart":
-        texts = [replace(one, inputs=one.inputs | {"decoder_input_ids": one.inputs["input_ids"][:, :5]})
-                 for one in texts]  # fmt: skip
+        texts = [
+            replace(one, inputs=one.inputs | {"decoder_input_ids": one.inputs["input_ids"][:, :5]})
+            for one in texts
+        ]
     found = measure_rank_collapse(model, texts)
     with torch.no_grad():
         values = [model(**one.inputs, output_hidden_states=True) for one in texts]
     key = "decoder_hidden_states" if name == "bart" else "hidden_states"
     expected = np.mean([rank_one_residual(one[key][1][0]) for one in values])
     stack = "decoder" if name == "bart" else "states"
-    assert {one.stack for one in found} == ({"encoder", "decoder"} if name == "bart" else {"states"})
-    assert next(one for one in found if (one.stack, one.layers) == (stack, 1)).residual.value == pytest.approx(expected)
+    assert {one.stack for one in found} == (
+        {"encoder", "decoder"} if name == "bart" else {"states"}
+    )
+    assert next(
+        one for one in found if (one.stack, one.layers) == (stack, 1)
+    ).residual.value == pytest.approx(expected)
     with pytest.raises(ValueError, match="leave variant out, or use a headwise model"):
         measure_rank_collapse(model, texts, variant=ForwardVariant())
 

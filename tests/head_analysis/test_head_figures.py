@@ -1,4 +1,6 @@
-"""Figures of heads: text is inside and apart, scales and names are there, examples show what they claim."""
+"""Figures of heads: text is inside and apart, scales and names are there, examples show what they
+claim.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,21 @@ from headwise.head_analysis.attention_figures import (
     score_cells,
 )
 from headwise.head_analysis.head_classes import classify_heads
-from headwise.head_analysis.head_figures import FIGURE_THEMES, FigureTheme, figure_style, text_colour_on
+from headwise.head_analysis.head_figures import (
+    FIGURE_THEMES,
+    FigureTheme,
+    figure_style,
+    text_colour_on,
+)
 from headwise.head_analysis.head_measurement import measure_heads
 from headwise.head_analysis.head_similarity import PlaneEmbedding
-from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure, locate_head
+from headwise.head_analysis.head_table import (
+    HeadClass,
+    HeadMeasures,
+    HeadTable,
+    Measure,
+    locate_head,
+)
 from headwise.inspect.trace_capture import trace
 from headwise.translation.language import use_language
 from support import handset_heads as handmade
@@ -54,7 +67,9 @@ CLASSES = (
 )
 
 
-def table(layers: int = 6, heads: int = 12, site: str = "bert.encoder.layer.{}.attention.self") -> HeadTable:
+def table(
+    layers: int = 6, heads: int = 12, site: str = "bert.encoder.layer.{}.attention.self"
+) -> HeadTable:
     draw = np.random.default_rng(0)
     rows = [
         HeadMeasures(
@@ -65,7 +80,11 @@ def table(layers: int = 6, heads: int = 12, site: str = "bert.encoder.layer.{}.a
             head,
             site.format(layer),
             {"entropy": Measure(float(draw.uniform(0, 3)), 0.2, 2.7, 2.9)},
-            (HeadClass(CLASSES[(3 * layer + head) % len(CLASSES)], float(draw.random()), "it does"),),
+            (
+                HeadClass(
+                    CLASSES[(3 * layer + head) % len(CLASSES)], float(draw.random()), "it does"
+                ),
+            ),
         )
         for layer in range(layers)
         for head in range(heads)
@@ -76,8 +95,12 @@ def table(layers: int = 6, heads: int = 12, site: str = "bert.encoder.layer.{}.a
 def picture(title: str, queries: int = 17, keys: int = 17, name: str = "previous") -> HeadPicture:
     draw = np.random.default_rng(queries)
     words = ["[CLS]", "extraordinarily", "a", "of", "字", "internationalisation"]
-    query_tokens, key_tokens = ([words[n % len(words)] for n in range(count)] for count in (queries, keys))
-    return HeadPicture(title, name, draw.dirichlet(np.ones(keys), queries), query_tokens, key_tokens, [(2, 1)])
+    query_tokens, key_tokens = (
+        [words[n % len(words)] for n in range(count)] for count in (queries, keys)
+    )
+    return HeadPicture(
+        title, name, draw.dirichlet(np.ones(keys), queries), query_tokens, key_tokens, [(2, 1)]
+    )
 
 
 def embedding(count: int) -> PlaneEmbedding:
@@ -103,12 +126,22 @@ FIGURES: dict[str, Callable[[FigureTheme], Figure]] = {
     ),
     "map": lambda theme: head_figures.draw_head_map(table(), embedding(72), theme),
     "small map": lambda theme: head_figures.draw_head_map(table(1, 3, "a"), embedding(3), theme),
-    "gallery": lambda theme: draw_gallery([picture(LONG_TITLE)] * 7, f"{MODEL}: {RELATIONS[0]}", theme, RELATIONS[1]),
-    "one picture": lambda theme: draw_gallery([picture(LONG_TITLE, 6, 6)], f"{MODEL}: {RELATIONS[0]}", theme),
-    "head": lambda theme: draw_head(picture(LONG_TITLE, 40, 90), f"{MODEL}: decoder.1.cross 3", theme),
-    "small head": lambda theme: draw_head(picture("", 3, 2, ""), f"{MODEL}: decoder.1.cross 3", theme),
-    "pair": lambda theme: draw_head_overlay(*[picture(LONG_TITLE)] * 2, f"{MODEL}: attention of two heads", theme),
-}  # fmt: skip
+    "gallery": lambda theme: draw_gallery(
+        [picture(LONG_TITLE)] * 7, f"{MODEL}: {RELATIONS[0]}", theme, RELATIONS[1]
+    ),
+    "one picture": lambda theme: draw_gallery(
+        [picture(LONG_TITLE, 6, 6)], f"{MODEL}: {RELATIONS[0]}", theme
+    ),
+    "head": lambda theme: draw_head(
+        picture(LONG_TITLE, 40, 90), f"{MODEL}: decoder.1.cross 3", theme
+    ),
+    "small head": lambda theme: draw_head(
+        picture("", 3, 2, ""), f"{MODEL}: decoder.1.cross 3", theme
+    ),
+    "pair": lambda theme: draw_head_overlay(
+        *[picture(LONG_TITLE)] * 2, f"{MODEL}: attention of two heads", theme
+    ),
+}
 DARK_FIGURES = set([*FIGURES][::2])
 
 
@@ -122,7 +155,9 @@ def visible_texts(figure: Figure) -> Iterator[Text]:
                 ticks |= {tick.label1, tick.label2}
                 if low - 1e-9 <= tick.get_loc() <= high + 1e-9 and axes.axison:
                     labels = (tick.label1, tick.label2)
-                    yield from (label for label in labels if label.get_visible() and label.get_text())
+                    yield from (
+                        label for label in labels if label.get_visible() and label.get_text()
+                    )
         if not axes.axison:
             ticks |= {axes.xaxis.label, axes.yaxis.label}
     for text in figure.findobj(Text):
@@ -145,7 +180,7 @@ def english_figure(name: str) -> Figure:
     return draw_figure(name)
 
 
-# --- Chinese -------------------------------------------------------------------------------------------
+# --- Chinese --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +225,11 @@ def test_a_font_that_was_installed_after_matplotlib_made_its_list_is_found(
 ):
     from matplotlib import font_manager
 
-    older = [font for font in font_manager.fontManager.ttflist if font.name not in head_figures.FALLBACK_FONTS]
+    older = [
+        font
+        for font in font_manager.fontManager.ttflist
+        if font.name not in head_figures.FALLBACK_FONTS
+    ]
     name = write_square_font(tmp_path / "square.ttf")
     (tmp_path / "broken.ttf").write_bytes(b"no font")
     monkeypatch.setattr(font_manager.fontManager, "ttflist", older)
@@ -198,7 +237,9 @@ def test_a_font_that_was_installed_after_matplotlib_made_its_list_is_found(
     files = [str(tmp_path / "broken.ttf"), str(tmp_path / "square.ttf")]
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
     assert head_figures.list_fonts() == [head_figures.DEFAULT_FONT, name]
-    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: pytest.fail("it looks for fonts again"))
+    monkeypatch.setattr(
+        font_manager, "findSystemFonts", lambda: pytest.fail("it looks for fonts again")
+    )
     assert head_figures.find_undrawable("字") == []
 
 
@@ -214,7 +255,9 @@ def texts_of(figure: Figure) -> list[str]:
 PROSE = re.compile(r"[a-z]{2,} [a-z]{2,}")
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if name not in ("small grid", "wide grid")])
+@pytest.mark.parametrize(
+    "name", [name for name in FIGURES if name not in ("small grid", "wide grid")]
+)
 def test_titles_and_labels_follow_the_language(name: str, square_font: str):
     with use_language("zh"):
         texts = texts_of(draw_figure(name))
@@ -270,25 +313,36 @@ def test_titles_name_the_model_and_axes_have_names(name: str):
     expected = {
         "grid": ("head", "attention layer", "a stronger colour is a higher score"),
         "layers": ("entropy (nats)", "attention layer", "95 % intervals"),
-        "importance": ("importance by leave-one-out", "heads by decreasing importance", "95 % interval"),
+        "importance": (
+            "importance by leave-one-out",
+            "heads by decreasing importance",
+            "95 % interval",
+        ),
         "map": ("nats of Jensen-Shannon divergence", "stress of the map 0.21"),
         "pair": ("query", "key", "thicker, stronger lines are larger weights"),
     }
-    words = next((words for end, words in expected.items() if name.endswith(end)), ("query", "key", SCALE_LABEL))
+    words = next(
+        (words for end, words in expected.items() if name.endswith(end)),
+        ("query", "key", SCALE_LABEL),
+    )
     for word in words:
         assert word in message.replace("\n", " "), word
 
 
 def test_colour_and_scale_show_the_square_root_of_the_weight():
     theme = FIGURE_THEMES["light"]
-    shown = HeadPicture("a head", "sink", np.array([[0.25, 0.75], [1.0, 0.0]]), ["a", "b"], ["a", "b"])
+    shown = HeadPicture(
+        "a head", "sink", np.array([[0.25, 0.75], [1.0, 0.0]]), ["a", "b"], ["a", "b"]
+    )
     with figure_style(theme):
         figure = draw_gallery([shown], "model", theme)
         FigureCanvasAgg(figure).draw()
     assert "strength of colour: its square root" in SCALE_LABEL
     heat_map, scale = figure.axes
     np.testing.assert_allclose(np.asarray(heat_map.images[0].get_array()), np.sqrt(shown.weights))
-    labels = {float(tick.get_loc()): tick.label1.get_text() for tick in scale.xaxis.get_major_ticks()}
+    labels = {
+        float(tick.get_loc()): tick.label1.get_text() for tick in scale.xaxis.get_major_ticks()
+    }
     assert all(place == pytest.approx(float(label) ** 0.5) for place, label in labels.items())
     assert len(labels) >= 5
 
@@ -298,7 +352,9 @@ def test_letters_are_legible_on_their_cells(theme: FigureTheme):
     """At least the contrast 4.5 of WCAG 2, on every colour at every strength."""
 
     def luminance(colour: Any) -> float:
-        parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
+        parts = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour
+        ]
         return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
     from matplotlib.colors import to_rgb
@@ -311,18 +367,21 @@ def test_letters_are_legible_on_their_cells(theme: FigureTheme):
                 for own, below in zip(to_rgb(colour), to_rgb(theme.background), strict=True)
             ]
             light, dark = sorted(
-                (luminance(cell), luminance(to_rgb(text_colour_on(colour, alpha, theme)))), reverse=True
+                (luminance(cell), luminance(to_rgb(text_colour_on(colour, alpha, theme)))),
+                reverse=True,
             )
             assert (light + 0.05) / (dark + 0.05) >= 4.5, (name, alpha)
 
 
-# --- examples of classes -------------------------------------------------------------------------------
+# --- examples of classes --------------------------------------------------------------------------
 
 
 def example(ids: list[int]) -> Example:
     none, count = torch.zeros(len(ids), dtype=torch.bool), torch.ones(len(ids))
     words = tuple(f"w{one}" for one in ids)
-    tokens = TokenAnnotations(torch.tensor(ids), words, none, none, none, torch.arange(len(ids)), count)
+    tokens = TokenAnnotations(
+        torch.tensor(ids), words, none, none, none, torch.arange(len(ids)), count
+    )
     return Example(torch.tensor([ids]), {"text": tokens})
 
 
@@ -331,7 +390,11 @@ def test_an_induction_head_is_drawn_on_a_text_in_which_a_pair_repeats():
     heads = classify_heads(measure_heads(net, handmade.texts(40)))
     head = heads.head("decoder.1.attention", 0)
     assert head.classes[0].name == "induction"
-    texts = [example([0, 3, 1, 4, 2, 5, 6, 7]), example([0, 3, 5, 8, 2, 3, 5, 8]), example([0, 9, 1, 9, 2, 4, 6, 7])]
+    texts = [
+        example([0, 3, 1, 4, 2, 5, 6, 7]),
+        example([0, 3, 5, 8, 2, 3, 5, 8]),
+        example([0, 9, 1, 9, 2, 4, 6, 7]),
+    ]
     drawn_picture = PictureMaker(net, texts).picture(head, "induction", "induction")
     assert drawn_picture is not None
     assert list(drawn_picture.key_tokens) == [f"w{one}" for one in [0, 3, 5, 8, 2, 3, 5, 8]]
@@ -344,22 +407,28 @@ def test_a_relation_is_drawn_where_the_head_finds_it():
     weights = np.array([[0.1, 0.8, 0.1], [0.3, 0.3, 0.4], [0.9, 0.05, 0.05]])
     assert score_cells(weights, [(0, 1)]) == pytest.approx(0.8 / 3)
     assert score_cells(weights, [(0, 1), (1, 2), (2, 0)]) == pytest.approx(0.7)
-    assert score_cells(weights, [(1, 0), (1, 1), (0, 1), (2, 0)]) == pytest.approx((0.6 + 0.8 + 0.9) / 3)
+    assert score_cells(weights, [(1, 0), (1, 1), (0, 1), (2, 0)]) == pytest.approx(
+        (0.6 + 0.8 + 0.9) / 3
+    )
 
 
 @pytest.mark.parametrize(("better", "cells"), [("input", [(0, 2), (1, 0)]), ("target", [(0, 0)])])
-def test_gold_links_are_marked_in_the_rows_that_align_best(better: str, cells: list[tuple[int, int]]):
+def test_gold_links_are_marked_in_the_rows_that_align_best(
+    better: str, cells: list[tuple[int, int]]
+):
     words = {"source": example([5, 6, 7]).streams["text"], "text": example([7, 5]).streams["text"]}
     linked = Example(torch.zeros(1), words, (), [(2, 0, True), (0, 1, True)])
     names = ("alignment input", "alignment target")
     values = {name: Measure(0.8 if name.endswith(better) else 0.2, 0, 1, 0) for name in names}
     head = HeadMeasures("decoder", "cross", 0, 0, 0, "decoder.0.cross", values)
-    traced = trace(handmade.translator(), handmade.translation_pairs(1)[0].inputs, log=lambda _: None)
+    traced = trace(
+        handmade.translator(), handmade.translation_pairs(1)[0].inputs, log=lambda _: None
+    )
     layer = traced.get_layer(head.site)
     assert find_cells("alignment", linked, layer, head) == cells
 
 
-# --- heads drawn from the command line -----------------------------------------------------------------
+# --- heads drawn from the command line ------------------------------------------------------------
 
 
 class Layer:
@@ -375,18 +444,29 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "site"), [
-    ("E1H3", "encoder.1.attention"), ("D1 H3", "decoder.1.attention"), ("X1H3", "decoder.1.cross"),
-    ("L2H3", "decoder.2.attention"), ("decoder.1.cross:3", "decoder.1.cross"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        ("E1H3", "encoder.1.attention"),
+        ("D1 H3", "decoder.1.attention"),
+        ("X1H3", "decoder.1.cross"),
+        ("L2H3", "decoder.2.attention"),
+        ("decoder.1.cross:3", "decoder.1.cross"),
+    ],
+)
 def test_heads_have_short_names(name: str, site: str):
     assert locate_head(name, LAYERS) == (site, 3)
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("L1H3", "layer 1 is each of encoder.1.attention, decoder.1.attention, decoder.1.cross"),
-    ("E2H0", "there is no layer E2"), ("3.2", "'3.2' is not a head; write L3H2"), ("H2", "is not a head"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("L1H3", "layer 1 is each of encoder.1.attention, decoder.1.attention, decoder.1.cross"),
+        ("E2H0", "there is no layer E2"),
+        ("3.2", "'3.2' is not a head; write L3H2"),
+        ("H2", "is not a head"),
+    ],
+)
 def test_wrong_names_of_heads(name: str, why: str):
     with pytest.raises(ValueError, match=why):
         locate_head(name, LAYERS)
@@ -396,7 +476,10 @@ def test_chosen_heads_are_drawn_from_a_trace(tmp_path: Path, capsys: pytest.Capt
     net, text = small_gpt2(), make_examples(1)[0]
     path = tmp_path / "a.trace"
     trace(net, text.model_inputs, log=lambda _: None).save(path)
-    assert cli.main(["heads", str(path), "--draw", "L1H2", "L0H0", "--out", str(tmp_path / "drawn")]) == 0
+    assert (
+        cli.main(["heads", str(path), "--draw", "L1H2", "L0H0", "--out", str(tmp_path / "drawn")])
+        == 0
+    )
     names = [Path(line).name for line in capsys.readouterr().out.splitlines()]
     assert names == ["head-decoder.1.attention-2-light.svg", "head-decoder.0.attention-0-light.svg"]
     assert len(list((tmp_path / "drawn").iterdir())) == 8
@@ -416,8 +499,17 @@ def test_chosen_heads_are_drawn_with_the_report(tmp_path: Path, capsys: pytest.C
 
     hw.save(build_encoder(), tmp_path / "net")
     text = ROWS.replace("The", "the").replace("# sent_id = two\n", "").replace("2 du", "2 b")
-    (tmp_path / "a.conllu").write_text("\n".join([*conllu_lines(text), "", *conllu_lines(text), ""]))
-    base = ["heads", str(tmp_path / "net"), "--conllu", str(tmp_path / "a.conllu"), "--out", str(tmp_path / "out")]
+    (tmp_path / "a.conllu").write_text(
+        "\n".join([*conllu_lines(text), "", *conllu_lines(text), ""])
+    )
+    base = [
+        "heads",
+        str(tmp_path / "net"),
+        "--conllu",
+        str(tmp_path / "a.conllu"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.main([*base, "--draw", "L0H1"]) == 0
     assert (tmp_path / "out" / "head-encoder.0.attention-1-dark.png").exists()
     assert json.loads((tmp_path / "out" / "heads.json").read_text())["heads"]
@@ -427,10 +519,16 @@ def test_chosen_heads_are_drawn_with_the_report(tmp_path: Path, capsys: pytest.C
 
 
 def test_ticks_are_values_and_not_differences():
-    """Of heads that are almost alike, of which matplotlib would label differences from a common value."""
+    """Of heads that are almost alike, of which matplotlib would label differences from a common
+    value.
+    """
     heads = tuple(
-        HeadMeasures("decoder", "attention", 0, n, n, "decoder.0.attention", {"entropy": Measure(*values)})
-        for n, values in enumerate(((2.83315, 2.83314, 2.83316, 2.83321), (2.83317, 2.83316, 2.83318, 2.83321)))
+        HeadMeasures(
+            "decoder", "attention", 0, n, n, "decoder.0.attention", {"entropy": Measure(*values)}
+        )
+        for n, values in enumerate(
+            ((2.83315, 2.83314, 2.83316, 2.83321), (2.83317, 2.83316, 2.83318, 2.83321))
+        )
     )
     theme = head_figures.FIGURE_THEMES["light"]
     with head_figures.figure_style(theme):

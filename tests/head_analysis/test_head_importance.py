@@ -87,7 +87,7 @@ def projections(model: nn.Module, name: str) -> list[nn.Module]:
     return [module for path, module in model.named_modules() if path.endswith(end)]
 
 
-# --- leave-one-out ---------------------------------------------------------------------------------------
+# --- leave-one-out --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(THEIRS))
@@ -100,7 +100,9 @@ def test_leaving_out_is_a_copy_without_the_columns(name: str):
         other = copy.deepcopy(model)
         without_columns(other, site.path, THEIRS[name].out, head, 8)
         pairs = enumerate(texts)
-        more = [loss_of(other, one, request, n) - loss_of(model, one, request, n) for n, one in pairs]
+        more = [
+            loss_of(other, one, request, n) - loss_of(model, one, request, n) for n, one in pairs
+        ]
         assert result.head(site.name, head).value == pytest.approx(mean_of(more), abs=1e-12)
 
 
@@ -108,14 +110,19 @@ def test_ablation_reaches_two_stacks_of_a_transformers_model():
     one = TransformersModel("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
     model = one.build().double()
     texts = [
-        Example({"input_ids": random_ids(n, 6, 67), "decoder_input_ids": random_ids(9 + n, 5, 67)}, {})
+        Example(
+            {"input_ids": random_ids(n, 6, 67), "decoder_input_ids": random_ids(9 + n, 5, 67)}, {}
+        )
         for n in range(3)
     ]
     result = estimate_importance(model, texts)
     assert result.objective == "translation"
     assert len(result.heads) == 6 * 4
     for path in ("model.encoder.layers.0.self_attn", "model.decoder.layers.1.encoder_attn"):
-        other, (site,) = copy.deepcopy(model), (site.name for site in hw.sites(model) if site.path == path)
+        other, (site,) = (
+            copy.deepcopy(model),
+            (site.name for site in hw.sites(model) if site.path == path),
+        )
         without_columns(other, path, one.out, 2, 8)
         expected = []
         for text in texts:
@@ -134,8 +141,13 @@ def test_leaving_out_is_a_copy_without_the_columns_in_a_model_of_ours(config: di
     for layer, head in itertools.product(range(2), range(3)):
         other = copy.deepcopy(net)
         with torch.no_grad():
-            other.get_parameter(f"decoder.{layer}.attention.output.o")[:, 4 * head : 4 * head + 4] = 0
-        more = [loss_of(other, one, "next-token", 0) - loss_of(net, one, "next-token", 0) for one in texts]
+            other.get_parameter(f"decoder.{layer}.attention.output.o")[
+                :, 4 * head : 4 * head + 4
+            ] = 0
+        more = [
+            loss_of(other, one, "next-token", 0) - loss_of(net, one, "next-token", 0)
+            for one in texts
+        ]
         found_ = result.head(f"decoder.{layer}.attention", head)
         assert found_.value == pytest.approx(mean_of(more), abs=1e-12)
 
@@ -143,7 +155,9 @@ def test_leaving_out_is_a_copy_without_the_columns_in_a_model_of_ours(config: di
 def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
     torch.manual_seed(0)
     net = with_uneven_attention(
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2, None, False)
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2, None, False
+        )
     )
     draw = torch.Generator().manual_seed(0)
     texts = [Example(torch.randn(1, 5 + n, 12, generator=draw).double(), {}) for n in range(3)]
@@ -157,11 +171,16 @@ def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
 
 
 @pytest.mark.parametrize(
-    "net", [build_model(GPT2), build_model(OUR_BERT), translator()], ids=["decoder", "encoder", "both"]
+    "net",
+    [build_model(GPT2), build_model(OUR_BERT), translator()],
+    ids=["decoder", "encoder", "both"],
 )
 def test_beginning_again_midway_is_the_whole_run(net: Any):
     site_modules, inputs = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
-    again, whole = PartialForward(net, site_modules, inputs), RepeatedForward(net, site_modules, inputs)
+    again, whole = (
+        PartialForward(net, site_modules, inputs),
+        RepeatedForward(net, site_modules, inputs),
+    )
     assert torch.equal(again.baseline_outputs, whole.baseline_outputs)
     assert again.head_counts == whole.head_counts
     for one in site_modules:
@@ -182,7 +201,7 @@ def test_a_run_that_begins_midway_runs_no_layer_before():
     assert not ran
 
 
-# --- gradients -------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def by_masks(model: nn.Module, name: str, text: Example, number: int, request: Any) -> list[Tensor]:
@@ -205,19 +224,29 @@ def by_masks(model: nn.Module, name: str, text: Example, number: int, request: A
 def test_michels_three_scores_equal_explicit_masks(name: str):
     model, request = theirs(name), asked_of(name)
     texts = make_examples(model, 4)
-    slopes = [torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, request)]) for n, one in enumerate(texts)]
-    sizes = [torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, request)]) for n, o in enumerate(texts)]
+    slopes = [
+        torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, request)])
+        for n, one in enumerate(texts)
+    ]
+    sizes = [
+        torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, request)])
+        for n, o in enumerate(texts)
+    ]
     lengths = [next(iter(one.inputs.values())).shape[1] for one in texts]
     results = [
-        SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1 for n, o in enumerate(texts)
+        SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1
+        for n, o in enumerate(texts)
     ]
     pairs = [(0, 1), (2, 3)]
     batched = sum(
-        ((results[a] * slopes[a] + results[b] * slopes[b]) / (results[a] + results[b])).abs() for a, b in pairs
-    ) / sum(lengths)  # fmt: skip
+        ((results[a] * slopes[a] + results[b] * slopes[b]) / (results[a] + results[b])).abs()
+        for a, b in pairs
+    ) / sum(lengths)
     expected = {
-        "paper": torch.stack(slopes).abs().mean(0), "code": sum(sizes) / sum(lengths), "bertology": batched,
-    }  # fmt: skip
+        "paper": torch.stack(slopes).abs().mean(0),
+        "code": sum(sizes) / sum(lengths),
+        "bertology": batched,
+    }
     for kind, own in expected.items():
         method = GradientTimesActivation(kind, batch_size=2 if kind == "bertology" else 1)
         result = estimate_importance(model, texts, method=method, objective=request)
@@ -227,9 +256,13 @@ def test_michels_three_scores_equal_explicit_masks(name: str):
     result = estimate_importance(model, texts, method="michel-bert", objective=request)
     np.testing.assert_allclose(values(result), by_layer.flatten().numpy(), rtol=1e-9, atol=1e-14)
     signed = estimate_importance(model, texts, method="taylor", objective=request)
-    np.testing.assert_allclose(values(signed), -torch.stack(slopes).mean(0).flatten().numpy(), rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(
+        values(signed), -torch.stack(slopes).mean(0).flatten().numpy(), rtol=1e-9, atol=1e-14
+    )
     size = estimate_importance(model, texts, method="taylor-size", objective=request)
-    own = torch.stack([one.abs() / count / 8 for one, count in zip(slopes, lengths, strict=True)]).mean(0)
+    own = torch.stack(
+        [one.abs() / count / 8 for one, count in zip(slopes, lengths, strict=True)]
+    ).mean(0)
     np.testing.assert_allclose(values(size), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -238,7 +271,9 @@ def test_michels_three_scores_equal_explicit_masks(name: str):
 def test_taylor_is_the_slope_of_a_loss(net: Any):
     texts, step = make_examples(net, 2), 1e-5
     for parameter in net.parameters():
-        parameter.requires_grad_(False)  # nothing of a model has to be learned for its heads to be weighed
+        parameter.requires_grad_(
+            False
+        )  # nothing of a model has to be learned for its heads to be weighed
     result = estimate_importance(net, texts, method="taylor")
 
     def loss(text: Example) -> float:
@@ -261,11 +296,13 @@ def test_a_layers_worth_has_length_one_when_normalised():
         net, make_examples(net), method="michel", options=ImportanceOptions(normalisation="layer")
     )
     for layer in range(2):
-        own, second = ([one.value for one in each.heads if one.layer == layer] for each in (plain, result))
+        own, second = (
+            [one.value for one in each.heads if one.layer == layer] for each in (plain, result)
+        )
         np.testing.assert_allclose(second, np.array(own) / np.linalg.norm(own))
 
 
-# --- every method ----------------------------------------------------------------------------------------
+# --- every method ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", list(IMPORTANCE_METHODS))
@@ -275,19 +312,31 @@ def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
         for layer in range(2):
             o = net.get_parameter(f"decoder.{layer}.attention.output.o")
             o[:, : 8 if layer else 12] = 0
-    one = GradientTimesActivation("bertology", batch_size=2) if method == "michel-bertology" else method
+    one = (
+        GradientTimesActivation("bertology", batch_size=2)
+        if method == "michel-bertology"
+        else method
+    )
     result = estimate_importance(net, make_examples(net), method=one)
     for rated in result.heads:
         alone = (rated.layer, rated.head) == (1, 2)
-        if method.startswith("lrp") and not rated.layer:  # a site that nothing went through has nothing to share
+        if (
+            method.startswith("lrp") and not rated.layer
+        ):  # a site that nothing went through has nothing to share
             assert math.isnan(rated.value)
             continue
         assert (abs(rated.value) > 1e-6) == alone, rated
-        has_spread = alone and not method.startswith("lrp")  # its only head always has all relevance
-        assert math.isnan(rated.low) != has_spread  # fewer than 6 texts without spread have no interval
+        has_spread = alone and not method.startswith(
+            "lrp"
+        )  # its only head always has all relevance
+        assert (
+            math.isnan(rated.low) != has_spread
+        )  # fewer than 6 texts without spread have no interval
     largest = max(result.heads[3:], key=lambda one: abs(one.value))
     assert largest.head == 2
-    assert result.by_importance[-1].value <= largest.value or math.isnan(result.by_importance[-1].value)
+    assert result.by_importance[-1].value <= largest.value or math.isnan(
+        result.by_importance[-1].value
+    )
 
 
 def permuted(net: Any, order: Sequence[int]) -> Any:
@@ -309,14 +358,21 @@ def permuted(net: Any, order: Sequence[int]) -> Any:
 )  # which draws orders by number
 def test_heads_in_another_order_are_worth_the_same(method: str):
     net, order = build_model(GPT2), [2, 0, 1]
-    one = GradientTimesActivation("bertology", batch_size=2) if method == "michel-bertology" else method
+    one = (
+        GradientTimesActivation("bertology", batch_size=2)
+        if method == "michel-bertology"
+        else method
+    )
     own, other = (
-        estimate_importance(each, make_examples(net), method=one).heads for each in (net, permuted(net, order))
+        estimate_importance(each, make_examples(net), method=one).heads
+        for each in (net, permuted(net, order))
     )
     for place, head in enumerate(order):
         for field in ("value", "low", "high", "p", "level"):
             result = getattr(other[place], field)
-            assert result == pytest.approx(getattr(own[head], field), rel=1e-8, abs=1e-12, nan_ok=True)
+            assert result == pytest.approx(
+                getattr(own[head], field), rel=1e-8, abs=1e-12, nan_ok=True
+            )
 
 
 def test_shapley_values_sum_to_the_total():
@@ -330,7 +386,9 @@ def test_shapley_values_sum_to_the_total():
     assert values(result).sum() == pytest.approx(after - before, abs=1e-12)
     again = estimate_importance(net, texts, method=ShapleyValue(num_permutations=2))
     assert again == result
-    assert estimate_importance(net, texts, method=ShapleyValue(num_permutations=2, seed=1)) != result
+    assert (
+        estimate_importance(net, texts, method=ShapleyValue(num_permutations=2, seed=1)) != result
+    )
 
 
 def test_shapley_of_many_orders_is_its_definition():
@@ -339,7 +397,9 @@ def test_shapley_of_many_orders_is_its_definition():
     for count in range(4):
         for options in itertools.combinations(range(3), count):
             with hw.ablate(net, [(0, head) for head in options]):
-                worth[frozenset(options)] = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
+                worth[frozenset(options)] = mean_of(
+                    [loss_of(net, one, "next-token", 0) for one in texts]
+                )
     expected = np.zeros(3)
     for order in itertools.permutations(range(3)):
         for place, head in enumerate(order):
@@ -349,18 +409,23 @@ def test_shapley_of_many_orders_is_its_definition():
     np.testing.assert_allclose(values(result), expected, atol=0.2 * np.abs(expected).max())
 
 
-# --- intervals, chance, time -----------------------------------------------------------------------------
+# --- intervals, chance, time ----------------------------------------------------------------------
 
 
 def test_the_interval_and_the_test_are_those_of_students_t():
     net = build_model(GPT2)
     texts = make_examples(net, 7)
     result = estimate_importance(net, texts)
-    means_of_two = [estimate_importance(net, [text, texts[n - 1]]).heads[0].value for n, text in enumerate(texts)]
+    means_of_two = [
+        estimate_importance(net, [text, texts[n - 1]]).heads[0].value
+        for n, text in enumerate(texts)
+    ]
     one = np.linalg.solve(np.eye(7) + np.roll(np.eye(7), -1, 1), 2 * np.array(means_of_two))
     expected = scipy.stats.ttest_1samp(one, 0)
     interval = expected.confidence_interval(0.95)
-    assert (result.heads[0].low, result.heads[0].high) == pytest.approx((interval.low, interval.high), abs=1e-12)
+    assert (result.heads[0].low, result.heads[0].high) == pytest.approx(
+        (interval.low, interval.high), abs=1e-12
+    )
     assert result.heads[0].p == pytest.approx(expected.pvalue)
 
 
@@ -372,13 +437,22 @@ def test_an_exhausted_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch):
     )
     recorded: list[int] = []
     result = estimate_importance(
-        net, make_examples(net, 9), options=ImportanceOptions(max_seconds=25), progress=recorded.append
+        net,
+        make_examples(net, 9),
+        options=ImportanceOptions(max_seconds=25),
+        progress=recorded.append,
     )
-    assert (result.texts, recorded) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
+    assert (result.texts, recorded) == (
+        3,
+        [1, 2, 3],
+    )  # a text is asked before, and before each of its six heads
     assert "stopped after 3 texts at the time limit of 25 seconds" in result.notes
-    assert values(result).tolist() == values(estimate_importance(net, make_examples(net, 3))).tolist()
+    assert (
+        values(result).tolist() == values(estimate_importance(net, make_examples(net, 3))).tolist()
+    )
     with pytest.raises(
-        ValueError, match="confidence intervals from 1 texts; give at least two and a longer time limit"
+        ValueError,
+        match="confidence intervals from 1 texts; give at least two and a longer time limit",
     ):
         estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(max_seconds=10))
 
@@ -393,12 +467,19 @@ def test_a_clock_rings_when_its_seconds_are_over():
 
 def test_sampling_is_reported():
     net = build_model(GPT2)
-    result = estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4))
+    result = estimate_importance(
+        net, make_examples(net, 9), options=ImportanceOptions(num_examples=4)
+    )
     assert result.texts == 4
     assert "4 of 9 texts, sampled with seed 0" in result.notes
-    assert estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4)) == result
     assert (
-        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4, seed=1)).heads
+        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4))
+        == result
+    )
+    assert (
+        estimate_importance(
+            net, make_examples(net, 9), options=ImportanceOptions(num_examples=4, seed=1)
+        ).heads
         != result.heads
     )
 
@@ -415,17 +496,22 @@ def test_a_result_is_plain_values():
     net = build_model(GPT2)
     result = estimate_importance(net, make_examples(net), method="michel")
     assert result.data["heads"][0]["p"] is None
-    assert (result.data["method"], result.data["objective"], result.data["texts"]) == ("michel", "next-token", 5)
+    assert (result.data["method"], result.data["objective"], result.data["texts"]) == (
+        "michel",
+        "next-token",
+        5,
+    )
     assert result.by_importance[0].value == values(result).max()
     assert result.heads[0].measure.value == result.heads[0].value
     assert result.significant_heads == ()
     with pytest.raises(
-        ValueError, match=r"head 7 of 'decoder.0.attention' was not rated; the rated sites are decoder.0"
+        ValueError,
+        match=r"head 7 of 'decoder.0.attention' was not rated; the rated sites are decoder.0",
     ):
         result.head("decoder.0.attention", 7)
 
 
-# --- refusals --------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -434,8 +520,14 @@ def test_a_result_is_plain_values():
         ({"method": "taylr"}, "unknown method 'taylr'; did you mean 'taylor'"),
         ({"objective": "drif"}, "unknown objective 'drif'; did you mean 'drift'"),
         ({"objective": "label"}, "Transformer has a next-token head, so no label loss"),
-        ({"method": "michel", "objective": "drift"}, "drift has no useful gradient at the unedited model"),
-        ({"method": "lrp", "objective": "drift"}, "method 'lrp' measures the largest logit; leave objective out"),
+        (
+            {"method": "michel", "objective": "drift"},
+            "drift has no useful gradient at the unedited model",
+        ),
+        (
+            {"method": "lrp", "objective": "drift"},
+            "method 'lrp' measures the largest logit; leave objective out",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(options: dict[str, Any], reason: str):
@@ -467,7 +559,8 @@ def test_bad_input_is_refused():
         lambda: ImportanceOptions(num_examples=1),
     ):
         with pytest.raises(
-            ValueError, match=r"unknown .*; did you mean|batch_size=2|num_examples must be an integer >= 2"
+            ValueError,
+            match=r"unknown .*; did you mean|batch_size=2|num_examples must be an integer >= 2",
         ):
             built()
     assert LeaveOneOut().unsupported_reason(net) == ""

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.head_analysis.head_measurement import CHANCE, MeasureOptions, MetricSums, measure_heads
+from headwise.head_analysis.head_measurement import (
+    CHANCE,
+    MeasureOptions,
+    MetricSums,
+    measure_heads,
+)
 from headwise.head_analysis.head_metrics import (
     HEAD_METRICS,
     MASS_TOLERANCE,
@@ -19,7 +24,12 @@ from headwise.head_analysis.head_metrics import (
     random_breadth_sums,
     variance_explained_by_offset,
 )
-from headwise.head_analysis.literature_metrics import ALL_METRICS, CLARK_METRICS, LITERATURE_METRICS, VOITA_METRICS
+from headwise.head_analysis.literature_metrics import (
+    ALL_METRICS,
+    CLARK_METRICS,
+    LITERATURE_METRICS,
+    VOITA_METRICS,
+)
 from headwise.head_analysis.resampling import Jackknife, ratio_of_sums
 from headwise.head_analysis.weight_bands import (
     MIN_NON_SINK_WEIGHT,
@@ -98,7 +108,9 @@ def keys_for(share: float, row: Row) -> float:
 
 def rarest(row: Row) -> list[int]:
     frequencies = {
-        s: int(n) for s, n in enumerate(row.key_tokens.frequency.tolist()) if n > 0 and not row.key_tokens.is_special[s]
+        s: int(n)
+        for s, n in enumerate(row.key_tokens.frequency.tolist())
+        if n > 0 and not row.key_tokens.is_special[s]
     }
     return [s for s, n in frequencies.items() if n == min(frequencies.values())]
 
@@ -125,7 +137,9 @@ def offsets(row: Row) -> np.ndarray:
 
 ROWS: dict[str, Callable[[Row], tuple[float, int]]] = {
     "entropy": alive(nats),
-    "breadth": lambda row: (math.exp(nats(row)) / len(row.may_read), 1) if len(row.may_read) > 1 else (0.0, 0),
+    "breadth": lambda row: (
+        (math.exp(nats(row)) / len(row.may_read), 1) if len(row.may_read) > 1 else (0.0, 0)
+    ),
     "confidence": alive(lambda row: max(row.w)),
     "distance": alive(lambda row: sum(w * abs(s - row.t) for s, w in enumerate(row.w))),
     "sink": alive(lambda row: 1 - sum(w for s, w in enumerate(row.w) if s not in sinks(row))),
@@ -144,14 +158,23 @@ ROWS: dict[str, Callable[[Row], tuple[float, int]]] = {
 
 def rows_of(block: WeightBand, name: str, head: int) -> list[Row]:
     rows = [Row(block, head, t) for t in range(block.w_HTS.shape[1])]
-    return [row.without(sinks(row)) for row in rows] if ALL_METRICS[name].weight_source == "rest" else rows
+    return (
+        [row.without(sinks(row)) for row in rows]
+        if ALL_METRICS[name].weight_source == "rest"
+        else rows
+    )
 
 
 def own(block: WeightBand, name: str) -> WeightBand:
     """What a statistic is given, by the way that measuring takes."""
     adding, recorded = (
         MetricSums(
-            [replace(HEAD_METRICS[name], compute_sums=lambda one: (recorded.append(one), one.w_HTS[:, 0, 0])[1:] * 2)]
+            [
+                replace(
+                    HEAD_METRICS[name],
+                    compute_sums=lambda one: (recorded.append(one), one.w_HTS[:, 0, 0])[1:] * 2,
+                )
+            ]
         ),
         [],
     )
@@ -182,7 +205,9 @@ def test_offsets_are_those_of_the_largest_weights(kind: str, seed: int):
         assert fold is not None
         for head in range(maps.HEADS):
             values = [offsets(row) for row in rows_of(block, name, head) if row.may_read]
-            assert np.allclose(sums[head].numpy(), sum(values, np.zeros(2 * MAX_OFFSET + 1)), atol=1e-12)
+            assert np.allclose(
+                sums[head].numpy(), sum(values, np.zeros(2 * MAX_OFFSET + 1)), atol=1e-12
+            )
             assert set(numbers[head].tolist()) == {len(values)}
             best = np.mean(values, 0)
             expected = best.max() if name == "offset" else best.argmax() - MAX_OFFSET
@@ -191,14 +216,18 @@ def test_offsets_are_those_of_the_largest_weights(kind: str, seed: int):
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_distance_r2_equals_regression_on_offsets(kind: str, seed: int):
-    """R^2 of least squares on a column for each offset, and one for all that are farther, over several texts."""
+    """R^2 of least squares on a column for each offset, and one for all that are farther, over
+    several texts.
+    """
     texts = [
         own(maps.weight_map(kind, 10 * seed + n, count=count), "positional_share")
         for n, count in enumerate((5, 19, 37))
     ]
     values = [HEAD_METRICS["positional_share"].compute_sums(one) for one in texts]
     sums, numbers = (sum(part[n] for part in values) for n in range(2))
-    found = variance_explained_by_offset(torch.from_numpy(ratio_of_sums(sums.numpy()[None], numbers.numpy()[None])))
+    found = variance_explained_by_offset(
+        torch.from_numpy(ratio_of_sums(sums.numpy()[None], numbers.numpy()[None]))
+    )
     for head in range(maps.HEADS):
         rows = [row for one in texts for row in rows_of_given(one, head)]
         pairs = [(row.w[s], s - row.t) for row in rows for s in row.may_read]
@@ -212,7 +241,11 @@ def test_distance_r2_equals_regression_on_offsets(kind: str, seed: int):
 
 
 def rows_of_given(block: WeightBand, head: int) -> list[Row]:
-    left = torch.ones_like(block.w_HTS[..., 0], dtype=torch.bool) if block.counted_rows is None else block.counted_rows
+    left = (
+        torch.ones_like(block.w_HTS[..., 0], dtype=torch.bool)
+        if block.counted_rows is None
+        else block.counted_rows
+    )
     count = left.expand(len(block.w_HTS), -1)[head].tolist()
     return [Row(block, head, t) for t in range(block.w_HTS.shape[1]) if count[t]]
 
@@ -227,9 +260,13 @@ def test_a_content_independent_head_is_explained_by_distance():
     """Each offset has a weight of its own; rows are not made whole, or their ends would differ."""
     base = maps.weight_map("full", 0)
     far = (torch.arange(17) - torch.arange(17)[:, None]).double()
-    weight_band = WeightBand(torch.exp(-far.square())[None] / 2, base.allowed, 0, base.query_tokens, base.key_tokens)
+    weight_band = WeightBand(
+        torch.exp(-far.square())[None] / 2, base.allowed, 0, base.query_tokens, base.key_tokens
+    )
     sums, numbers = HEAD_METRICS["positional_share"].compute_sums(weight_band)
-    assert float(variance_explained_by_offset(sums / numbers.clamp(min=1))) == pytest.approx(1, abs=1e-12)
+    assert float(variance_explained_by_offset(sums / numbers.clamp(min=1))) == pytest.approx(
+        1, abs=1e-12
+    )
 
 
 def added(names: tuple[str, ...], whole: WeightBand, step: int, by: str = "tokens") -> dict:
@@ -260,7 +297,9 @@ def test_rows_of_long_texts_that_are_sorted_are_spread_and_the_same_in_any_bands
     spread = [round(300 * n / 63) for n in range(64)]
     assert set(numbers.flatten().tolist()) == {64}
     for head in range(maps.HEADS):
-        assert float(sums[head, 1]) == pytest.approx(sum(keys_for(0.9, Row(block, head, t)) for t in spread))
+        assert float(sums[head, 1]) == pytest.approx(
+            sum(keys_for(0.9, Row(block, head, t)) for t in spread)
+        )
     again = added(("support90",), block, 7)["site", "support90", "own"]
     assert np.allclose(again[0], sums)
     assert np.allclose(again[1], numbers)
@@ -287,12 +326,15 @@ def test_chance_is_the_mean_of_many_random_heads(name: str):
     draw = torch.Generator().manual_seed(0)
     noise = torch.rand(20_000, 17, 17, generator=draw, dtype=torch.float64) * base.allowed
     many = replace(base, w_HTS=noise / noise.sum(-1, keepdim=True))
-    result, chance = (HEAD_METRICS[name].compute_sums(one.without_sinks()) for one in (many, base.uniform_baseline))
+    result, chance = (
+        HEAD_METRICS[name].compute_sums(one.without_sinks())
+        for one in (many, base.uniform_baseline)
+    )
     found = result[0].mean(0) / result[1].mean(0)
     assert torch.allclose(found, (chance[0] / chance[1])[0], atol=0.01)
 
 
-# --- others between two streams ------------------------------------------------------------------------
+# --- others between two streams -------------------------------------------------------------------
 
 
 def test_between_two_texts_there_is_no_distance():
@@ -307,7 +349,7 @@ def test_between_two_texts_there_is_no_distance():
             assert float(sums[head]) == pytest.approx(sum(v for v, n in values if n), abs=1e-12)
 
 
-# --- words ---------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
@@ -319,7 +361,9 @@ def test_words_are_read_by_all_pieces_and_read_on_average(kind: str, seed: int):
         words.add_band("site", band)
     of = number_words(block.key_tokens).tolist()
     count = of[-1] + 1
-    allowed = block.allowed if block.allowed.dim() == 3 else block.allowed.expand(maps.HEADS, -1, -1)
+    allowed = (
+        block.allowed if block.allowed.dim() == 3 else block.allowed.expand(maps.HEADS, -1, -1)
+    )
     expected, may = np.zeros((maps.HEADS, count, count)), np.zeros((maps.HEADS, count, count), bool)
     for t, row in enumerate(of):
         for s, key in enumerate(of):
@@ -342,10 +386,15 @@ def test_word_annotations():
         tokens = [s for s, one in enumerate(of) if one == number]
         assert merged.words[number] == "".join(key_tokens.words[s] for s in tokens)
         assert int(merged.frequency[number]) == min(int(key_tokens.frequency[s]) for s in tokens)
-        assert bool(merged.is_special[number]) == any(bool(key_tokens.is_special[s]) for s in tokens)
+        assert bool(merged.is_special[number]) == any(
+            bool(key_tokens.is_special[s]) for s in tokens
+        )
         assert int(merged.word_index[number]) == int(key_tokens.word_index[tokens[0]])
         for other in range(of[-1] + 1):
-            both = [[int(key_tokens.ids[s]) for s, one in enumerate(of) if one == n] for n in (number, other)]
+            both = [
+                [int(key_tokens.ids[s]) for s, one in enumerate(of) if one == n]
+                for n in (number, other)
+            ]
             assert (both[0] == both[1]) == bool(merged.ids[number] == merged.ids[other])
 
 
@@ -355,14 +404,17 @@ def test_pieces_of_a_word_stand_in_a_row():
         number_words(replace(key_tokens, word_index=torch.tensor([0, 1, 0] + [2] * 14)))
 
 
-# --- published statistics ------------------------------------------------------------------------------
+# --- published statistics -------------------------------------------------------------------------
 
 
 def clark(block: WeightBand, name: str, head: int) -> float | None:
     """Of one text, as section 3 of 1906.04341 and its notebook add it up."""
     w = block.w_HTS[head].numpy()
     n = len(w)
-    separators, others = flagged(block.key_tokens.is_separator), flagged(~block.key_tokens.is_separator)
+    separators, others = (
+        flagged(block.key_tokens.is_separator),
+        flagged(~block.key_tokens.is_separator),
+    )
     smooth = 0.9999 * w + 1e-4 / n
     ends = [s for s, one in enumerate(block.key_tokens.words) if one in (".", ",")]
     first = [0] if bool(block.key_tokens.is_special[0]) else []
@@ -390,7 +442,9 @@ def test_clarks_statistics_are_means_over_texts(kind: str, one):
     for head in range(maps.HEADS):
         each = [clark(text, one.name.removeprefix("clark "), head) for text in texts]
         sums, numbers = (np.array([float(part[n][head]) for part in values]) for n in range(2))
-        assert ratio_of_sums(sums, numbers) == pytest.approx(np.mean([value for value in each if value is not None]))
+        assert ratio_of_sums(sums, numbers) == pytest.approx(
+            np.mean([value for value in each if value is not None])
+        )
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
@@ -400,9 +454,13 @@ def test_voitas_statistics(kind: str, seed: int):
     values = {one.name.removeprefix("voita "): one.compute_sums(block) for one in VOITA_METRICS}
     for head in range(maps.HEADS):
         rows = [row for t, row in enumerate(rows_of_given(block, head)) if t not in ends]
-        rows = [row for row in (one.without(ends, renormalised=False) for one in rows) if row.may_read]
+        rows = [
+            row for row in (one.without(ends, renormalised=False) for one in rows) if row.may_read
+        ]
         places = sum(offsets(row) for row in rows)
-        assert float(values["confidence"][0][head]) == pytest.approx(sum(max(row.w) for row in rows))
+        assert float(values["confidence"][0][head]) == pytest.approx(
+            sum(max(row.w) for row in rows)
+        )
         assert float(values["confidence"][1][head]) == len(rows)
         assert np.allclose(values["position"][0][head].numpy(), places)
         assert set(values["position"][1][head].tolist()) == {len(rows)}
@@ -411,11 +469,13 @@ def test_voitas_statistics(kind: str, seed: int):
         assert float(values["rare"][1][head]) == sum(n for _, n in hits)
 
 
-# --- intervals -----------------------------------------------------------------------------------------
+# --- intervals ------------------------------------------------------------------------------------
 
 
 def test_intervals_cover_in_95_of_100_samples():
-    """Texts of unlike lengths, drawn anew; what is wanted is the mean over all rows of a very large world."""
+    """Texts of unlike lengths, drawn anew; what is wanted is the mean over all rows of a very large
+    world.
+    """
     draw = np.random.default_rng(0)
 
     def world(texts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -431,7 +491,9 @@ def test_intervals_cover_in_95_of_100_samples():
 
 def test_unknown_statistics_are_named():
     with pytest.raises(ValueError, match="unknown metric 'sinc'; did you mean 'sink'"):
-        measure_heads(torch.nn.MultiheadAttention(4, 2).eval(), [], options=MeasureOptions(("sinc",)))
+        measure_heads(
+            torch.nn.MultiheadAttention(4, 2).eval(), [], options=MeasureOptions(("sinc",))
+        )
     assert not set(LITERATURE_METRICS) & set(HEAD_METRICS)
 
 
@@ -442,12 +504,21 @@ def test_chance_of_breadth_is_that_of_weights_drawn_from_all_distributions(count
     mean_entropy = -(weights * np.log(weights)).sum(1).mean()
     assert mean_entropy == pytest.approx(sum(1 / n for n in range(2, count + 1)), rel=0.01)
     allowed = torch.ones(1, count, dtype=torch.bool)
-    block = replace(maps.weight_map("full", 0), w_HTS=torch.full((1, 1, count), 1 / count), allowed=allowed)
+    block = replace(
+        maps.weight_map("full", 0), w_HTS=torch.full((1, 1, count), 1 / count), allowed=allowed
+    )
     sums, numbers = random_breadth_sums(block)
-    assert (float(sums), float(numbers)) == (pytest.approx(math.exp(mean_entropy) / count, rel=0.01), 1)
+    assert (float(sums), float(numbers)) == (
+        pytest.approx(math.exp(mean_entropy) / count, rel=0.01),
+        1,
+    )
 
 
 def test_a_row_with_a_single_key_has_no_breadth():
-    block = replace(maps.weight_map("full", 0), w_HTS=torch.ones(1, 1, 1), allowed=torch.ones(1, 1, dtype=torch.bool))
+    block = replace(
+        maps.weight_map("full", 0),
+        w_HTS=torch.ones(1, 1, 1),
+        allowed=torch.ones(1, 1, dtype=torch.bool),
+    )
     for sums in (HEAD_METRICS["breadth"].compute_sums, random_breadth_sums):
         assert float(sums(block)[1]) == 0

@@ -54,7 +54,9 @@ def rows(heads: int = 5, count: int = 3, keys: int = 7, seed: int = 0) -> Tensor
     """Rows of weights, some of them zero."""
     draw = torch.Generator().manual_seed(seed)
     scores = 3 * torch.randn(heads, count, keys, generator=draw)
-    return scores.masked_fill(torch.rand(scores.shape, generator=draw) < 0.2, -torch.inf).softmax(-1)
+    return scores.masked_fill(torch.rand(scores.shape, generator=draw) < 0.2, -torch.inf).softmax(
+        -1
+    )
 
 
 def entropy(row: Array) -> float:
@@ -63,7 +65,9 @@ def entropy(row: Array) -> float:
 
 
 def divergence(p: Array, q: Array) -> float:
-    """The mean of both relative entropies to the middle: another form than the one that is computed."""
+    """The mean of both relative entropies to the middle: another form than the one that is
+    computed.
+    """
     total = 0.0
     for one, other in zip(p, q, strict=True):
         middle = (one + other) / 2
@@ -87,7 +91,7 @@ def only(found: RedundancyResult) -> ComparableHeads:
     return one
 
 
-# --- distances -----------------------------------------------------------------------------------------
+# --- distances ------------------------------------------------------------------------------------
 
 
 def test_every_pair_as_it_is_defined():
@@ -109,7 +113,9 @@ def test_the_other_rows_of_the_other_head():
     result, other = rows(), rows(seed=1)
     found = jensen_shannon_divergence(result, other)
     p, q = result.double().numpy(), other.double().numpy()
-    assert found[1, 3].item() == pytest.approx(sum(divergence(p[1, row], q[3, row]) for row in range(3)), abs=1e-6)
+    assert found[1, 3].item() == pytest.approx(
+        sum(divergence(p[1, row], q[3, row]) for row in range(3)), abs=1e-6
+    )
     assert torch.equal(found.diagonal(), torch.zeros(5, dtype=torch.float64))
 
 
@@ -143,7 +149,8 @@ def test_distances_of_a_model_are_means_over_all_rows(smoothing: str):
 def test_sampled_rows_are_near_all_rows_and_inside_their_interval():
     net, texts = small_gpt2(), make_examples(24)
     whole, some = (
-        only(measure_redundancy(net, texts, options=LIGHT._replace(rows_per_text=count))) for count in (64, 5)
+        only(measure_redundancy(net, texts, options=LIGHT._replace(rows_per_text=count)))
+        for count in (64, 5)
     )
     pairs = np.triu_indices(8, 1)
     stored = (some.low <= whole.distances) & (whole.distances <= some.high)
@@ -191,20 +198,34 @@ def test_permuting_heads_permutes():
 def test_permuted_weights_keep_their_entropy_and_mask():
     may = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 4, 4)
     weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).softmax(-1)
-    sampled_rows = SampledRows(("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may, torch.zeros(4) > 0)
+    sampled_rows = SampledRows(
+        ("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may, torch.zeros(4) > 0
+    )
     values = [sampled_rows.permute_weights((0, seed)) for seed in range(20)]
-    assert all(torch.equal(one[..., :4].masked_fill(may, 0), torch.zeros(2, 4, 4)) for one in values)
-    assert all(torch.equal(one.sort(-1).values, sampled_rows.weights.sort(-1).values) for one in values)
+    assert all(
+        torch.equal(one[..., :4].masked_fill(may, 0), torch.zeros(2, 4, 4)) for one in values
+    )
+    assert all(
+        torch.equal(one.sort(-1).values, sampled_rows.weights.sort(-1).values) for one in values
+    )
     assert any(not torch.equal(one[0, 3], one[1, 3]) for one in values)
     assert torch.equal(sampled_rows.permute_weights((0, 3)), values[3])
 
 
 def test_permuted_weights_leave_sinks_where_they_are():
     may = torch.ones(5, 5, dtype=torch.bool).tril().expand(3, 5, 5)
-    weights = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0)).masked_fill(~may, -torch.inf).softmax(-1)
+    weights = (
+        torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0))
+        .masked_fill(~may, -torch.inf)
+        .softmax(-1)
+    )
     is_sink = torch.tensor([True, False, False, True, False])
     sampled_rows = SampledRows(
-        ("text", "text"), (), torch.nn.functional.pad(weights * 0.9, (0, 1), value=0.1), may, is_sink
+        ("text", "text"),
+        (),
+        torch.nn.functional.pad(weights * 0.9, (0, 1), value=0.1),
+        may,
+        is_sink,
     )
     values = [sampled_rows.permute_weights((0, seed)) for seed in range(20)]
     for one in values:
@@ -225,7 +246,13 @@ def test_distances_leave_out_sinks_and_rows_that_sinks_fill():
     """As defined, pair by pair and row by row: both heads must leave sinks at least one percent."""
     net, texts = small_gpt2(sharp=9.0), [with_sinks(text, [0, 3]) for text in make_examples(4)]
     found = only(measure_redundancy(net, texts, options=LIGHT))
-    total, count, whole, rows, on_sinks = np.zeros((8, 8)), np.zeros((8, 8)), np.zeros((8, 8)), 0, 0.0
+    total, count, whole, rows, on_sinks = (
+        np.zeros((8, 8)),
+        np.zeros((8, 8)),
+        np.zeros((8, 8)),
+        0,
+        0.0,
+    )
     for text in texts:
         weights = eager(net, text).numpy()
         rest = np.delete(weights, [0, 3], 2)
@@ -253,7 +280,9 @@ def shared_sink(seed: int, heads: int = 7, rows: int = 11, keys: int = 13) -> Sa
     locations = tuple(HeadLocation("decoder.0.attention", 0, head) for head in range(heads))
     is_sink = torch.arange(keys) == 0
     may = torch.ones(heads, rows, keys, dtype=torch.bool)
-    return SampledRows(("text", "text"), locations, torch.nn.functional.pad(weights, (0, 1)), may, is_sink)
+    return SampledRows(
+        ("text", "text"), locations, torch.nn.functional.pad(weights, (0, 1)), may, is_sink
+    )
 
 
 def rows_of(heads: int, rows: int, keys: int, draw: torch.Generator) -> Tensor:
@@ -293,7 +322,7 @@ def test_a_head_that_reads_sinks_alone_is_left_out_and_reported():
     assert found.with_sinks.distances.shape == (7, 7)
 
 
-# --- what heads say ------------------------------------------------------------------------------------
+# --- what heads say -------------------------------------------------------------------------------
 
 
 def textbook(x: Array, y: Array) -> float:
@@ -342,14 +371,17 @@ def test_likeness_does_not_see_rotation_scale_or_a_constant(kind: str):
     torch.testing.assert_close(
         centred_kernel_alignment(other, kind), centred_kernel_alignment(x, kind), atol=1e-9, rtol=0
     )
-    assert centred_kernel_alignment(torch.stack([x[0], other[0]]), kind)[0, 1].item() == pytest.approx(1.0)
+    assert centred_kernel_alignment(torch.stack([x[0], other[0]]), kind)[
+        0, 1
+    ].item() == pytest.approx(1.0)
 
 
 def test_unbiased_similarity_of_independent_heads_is_zero():
     draw = torch.Generator().manual_seed(0)
     pairs = [torch.randn(2, 12, 8, generator=draw, dtype=torch.float64) for _ in range(150)]
     linear, unbiased = (
-        np.mean([centred_kernel_alignment(x, kind)[0, 1].item() for x in pairs]) for kind in ("linear", "unbiased")
+        np.mean([centred_kernel_alignment(x, kind)[0, 1].item() for x in pairs])
+        for kind in ("linear", "unbiased")
     )
     assert abs(unbiased) < 0.03 < 0.3 < linear
 
@@ -377,7 +409,9 @@ def test_a_sample_of_tokens_does_not_depend_on_how_they_come():
 
 def test_outputs_of_all_tokens_are_compared():
     net, texts = small_gpt2(), make_examples(4)
-    found = only(measure_redundancy(net, texts, options=LIGHT._replace(cka_estimator="linear"))).outputs
+    found = only(
+        measure_redundancy(net, texts, options=LIGHT._replace(cka_estimator="linear"))
+    ).outputs
     recorded: list[Tensor] = []
     for text in texts:
         probe = [hw.Probe("heads") for _ in range(2)]
@@ -391,7 +425,7 @@ def test_outputs_of_all_tokens_are_compared():
         assert found[one, other] == pytest.approx(textbook(x[:, one], x[:, other]), abs=1e-6)
 
 
-# --- clusters and maps ---------------------------------------------------------------------------------
+# --- clusters and maps ----------------------------------------------------------------------------
 
 
 def test_clusters_join_by_the_mean_over_pairs():
@@ -406,11 +440,15 @@ def test_clusters_join_by_the_mean_over_pairs():
         a, b = min(separate, key=lambda pair: separate[pair])
         assert joined.height == pytest.approx(separate[a, b])
         assert {joined.one, joined.other} == {min(groups[a]), min(groups[b])}
-        groups = [group for n, group in enumerate(groups) if n not in (a, b)] + [groups[a] | groups[b]]
+        groups = [group for n, group in enumerate(groups) if n not in (a, b)] + [
+            groups[a] | groups[b]
+        ]
 
 
 def test_a_cut_is_between_clusters():
-    far = np.abs(np.subtract.outer(np.array([0.0, 10, 0.1, 10.2, 50]), np.array([0.0, 10, 0.1, 10.2, 50])))
+    far = np.abs(
+        np.subtract.outer(np.array([0.0, 10, 0.1, 10.2, 50]), np.array([0.0, 10, 0.1, 10.2, 50]))
+    )
     assert cut_clusters(average_linkage(far), 1.0) == (0, 1, 0, 1, 2)
     assert cut_clusters(average_linkage(far), 0.0) == (0, 1, 2, 3, 4)
     assert cut_clusters(average_linkage(far), 99.0) == (0, 0, 0, 0, 0)
@@ -421,7 +459,9 @@ def test_a_plane_is_found_again_and_again_alike():
     far = np.linalg.norm(places[:, None] - places, axis=-1)
     found = embed_in_plane(far, seed=4)
     assert found.stress < 1e-3
-    np.testing.assert_allclose(np.linalg.norm(found.points[:, None] - found.points, axis=-1), far, atol=1e-2)
+    np.testing.assert_allclose(
+        np.linalg.norm(found.points[:, None] - found.points, axis=-1), far, atol=1e-2
+    )
     np.testing.assert_array_equal(found.points, embed_in_plane(far, seed=4).points)
 
 
@@ -444,24 +484,34 @@ def test_stress_is_minimised_until_a_step_gains_nothing():
     far = np.linalg.norm(draw[:, None] - draw, axis=-1)
     minimised = embed_in_plane(far, num_starts=1)
     for num_steps, gain in ((0, 1e-2), (1, 1e-3), (10, 1e-5)):
-        assert minimised.stress < embed_in_plane(far, num_starts=1, max_steps=num_steps).stress - gain
-    assert minimised.stress == pytest.approx(embed_in_plane(far, num_starts=1, max_steps=3000).stress, abs=1e-12)
+        assert (
+            minimised.stress < embed_in_plane(far, num_starts=1, max_steps=num_steps).stress - gain
+        )
+    assert minimised.stress == pytest.approx(
+        embed_in_plane(far, num_starts=1, max_steps=3000).stress, abs=1e-12
+    )
 
 
-@pytest.mark.parametrize("far", [np.zeros((1, 1)), np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))])
+@pytest.mark.parametrize(
+    "far", [np.zeros((1, 1)), np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))]
+)
 def test_few_or_equal_places_have_a_plane(far: Array):
     found = embed_in_plane(far)
     assert found.points.shape == (len(far), 2)
     assert found.stress < 1e-6
 
 
-@pytest.mark.parametrize("far", [np.ones((2, 3)), np.array([[0, np.nan], [np.nan, 0]]), np.array([[0.0, 1], [2, 0]])])
+@pytest.mark.parametrize(
+    "far", [np.ones((2, 3)), np.array([[0, np.nan], [np.nan, 0]]), np.array([[0.0, 1], [2, 0]])]
+)
 def test_invalid_distances_are_refused(far: Array):
-    with pytest.raises(ValueError, match=r"must have the shape \[n, n\]|leave out items without distances"):
+    with pytest.raises(
+        ValueError, match=r"must have the shape \[n, n\]|leave out items without distances"
+    ):
         average_linkage(far)
 
 
-# --- the answer ----------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------
 
 
 def copied(net: Any, layer: int, one: int, other: int) -> None:
@@ -498,7 +548,10 @@ def test_untrained_heads_that_read_all_alike_are_not_called_redundant():
 
 
 def test_independent_heads_are_called_redundant_at_the_nominal_rate():
-    found = [only(measure_redundancy(small_gpt2(seed=seed), make_examples(6), options=LIGHT)) for seed in range(12)]
+    found = [
+        only(measure_redundancy(small_gpt2(seed=seed), make_examples(6), options=LIGHT))
+        for seed in range(12)
+    ]
     assert sum(one.similar_pair_test.p < 0.05 for one in found) <= 2
     assert sum(one.similar_pair_test.value for one in found) <= 4 + 3 * sum(
         one.similar_pair_test.chance for one in found
@@ -514,7 +567,9 @@ def test_near_pairs_are_compared_with_a_poisson_count():
     for _ in range(20_000):
         sample = draw.normal(mean, error)
         hits += int((sample + 1.959964 * error < np.minimum(mean, 5.1)).sum())
-    assert expected_pairs_below(result, 5.1, num_units=10**6) == pytest.approx(hits / 20_000, rel=0.1)
+    assert expected_pairs_below(result, 5.1, num_units=10**6) == pytest.approx(
+        hits / 20_000, rel=0.1
+    )
 
 
 def test_heads_that_all_read_one_place_are_called_redundant():
@@ -537,7 +592,8 @@ def test_redundancy_beside_a_random_baseline():
     median = np.median(only(other).distances[np.triu_indices(8, 1)])
     near = len(only(other).similar_pairs)
     assert own.compare_with(other) == (
-        f"fresh, 6 texts: among 8 heads (queries from the text, keys from the text), the median pair is {median:.3f} "
+        "fresh, 6 texts: among 8 heads (queries from the text, keys from the text), the median "
+        f"pair is {median:.3f} "
         f"nats apart without sinks, and {near} of 28 pairs are significantly similar "
         f"(instead of {len(only(own).similar_pairs)})."
     )
@@ -551,10 +607,19 @@ def test_a_source_and_a_text_are_compared_apart():
     for ids in ([5, 9, 11, 3, 4, 8], [7, 3, 12, 5], [4, 4, 9, 13, 6]):
         source, text = make_example(ids), make_example([*ids[::-1], 3, 6])
         inputs = {"input_ids": source.inputs["x"], "decoder_input_ids": text.inputs["x"]}
-        texts.append(replace(text, inputs=inputs, streams={"text": text.streams["text"],
-                                                          "source": source.streams["text"]}))  # fmt: skip
+        texts.append(
+            replace(
+                text,
+                inputs=inputs,
+                streams={"text": text.streams["text"], "source": source.streams["text"]},
+            )
+        )
     found = measure_redundancy(ZOO["bart"].build(), texts, options=LIGHT, name="bart")
-    assert {one.streams for one in found.readers} == {("source", "source"), ("text", "text"), ("text", "source")}
+    assert {one.streams for one in found.readers} == {
+        ("source", "source"),
+        ("text", "text"),
+        ("text", "source"),
+    }
     assert all(len(one.heads) == 8 and one.outputs is not None for one in found.readers)
     assert found.data["readers"][0]["streams"] == ["source", "source"]
 
@@ -580,8 +645,12 @@ def test_models_of_others(name: str):
 
 def test_weights_that_do_not_sum_to_one_are_skipped_and_reported():
     block = hw.model_spec.BlockSpec(hw.design(model=20, heads=4, pattern="causal"), feed=None)
-    raw = hw.model_spec.BlockSpec(hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None)
-    stack = hw.model_spec.StackSpec.from_blocks("decoder", 20, [block, raw], embedding=hw.model_spec.EmbeddingSpec(29))
+    raw = hw.model_spec.BlockSpec(
+        hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None
+    )
+    stack = hw.model_spec.StackSpec.from_blocks(
+        "decoder", 20, [block, raw], embedding=hw.model_spec.EmbeddingSpec(29)
+    )
     net = hw.build(hw.model_spec.ModelSpec("odd", "decoder", (stack,)), seed=0)
     with torch.no_grad():
         for parameter in net.get_submodule("decoder.1").parameters():
@@ -616,11 +685,13 @@ def test_memory_does_not_grow_with_text_length(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(module, "jensen_shannon_divergence", spy)
     monkeypatch.setattr("headwise.head_analysis.head_similarity.MAX_SAMPLED_CELLS", 8 * 10 * 30)
-    measure_redundancy(small_gpt2(), [make_example([5] * 30), make_example([6] * 300)], options=LIGHT)
+    measure_redundancy(
+        small_gpt2(), [make_example([5] * 30), make_example([6] * 300)], options=LIGHT
+    )
     assert recorded == [10] * 4 + [8] * 4
 
 
-# --- chance --------------------------------------------------------------------------------------------
+# --- chance ---------------------------------------------------------------------------------------
 
 
 def test_p_is_how_often_chance_does_as_much():
@@ -654,7 +725,9 @@ def test_agreement_is_calibrated():
         places = np.random.default_rng(seed).normal(size=(9, 3))
         return np.linalg.norm(places[:, None] - places, axis=-1)
 
-    hits = sum(mantel_test(far(trial), far(trial + 1000), 39, trial).p <= 0.1 for trial in range(120))
+    hits = sum(
+        mantel_test(far(trial), far(trial + 1000), 39, trial).p <= 0.1 for trial in range(120)
+    )
     assert 0.03 < hits / 120 < 0.18
     assert mantel_test(far(0), far(0) ** 2, 99, 0).p == 0.01
 

@@ -1,4 +1,6 @@
-"""Measures of heads over image patches, against float64 loops, and the classes of heads built by hand."""
+"""Measures of heads over image patches, against float64 loops, and the classes of heads built by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,16 @@ def test_measures_equal_a_loop_over_pairs(name: str):
 def test_texts_have_no_patches():
     tokens = hw.head_analysis.annotated_examples.TokenAnnotations(*[torch.zeros(2)] * 7)
     band = WeightBand(torch.ones(1, 2, 2) / 2, torch.ones(2, 2).bool(), 0, tokens, tokens)
-    for metric in PATCH_METRICS.values():  # so the measure is NaN, as for a text without a rarest token
+    for (
+        metric
+    ) in PATCH_METRICS.values():  # so the measure is NaN, as for a text without a rarest token
         assert [tensor.tolist() for tensor in metric.compute_sums(band)] == [[0.0], [0.0]]
 
 
 class FixedHeads(nn.Module):
-    """Attention with scores that depend on the places of patches alone, and a little on the image."""
+    """Attention with scores that depend on the places of patches alone, and a
+    little on the image.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +98,9 @@ class FixedHeads(nn.Module):
 
 
 def make_scores() -> Tensor:
-    """Scores of heads for the same row, the same column, neighbours, the patch itself, a sink, and random scores."""
+    """Scores of heads for the same row, the same column, neighbours, the patch itself, a sink, and
+    random scores.
+    """
     scores = torch.full((6, COUNT, COUNT), -4.0)
     for head, name in enumerate(("same_row", "same_column", "neighbours", "same_patch")):
         for t in range(OTHERS, COUNT):
@@ -128,7 +136,10 @@ def test_heads_built_by_hand_get_their_classes():
 
 @torch.no_grad()
 def test_measures_of_chosen_sites_only():
-    model, images = nn.Sequential(FixedHeads(), nn.Linear(12, 3), FixedHeads()).eval(), torch.randn(3, COUNT, 3)
+    model, images = (
+        nn.Sequential(FixedHeads(), nn.Linear(12, 3), FixedHeads()).eval(),
+        torch.randn(3, COUNT, 3),
+    )
     hw.sites(model, images)
     examples = [Example(image[None], {"text": TOKENS}) for image in images]
     options = MeasureOptions(metrics=IMAGE_METRICS, sites=("model.2.attention",))

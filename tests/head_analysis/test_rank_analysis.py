@@ -43,13 +43,19 @@ def grouped(kv: int = 2) -> Any:
 def test_dims_are_those_of_the_full_products(kv: int):
     layer = grouped(kv)
     (found,) = measure_qk_spectra(torch.nn.ModuleList([layer]))
-    q, k = (layer.weights["project"][side].detach().double().numpy().reshape(-1, 5, 20) for side in "qk")
+    q, k = (
+        layer.weights["project"][side].detach().double().numpy().reshape(-1, 5, 20) for side in "qk"
+    )
     each = [q[head].T @ k[head * kv // 4] for head in range(4)]
     assert [one.dims for one in found.heads] == [num_singular_values(one) for one in each]
     assert found.summed.dims == num_singular_values(np.sum(each, 0))
     assert found.queries.dims == num_singular_values(q.reshape(-1, 20))
     assert found.keys.dims == num_singular_values(k.reshape(-1, 20))
-    assert (found.heads[0].most, found.summed.most, found.keys.most) == (5, min(20, 5 * kv), min(20, 5 * kv))
+    assert (found.heads[0].most, found.summed.most, found.keys.most) == (
+        5,
+        min(20, 5 * kv),
+        min(20, 5 * kv),
+    )
 
 
 def test_the_gaussian_baseline_has_the_scale_and_key_sharing_of_the_model():
@@ -75,7 +81,13 @@ def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path):
     net = hw.load(shared / "data" / "model_stories260k" / "stories260K.bin")
     found = measure_qk_spectra(net)
     assert [one.summed.dims for one in found] == [10, 12, 10, 9, 7]
-    assert [round(np.mean([head.dims for head in one.heads]), 1) for one in found] == [4.9, 5.9, 5.0, 4.9, 4.2]
+    assert [round(np.mean([head.dims for head in one.heads]), 1) for one in found] == [
+        4.9,
+        5.9,
+        5.0,
+        4.9,
+        4.2,
+    ]
     assert {one.queries.dims for one in found} <= set(range(14, 19))
     first = found[0]
     assert first.heads[0].chance == pytest.approx(6.7, abs=0.3)
@@ -93,7 +105,7 @@ def test_layers_without_such_products_have_no_spectrum():
     assert len(measure_qk_spectra(torch.nn.ModuleList([odd, grouped()]))) == 1
 
 
-# --- ranks of scores -----------------------------------------------------------------------------------
+# --- ranks of scores ------------------------------------------------------------------------------
 
 
 def ranks(matrix: Array) -> tuple[float, float]:
@@ -130,7 +142,9 @@ def test_scores_and_weights_of_a_model():
         stable, effective = np.mean(expected[key], 0)
         assert one.stable.value == pytest.approx(stable, rel=1e-4)
         assert one.effective.value == pytest.approx(effective, rel=1e-3)
-    assert all(one.effective.value <= one.bound == 5 for one in values.values() if one.stage == "scores")
+    assert all(
+        one.effective.value <= one.bound == 5 for one in values.values() if one.stage == "scores"
+    )
     assert not any(one.stage == "mixed" for one in values.values())
 
 
@@ -138,17 +152,26 @@ def test_mixing_heads_lifts_the_rank_of_scores():
     from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec
 
     spec = hw.design(model=20, heads=5, dim=2, modifiers=(hw.TalkingHeads(),))
-    stack = StackSpec.from_blocks("encoder", 20, [BlockSpec(spec, feed=None)], embedding=EmbeddingSpec(29))
-    net = hw.build(ModelSpec("mixed", "encoder", (stack,), (OutputHeadSpec("tokens", 29),)), seed=0).eval()
+    stack = StackSpec.from_blocks(
+        "encoder", 20, [BlockSpec(spec, feed=None)], embedding=EmbeddingSpec(29)
+    )
+    net = hw.build(
+        ModelSpec("mixed", "encoder", (stack,), (OutputHeadSpec("tokens", 29),)), seed=0
+    ).eval()
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if "talking" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+                )
     score_ranks = measure_score_ranks(net, make_examples(3))
     before, mixed = (
-        np.mean([one.effective.value for one in score_ranks if one.stage == stage]) for stage in ("scores", "mixed")
+        np.mean([one.effective.value for one in score_ranks if one.stage == stage])
+        for stage in ("scores", "mixed")
     )
-    assert max(one.effective.value for one in score_ranks if one.stage == "scores") <= 2 + 1e-3 < mixed
+    assert (
+        max(one.effective.value for one in score_ranks if one.stage == "scores") <= 2 + 1e-3 < mixed
+    )
     assert mixed > before
 
 
@@ -159,9 +182,14 @@ def test_ranks_of_models_of_others():
     model, texts = ZOO["gpt2"].build(), make_examples(3, "input_ids")
     values = {(one.site, one.head, one.stage): one for one in measure_score_ranks(model, texts)}
     with torch.no_grad():
-        results = [model(**one.inputs, output_attentions=True).attentions[1][0, 3].double().numpy() for one in texts]
+        results = [
+            model(**one.inputs, output_attentions=True).attentions[1][0, 3].double().numpy()
+            for one in texts
+        ]
     one = values["decoder.1.attention", 3, "weights"]
-    assert one.stable.value == pytest.approx(np.mean([ranks(weights)[0] for weights in results]), rel=1e-4)
+    assert one.stable.value == pytest.approx(
+        np.mean([ranks(weights)[0] for weights in results]), rel=1e-4
+    )
     assert values["decoder.1.attention", 3, "scores"].effective.value <= 8
 
 

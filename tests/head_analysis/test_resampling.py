@@ -44,10 +44,19 @@ def test_means_have_the_interval_and_the_p_value_of_scipy(count: int):
 @pytest.mark.parametrize("count", [10, 40])
 def test_skewed_units_are_corrected_as_hall_does_and_intervals_agree_with_tests(count: int):
     values = np.random.default_rng(count).exponential(size=count)
-    w, skewness = values.mean() / values.std(ddof=1), scipy.stats.skew(values) * (1 - 1 / count) ** 1.5
-    t = math.sqrt(count) * (w + skewness * w**2 / 3 + skewness**2 * w**3 / 27 + skewness / (6 * count))
-    assert Jackknife.of_ratio(values).p_values(sides=1) == pytest.approx(scipy.stats.t.sf(t, count - 1))
-    for end in Jackknife.of_ratio(values).interval():  # 0 is on the edge of the interval of values - end
+    w, skewness = (
+        values.mean() / values.std(ddof=1),
+        scipy.stats.skew(values) * (1 - 1 / count) ** 1.5,
+    )
+    t = math.sqrt(count) * (
+        w + skewness * w**2 / 3 + skewness**2 * w**3 / 27 + skewness / (6 * count)
+    )
+    assert Jackknife.of_ratio(values).p_values(sides=1) == pytest.approx(
+        scipy.stats.t.sf(t, count - 1)
+    )
+    for end in Jackknife.of_ratio(
+        values
+    ).interval():  # 0 is on the edge of the interval of values - end
         assert Jackknife.of_ratio(values - end).p_values() == pytest.approx(0.05, rel=1e-6)
 
 
@@ -77,8 +86,12 @@ def test_ratios_are_jackknifed_over_the_texts_that_count():
         (-0.5, -0.6, 5, math.nan),
     ],
 )
-def test_equal_texts_have_the_p_value_of_markovs_inequality(value: float, baseline: float, count: int, expected: float):
-    """Values >= 0 with a mean of at most b reach v in all of n texts with a probability of at most (b / v)^n."""
+def test_equal_texts_have_the_p_value_of_markovs_inequality(
+    value: float, baseline: float, count: int, expected: float
+):
+    """Values >= 0 with a mean of at most b reach v in all of n texts with a probability of at most
+    (b / v)^n.
+    """
     ones = np.ones((count, 1))
     rounding = 1 + 1e-8 * np.arange(count)[:, None]
     for factor in (ones, rounding):
@@ -90,7 +103,9 @@ def test_equal_units_have_an_interval_from_six_on_and_no_p_value():
     for count in (2, 5, 6, 40):
         mean = Jackknife.of_ratio(np.full(count, 0.25))
         assert np.isnan(mean.p_values())
-        assert mean.interval() == pytest.approx((0.25, 0.25) if count >= 6 else (math.nan, math.nan), nan_ok=True)
+        assert mean.interval() == pytest.approx(
+            (0.25, 0.25) if count >= 6 else (math.nan, math.nan), nan_ok=True
+        )
 
 
 @pytest.mark.parametrize("method", ["holm", "bonferroni", "none"])
@@ -99,10 +114,12 @@ def test_what_was_not_tested_does_not_count_in_a_correction(method: str):
     tested = correct_p_values(p[~np.isnan(p)], method)
     np.testing.assert_allclose(correct_p_values(p, method)[[0, 2, 3]], tested)
     assert np.isnan(correct_p_values(p, method)[[1, 4]]).all()
-    assert correct_p_values(np.full(2, math.nan), method).tolist() == pytest.approx([math.nan] * 2, nan_ok=True)
+    assert correct_p_values(np.full(2, math.nan), method).tolist() == pytest.approx(
+        [math.nan] * 2, nan_ok=True
+    )
 
 
-# --- repeated texts --------------------------------------------------------------------------------------
+# --- repeated texts -------------------------------------------------------------------------------
 
 
 def test_repeated_texts_are_no_further_evidence():
@@ -111,15 +128,22 @@ def test_repeated_texts_are_no_further_evidence():
     assert repr(once.heads) == repr(often.heads)
     assert once.texts == often.texts == "5 texts"
     assert "left out 4 texts that repeat an earlier one" in often.notes
-    with pytest.raises(ValueError, match="from 1 text and 1 repetition of earlier ones; give different texts"):
+    with pytest.raises(
+        ValueError, match="from 1 text and 1 repetition of earlier ones; give different texts"
+    ):
         measure_heads(net, [texts[0]] * 2)
     one = measure_heads(net, [texts[0]] * 2, options=MeasureOptions(min_texts=1))
     assert all(
-        math.isnan(number) for head in one.heads for measure in head.measures.values() for number in measure[1:3]
+        math.isnan(number)
+        for head in one.heads
+        for measure in head.measures.values()
+        for number in measure[1:3]
     )
     assert all(math.isnan(measure.p) for head in one.heads for measure in head.measures.values())
     assert one.data["heads"][0]["measures"]["previous"]["p"] is None
-    assert not any(one.name != "unclear" for head in classify_heads(one).heads for one in head.classes)
+    assert not any(
+        one.name != "unclear" for head in classify_heads(one).heads for one in head.classes
+    )
 
 
 def test_repeated_texts_count_once_in_importance_redundancy_and_quality():
@@ -154,7 +178,7 @@ def test_texts_differ_by_any_of_their_inputs():
     assert len(list(DistinctExamples([Example(one, {}) for one in inputs * 2]))) == len(inputs)
 
 
-# --- calibration -----------------------------------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 def _load_tool() -> Any:
@@ -178,8 +202,13 @@ def test_coverage_and_rejection_rates_are_those_of_the_documents():
     for kind in ("normal", "skewed", "rounded"):
         assert min(figures[kind][str(count)]["coverage"] for count in (20, 40, 60)) >= 0.93
     for kind, by_count in figures.items():
-        for count, rates in by_count.items():  # what is not covered is above the rejections by what has no p-value
-            assert rates["coverage"] + rates["rejected"] + rates["untested"] == pytest.approx(1, abs=0.002), (
+        for (
+            count,
+            rates,
+        ) in by_count.items():  # what is not covered is above the rejections by what has no p-value
+            assert rates["coverage"] + rates["rejected"] + rates["untested"] == pytest.approx(
+                1, abs=0.002
+            ), (
                 kind,
                 count,
             )
@@ -187,5 +216,7 @@ def test_coverage_and_rejection_rates_are_those_of_the_documents():
 
 def test_scipy_is_not_imported_before_it_is_needed():
     code = "import sys, headwise, headwise.cli; print('scipy' in sys.modules)"
-    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
     assert found.stdout == "False\n"

@@ -33,13 +33,17 @@ class NanoGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(idx)
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.c_attn(x).split(WIDE, dim=2))
+        q, k, v = (
+            y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.c_attn(x).split(WIDE, dim=2)
+        )
         z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(x + self.c_proj(z.transpose(1, 2).flatten(2)))
 
 
 class SentenceEncoder(nn.Module):
-    """An encoder that takes the tokenizer's output as one dictionary, as in sentence-transformers."""
+    """An encoder that takes the tokenizer's output as one dictionary, as in
+    sentence-transformers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +55,9 @@ class SentenceEncoder(nn.Module):
 
 def small(name: str, **changes: Any) -> Any:
     zoo = ZOO[name]
-    return zoo._replace(keys={**zoo.keys, "vocab_size": 300, "eos_token_id": None}, **changes).build("sdpa")
+    return zoo._replace(
+        keys={**zoo.keys, "vocab_size": 300, "eos_token_id": None}, **changes
+    ).build("sdpa")
 
 
 @pytest.fixture
@@ -78,14 +84,18 @@ def test_importance_is_the_rise_of_the_loss_without_the_head(folder: Path):
 
     def losses(net: Any) -> Tensor:
         ids = [torch.tensor([list(text.encode())]) for text in TEXTS]
-        return torch.stack([F.cross_entropy(net(row).logits[0, :-1].double(), row[0, 1:]) for row in ids])
+        return torch.stack(
+            [F.cross_entropy(net(row).logits[0, :-1].double(), row[0, 1:]) for row in ids]
+        )
 
     with torch.no_grad():
         whole = losses(model)
         path = "transformer.h.1.attn"
         without_columns(model, path, "c_proj", 2, 8)
         expected = float((losses(model) - whole).mean())
-    assert math.isclose(result.head("decoder.1.attention", 2).value, expected, rel_tol=1e-3, abs_tol=1e-6)
+    assert math.isclose(
+        result.head("decoder.1.attention", 2).value, expected, rel_tol=1e-3, abs_tol=1e-6
+    )
 
 
 def test_any_module_with_found_attention_is_measured():
@@ -98,8 +108,12 @@ def test_any_module_with_found_attention_is_measured():
     ]
     entropy, rows = [0.0] * HEADS, 0
     for text in TEXTS:  # the same measure from the projections alone, in double precision
-        q, k, _ = model.c_attn.double()(model.embedding.double()(torch.tensor(list(text.encode())))).split(WIDE, dim=1)
-        scores = torch.einsum("thk,shk->hts", q.unflatten(1, (HEADS, -1)), k.unflatten(1, (HEADS, -1)))
+        q, k, _ = model.c_attn.double()(
+            model.embedding.double()(torch.tensor(list(text.encode())))
+        ).split(WIDE, dim=1)
+        scores = torch.einsum(
+            "thk,shk->hts", q.unflatten(1, (HEADS, -1)), k.unflatten(1, (HEADS, -1))
+        )
         mask = torch.ones(len(text), len(text)).triu(1).bool()
         weights = (scores / (WIDE / HEADS) ** 0.5).masked_fill(mask, -math.inf).softmax(-1)
         rows += len(text)
@@ -114,7 +128,9 @@ def test_a_model_that_takes_one_dictionary_is_measured():
     inner = hw.heads(small("bert"), TEXTS, tokenizer="bytes")
     assert len(table.heads) == 8
     for ours, theirs in zip(table.heads, inner.heads, strict=True):
-        assert math.isclose(ours.measures["entropy"].value, theirs.measures["entropy"].value, rel_tol=1e-4)
+        assert math.isclose(
+            ours.measures["entropy"].value, theirs.measures["entropy"].value, rel_tol=1e-4
+        )
 
 
 class UnreachedTower(nn.Module):
@@ -135,8 +151,14 @@ def compile_second_layer() -> nn.Module:
 
 
 SKIPPED = {
-    "compiled": (compile_second_layer, "decoder.1.attention: transformer.h.1 (OptimizedModule) is compiled, and"),
-    "unreached": (UnreachedTower, "encoder.0.attention, encoder.1.attention: 4 of 4 texts do not reach it"),
+    "compiled": (
+        compile_second_layer,
+        "decoder.1.attention: transformer.h.1 (OptimizedModule) is compiled, and",
+    ),
+    "unreached": (
+        UnreachedTower,
+        "encoder.0.attention, encoder.1.attention: 4 of 4 texts do not reach it",
+    ),
 }
 
 
@@ -159,17 +181,46 @@ def test_the_mask_token_of_a_given_tokenizer_is_used():
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "path": (lambda model: hw.heads("gpt2", TEXTS), "model is of type str; give an nn.Module, or hw.load"),  # pyright: ignore[reportArgumentType] - the mistake under test
-    "no tokenizer": (lambda model: hw.heads(model, TEXTS), "comes with no tokenizer; give tokenizer="),
-    "importance": (lambda model: hw.importance(model, TEXTS), "comes with no tokenizer; give tokenizer="),
-    "one text": (lambda model: hw.heads(model, "one", tokenizer="bytes"), "only 1 of the texts can be read; give at l"),
-    "empty": (lambda model: hw.heads(model, ["a", ""], tokenizer="bytes"), r"read \(empty lines: 1\); give at least 2"),
-    "numbers": (lambda model: hw.heads(model, [1.5], tokenizer="bytes"), "text 0 is of type float; give strings"),
-    "none": (lambda model: hw.importance(model, None, tokenizer="bytes"), "texts are of type NoneType; give a list"),
-    "method": (lambda model: hw.importance(model, TEXTS, "michels", tokenizer="bytes"), "did you mean 'michel'"),
-    "train mode": (lambda model: hw.heads(model.train(), TEXTS, tokenizer="bytes"), "call model.eval"),
+    "path": (
+        lambda model: hw.heads("gpt2", TEXTS),
+        "model is of type str; give an nn.Module, or hw.load",
+    ),  # pyright: ignore[reportArgumentType] - the mistake under test
+    "no tokenizer": (
+        lambda model: hw.heads(model, TEXTS),
+        "comes with no tokenizer; give tokenizer=",
+    ),
+    "importance": (
+        lambda model: hw.importance(model, TEXTS),
+        "comes with no tokenizer; give tokenizer=",
+    ),
+    "one text": (
+        lambda model: hw.heads(model, "one", tokenizer="bytes"),
+        "only 1 of the texts can be read; give at l",
+    ),
+    "empty": (
+        lambda model: hw.heads(model, ["a", ""], tokenizer="bytes"),
+        r"read \(empty lines: 1\); give at least 2",
+    ),
+    "numbers": (
+        lambda model: hw.heads(model, [1.5], tokenizer="bytes"),
+        "text 0 is of type float; give strings",
+    ),
+    "none": (
+        lambda model: hw.importance(model, None, tokenizer="bytes"),
+        "texts are of type NoneType; give a list",
+    ),
+    "method": (
+        lambda model: hw.importance(model, TEXTS, "michels", tokenizer="bytes"),
+        "did you mean 'michel'",
+    ),
+    "train mode": (
+        lambda model: hw.heads(model.train(), TEXTS, tokenizer="bytes"),
+        "call model.eval",
+    ),
     "headwise": (
-        lambda model: hw.heads(hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 1})), TEXTS),
+        lambda model: hw.heads(
+            hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 1})), TEXTS
+        ),
         "gpt2 has no tokenizer, so it only takes ids; give tokenizer=",
     ),
 }

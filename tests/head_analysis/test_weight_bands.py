@@ -1,4 +1,6 @@
-"""Bands of attention weights against the definition, for every band size, and the attention that tokens receive."""
+"""Bands of attention weights against the definition, for every band size, and the attention that
+tokens receive.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from headwise.head_analysis import weight_bands
 from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.head_analysis.head_measurement import MetricSums, measure_heads
 from headwise.head_analysis.literature_metrics import ALL_METRICS
-from headwise.head_analysis.weight_bands import AttentionReceived, WeightBand, WeightBandHook, stream_weight_bands
+from headwise.head_analysis.weight_bands import (
+    AttentionReceived,
+    WeightBand,
+    WeightBandHook,
+    stream_weight_bands,
+)
 from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.hooks import AttentionInputs
 from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec
@@ -40,7 +47,9 @@ def make_example(count: int = COUNT) -> Example:
 def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
     recorded: list[WeightBand] = []
     monkeypatch.setattr(weight_bands, "MAX_CELLS", cells)
-    WeightBandHook("site", make_example(), ("text", "text"), lambda _, block: recorded.append(block)).on_call(core)
+    WeightBandHook(
+        "site", make_example(), ("text", "text"), lambda _, block: recorded.append(block)
+    ).on_call(core)
     return recorded
 
 
@@ -51,14 +60,19 @@ def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
     allowed = torch.zeros(heads, COUNT, COUNT, dtype=torch.bool)
     for one in some:
         _, rows, keys = one.w_HTS.shape
-        band = slice(one.first_query, one.first_query + rows), slice(one.first_key, one.first_key + keys)
+        band = (
+            slice(one.first_query, one.first_query + rows),
+            slice(one.first_key, one.first_key + keys),
+        )
         weights[:, band[0], band[1]], allowed[:, band[0], band[1]] = one.w_HTS, one.allowed
     return weights, allowed
 
 
 @pytest.mark.parametrize("cells", [1, 300, 2**22])
 @pytest.mark.parametrize("name", SPECS)
-def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypatch: pytest.MonkeyPatch):
+def test_bands_are_the_weights_of_the_definition(
+    name: str, cells: int, monkeypatch: pytest.MonkeyPatch
+):
     layer, probe = cases.layer(SPECS[name]), hw.Probe("weights")
     x = torch.randn(1, COUNT, 12, dtype=torch.float64)
     with torch.no_grad():
@@ -68,7 +82,9 @@ def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypa
         (keep,) = keeps.values()
         weights, allowed = spread(bands(keep.seen[0], cells, monkeypatch))
     check_close(weights, probe.tensors["weights"][0])
-    expected = torch.tensor([[SPECS[name].pattern.allows(t, s) for s in range(COUNT)] for t in range(COUNT)])
+    expected = torch.tensor(
+        [[SPECS[name].pattern.allows(t, s) for s in range(COUNT)] for t in range(COUNT)]
+    )
     assert torch.equal(allowed, expected.expand_as(allowed))
 
 
@@ -88,8 +104,13 @@ def test_bands_are_as_narrow_as_their_allowed_keys(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("kind", ["bool", "float", "each"])
 def test_seen_keys_are_all_that_rows_may_read(kind: str):
-    """The softmax over some keys is that over all where the others are barred; a row that reads nothing stays zero."""
-    q, k = torch.randn(1, 9, 6, 4, dtype=torch.float64), torch.randn(1, 11, 3, 4, dtype=torch.float64)
+    """The softmax over some keys is that over all where the others are barred; a row that reads
+    nothing stays zero.
+    """
+    q, k = (
+        torch.randn(1, 9, 6, 4, dtype=torch.float64),
+        torch.randn(1, 11, 3, 4, dtype=torch.float64),
+    )
     may = torch.rand(9, 11) < 0.6
     may[:, :2] = may[:, 8:] = False
     may[4] = False
@@ -103,7 +124,8 @@ def test_seen_keys_are_all_that_rows_may_read(kind: str):
     check_close(attention_inputs.all_weights(rows), expected)
     check_close(attention_inputs.all_weights(rows, keys), expected[..., keys])
     assert torch.equal(
-        attention_inputs.allowed_pairs(rows), may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows]
+        attention_inputs.allowed_pairs(rows),
+        may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows],
     )
 
 
@@ -150,10 +172,16 @@ def test_chance_is_the_same_whether_it_was_known():
 def test_too_few_tokens_for_the_model_are_refused():
     example, *more = handmade.texts(3)
     text = example.streams["text"]
-    per_token = [name for name in text.__dataclass_fields__ if name not in ("first_is_sink", "patch_grid")]
+    per_token = [
+        name for name in text.__dataclass_fields__ if name not in ("first_is_sink", "patch_grid")
+    ]
     short = replace(text, **{name: getattr(text, name)[:-1] for name in per_token})
     with pytest.raises(
-        ValueError, match=f"{text.count} queries and {text.count} keys, but the example annotates {text.count - 1}"
+        ValueError,
+        match=(
+            f"{text.count} queries and {text.count} keys, but the example annotates "
+            f"{text.count - 1}"
+        ),
     ):
         measure_heads(handmade.decoder(), [Example(example.inputs, {"text": short}), *more])
 
@@ -170,15 +198,21 @@ def test_few_tokens_of_many_are_picked():
             check_close(one.weight_on(keys), expected)
 
 
-# --- attention received --------------------------------------------------------------------------------
+# --- attention received ---------------------------------------------------------------------------
 
 
 def test_columns_are_those_of_all_weights(monkeypatch):
-    blocks = [BlockSpec(hw.design(model=12, heads=3, pattern=pattern)) for pattern in ("causal", "window(3)")]
+    blocks = [
+        BlockSpec(hw.design(model=12, heads=3, pattern=pattern))
+        for pattern in ("causal", "window(3)")
+    ]
     stack = StackSpec.from_blocks("decoder", 12, blocks, embedding=EmbeddingSpec(17))
     net = hw.build(ModelSpec("seen", "decoder", (stack,), (OutputHeadSpec("tokens", 17),)), seed=0)
     ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
-    example = Example(ids[None], {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)})
+    example = Example(
+        ids[None],
+        {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)},
+    )
     site_modules, received, bands = find_attention(net.eval()), AttentionReceived(), []
     monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
 
@@ -186,11 +220,15 @@ def test_columns_are_those_of_all_weights(monkeypatch):
         bands.append(site)
         received.add_band(site, block)
 
-    stream_weight_bands(net, site_modules, example, {one.site.name: ("text", "text") for one in site_modules}, see)
+    stream_weight_bands(
+        net, site_modules, example, {one.site.name: ("text", "text") for one in site_modules}, see
+    )
     assert len(bands) > 2 * len(site_modules)
     probes = {name: hw.Probe("weights") for name, _ in net.spec.attention_specs()}
     net.probes = probes
     net(ids[None])
     for one, probe in zip(site_modules, probes.values(), strict=True):
         weights = probe.tensors["weights"][0].double().sum(1)
-        torch.testing.assert_close(received.sums[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False)
+        torch.testing.assert_close(
+            received.sums[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False
+        )

@@ -33,16 +33,25 @@ def make_png(width: int, height: int) -> bytes:
     """A PNG of this size with no pixels behind its header."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 def make_npz(shape: tuple[int, ...], content: bytes) -> bytes:
     """An archive with one array that claims a shape."""
     buffer, array = io.BytesIO(), io.BytesIO()
-    np.lib.format.write_array_header_1_0(array, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        array, {"descr": "|u1", "fortran_order": False, "shape": shape}
+    )
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("images.npy", array.getvalue() + content)
     return buffer.getvalue()
@@ -54,7 +63,9 @@ def test_gzip_bombs_are_refused(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(gzip.compress(head + bytes(2**28)))
     before = peak_kib()
     with pytest.raises(SpecError, match="unpacks to more than 1,048,576 bytes; unpack it"):
-        images.read_idx(tmp_path / name) if "idx" in name else list(text_files.read_chunks(tmp_path / name))
+        images.read_idx(tmp_path / name) if "idx" in name else list(
+            text_files.read_chunks(tmp_path / name)
+        )
     assert peak_kib() - before < GROWTH_KIB
 
 
@@ -73,12 +84,16 @@ def test_an_array_that_claims_a_shape_is_refused(tmp_path: Path, shape: tuple[in
         images.read_npz(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize(("width", "height"), [(2**13 + 1, 2**13), (2**14, 2**14), (2**31 - 1, 2**31 - 1)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(2**13 + 1, 2**13), (2**14, 2**14), (2**31 - 1, 2**31 - 1)]
+)
 def test_a_picture_of_too_many_pixels_is_refused(tmp_path: Path, width: int, height: int):
     for split in ("train", "valid"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "a.png").write_bytes(make_png(width, height))
-    with pytest.raises(SpecError, match=r"give images of 67,108,864 pixels or less|cannot read .* as an image"):
+    with pytest.raises(
+        SpecError, match=r"give images of 67,108,864 pixels or less|cannot read .* as an image"
+    ):
         images.ImageFiles([tmp_path / "train" / "a" / "a.png"], ())
 
 

@@ -27,7 +27,9 @@ def test_many_hostile_documents_are_read_or_refused(name: str):
     assert count_inputs(parser.inputs, lambda value: try_input(parser, value), MANY, seed=1) >= MANY
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), TypeError("a"), RecursionError(), ZeroDivisionError(), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), TypeError("a"), RecursionError(), ZeroDivisionError(), MemoryError()]
+)
 def test_another_exception_is_a_failure(error: Exception):
     def read(value: Any) -> None:
         raise error
@@ -45,7 +47,9 @@ def test_an_input_that_takes_too_long_is_a_failure():
         try_input(PARSERS["pattern"]._replace(read=read, seconds=0.1), "a")
 
 
-def test_no_round_begins_after_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_no_round_begins_after_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     now = [0.0]
 
     def run(count: int, seed: int) -> Counter[str]:
@@ -55,9 +59,22 @@ def test_no_round_begins_after_the_time_limit(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(soak, "list_rounds", lambda: dict.fromkeys("abc", run))
     monkeypatch.setattr(soak, "FAULTS", {})
-    for seconds, expected in ((15.0, {"a": 5, "b": 5}), (0.0, {}), (35.0, {"a": 10, "b": 5, "c": 5})):
+    for seconds, expected in (
+        (15.0, {"a": 5, "b": 5}),
+        (0.0, {}),
+        (35.0, {"a": 10, "b": 5, "c": 5}),
+    ):
         now[0] = 0.0
         *_, counts = soak.run_rounds(seconds, 5, [])
         assert {name: one["inputs"] for name, one in counts.inputs.items()} == expected
-        missing = "".join(f"{name}: not tried, because the time was over\n" for name in "abc" if name not in expected)
-        assert "".join(line for line in capsys.readouterr().err.splitlines(True) if "not tried" in line) == missing
+        missing = "".join(
+            f"{name}: not tried, because the time was over\n"
+            for name in "abc"
+            if name not in expected
+        )
+        assert (
+            "".join(
+                line for line in capsys.readouterr().err.splitlines(True) if "not tried" in line
+            )
+            == missing
+        )

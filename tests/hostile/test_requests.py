@@ -28,7 +28,10 @@ def test_the_page_answers_hostile_requests(view: ViewServer, count: int):
     statuses = set[int]()
     requests = hostile_requests.page_requests(view)
     tried = count_inputs(
-        requests, lambda request: statuses.add(hostile_requests.check_page_answer(client, request)), count, seed=count
+        requests,
+        lambda request: statuses.add(hostile_requests.check_page_answer(client, request)),
+        count,
+        seed=count,
     )
     assert tried >= count
     assert statuses >= {200, 400, 404}  # some requests were good ones
@@ -49,7 +52,9 @@ def test_jobs_of_the_page_end(view: ViewServer, count: int):
 
 @pytest.mark.parametrize("count", RUNS)
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_commands_refuse_hostile_arguments(command: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_commands_refuse_hostile_arguments(
+    command: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     hostile_requests.load_all()
     codes = set[int]()

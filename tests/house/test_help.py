@@ -1,4 +1,6 @@
-"""The help texts of all commands: short, with defaults by one rule, examples, and every option in --help-all."""
+"""The help texts of all commands: short, with defaults by one rule, examples, and every option in
+--help-all.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ def test_help_of_all_commands_is_short(capsys: pytest.CaptureFixture[str]):
 
 def test_help_all_lists_every_option(parser: CommandParser):
     text = parser.format_help_all()
-    assert [action.option_strings for action in options(parser) if not lists(text, action.option_strings[-1])] == []
+    assert [
+        action.option_strings
+        for action in options(parser)
+        if not lists(text, action.option_strings[-1])
+    ] == []
     assert "--help" in parser.format_help()
     assert "--help-all" in parser.format_help().splitlines()[-1]
 
@@ -109,7 +115,9 @@ WITHOUT_DEFAULT = (
 @pytest.mark.parametrize("parser", ["prune", "prune --sweep", "convert"], indirect=True)
 def test_every_option_of_surgery_states_its_default(parser: CommandParser):
     text = parser.format_help_all()
-    entries = re.split(r"^  (?=-)", re.sub(r"\n\n.*?:$", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    entries = re.split(
+        r"^  (?=-)", re.sub(r"\n\n.*?:$", "", text, flags=re.MULTILINE), flags=re.MULTILINE
+    )
     for action in options(parser):
         name = action.option_strings[-1]
         if action.nargs == 0 or action.required or name in WITHOUT_DEFAULT:
@@ -124,7 +132,9 @@ def test_defaults_of_a_recipe_are_those_of_the_library():
 
 
 def test_two_examples_parse(parser: CommandParser):
-    examples = [line.strip() for line in (parser.epilog or "").splitlines() if line.startswith("  ")]
+    examples = [
+        line.strip() for line in (parser.epilog or "").splitlines() if line.startswith("  ")
+    ]
     assert len(examples) == 2
     for example in examples:
         assert example.startswith(f"headwise {parser.prog.split()[1]}")
@@ -138,10 +148,16 @@ TYPED = re.compile(r"^(?:    )?(?:\$ )?headwise ([a-z]+(?: .*)?)$", re.MULTILINE
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_commands_of_the_documents_have_options_that_exist(command: str):
-    """Except those of docs/errors.md, which are wrong on purpose; files of --import are left out."""
+    """Except those of docs/errors.md, which are wrong on purpose; files of
+    --import are left out.
+    """
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    texts = [page.read_text("utf-8").replace("\\\n", " ") for page in pages if page.name != "errors.md"]
-    lines = sorted({line for text in texts for line in TYPED.findall(text) if line.split()[0] == command})
+    texts = [
+        page.read_text("utf-8").replace("\\\n", " ") for page in pages if page.name != "errors.md"
+    ]
+    lines = sorted(
+        {line for text in texts for line in TYPED.findall(text) if line.split()[0] == command}
+    )
     assert lines
     for line in lines:
         words = shlex.split(re.sub(r" --import \S+| [<>|#] .*| \.\.\.", "", line))[1:]
@@ -150,21 +166,41 @@ def test_commands_of_the_documents_have_options_that_exist(command: str):
 
 
 WRONG = {
-    "unknown option": (["walk", "mha", "--bach", "3"], "there is no option --bach; did you mean '--batch'? See"),
+    "unknown option": (
+        ["walk", "mha", "--bach", "3"],
+        "there is no option --bach; did you mean '--batch'? See",
+    ),
     "not a number": (["walk", "mha", "--batch", "x"], "--batch needs a whole number, got 'x'; see"),
-    "not a float": (["trace", "a.trace", "--min-weight", "x"], "--min-weight needs a number, got 'x'; see"),
+    "not a float": (
+        ["trace", "a.trace", "--min-weight", "x"],
+        "--min-weight needs a number, got 'x'; see",
+    ),
     "no value": (["cost", "gqa", "--batch"], "--batch needs a value; write --batch ROWS; see"),
-    "no choice": (["cost", "gqa", "--match", "size"], "--match 'size' is unknown; give one of 'params', 'flops', 'kv'"),
+    "no choice": (
+        ["cost", "gqa", "--match", "size"],
+        "--match 'size' is unknown; give one of 'params', 'flops', 'kv'",
+    ),
     "missing option": (["train", "dates"], "missing --out DIR; add it; see headwise train --help"),
     "missing two": (["prune"], "missing MODEL, --out DIR; add them; see"),
-    "both": (["spec", "gqa", "--toml", "--json"], "--json and --toml exclude each other; leave one out; see"),
-    "a value": (["spec", "gqa", "--json=3"], "--json takes no value, got '3'; leave the value out; see"),
-    "one word more": (["sites", "a", "b"], "unexpected argument 'b'; leave it out, or quote a value with spaces; see"),
+    "both": (
+        ["spec", "gqa", "--toml", "--json"],
+        "--json and --toml exclude each other; leave one out; see",
+    ),
+    "a value": (
+        ["spec", "gqa", "--json=3"],
+        "--json takes no value, got '3'; leave the value out; see",
+    ),
+    "one word more": (
+        ["sites", "a", "b"],
+        "unexpected argument 'b'; leave it out, or quote a value with spaces; see",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_name_the_option_and_a_remedy(case: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_arguments_name_the_option_and_a_remedy(
+    case: str, capsys: pytest.CaptureFixture[str]
+):
     argv, message = WRONG[case]
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()

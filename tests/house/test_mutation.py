@@ -1,4 +1,6 @@
-"""The mutation operators change what they say, samples are deterministic, and the runner tells killed from survived."""
+"""The mutation operators change what they say, samples are deterministic, and the runner tells
+killed from survived.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class Window:
 
 def after(operator: str, source: str) -> list[str]:
     """The source after each mutation of one operator."""
-    return [mutate(source, point).source.strip() for point in points(source, "x.py") if point.operator == operator]
+    return [
+        mutate(source, point).source.strip()
+        for point in points(source, "x.py")
+        if point.operator == operator
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +78,17 @@ def test_every_operator_applies_somewhere_and_gives_code_that_parses():
     found = points(source, "x.py")
     assert {point.operator for point in found} == set(OPERATORS)
     for point in found:
-        assert ast.dump(ast.parse(mutate(source, point).source)) != ast.dump(ast.parse(source)), point
+        assert ast.dump(ast.parse(mutate(source, point).source)) != ast.dump(ast.parse(source)), (
+            point
+        )
 
 
 def test_points_are_addressed_by_function_and_number():
-    found = [(point.function, point.nth) for point in points(CODE, "x.py") if point.operator == "constant"]
+    found = [
+        (point.function, point.nth)
+        for point in points(CODE, "x.py")
+        if point.operator == "constant"
+    ]
     assert found == [
         ("<module>", 1),
         ("Window", 1),
@@ -96,7 +108,7 @@ def test_an_unknown_address_is_an_error():
         mutate(CODE, Address("x.py", "Window", "not", 9))
 
 
-# --- lists ---------------------------------------------------------------------------------------------
+# --- lists ----------------------------------------------------------------------------------------
 
 
 def test_the_lists_fit_the_repository():
@@ -114,7 +126,11 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
     ]
     monkeypatch.setattr(lists, "guards", lambda: wrong)
     monkeypatch.setattr(lists, "equivalents", lambda: {address: " "})
-    monkeypatch.setattr(lists, "tests_of_module", lambda: {"masking/patterns.py": ("doctests", "parts/test_alibi.py")})
+    monkeypatch.setattr(
+        lists,
+        "tests_of_module",
+        lambda: {"masking/patterns.py": ("doctests", "parts/test_alibi.py")},
+    )
     errors = "\n".join(lists.find_errors())
     for error in (
         "twice: the name is used twice",
@@ -135,7 +151,9 @@ def test_samples_are_deterministic():
     first, again, other = (runner.sample(tests, {}, 20, seed) for seed in (0, 0, 1))
     assert first == again != other
     assert len({trial.address for trial in first}) == 20
-    assert not {trial.address for trial in runner.sample(tests, {first[0].address: "why"}, 20, 0)} & {first[0].address}
+    assert not {
+        trial.address for trial in runner.sample(tests, {first[0].address: "why"}, 20, 0)
+    } & {first[0].address}
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]):
@@ -145,7 +163,7 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]):
         assert "absent" in capsys.readouterr().err
 
 
-# --- runner --------------------------------------------------------------------------------------------
+# --- runner ---------------------------------------------------------------------------------------
 
 PACKAGE = '''
 """A package with one function."""
@@ -210,7 +228,9 @@ def trial(function: str, operator: str, nth: int = 1, test: str = "test_small.py
     ],
 )
 def test_verdicts(small: Path, mutant: Trial, verdict: str, reason: str):
-    time_limit = 5.0 if verdict == "timeout" else 120.0  # a busy machine may need long to start pytest
+    time_limit = (
+        5.0 if verdict == "timeout" else 120.0
+    )  # a busy machine may need long to start pytest
     result = runner.run_trial(mutant, time_limit)
     assert (result.verdict, result.reason) == (verdict, reason), result.output
 
@@ -218,7 +238,9 @@ def test_verdicts(small: Path, mutant: Trial, verdict: str, reason: str):
 def test_mutants_run_with_the_kernels_of_the_tests(small: Path, monkeypatch: pytest.MonkeyPatch):
     """The mutated module is imported before conftest.py, which sets the policy of kernels."""
     monkeypatch.setenv("HEADWISE_KERNELS", "auto")
-    (small / "src" / "headwise" / "policy.py").write_text("import os\nPOLICY = os.environ['HEADWISE_KERNELS']\n")
+    (small / "src" / "headwise" / "policy.py").write_text(
+        "import os\nPOLICY = os.environ['HEADWISE_KERNELS']\n"
+    )
     (small / "tests" / "test_small.py").write_text(
         "from headwise import policy\n\ndef test_policy():\n    assert policy.POLICY == 'wait'\n"
     )
@@ -226,11 +248,16 @@ def test_mutants_run_with_the_kernels_of_the_tests(small: Path, monkeypatch: pyt
 
 
 def test_another_copy_of_the_package_is_noticed(small: Path, monkeypatch: pytest.MonkeyPatch):
-    """The working folder comes first on the path of `python -c`, so a package in it wins over PYTHONPATH."""
+    """The working folder comes first on the path of `python -c`, so a package in it wins over
+    PYTHONPATH.
+    """
     (small / "headwise").mkdir()
     (small / "headwise" / "__init__.py").write_text(PACKAGE)
     result = runner.run_trial(trial("add", "arithmetic"))
-    assert (result.verdict, result.reason) == ("broken", "the tests would run another copy of the package")
+    assert (result.verdict, result.reason) == (
+        "broken",
+        "the tests would run another copy of the package",
+    )
 
 
 def test_the_report_gives_the_kill_rate(
@@ -246,7 +273,9 @@ def test_the_report_gives_the_kill_rate(
     assert "2 mutants: 1 killed, 1 survived, 0 timeout, 0 broken; kill rate 0.50, aim 0.90" in out
 
 
-def test_tests_that_fail_without_a_change_are_refused(small: Path, capsys: pytest.CaptureFixture[str]):
+def test_tests_that_fail_without_a_change_are_refused(
+    small: Path, capsys: pytest.CaptureFixture[str]
+):
     (small / "tests" / "test_small.py").write_text("def test_red():\n    assert False\n")
     assert not runner.passes_unchanged([trial("add", "arithmetic")])
     assert "must pass on the unchanged package first" in capsys.readouterr().out

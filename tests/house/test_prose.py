@@ -17,14 +17,37 @@ from support.syntax_trees import syntax_nodes
 ROOT = Path(__file__).resolve().parents[2]
 MAX_IDIOMS = 1.0  # per 1,000 words
 
-# Each hides a subject or a term: tensors do not speak, and "the same, but ..." sends the reader back.
+# Each hides a subject or a term: tensors do not speak, and "the same, but ..." sends the reader
+# back.
 IDIOMS = [
     *("says?", "said", "saying", "tells?", "told", "speaks?", "spoken", "hears?", "heard"),
     *("whoever", "whomever", "somebody", "anybody", "nobody", "everybody", "whom", "of whom"),
     *("who reads?", "who may", "who takes?", "who has", "who have", "who runs?", "who is"),
-    *("anew", "the same, ", "all that", "all of it", "so many", "as many as", "of which", "makes? of it"),
-    *("lies where", "where they lie", "as they lie", "stands? in the place", "in the place of", "by itself is"),
-    *("behind one another", "beside each other", "what is left", "the way back", "on the way there"),
+    *(
+        "anew",
+        "the same, ",
+        "all that",
+        "all of it",
+        "so many",
+        "as many as",
+        "of which",
+        "makes? of it",
+    ),
+    *(
+        "lies where",
+        "where they lie",
+        "as they lie",
+        "stands? in the place",
+        "in the place of",
+        "by itself is",
+    ),
+    *(
+        "behind one another",
+        "beside each other",
+        "what is left",
+        "the way back",
+        "on the way there",
+    ),
 ]
 IDIOM = re.compile(rf"\b(?:{'|'.join(IDIOMS)})\b", re.IGNORECASE)
 # A docstring starts with what is returned or done, not with a clause that refers to something else.
@@ -38,8 +61,16 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def prose_of_code(source: str) -> list[str]:
     """Docstrings, comments, and strings of at least four words."""
-    docstrings = {ast.get_docstring(node, clean=False) for node in syntax_nodes(source) if isinstance(node, DOCUMENTED)}
-    strings = [n.value for n in syntax_nodes(source) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    docstrings = {
+        ast.get_docstring(node, clean=False)
+        for node in syntax_nodes(source)
+        if isinstance(node, DOCUMENTED)
+    }
+    strings = [
+        n.value
+        for n in syntax_nodes(source)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
     texts = [text for text in strings if text in docstrings or text.count(" ") >= 3]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return texts + [token.string for token in tokens if token.type == tokenize.COMMENT]
@@ -48,7 +79,9 @@ def prose_of_code(source: str) -> list[str]:
 def summaries(source: str) -> list[str]:
     """The first line of each docstring."""
     documented = [node for node in syntax_nodes(source) if isinstance(node, DOCUMENTED)]
-    return [docstring.splitlines()[0] for node in documented if (docstring := ast.get_docstring(node))]
+    return [
+        docstring.splitlines()[0] for node in documented if (docstring := ast.get_docstring(node))
+    ]
 
 
 def bound_names(source: str) -> list[str]:
@@ -79,7 +112,9 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize(("paths", "prose"), [(SOURCES, prose_of_code), (PAGES, prose_of_page)], ids=["src", "docs"])
+@pytest.mark.parametrize(
+    ("paths", "prose"), [(SOURCES, prose_of_code), (PAGES, prose_of_page)], ids=["src", "docs"]
+)
 def test_idioms_are_rare(paths: list[Path], prose: Callable[[str], list[str]]):
     words, idioms = count([text for path in paths for text in prose(path.read_text())])
     assert words > 10_000
@@ -87,29 +122,46 @@ def test_idioms_are_rare(paths: list[Path], prose: Callable[[str], list[str]]):
 
 
 def test_idioms_are_found():
-    code = 'def f():\n    """What a head says."""\n    x = "nobody reads it at all"  # whoever is heard\n'
+    code = (
+        'def f():\n    """What a head says."""\n    x = "nobody reads it at all"  # whoever is '
+        "heard\n"
+    )
     assert count(prose_of_code(code))[1] == {"says": 1, "nobody": 1, "whoever": 1, "heard": 1}
     assert count(prose_of_page("It is drawn anew.\n\n```\nall that\n```\n"))[1] == {"anew": 1}
 
 
 def test_docstrings_start_with_their_subject():
     texts = {path: summaries(path.read_text()) for path in SOURCES}
-    riddles = [f"{path}: {text}" for path, lines in texts.items() for text in lines if RIDDLE.match(text)]
+    riddles = [
+        f"{path}: {text}" for path, lines in texts.items() for text in lines if RIDDLE.match(text)
+    ]
     assert sum(map(len, texts.values())) > 1000
     assert riddles == []
 
 
 def test_names_are_nouns_and_verbs():
     names = {
-        path: [name for name in bound_names(path.read_text()) if OPAQUE_VARIABLE.fullmatch(name)] for path in SOURCES
+        path: [name for name in bound_names(path.read_text()) if OPAQUE_VARIABLE.fullmatch(name)]
+        for path in SOURCES
     }
     assert {str(path): found for path, found in names.items() if found} == {}
 
 
 def test_opaque_names_and_riddles_are_detected():
-    code = 'def told(given):\n    """What is told."""\n    for seen in given:\n        found_keys, _held = seen\n'
-    assert [name for name in bound_names(code) if OPAQUE_VARIABLE.fullmatch(name)] == ["told", "given", "seen", "_held"]
-    assert [bool(RIDDLE.match(text)) for text in (*summaries(code), "Whatever", "Itself", "The same, done")] == [
+    code = (
+        'def told(given):\n    """What is told."""\n    for seen in given:\n        '
+        "found_keys, _held = seen\n"
+    )
+    assert [name for name in bound_names(code) if OPAQUE_VARIABLE.fullmatch(name)] == [
+        "told",
+        "given",
+        "seen",
+        "_held",
+    ]
+    assert [
+        bool(RIDDLE.match(text))
+        for text in (*summaries(code), "Whatever", "Itself", "The same, done")
+    ] == [
         True,
         False,
         False,

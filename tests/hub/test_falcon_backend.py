@@ -24,7 +24,9 @@ EXPECTED = {"alibi": "sdpa"}  # eager adds the biases of alibi twice: to the sco
 
 def build(kind: str, implementation: str) -> nn.Module:
     """A tiny Falcon with uneven attention."""
-    return TransformersModel("FalconForCausalLM", "FalconConfig", FALCON | KINDS[kind], "dense").build(implementation)
+    return TransformersModel(
+        "FalconForCausalLM", "FalconConfig", FALCON | KINDS[kind], "dense"
+    ).build(implementation)
 
 
 def token_ids(rows: int = 2, columns: int = 11) -> dict[str, Tensor]:
@@ -35,7 +37,9 @@ def token_ids(rows: int = 2, columns: int = 11) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": shown}
 
 
-INPUTS = {"input_ids": token_ids()["input_ids"]}  # without padding, whose rows differ between implementations
+INPUTS = {
+    "input_ids": token_ids()["input_ids"]
+}  # without padding, whose rows differ between implementations
 
 
 def error(own: Tensor, expected: Tensor) -> float:
@@ -89,7 +93,9 @@ def test_attentions_are_returned_on_request():
     recorded = []
     for implementation in ("eager", "headwise"):
         with torch.no_grad():
-            recorded.append(build("groups", implementation)(**token_ids(), output_attentions=True).attentions)
+            recorded.append(
+                build("groups", implementation)(**token_ids(), output_attentions=True).attentions
+            )
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*recorded, strict=True))
 
 

@@ -35,7 +35,7 @@ def check_refused(words: str, load: Callable[[], object]) -> None:
         at = message.index(word, at) + len(word)
 
 
-# --- files of llama2.c ---------------------------------------------------------------------------------
+# --- files of llama2.c ----------------------------------------------------------------------------
 
 DIM = MODEL // HEADS
 
@@ -57,16 +57,23 @@ def checkpoint_bytes(untied: bool = False) -> tuple[bytes, dict[str, NDArray[Any
         "w3": (LAYERS, HIDDEN, MODEL),
         "final": (MODEL,),
     }
-    tensors = {name: rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors = {
+        name: rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
     angle = np.arange(LENGTH)[:, None] * 10_000.0 ** (-np.arange(0, DIM, 2) / DIM)
     tensors |= {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
     if untied:
         tensors["head"] = rng.normal(0, 1, (TOKENS, MODEL)).astype(np.float32)
-    return struct.pack("<7i", *sizes) + b"".join(tensor.tobytes() for tensor in tensors.values()), tensors
+    return struct.pack("<7i", *sizes) + b"".join(
+        tensor.tobytes() for tensor in tensors.values()
+    ), tensors
 
 
 def defined(options: dict[str, NDArray[Any]], ids: Sequence[int]) -> NDArray[Any]:
-    """What such a model says after each id: neighbouring channels turn together, one query at a time, in float64."""
+    """What such a model says after each id: neighbouring channels turn together, one query at a
+    time, in float64.
+    """
     w = {name: tensor.astype(np.float64) for name, tensor in options.items()}
 
     def norm(x: NDArray[Any], gain: NDArray[Any]) -> NDArray[Any]:
@@ -90,9 +97,14 @@ def defined(options: dict[str, NDArray[Any]], ids: Sequence[int]) -> NDArray[Any
             values[n].append(w["wv"][n] @ z)
             heads = []
             for h in range(HEADS):
-                own, kv = slice(h * DIM, (h + 1) * DIM), slice(h // (HEADS // KV) * DIM, (h // (HEADS // KV) + 1) * DIM)
+                own, kv = (
+                    slice(h * DIM, (h + 1) * DIM),
+                    slice(h // (HEADS // KV) * DIM, (h // (HEADS // KV) + 1) * DIM),
+                )
                 scores = np.exp([q[own] @ k[kv] / DIM**0.5 for k in keys[n]])
-                heads.append(sum(s * v[kv] for s, v in zip(scores / scores.sum(), values[n], strict=True)))
+                heads.append(
+                    sum(s * v[kv] for s, v in zip(scores / scores.sum(), values[n], strict=True))
+                )
             x = x + w["wo"][n] @ np.concatenate(heads)
             z = norm(x, w["ffn"][n])
             gate = w["w1"][n] @ z
@@ -114,7 +126,13 @@ def test_a_llama2c_file_equals_its_definition(untied: bool, tmp_path: Path):
 
 
 def header(**options: int) -> bytes:
-    sizes = dict(zip(llama2c.Llama2cHeader._fields, (MODEL, HIDDEN, LAYERS, HEADS, KV, TOKENS, LENGTH), strict=True))
+    sizes = dict(
+        zip(
+            llama2c.Llama2cHeader._fields,
+            (MODEL, HIDDEN, LAYERS, HEADS, KV, TOKENS, LENGTH),
+            strict=True,
+        )
+    )
     return struct.pack("<7i", *(sizes | options).values()) + checkpoint_bytes()[0][28:]
 
 
@@ -126,17 +144,29 @@ def angles(data: bytes) -> bytes:
 
 
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "truncated": (lambda: checkpoint_bytes()[0][:-4], "bytes long, but its sizes require .. copy the file again"),
+    "truncated": (
+        lambda: checkpoint_bytes()[0][:-4],
+        "bytes long, but its sizes require .. copy the file again",
+    ),
     "longer": (lambda: checkpoint_bytes()[0] + bytes(4), "bytes long, but its sizes require"),
     "short": (lambda: checkpoint_bytes()[0][:20], "is 20 bytes long, too short"),
-    "zeros": (lambda: bytes(500), "begins with [0, 0, 0, 0, 0, 0, 0], which are not sizes of a model"),
+    "zeros": (
+        lambda: bytes(500),
+        "begins with [0, 0, 0, 0, 0, 0, 0], which are not sizes of a model",
+    ),
     "heads": (lambda: header(heads=5), "which are not sizes of a model"),
     "kv": (lambda: header(kv=4), "which are not sizes of a model"),
     "huge": (lambda: header(layers=2**31 - 1), "its sizes require"),
     "negative": (lambda: header(hidden=-1), "which are not sizes of a model"),
-    "version": (lambda: struct.pack("<7i", 0x616B3432, 2, 0, 0, 0, 0, 0), "has version 2 of llama2.c; export it"),
+    "version": (
+        lambda: struct.pack("<7i", 0x616B3432, 2, 0, 0, 0, 0, 0),
+        "has version 2 of llama2.c; export it",
+    ),
     "zip": (lambda: b"PK\x03\x04" + bytes(90), "is a pickle, which can run code"),
-    "angles": (lambda: angles(checkpoint_bytes()[0]), "contains a RoPE cos table whose base is not 10000"),
+    "angles": (
+        lambda: angles(checkpoint_bytes()[0]),
+        "contains a RoPE cos table whose base is not 10000",
+    ),
     "not numbers": (
         lambda: angles(checkpoint_bytes()[0])[:-4] + struct.pack("<f", float("nan")),
         "table whose base is not",
@@ -163,11 +193,13 @@ def test_sizes_that_begin_like_a_pickle_are_read(tmp_path: Path):
     assert hw.load(tmp_path / "a.bin").spec.stacks[0].model == 640
 
 
-# --- its tokenizer -------------------------------------------------------------------------------------
+# --- its tokenizer --------------------------------------------------------------------------------
 
 
 def invented(rng: random.Random) -> tuple[Scores, str]:
-    """Pieces joined at random, in an order that follows from nothing, and the letters they are made of."""
+    """Pieces joined at random, in an order that follows from nothing, and the letters they are made
+    of.
+    """
     letters = rng.choice(["ab ", "a ", "abc ", "ab\u00e9 ", "xyab "])
     texts, built = list(letters), list[str]()
     for _ in range(rng.randrange(3, 25)):
@@ -185,7 +217,11 @@ def test_text_is_cut_as_the_definition_cuts_it(tmp_path: Path):
         (tmp_path / "t.bin").write_bytes(tokenizer_file(pieces))
         tokenizer = Tokenizer.from_str(make_tokenizer_json(tmp_path / "t.bin", len(pieces)))
         for _ in range(25):
-            text = "".join(rng.choices(letters + "\u00f1\n\u2581", [9] * len(letters) + [1, 1, 1], k=rng.randrange(31)))
+            text = "".join(
+                rng.choices(
+                    letters + "\u00f1\n\u2581", [9] * len(letters) + [1, 1, 1], k=rng.randrange(31)
+                )
+            )
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             assert ids == reference_tokenize(pieces, text), (pieces, text)
             assert tokenizer.decode(ids) == text
@@ -207,11 +243,16 @@ PIECES: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "empty": (lambda: b"", "contains 0 whole pieces, but the model has 11"),
     "negative": (
-        lambda: tokenizer_file(spaced())[:8] + struct.pack("<i", -5) + tokenizer_file(spaced())[12:],
+        lambda: (
+            tokenizer_file(spaced())[:8] + struct.pack("<i", -5) + tokenizer_file(spaced())[12:]
+        ),
         "contains 0 whole pieces",
     ),
     "no text": (lambda: tokenizer_file(spaced()).replace(b"a", b"\xff"), "piece 3 is not UTF-8"),
-    "twice": (lambda: tokenizer_file([*spaced()[:-2], ("a", 0.0), (" ", -99.0)]), "contains a piece twice"),
+    "twice": (
+        lambda: tokenizer_file([*spaced()[:-2], ("a", 0.0), (" ", -99.0)]),
+        "contains a piece twice",
+    ),
     "alike": (
         lambda: tokenizer_file([*spaced(9), ("ab", -1.0), ("cd", -1.0)]),
         "'ab' and 'cd' both have the score -1.0, so their order",
@@ -226,8 +267,14 @@ def test_a_harmed_tokenizer_is_refused_in_one_line(what: str, tmp_path: Path):
     (tmp_path / "other").write_bytes(make())
     assert hw.load(tmp_path / "a.bin").usage == bp.ProcessorSpec()
     check_refused(result, lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "other"))
-    check_refused("cannot be read: No such file", lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "none"))
-    check_refused("is a folder, which contains its tokenizer", lambda: hw.load(tmp_path, tokenizer=tmp_path / "other"))
+    check_refused(
+        "cannot be read: No such file",
+        lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "none"),
+    )
+    check_refused(
+        "is a folder, which contains its tokenizer",
+        lambda: hw.load(tmp_path, tokenizer=tmp_path / "other"),
+    )
     (tmp_path / "tok11.bin").write_bytes(make())
     check_refused(result, lambda: hw.load(tmp_path / "a.bin"))
 

@@ -26,10 +26,22 @@ from headwise.families.weight_names import CheckpointPlan, TensorLocation, make_
 from headwise.interfaces.axis_layout import AxisLayout
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": TOKENS, "hidden_size": MODEL}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": TOKENS,
+    "hidden_size": MODEL,
+}
 LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
 LLAMA |= {"intermediate_size": HIDDEN, "rms_norm_eps": 1e-5}
-GPT2 = {"model_type": "gpt2", "n_embd": 15, "n_head": 3, "n_layer": 2, "n_inner": 13, "vocab_size": TOKENS}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 15,
+    "n_head": 3,
+    "n_layer": 2,
+    "n_inner": 13,
+    "vocab_size": TOKENS,
+}
 GPT2 |= {"n_positions": 7}
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 
@@ -68,7 +80,7 @@ def check_refused(words: str, load: Callable[[], object]) -> None:
         at = message.index(word, at) + len(word)
 
 
-# --- slots ---------------------------------------------------------------------------------------------
+# --- slots ----------------------------------------------------------------------------------------
 
 SIZES = {"q": 2, "dim": 6, "model": 5, "rank": 3, "vdim": 4, "expert": 3}
 
@@ -83,7 +95,12 @@ def test_a_location_in_a_fused_tensor_equals_slicing():
     both = np.arange(2 * 10 * 3.0).reshape(20, 3)
     pairs = np.arange(12 * 5.0).reshape(12, 5)
     cases: list[tuple[str, TensorLocation, NDArray[Any], NDArray[Any]]] = [
-        ("(q dim) model", TensorLocation("a", "model (qkv q dim)", {"qkv": 1}, {"qkv": 3}), fused, fused[:, 12:24].T),
+        (
+            "(q dim) model",
+            TensorLocation("a", "model (qkv q dim)", {"qkv": 1}, {"qkv": 3}),
+            fused,
+            fused[:, 12:24].T,
+        ),
         (
             "(q vdim) rank",
             TensorLocation("a", "(q [dim|vdim]) rank", {"dim|vdim": "vdim"}),
@@ -93,7 +110,9 @@ def test_a_location_in_a_fused_tensor_equals_slicing():
         ("model (q dim)", TensorLocation("a", "(q dim) model"), pairs, pairs.T),
         (
             "(q dim) model",
-            TensorLocation("a", "(q pair side) model", extra_axes={"side": 2}, own_layout="(q side pair) model"),
+            TensorLocation(
+                "a", "(q pair side) model", extra_axes={"side": 2}, own_layout="(q side pair) model"
+            ),
             pairs,
             pairs[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]],
         ),
@@ -118,7 +137,9 @@ def test_a_tensor_for_each_index_of_an_axis():
 
 @pytest.mark.parametrize("family", sorted(set(hw.families.FAMILIES) & set(WEIGHT_NAMES)))
 def test_every_family_that_is_described_is_read(family: str):
-    """Every tensor of its usual model has a place; every number of a file is one of ours, and only one."""
+    """Every tensor of its usual model has a place; every number of a file is one of ours, and only
+    one.
+    """
     described = hw.families.read_model_spec({"model_type": family, "vocab_size": TOKENS} | FEW)
     names = WEIGHT_NAMES[family]
     plan = CheckpointPlan.from_spec(described, names, names.prefixes[0])
@@ -130,7 +151,9 @@ def test_every_family_that_is_described_is_read(family: str):
     assert {w.name for w in described.weights() if w.trainable} <= placed
 
 
-FEW = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2)
+FEW = dict.fromkeys(
+    ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2
+)
 FEW |= {
     "n_routed_experts": 3,
     "n_group": 1,
@@ -141,10 +164,12 @@ FEW |= {
 }
 
 
-# --- folders of transformers ---------------------------------------------------------------------------
+# --- folders of transformers ----------------------------------------------------------------------
 
 
-def changed(folder: Path, change: Callable[[dict[str, Tensor]], object], name: str = WEIGHTS) -> None:
+def changed(
+    folder: Path, change: Callable[[dict[str, Tensor]], object], name: str = WEIGHTS
+) -> None:
     tensors = safetensors.torch.load_file(folder / name)
     change(tensors)
     safetensors.torch.save_file(tensors, folder / name)
@@ -158,9 +183,14 @@ def change_config(folder: Path, **keys: Any) -> None:
 def sharded(folder: Path) -> dict[str, str]:
     """The same weights in two files with an index, which is returned."""
     tensors = safetensors.torch.load_file(folder / WEIGHTS)
-    where = {name: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, name in enumerate(sorted(tensors))}
+    where = {
+        name: f"model-0000{n % 2 + 1}-of-00002.safetensors"
+        for n, name in enumerate(sorted(tensors))
+    }
     for file in set(where.values()):
-        safetensors.torch.save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
+        safetensors.torch.save_file(
+            {name: tensors[name] for name in tensors if where[name] == file}, folder / file
+        )
     (folder / WEIGHTS).unlink()
     indexed(folder, where)
     return where
@@ -216,7 +246,10 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_config(f, model_type="lama", architectures=None),
         "model_type 'lama' is not known; did you mean",
     ),
-    "bits": (lambda f: change_config(f, quantization_config={"bits": 4}), "stored in fewer bits .. 16 or 32 bits"),
+    "bits": (
+        lambda f: change_config(f, quantization_config={"bits": 4}),
+        "stored in fewer bits .. 16 or 32 bits",
+    ),
     "dynamic": (
         lambda f: change_config(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
         "cannot build decoder.0.attention: rope_type 'dynamic' rescales",
@@ -226,8 +259,14 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_config(f, eos_token_id="2"),
         "eos_token_id = '2' is neither an id nor a list of ids; correct it",
     ),
-    "generation": (lambda f: (f / "generation_config.json").write_text("["), "generation_config.json cannot be read"),
-    "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer document"),
+    "generation": (
+        lambda f: (f / "generation_config.json").write_text("["),
+        "generation_config.json cannot be read",
+    ),
+    "tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{}"),
+        "tokenizer.json is not a tokenizer document",
+    ),
     "words": (
         lambda f: (f / "tokenizer.json").write_text(words(12)),
         "knows 12 tokens, the model 11; give the tokenizer",
@@ -267,10 +306,19 @@ SHARDS: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
         lambda f, w: indexed(f, w | {Q: "../other.safetensors"}),
         "names '../other.safetensors'; shards must be",
     ),
-    "pickle": (lambda f, w: indexed(f, w | {Q: "pytorch_model.bin"}), "names 'pytorch_model.bin'; shards must be"),
+    "pickle": (
+        lambda f, w: indexed(f, w | {Q: "pytorch_model.bin"}),
+        "names 'pytorch_model.bin'; shards must be",
+    ),
     "gone": (lambda f, w: (f / w[Q]).unlink(), "-of-00002.safetensors is missing; copy"),
-    "truncated": (lambda f, w: cut(f / w[Q], -9), "-of-00002.safetensors is truncated or not safetensors"),
-    "none": (lambda f, w: (f / INDEX).write_text("{}"), "is not an index of shards; it must contain weight_map"),
+    "truncated": (
+        lambda f, w: cut(f / w[Q], -9),
+        "-of-00002.safetensors is truncated or not safetensors",
+    ),
+    "none": (
+        lambda f, w: (f / INDEX).write_text("{}"),
+        "is not an index of shards; it must contain weight_map",
+    ),
     "list": (lambda f, w: indexed(f, list(w)), "is not an index of shards"),
     "json": (lambda f, w: (f / INDEX).write_text("{"), f"{INDEX} cannot be read"),
 }
@@ -292,7 +340,10 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
     net = written(tmp_path / "f", tie_word_embeddings=True)
     check_same(hw.load(tmp_path / "f"), net)
     changed(
-        tmp_path / "f", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+        tmp_path / "f",
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
     )
     check_same(hw.load(tmp_path / "f"), net)
     changed(
@@ -321,7 +372,9 @@ def test_families_without_a_table_are_refused_by_name():
 
 
 def test_names_of_other_times_are_read(tmp_path: Path):
-    """Masks that old GPT-2 files hold, names without the trunk, gamma and beta of old BERT files."""
+    """Masks that old GPT-2 files hold, names without the trunk, gamma and beta
+    of old BERT files.
+    """
     net = written(tmp_path / "f", GPT2)
 
     def older(options: dict[str, Tensor]) -> None:
@@ -331,15 +384,22 @@ def test_names_of_other_times_are_read(tmp_path: Path):
     changed(tmp_path / "f", older)
     check_same(hw.load(tmp_path / "f"), net)
     bert = WEIGHT_NAMES["bert"]
-    assert bert.canonical_name("bert.embeddings.LayerNorm.gamma") == "bert.embeddings.LayerNorm.weight"
-    assert bert.canonical_name("bert.embeddings.LayerNorm.weight") == "bert.embeddings.LayerNorm.weight"
+    assert (
+        bert.canonical_name("bert.embeddings.LayerNorm.gamma") == "bert.embeddings.LayerNorm.weight"
+    )
+    assert (
+        bert.canonical_name("bert.embeddings.LayerNorm.weight")
+        == "bert.embeddings.LayerNorm.weight"
+    )
 
 
 def test_code_that_came_along_is_never_run(tmp_path: Path):
     """A config that names code, code beside it, and a pickle that would leave a trace."""
     net = written(tmp_path / "f")
     trace = tmp_path / "trace"
-    change_config(tmp_path / "f", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    change_config(
+        tmp_path / "f", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    )
     (tmp_path / "f" / "evil.py").write_text(f"open({str(trace)!r}, 'w')")
 
     class Trace:
@@ -349,7 +409,9 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
     evil = pickle.dumps({"weight": Trace()}, protocol=2)
     (tmp_path / "f" / "pytorch_model.bin").write_bytes(evil)
     check_same(hw.load(tmp_path / "f"), net)
-    check_refused("is a pickle, which can run code", lambda: hw.load(tmp_path / "f" / "pytorch_model.bin"))
+    check_refused(
+        "is a pickle, which can run code", lambda: hw.load(tmp_path / "f" / "pytorch_model.bin")
+    )
     (tmp_path / "f" / WEIGHTS).unlink()
     check_refused("a pickle, which can run code", lambda: hw.load(tmp_path / "f"))
     assert not trace.exists()
@@ -374,7 +436,7 @@ def test_folders_without_a_model_are_refused(name: str, expected: str, tmp_path:
     check_refused(expected, lambda: hw.load(tmp_path / name))
 
 
-# --- export --------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 def described(spec: hw.AttentionSpec, **options: Any) -> bp.ModelSpec:
@@ -382,7 +444,11 @@ def described(spec: hw.AttentionSpec, **options: Any) -> bp.ModelSpec:
     feed = options.pop("feed", bp.FeedForwardSpec(HIDDEN, "silu", "gated"))
     block = bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms", 1e-5), **options)
     stack = bp.StackSpec.from_blocks(
-        "decoder", MODEL, [block] * LAYERS, embedding=bp.EmbeddingSpec(TOKENS), norm=bp.NormSpec("rms", 1e-5)
+        "decoder",
+        MODEL,
+        [block] * LAYERS,
+        embedding=bp.EmbeddingSpec(TOKENS),
+        norm=bp.NormSpec("rms", 1e-5),
     )
     return bp.ModelSpec("mine", "decoder", (stack,), (bp.OutputHeadSpec("tokens", TOKENS),))
 
@@ -390,7 +456,8 @@ def described(spec: hw.AttentionSpec, **options: Any) -> bp.ModelSpec:
 def attention(*modifiers: Any, **options: Any) -> hw.AttentionSpec:
     turns = options.pop("turns", (hw.Rotary(),))
     return hw.design(
-        **({"model": MODEL, "heads": HEADS, "kv": KV, "pattern": "causal()"} | options), modifiers=(*turns, *modifiers)
+        **({"model": MODEL, "heads": HEADS, "kv": KV, "pattern": "causal()"} | options),
+        modifiers=(*turns, *modifiers),
     )
 
 
@@ -407,18 +474,33 @@ UNSAID: dict[str, tuple[bp.ModelSpec, str]] = {
         described(attention(turns=(hw.Rotary(pairs="interleaved"),))),
         "modifiers.0.pairs = the default, mine 'interl",
     ),
-    "part": (described(attention(turns=(hw.Rotary(dims=2),))), "modifiers.0.dims = the default, mine 2"),
-    "bent": (described(attention(turns=(hw.Rotary(scaling=hw.NTK()),))), "modifiers.0.scaling = the default, mine"),
+    "part": (
+        described(attention(turns=(hw.Rotary(dims=2),))),
+        "modifiers.0.dims = the default, mine 2",
+    ),
+    "bent": (
+        described(attention(turns=(hw.Rotary(scaling=hw.NTK()),))),
+        "modifiers.0.scaling = the default, mine",
+    ),
     "no turn": (described(attention(turns=())), "modifiers"),
     "bias": (described(attention(bias="v")), "project.bias"),
-    "scale": (described(attention(similarity=hw.Dot(scale=0.3))), "similarity.scale = the default, mine 0.3"),
+    "scale": (
+        described(attention(similarity=hw.Dot(scale=0.3))),
+        "similarity.scale = the default, mine 0.3",
+    ),
     "sink": (described(attention(normaliser=hw.SinkSoftmax())), "normaliser"),
-    "placement": (described(attention(), placement="sandwich"), "placement = the default, mine 'sandwich'"),
+    "placement": (
+        described(attention(), placement="sandwich"),
+        "placement = the default, mine 'sandwich'",
+    ),
     "experts": (
         described(attention(), feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1)),
         "has one feed-forward in every layer, and mine",
     ),
-    "no feed": (described(attention(), feed=None), "has one feed-forward in every layer, and mine has not"),
+    "no feed": (
+        described(attention(), feed=None),
+        "has one feed-forward in every layer, and mine has not",
+    ),
     "encoder": (
         hw.families.read_model_spec({"model_type": "bert", "num_hidden_layers": 1}),
         "kind = 'decoder', bert 'encoder'",
@@ -440,9 +522,15 @@ def test_unwritable_specs_are_refused_with_the_first_difference(what: str, tmp_p
 
 @pytest.mark.parametrize("form", list(WRITERS))
 def test_a_config_round_trips(form: str):
-    for more in ({}, {"tie_word_embeddings": True}, {"hidden_act": "gelu_new", "activation_function": "relu"}):
+    for more in (
+        {},
+        {"tie_word_embeddings": True},
+        {"hidden_act": "gelu_new", "activation_function": "relu"},
+    ):
         model = hw.families.read_model_spec(
-            (GPT2 if form == "gpt2" else LLAMA | {"architectures": None}) | {"model_type": form} | more
+            (GPT2 if form == "gpt2" else LLAMA | {"architectures": None})
+            | {"model_type": form}
+            | more
         )
         again = hw.families.read_model_spec(write_config(model, form))
         assert (again.stacks, again.heads) == (model.stacks, model.heads)
@@ -450,17 +538,22 @@ def test_a_config_round_trips(form: str):
 
 def test_invalid_vocabulary_sizes_and_lengths_are_refused(tmp_path: Path):
     check_refused(
-        "cannot write configs of 'lama'; did you mean 'llama'?", lambda: write_config(built(LLAMA).spec, "lama")
+        "cannot write configs of 'lama'; did you mean 'llama'?",
+        lambda: write_config(built(LLAMA).spec, "lama"),
     )
     for length in (0, True, 7.5):
         message = f"max_length={length!r} is not a number of positions; give an integer"
-        check_refused(message, lambda length=length: hw.export(built(LLAMA), tmp_path / "f", max_length=length))
+        check_refused(
+            message,
+            lambda length=length: hw.export(built(LLAMA), tmp_path / "f", max_length=length),
+        )
     message = "cannot set max_length=9: the model has 7 learned positions; leave max_length out"
     check_refused(message, lambda: hw.export(built(GPT2), tmp_path / "f", max_length=9))
     net = built(LLAMA)
     net.decoder.norm.double()
     check_refused(
-        "parameters have the dtypes torch.float32 and torch.float64; convert", lambda: hw.export(net, tmp_path / "f")
+        "parameters have the dtypes torch.float32 and torch.float64; convert",
+        lambda: hw.export(net, tmp_path / "f"),
     )
     with pytest.raises(ValueError, match=r"net is of type Linear; give what hw\.build made"):
         hw.export(torch.nn.Linear(1, 1), tmp_path)  # pyright: ignore[reportArgumentType] - that is the test
@@ -473,9 +566,13 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     check_refused(
-        "full: it contains notes.txt .. ; give the path of a new folder", lambda: hw.export(net, tmp_path / "full")
+        "full: it contains notes.txt .. ; give the path of a new folder",
+        lambda: hw.export(net, tmp_path / "full"),
     )
-    check_refused("file: it is a file; give the path of a new folder", lambda: hw.export(net, tmp_path / "file"))
+    check_refused(
+        "file: it is a file; give the path of a new folder",
+        lambda: hw.export(net, tmp_path / "file"),
+    )
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     hw.export(net, tmp_path / "empty")
@@ -486,7 +583,9 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "replace", "rename", "mkdir"])
-def test_a_disk_that_fails_leaves_no_half_folder(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_fails_leaves_no_half_folder(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     net = built(LLAMA)
     with monkeypatch.context() as patch:
 

@@ -34,7 +34,9 @@ def test_ids_are_bytes_and_come_back_as_text():
 
 
 def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has 255 token ids, fewer than the 256 bytes; give the path"):
+    with pytest.raises(
+        ValueError, match="has 255 token ids, fewer than the 256 bytes; give the path"
+    ):
         attach_tokenizer(wordless(255), "bytes")
     net = wordless()
     attach_tokenizer(net, "bytes")
@@ -55,20 +57,40 @@ def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path
 
 
 def test_classes_without_names_are_called_as_transformers_calls_them(tmp_path):
-    config = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     config |= {"vocab_size": 9, "architectures": ["BertForSequenceClassification"]}
-    for names, expected in (({}, ("LABEL_0", "LABEL_1")), ({"id2label": {"0": "no", "1": "yes"}}, ("no", "yes"))):
+    for names, expected in (
+        ({}, ("LABEL_0", "LABEL_1")),
+        ({"id2label": {"0": "no", "1": "yes"}}, ("no", "yes")),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | names))
         usage = read_processor(tmp_path, hw.families.read_model_spec(config | names))
         assert usage.labels == expected
 
 
-SPECIAL_IDS = [("eos_token_id", 99999), ("eos_token_id", -1), ("pad_token_id", -7), ("eos_token_id", [2, 9])]
+SPECIAL_IDS = [
+    ("eos_token_id", 99999),
+    ("eos_token_id", -1),
+    ("pad_token_id", -7),
+    ("eos_token_id", [2, 9]),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), SPECIAL_IDS)
 def test_special_ids_outside_the_vocabulary_are_warned_of_once(key, value, tmp_path, capsys):
-    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9, "eos_token_id": 8}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 8,
+        "n_head": 2,
+        "n_layer": 1,
+        "vocab_size": 9,
+        "eos_token_id": 8,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     for _ in range(2):
         usage = read_processor(tmp_path, hw.families.read_model_spec(config))
@@ -79,9 +101,15 @@ def test_special_ids_outside_the_vocabulary_are_warned_of_once(key, value, tmp_p
 
 def test_a_tokenizer_that_gives_tokens_one_id_is_refused(tmp_path):
     words = {f"word{n}": min(n, 5) for n in range(9)}
-    document = {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "word0"}}
+    document = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "word0"},
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"tokenizer.json gives 4 tokens the id 5, such as 'word5' and 'word6'; give"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer.json gives 4 tokens the id 5, such as 'word5' and 'word6'; give",
+    ):
         read_processor(tmp_path, make_model_spec("decoder", words=9))
     document["model"]["vocab"] = {f"word{n}": n for n in range(9)}
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
@@ -118,16 +146,26 @@ def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
 
 def test_examples_are_shown_in_words_and_a_long_text_is_split():
     described = make_model_spec("decoder", words=256)
-    first = replace(described.stacks[0], embedding=bp.EmbeddingSpec(256, positions=bp.PositionSpec("learned", 20)))
+    first = replace(
+        described.stacks[0],
+        embedding=bp.EmbeddingSpec(256, positions=bp.PositionSpec("learned", 20)),
+    )
     net = build_model(replace(described, stacks=(first,)))
     attach_tokenizer(net, "bytes")
     from headwise.head_analysis.annotated_examples import examples_from_lines
 
     sources = examples_from_lines(net, ["The cat sat.", "A dog ran over all there."])
     proof = prove(
-        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, notes=sources.notes)
+        net,
+        net,
+        sources.examples_with_frequencies(),
+        ProofOptions("Nothing.", timing=QUICK, notes=sources.notes),
     )
-    assert {one.read + one.target for one in proof.examples} == {"The cat sat.", "A dog ran", "over all there."}
+    assert {one.read + one.target for one in proof.examples} == {
+        "The cat sat.",
+        "A dog ran",
+        "over all there.",
+    }
     assert proof.notes == ("lines split because they are longer than the model takes: 1",)
     assert proof.savings.length == 20
 
@@ -143,14 +181,23 @@ def test_translations_are_scored_against_their_references():
         ("a bird", "ein Vogel"),
     ):
         sources.add_text(source, text)
-    proof = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK))
+    proof = prove(
+        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK)
+    )
     bleu = proof.quality.row("BLEU")
     assert bleu.before.value == bleu.after.value
     assert bleu.change.value == 0.0
     assert 0 <= bleu.after.value < 20
-    assert {one.target for one in proof.examples} == {"eine Katze sitzt dort", "zwei Hunde laufen schnell", "ein Vogel"}
+    assert {one.target for one in proof.examples} == {
+        "eine Katze sitzt dort",
+        "zwei Hunde laufen schnell",
+        "ein Vogel",
+    }
     own = prove(
-        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, target_source="own")
+        net,
+        net,
+        sources.examples_with_frequencies(),
+        ProofOptions("Nothing.", timing=QUICK, target_source="own"),
     )
     assert "BLEU" not in [row.name for row in own.quality.rows]
     assert "generated by the model before" in own.notes[0]

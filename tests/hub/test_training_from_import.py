@@ -15,11 +15,36 @@ from headwise.data.vocabulary import train_bpe
 from headwise.files import read_lines
 from headwise.model_spec import ProcessorSpec
 
-SMALL = ["--steps", "1", "--batch", "4", "--lr", "0.000001", "--precision", "fp32", "--compile", "off"]
-SMALL += ["--device", "cpu", "--set", "recipe.evaluate_batches=1", "--set", "task.length=8", "--set", "task.test=0.0"]
+SMALL = [
+    "--steps",
+    "1",
+    "--batch",
+    "4",
+    "--lr",
+    "0.000001",
+    "--precision",
+    "fp32",
+    "--compile",
+    "off",
+]
+SMALL += [
+    "--device",
+    "cpu",
+    "--set",
+    "recipe.evaluate_batches=1",
+    "--set",
+    "task.length=8",
+    "--set",
+    "task.test=0.0",
+]
 LINE = "the quick brown fox jumps over the lazy dog\n"
 WORDS = train_bpe([LINE * 9], vocab_size=280, special_tokens=("<s>",))
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 24, "num_hidden_layers": 1}
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 24,
+    "num_hidden_layers": 1,
+}
 CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 13}
 
 
@@ -37,26 +62,58 @@ def model(rows: int) -> hw.Transformer:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [0, 7])
-def test_a_folder_of_transformers_is_gone_on_with(more: int, dtype: torch.dtype, text: Path, tmp_path: Path):
-    """From its weights, in its tokens, however many rows its table has besides; 16 bits become 32."""
+def test_a_folder_of_transformers_is_gone_on_with(
+    more: int, dtype: torch.dtype, text: Path, tmp_path: Path
+):
+    """From its weights, in its tokens, however many rows its table has besides;
+    16 bits become 32.
+    """
     net = model(WORDS.size + more).to(dtype)
     hw.export(net, tmp_path / "f")
-    assert main(["train", str(text), "--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(text),
+                "--model",
+                str(tmp_path / "f"),
+                "--out",
+                str(tmp_path / "out"),
+                *SMALL,
+            ]
+        )
+        == 0
+    )
     after = hw.load(tmp_path / "out")
     old, new = net.state_dict(), after.state_dict()
     assert all(new[name].dtype == torch.float32 for name, _ in after.named_parameters())
-    assert all((new[name] - old[name].float()).abs().max() < 1e-4 for name, _ in after.named_parameters())
+    assert all(
+        (new[name] - old[name].float()).abs().max() < 1e-4 for name, _ in after.named_parameters()
+    )
     assert not torch.equal(new["decoder.0.feed.up"], old["decoder.0.feed.up"].float())
-    assert read_lines(tmp_path / "out" / "metrics.jsonl")[0]["task"]["tokens"] == str(tmp_path / "f" / "tokenizer.json")
+    assert read_lines(tmp_path / "out" / "metrics.jsonl")[0]["task"]["tokens"] == str(
+        tmp_path / "f" / "tokenizer.json"
+    )
     assert (after.usage.before, after.usage.end) == ((0,), (0,))
-    assert Tokenizer.from_str(after.usage.tokenizer or "").get_vocab() == Tokenizer.from_str(WORDS.document).get_vocab()
+    assert (
+        Tokenizer.from_str(after.usage.tokenizer or "").get_vocab()
+        == Tokenizer.from_str(WORDS.document).get_vocab()
+    )
 
 
 def test_given_tokens_replace_those_of_the_folder(text: Path, tmp_path: Path):
     net = model(256)
     net.usage = ProcessorSpec()
     hw.export(net, tmp_path / "f")
-    result = ["--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL, "--set", "task.tokens=bytes"]
+    result = [
+        "--model",
+        str(tmp_path / "f"),
+        "--out",
+        str(tmp_path / "out"),
+        *SMALL,
+        "--set",
+        "task.tokens=bytes",
+    ]
     assert main(["train", str(text), *result]) == 0
     assert hw.load(tmp_path / "out").usage.before == ()
 
@@ -65,7 +122,10 @@ def test_given_tokens_replace_those_of_the_folder(text: Path, tmp_path: Path):
     ("value", "message"),
     [
         (["--set", "task.tokens=bytes"], "has 290 rows, but the task's tokenizer has 256 tokens"),
-        (["--model", "{}/empty"], "contains neither headwise.toml nor config.json; give a folder with a model"),
+        (
+            ["--model", "{}/empty"],
+            "contains neither headwise.toml nor config.json; give a folder with a model",
+        ),
         (["--model", "{}/config"], "holds a config.json but neither model.safetensors nor"),
     ],
 )
@@ -76,7 +136,15 @@ def test_unusable_folders_give_one_line(
     (tmp_path / "empty").mkdir()
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text((tmp_path / "f" / "config.json").read_text())
-    argv = ["train", str(text), "--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL]
+    argv = [
+        "train",
+        str(text),
+        "--model",
+        str(tmp_path / "f"),
+        "--out",
+        str(tmp_path / "out"),
+        *SMALL,
+    ]
     assert main([*argv, *(word.format(tmp_path) for word in value)]) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -88,9 +156,13 @@ def test_a_table_may_be_wider_than_its_own_tokenizer_alone(text: Path, tmp_path:
     """A model that brought no tokenizer, or another, has as many rows as the task knows tokens."""
     (tmp_path / "t.json").write_text(WORDS.document)
     task = TextTask(str(text), tokens=str(tmp_path / "t.json"), length=8, test=0.0)
-    recipe = hw.Recipe(steps=1, batch=4, precision="fp32", compile="off", attention="auto", evaluate_batches=1)
+    recipe = hw.Recipe(
+        steps=1, batch=4, precision="fp32", compile="off", attention="auto", evaluate_batches=1
+    )
     net = model(WORDS.size + 7)
-    net.usage = ProcessorSpec(tokenizer=train_bpe([LINE * 9], vocab_size=270, special_tokens=("<s>",)).document)
+    net.usage = ProcessorSpec(
+        tokenizer=train_bpe([LINE * 9], vocab_size=270, special_tokens=("<s>",)).document
+    )
     with pytest.raises(hw.SpecError, match=r"the task's tokenizer has \d+ tokens; use"):
         hw.train(task, net, recipe, tmp_path / "out")
 

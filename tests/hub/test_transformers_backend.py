@@ -1,4 +1,6 @@
-"""Models of transformers with headwise as attention backend, against their own eager attention and float64."""
+"""Models of transformers with headwise as attention backend, against their own eager attention and
+float64.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,33 @@ from headwise.hub import transformers_backend
 from headwise.inspect.adapters import transformers_interface
 from headwise.inspect.attention_sites import find_attention
 from support.site_recording import record_eager_weights, record_sites
-from support.transformers_models import LLAMA, LOCAL, WORDS, ZOO, TransformersModel, run_model, transformers
+from support.transformers_models import (
+    LLAMA,
+    LOCAL,
+    WORDS,
+    ZOO,
+    TransformersModel,
+    run_model,
+    transformers,
+)
 
 LOWEST = torch.finfo(torch.float32).min
 CHUNKS = LLAMA | {
-    "attention_chunk_size": 4, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
+    "attention_chunk_size": 4,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 48,
     "layer_types": ["chunked_attention", "full_attention"],
-}  # fmt: skip
+}
 LATE = LLAMA | {
-    "num_hidden_layers": 4, "layer_types": LOCAL * 2, "sliding_window": 5, "global_head_dim": 8,
-    "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": WORDS, "num_kv_shared_layers": 2,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "layer_types": LOCAL * 2,
+    "sliding_window": 5,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": WORDS,
+    "num_kv_shared_layers": 2,
+}
 MORE = {
     "llama4": TransformersModel("Llama4ForCausalLM", "Llama4TextConfig", CHUNKS, "o_proj"),
     "gemma4": TransformersModel("Gemma4ForCausalLM", "Gemma4TextConfig", LATE, "o_proj"),
@@ -57,7 +75,15 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Any, ...]] = []
     original = F.scaled_dot_product_attention
 
-    def noting(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None = None, p: float = 0.0, c: bool = False, **how: Any):
+    def noting(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        m: Tensor | None = None,
+        p: float = 0.0,
+        c: bool = False,
+        **how: Any,
+    ):
         calls.append((tuple(q.shape), tuple(k.shape), None if m is None else tuple(m.shape), c))
         return original(q, k, v, m, p, c, **how)
 
@@ -71,7 +97,10 @@ def test_outputs_are_eagers(name: str):
     zoo = (ZOO | MORE)[name]
     eager, ours = zoo.build("eager"), zoo.build("headwise")
     inputs = zoo.inputs()
-    kinds = [inputs, *([padded(inputs, "left"), padded(inputs, "right")] if "input_ids" in inputs else [])]
+    kinds = [
+        inputs,
+        *([padded(inputs, "left"), padded(inputs, "right")] if "input_ids" in inputs else []),
+    ]
     for value in kinds:
         assert off(run_model(ours, value), run_model(eager, value)) <= 1e-5
     ours.set_attn_implementation("eager")
@@ -81,8 +110,12 @@ def test_outputs_are_eagers(name: str):
 
 
 MASKS = {
-    "packed": lambda ids: {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]).expand(2, -1)},
-    "a mask of numbers": lambda ids: {"attention_mask": LOWEST * torch.ones(11, 11).triu(1).expand(2, 1, -1, -1)},
+    "packed": lambda ids: {
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]).expand(2, -1)
+    },
+    "a mask of numbers": lambda ids: {
+        "attention_mask": LOWEST * torch.ones(11, 11).triu(1).expand(2, 1, -1, -1)
+    },
     "the last queries": lambda ids: {"logits_to_keep": 3},
 }
 
@@ -93,7 +126,10 @@ def test_other_masks(name: str, kind: str):
     zoo = (ZOO | MORE)[name]
     ids = zoo.inputs()["input_ids"]
     options = {"input_ids": ids, **MASKS[kind](ids)}
-    assert off(run_model(zoo.build("headwise"), options), run_model(zoo.build("eager"), options)) <= 1e-5
+    assert (
+        off(run_model(zoo.build("headwise"), options), run_model(zoo.build("eager"), options))
+        <= 1e-5
+    )
 
 
 def test_a_boolean_mask_hides_false_pairs():
@@ -105,7 +141,9 @@ def test_a_boolean_mask_hides_false_pairs():
         shown = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(0)) < 0.5
         shown |= torch.eye(11, dtype=torch.bool)
         numbers = torch.where(shown, 0.0, LOWEST)
-        values = [run_model(ours, {"input_ids": ids, "attention_mask": mask}) for mask in (shown, numbers)]
+        values = [
+            run_model(ours, {"input_ids": ids, "attention_mask": mask}) for mask in (shown, numbers)
+        ]
         assert off(values[0], values[1]) <= 1e-6
 
 
@@ -120,12 +158,20 @@ def defined(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
     (batch, heads, queries, dim), (_, groups, keys, width) = q.shape, v.shape
     o = torch.zeros(batch, queries, heads, width, dtype=torch.float64)
     w = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
-    grids = [options[name].expand(w.shape) for name in ("position_bias", "attention_mask") if name in options]
+    grids = [
+        options[name].expand(w.shape)
+        for name in ("position_bias", "attention_mask")
+        if name in options
+    ]
     for b, h, t in itertools.product(range(batch), range(heads), range(queries)):
         g, row = h * groups // heads, []
         for j in range(keys):
             s = options.get("scaling", dim**-0.5) * float(q[b, h, t].double() @ k[b, g, j].double())
-            s = options["softcap"] * math.tanh(s / options["softcap"]) if "softcap" in options else s
+            s = (
+                options["softcap"] * math.tanh(s / options["softcap"])
+                if "softcap" in options
+                else s
+            )
             s += sum(float(grid[b, h, t, j]) for grid in grids)
             row.append(-math.inf if options.get("is_causal") and j > t else s)
         sink = [float(options["s_aux"][h])] if "s_aux" in options else []
@@ -145,7 +191,11 @@ OPTIONS = {
     "causal, capped": {"is_causal": True, "softcap": 1.3},
     "causal, biased": {"is_causal": True, "position_bias": torch.randn(1, 6, 5, 5, generator=DRAW)},
     "biased": {"position_bias": torch.randn(1, 6, 5, 5, generator=DRAW)},
-    "masked": {"attention_mask": LOWEST * (torch.rand(2, 1, 5, 5, generator=DRAW) < 0.4) * (1 - torch.eye(5))},
+    "masked": {
+        "attention_mask": LOWEST
+        * (torch.rand(2, 1, 5, 5, generator=DRAW) < 0.4)
+        * (1 - torch.eye(5))
+    },
 }
 OPTIONS["all"] = OPTIONS["capped"] | OPTIONS["sinks"] | OPTIONS["biased"] | OPTIONS["masked"]
 
@@ -156,7 +206,10 @@ OPTIONS["all"] = OPTIONS["capped"] | OPTIONS["sinks"] | OPTIONS["biased"] | OPTI
 def test_attention_equals_the_definition(kind: str, queries: int, groups: int):
     """Also for values of another width than keys."""
     draw = torch.Generator().manual_seed(3)
-    q, k = torch.randn(2, 6, queries, 7, generator=draw), torch.randn(2, groups, 5, 7, generator=draw)
+    q, k = (
+        torch.randn(2, 6, queries, 7, generator=draw),
+        torch.randn(2, groups, 5, 7, generator=draw),
+    )
     v = torch.randn(2, groups, 5, 3, generator=draw)
     cut = {
         key: grid[..., :queries, :]
@@ -169,7 +222,9 @@ def test_attention_equals_the_definition(kind: str, queries: int, groups: int):
     o, w = defined(q, k, v, options)
     fields = {"attention_mask": None} | options
     own, nothing = transformers_backend.attention_forward(Layer(), q, k, v, **fields)
-    again, weights = transformers_backend.attention_forward(Layer(), q, k, v, **fields, output_attentions=True)
+    again, weights = transformers_backend.attention_forward(
+        Layer(), q, k, v, **fields, output_attentions=True
+    )
     assert own.is_contiguous()
     assert torch.allclose(own.double(), o, atol=1e-6)
     assert torch.allclose(again.double(), o, atol=1e-6)
@@ -191,7 +246,9 @@ def test_training_is_eagers(name: str, dropped: float):
         torch.manual_seed(5)
         outputs = model(**zoo.inputs())
         outputs = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-        (outputs * torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+        (
+            outputs * torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2))
+        ).sum().backward()
         grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
     eager, ours = grads
     assert eager.keys() == ours.keys()
@@ -225,7 +282,10 @@ def test_no_key_is_repeated_for_one_query(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_causal_prompt_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
     model, inputs = ZOO["llama"].build("headwise"), ZOO["llama"].inputs()
-    plain, masked = ((2, 4, 11, 8), (2, 2, 11, 8), None, True), ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False)
+    plain, masked = (
+        ((2, 4, 11, 8), (2, 2, 11, 8), None, True),
+        ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False),
+    )
     for value, expected in ((inputs, plain), (padded(inputs, "left"), masked)):
         with fused_calls(monkeypatch) as calls:
             run_model(model, value)
@@ -293,13 +353,18 @@ def test_requested_weights_are_returned(name: str):
     values = [key for key in eager if key.endswith("attentions")]
     assert values
     for key in values:
-        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(eager[key], ours[key], strict=True))
+        assert all(
+            torch.allclose(*pair, atol=1e-5) for pair in zip(eager[key], ours[key], strict=True)
+        )
 
 
 BAD = {
     "indices": ({"indices": torch.zeros(2, 5, 1)}, "also gets indices; use"),
     "axes": ({"attention_mask": torch.zeros(2, 5, 5)}, "its mask has 3 axes"),
-    "queries": ({"is_causal": True}, "is_causal is ambiguous for 4 queries and 5 keys; give a mask"),
+    "queries": (
+        {"is_causal": True},
+        "is_causal is ambiguous for 4 queries and 5 keys; give a mask",
+    ),
 }
 
 
@@ -308,7 +373,9 @@ def test_unsupported_arguments_are_refused(kind: str):
     options, why = BAD[kind]
     q, k = torch.zeros(2, 6, 4, 7), torch.zeros(2, 2, 5, 7)
     with pytest.raises(ValueError, match=why):
-        transformers_backend.attention_forward(Layer(), q, k, k, **({"attention_mask": None} | options))
+        transformers_backend.attention_forward(
+            Layer(), q, k, k, **({"attention_mask": None} | options)
+        )
 
 
 LATER = """
@@ -329,7 +396,9 @@ def test_registration_waits_for_the_import_of_transformers():
     assert subprocess.run([sys.executable, "-c", LATER], check=False).returncode == 0
 
 
-def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_registration_waits_until_the_import_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Of a package that stands in for transformers, whose first import fails."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").touch()
@@ -343,7 +412,13 @@ def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the second text is as old as the first
     for _ in range(2):
         transformers_backend.register_on_import()
-    assert sum(isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path) == 1
+    assert (
+        sum(
+            isinstance(finder, transformers_backend.TransformersImportHook)
+            for finder in sys.meta_path
+        )
+        == 1
+    )
     with pytest.raises(ImportError, match="missing"):
         import_module("theirs.models_of_theirs")
     assert done == []
@@ -352,18 +427,25 @@ def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeyp
     assert done == [0]
     transformers_backend.register_on_import()
     assert done == [0, 1]
-    assert not any(isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path)
+    assert not any(
+        isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path
+    )
 
 
 @pytest.mark.parametrize(
-    ("version", "registers"), [("5.2.9", False), ("4.57.1", False), ("5.3.0", True), ("6.0.dev0", True)]
+    ("version", "registers"),
+    [("5.2.9", False), ("4.57.1", False), ("5.3.0", True), ("6.0.dev0", True)],
 )
-def test_transformers_before_5_3_is_left_alone(version: str, registers: bool, monkeypatch: pytest.MonkeyPatch):
+def test_transformers_before_5_3_is_left_alone(
+    version: str, registers: bool, monkeypatch: pytest.MonkeyPatch
+):
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     for one in interfaces:
         keep = {name: tensor for name, tensor in one._global_mapping.items() if name != "headwise"}
         monkeypatch.setattr(one, "_global_mapping", keep)
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which may stand there anew
+    monkeypatch.setattr(
+        sys.modules["transformers"], "__version__", version
+    )  # which may stand there anew
     transformers_backend.register_backend()
     assert ["headwise" in one() for one in interfaces] == [registers, registers]
 
@@ -379,7 +461,7 @@ def test_a_model_without_the_attention_interface_equals_eager():
     assert torch.equal(*recorded)
 
 
-# --- continuous batching -------------------------------------------------------------------------------
+# --- continuous batching --------------------------------------------------------------------------
 
 REQUESTS = [[3, 5, 7], [11, 12, 13, 14, 15, 16], [20]]
 
@@ -393,7 +475,9 @@ def test_continuous_batching_runs_on_headwise(name: str, monkeypatch: pytest.Mon
     for function in ("_attend_sdpa", "_attend_with_weights"):
         original = getattr(transformers_backend, function)
         monkeypatch.setattr(
-            transformers_backend, function, lambda *args, run=original: (calls.append(name), run(*args))[1]
+            transformers_backend,
+            function,
+            lambda *args, run=original: (calls.append(name), run(*args))[1],
         )
     texts: list[dict[str, list[int]]] = []
     for kind in ("eager", "headwise"):
@@ -413,16 +497,21 @@ def test_continuous_batching_runs_on_headwise(name: str, monkeypatch: pytest.Mon
 
 
 def test_the_prefix_of_older_versions_names_the_same_function():
-    assert transformers.AttentionInterface()["paged|headwise"] is transformers_backend.attention_forward
+    assert (
+        transformers.AttentionInterface()["paged|headwise"]
+        is transformers_backend.attention_forward
+    )
 
 
 def test_sites_say_that_keys_are_in_a_paged_cache():
     q = torch.zeros(1, 4, 3, 8)
-    call = transformers_interface.inputs_of_call("headwise", Layer(), (q, q, q, None), {"cache": object()})
+    call = transformers_interface.inputs_of_call(
+        "headwise", Layer(), (q, q, q, None), {"cache": object()}
+    )
     assert "paged cache" in call.unsupported
 
 
-# --- bfloat16 ------------------------------------------------------------------------------------------
+# --- bfloat16 -------------------------------------------------------------------------------------
 
 LOWEST_BF16 = torch.finfo(torch.bfloat16).min
 ROWS, HEADS, GROUPS, DIM = 3, 6, 2, 16
@@ -483,7 +572,9 @@ def test_large_scores_leave_numbers():
 
 
 def test_no_key_is_repeated_and_no_fused_call_is_made(monkeypatch):
-    """The fused call reads bfloat16 slowly where rows are few; with gradients it is made, for it keeps no scores."""
+    """The fused call reads bfloat16 slowly where rows are few; with gradients it is made, for it
+    keeps no scores.
+    """
     calls: list[tuple[int, ...]] = []
     original = F.scaled_dot_product_attention
 

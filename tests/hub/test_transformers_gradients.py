@@ -1,4 +1,6 @@
-"""Gradients of transformers models on headwise's attention, against their eager attention and finite differences."""
+"""Gradients of transformers models on headwise's attention, against their eager attention and
+finite differences.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,35 @@ import torch
 from torch import Tensor, nn
 
 import headwise.hub as hub
-from support.transformers_models import BART, FALLBACK, HEADS, LLAMA, LOCAL, WORDS, ZOO, TransformersModel, transformers
+from support.transformers_models import (
+    BART,
+    FALLBACK,
+    HEADS,
+    LLAMA,
+    LOCAL,
+    WORDS,
+    ZOO,
+    TransformersModel,
+    transformers,
+)
 
 assert hub  # importing it registers the attention function
 
 LINEAR = LLAMA | {
-    "layer_types": ["full_attention", "linear_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
+    "layer_types": ["full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 WINDOW = LLAMA | {"sliding_window": 5}
-NEOX = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "head_dim")}
+NEOX = {
+    key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "head_dim")
+}
 OPT = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -37,8 +57,10 @@ MORE = {
     "qwen3-next": TransformersModel("Qwen3NextForCausalLM", "Qwen3NextConfig", LINEAR, "o_proj"),
     "starcoder2": TransformersModel("Starcoder2ForCausalLM", "Starcoder2Config", WINDOW, "o_proj"),
     "smollm3": TransformersModel("SmolLM3ForCausalLM", "SmolLM3Config", LLAMA, "o_proj"),
-    "cohere2": TransformersModel("Cohere2ForCausalLM", "Cohere2Config", WINDOW | {"layer_types": LOCAL}, "o_proj"),
-}  # fmt: skip
+    "cohere2": TransformersModel(
+        "Cohere2ForCausalLM", "Cohere2Config", WINDOW | {"layer_types": LOCAL}, "o_proj"
+    ),
+}
 MODELS = {name: model for name, model in (ZOO | MORE).items() if model.reads in ("ids", "both")}
 PAD = 3
 MASK_FORMS = ("ids", "numbers", "booleans")
@@ -51,9 +73,13 @@ CASES = [  # encoder-decoders and OPT read more than pairs from a mask: only tha
 
 @pytest.fixture(autouse=True, scope="module")
 def plain_attention() -> Iterator[None]:
-    """Register the formula of the paper, in the dtype of its inputs, as attention "plain" of transformers."""
+    """Register the formula of the paper, in the dtype of its inputs, as attention "plain" of
+    transformers.
+    """
 
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any):
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+    ):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores = q @ k.transpose(2, 3) * options["scaling"]
         for bias in (mask, options.get("position_bias")):
@@ -72,8 +98,12 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float32, **keys:
     return zoo._replace(keys=zoo.keys | keys).build(attention).to(dtype)
 
 
-def padded_inputs(model: TransformersModel, side: str, form: str, value: float) -> dict[str, Tensor]:
-    """Inputs with three padding tokens in the second row, and their mask in one of the forms that models take."""
+def padded_inputs(
+    model: TransformersModel, side: str, form: str, value: float
+) -> dict[str, Tensor]:
+    """Inputs with three padding tokens in the second row, and their mask in one of the forms that
+    models take.
+    """
     inputs = model.inputs()
     rows, length = inputs["input_ids"].shape
     real = torch.ones(rows, length, dtype=torch.bool)
@@ -83,16 +113,22 @@ def padded_inputs(model: TransformersModel, side: str, form: str, value: float) 
     allowed = real[:, None, None].expand(rows, 1, length, length)
     if model.reads == "ids" and "For" in model.model:  # a decoder
         allowed = allowed & torch.ones(length, length, dtype=torch.bool).tril()
-    return inputs | {"attention_mask": allowed if form == "booleans" else torch.where(allowed, 0.0, value)}
+    return inputs | {
+        "attention_mask": allowed if form == "booleans" else torch.where(allowed, 0.0, value)
+    }
 
 
 def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs, and the gradients of their sum with random factors; outputs at padding count as well."""
+    """Outputs, and the gradients of their sum with random factors; outputs at padding count as
+    well.
+    """
     output = model(**inputs)
     output = output.logits if "logits" in output else output.last_hidden_state
     factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     (output * factors.to(output.dtype)).sum().backward()
-    return output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def difference(own: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -104,7 +140,9 @@ def difference(own: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(("name", "side", "form"), CASES)
 def test_gradients_equal_those_of_eager_attention(name: str, side: str, form: str):
-    """In float32; a boolean mask is compared with its numbers, which eager attention adds to the scores."""
+    """In float32; a boolean mask is compared with its numbers, which eager attention adds to the
+    scores.
+    """
     zoo, lowest = MODELS[name], torch.finfo(torch.float32).min
     outputs, eager = gradients(
         zoo.build("eager"), padded_inputs(zoo, side, form.replace("booleans", "numbers"), lowest)
@@ -117,7 +155,9 @@ def test_gradients_equal_those_of_eager_attention(name: str, side: str, form: st
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bert", "deepseek", "falcon"])
 def test_gradients_in_other_dtypes(name: str, side: str):
-    """Eager attention of most decoders computes its softmax in float32, so float64 is compared with the formula."""
+    """Eager attention of most decoders computes its softmax in float32, so float64 is compared with
+    the formula.
+    """
     inputs = padded_inputs(MODELS[name], side, "ids", 0)
     reference = "eager" if name == "falcon" else "plain"
     _, truth = gradients(build(name, reference, torch.float64), inputs)
@@ -132,7 +172,9 @@ def test_gradients_in_other_dtypes(name: str, side: str):
 
 @pytest.mark.parametrize("value", [-1e3, -1e5, -1e7, -1e9, -1e12])
 def test_masks_of_any_size(value: float):
-    """In float64 the reference is exact; in float32 a mask of this size rounds the scores of eager attention."""
+    """In float64 the reference is exact; in float32 a mask of this size rounds the scores of eager
+    attention.
+    """
     inputs = padded_inputs(MODELS["llama"], "left", "numbers", value)
     _, truth = gradients(build("llama", "plain", torch.float64), inputs)
     _, own = gradients(build("llama", "headwise", torch.float64), inputs)
@@ -167,19 +209,28 @@ def test_gradients_of_compiled_models(name: str):
     _, eager = gradients(build(name, "eager"), inputs)
     compiled: Any = torch.compile(build(name, "headwise"), backend="aot_eager", fullgraph=True)
     _, own = gradients(compiled, inputs)
-    assert difference({key.removeprefix("_orig_mod."): grad for key, grad in own.items()}, eager) <= 1e-5
+    assert (
+        difference({key.removeprefix("_orig_mod."): grad for key, grad in own.items()}, eager)
+        <= 1e-5
+    )
 
 
 def test_gradients_equal_finite_differences():
-    """Of one layer, with respect to weights after the scores: its rounded mask makes all others piecewise constant."""
+    """Of one layer, with respect to weights after the scores: its rounded mask makes all others
+    piecewise constant.
+    """
     inputs = padded_inputs(MODELS["opt"], "left", "ids", 0)
     model = build("opt", "headwise", torch.float64, num_hidden_layers=1)
-    factors = torch.randn(2, 11, WORDS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    factors = torch.randn(
+        2, 11, WORDS, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     (model(**inputs).logits * factors).sum().backward()
     for name, parameter in model.named_parameters():
         if any(part in name for part in ("embed", "q_proj", "k_proj", "self_attn_layer_norm")):
             continue
-        direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        direction = torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        )
         step, ends = 1e-5, []
         with torch.no_grad():
             for sign in (1, -2):
@@ -188,4 +239,6 @@ def test_gradients_equal_finite_differences():
             parameter += step * direction
         slope = (ends[0] - ends[1]) / (2 * step)
         assert parameter.grad is not None
-        assert float((parameter.grad * direction).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-6), name
+        assert float((parameter.grad * direction).sum()) == pytest.approx(
+            slope, rel=1e-6, abs=1e-6
+        ), name

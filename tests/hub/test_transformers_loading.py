@@ -63,7 +63,9 @@ def make_folder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", [("sites",), ("heads", "--data", "TEXTS"), ("view",), ("trace", "--text", "a")])
+@pytest.mark.parametrize(
+    "command", [("sites",), ("heads", "--data", "TEXTS"), ("view",), ("trace", "--text", "a")]
+)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_code_of_the_hub_is_refused(
     name: str, command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -83,7 +85,8 @@ def test_code_of_the_hub_is_refused(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"_attn_implementation": "sdpa"}, {"task_specific_params": {"attn_implementation": None}}]
+    "settings",
+    [{"_attn_implementation": "sdpa"}, {"task_specific_params": {"attn_implementation": None}}],
 )
 def test_implementations_of_transformers_are_accepted(settings: dict[str, Any], tmp_path: Path):
     model: Any = load_original(make_folder(tmp_path, **settings))
@@ -97,10 +100,16 @@ def test_flash_attention_of_a_config_is_not_used(tmp_path: Path):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_code_of_the_folder_is_ignored_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_code_of_the_folder_is_ignored_with_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    folder = make_folder(tmp_path, auto_map=code, configuration_files=["config.json", "config.4.0.0.json"])
-    (folder / "config.4.0.0.json").write_text('{"model_type": "gpt2", "_attn_implementation": "owner/kernel"}')
+    folder = make_folder(
+        tmp_path, auto_map=code, configuration_files=["config.json", "config.4.0.0.json"]
+    )
+    (folder / "config.4.0.0.json").write_text(
+        '{"model_type": "gpt2", "_attn_implementation": "owner/kernel"}'
+    )
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     assert type(load_original(folder)).__name__ == "GPT2LMHeadModel"
     assert not (folder / "ran").exists()
@@ -120,7 +129,8 @@ def test_an_architecture_is_a_model(name: str, tmp_path: Path):
     assert type(load_original(make_folder(tmp_path, architectures=[name]))).__name__ == "GPT2Model"
 
 
-# Each script runs in a fork of one process, in which transformers and headwise were imported with the stub in place.
+# Each script runs in a fork of one process, in which transformers and headwise were imported with
+# the stub in place.
 FORK_SCRIPTS = """
 import json, os, sys, traceback
 import transformers.models.gpt2.modeling_gpt2, transformers.models.yoso.modeling_yoso
@@ -144,14 +154,18 @@ for line in sys.stdin:
 
 
 class StubProcess:
-    """A process with a stub in the place of the package `kernels`, of which every script gets a fork."""
+    """A process with a stub in the place of the package `kernels`, of which every script gets a
+    fork.
+    """
 
     def __init__(self, folder: Path) -> None:
         package, metadata = folder / "kernels", folder / "kernels-0.18.2.dist-info"
         for made in (package, metadata):
             made.mkdir(parents=True)
         (package / "__init__.py").write_text(STUB)
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+        (metadata / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"
+        )
         self.requests, self.errors = package / "requests", folder / "errors"
         path = os.pathsep.join([str(folder), str(SOURCE.parent)])
         environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
@@ -161,7 +175,9 @@ class StubProcess:
         )
 
     def run(self, script: str, *argv: str) -> tuple[str, str]:
-        """The last error line of a script, and all requests, with those of the imports before it."""
+        """The last error line of a script, and all requests, with those of the
+        imports before it.
+        """
         self.errors.unlink(missing_ok=True)
         requests, process = self.requests, self.process
         assert process.stdin is not None
@@ -183,7 +199,10 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubProcess]:
 
 
 PLAIN = "import sys, transformers; transformers.AutoModel.from_pretrained(sys.argv[1])"
-OURS = "import sys; from headwise.hub.pretrained_models import load_original; load_original(sys.argv[1])"
+OURS = (
+    "import sys; from headwise.hub.pretrained_models import load_original; "
+    "load_original(sys.argv[1])"
+)
 
 
 def test_the_stub_sees_what_transformers_asks_for(stub: StubProcess, tmp_path: Path):
@@ -205,7 +224,13 @@ def test_nothing_is_asked_for_by_a_flash_attention(stub: StubProcess, tmp_path: 
 
 
 # With a GPU, the constructor of this model asks the package `kernels` for code.
-YOSO = {"model_type": "yoso", "hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
+YOSO = {
+    "model_type": "yoso",
+    "hidden_size": 12,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 30,
+}
 ON_A_GPU = """
 import transformers.models.yoso.modeling_yoso as yoso
 yoso.is_torch_cuda_available = yoso.is_ninja_available = lambda: True
@@ -236,10 +261,15 @@ def test_nothing_is_asked_for_by_a_constructor(stub: StubProcess, tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
-def test_kernels_for_quantised_weights_are_not_fetched(method: str, stub: StubProcess, tmp_path: Path):
+def test_kernels_for_quantised_weights_are_not_fetched(
+    method: str, stub: StubProcess, tmp_path: Path
+):
     folder = make_folder(tmp_path / "model", quantization_config={"quant_method": method})
     error, requests = stub.run(OURS, str(folder))
-    assert f"has the quantisation {method}, which runs code of the Hub; remove the package kernels" in error
+    assert (
+        f"has the quantisation {method}, which runs code of the Hub; remove the package kernels"
+        in error
+    )
     assert requests == ""
 
 
@@ -252,24 +282,34 @@ print(module.load().config._attn_implementation, file=sys.stderr)
 
 
 def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path):
-    """The written config has no such settings, and load_model.py replaces those that are put there later."""
+    """The written config has no such settings, and load_model.py replaces those that are put there
+    later.
+    """
     from headwise.surgery import DropHeads
     from headwise.surgery.hf_export.model_folder import write_model_folder
     from headwise.surgery.pruning import prune
 
-    folder = make_folder(tmp_path / "model", _attn_implementation="flash_attention_2", auto_map={"AutoModel": "a.B"})
+    folder = make_folder(
+        tmp_path / "model", _attn_implementation="flash_attention_2", auto_map={"AutoModel": "a.B"}
+    )
     net = hw.load(folder)
-    texts = [hw.ExampleReader.from_model(net).read_ids([1, 2, 3])] if hasattr(hw.ExampleReader, "from_model") else []
+    texts = (
+        [hw.ExampleReader.from_model(net).read_ids([1, 2, 3])]
+        if hasattr(hw.ExampleReader, "from_model")
+        else []
+    )
     smaller = prune(net, DropHeads((("decoder.0.attention", 1),)), texts).after
     written = write_model_folder(smaller, folder, tmp_path / "smaller", {})
     assert written.kind == "resized"
     config = json.loads((tmp_path / "smaller" / "config.json").read_text())
     assert not {"auto_map", "_attn_implementation"} & set(config)
-    (tmp_path / "smaller" / "config.json").write_text(json.dumps(config | {"_attn_implementation": KERNEL}))
+    (tmp_path / "smaller" / "config.json").write_text(
+        json.dumps(config | {"_attn_implementation": KERNEL})
+    )
     assert stub.run(LOADER, str(tmp_path / "smaller")) == ("sdpa", "")
 
 
-# --- one place -----------------------------------------------------------------------------------------
+# --- one place ------------------------------------------------------------------------------------
 
 LOADERS = re.compile(r"\b(?:from_pretrained|_?from_config|for_model)\(")
 ALLOWED = {
@@ -283,35 +323,47 @@ ALLOWED = {
 
 def test_loaders_of_transformers_are_called_in_one_place():
     found = {
-        path.relative_to(SOURCE).as_posix(): len(LOADERS.findall(path.read_text())) for path in SOURCE.rglob("*.py")
+        path.relative_to(SOURCE).as_posix(): len(LOADERS.findall(path.read_text()))
+        for path in SOURCE.rglob("*.py")
     }
     assert {path: count for path, count in found.items() if count} == ALLOWED
 
 
 def test_scripts_without_headwise_have_the_same_arguments():
     script = (SOURCE / "surgery" / "hf_export" / "load_model.txt").read_text()
-    for text in (load_check.DRIVER, script, (SOURCE / "bench" / "cases" / "whole_models.py").read_text()):
+    for text in (
+        load_check.DRIVER,
+        script,
+        (SOURCE / "bench" / "cases" / "whole_models.py").read_text(),
+    ):
         assert '"trust_remote_code": False' in text
         assert '"use_safetensors": True' in text
         assert '"attn_implementation": None' in text
     assert importlib.util.find_spec("headwise.hub.transformers_loading") is not None
 
 
-def test_without_transformers_unknown_families_name_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_transformers_unknown_families_name_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(pretrained_models, "find_spec", lambda _: None)
     (tmp_path / "config.json").write_text('{"model_type": "deberta", "hidden_size": 8}')
-    with pytest.raises(SpecError, match=r"'deberta', for which transformers is needed; pip install 'headwise\[hf\]'"):
+    with pytest.raises(
+        SpecError,
+        match=r"'deberta', for which transformers is needed; pip install 'headwise\[hf\]'",
+    ):
         load_original(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(SpecError, match=r"neither model\.safetensors nor"):
         load_original(tmp_path)
 
 
-# --- Files that were copied in part ----------------------------------------------------------------------
+# --- Files that were copied in part ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("load", [pretrained_models.load_transformers_folder, load_original])
-def test_a_file_that_is_zero_from_its_middle_is_noted_once(load: Callable[[Path], Any], tmp_path: Path):
+def test_a_file_that_is_zero_from_its_middle_is_noted_once(
+    load: Callable[[Path], Any], tmp_path: Path
+):
     config = transformers.GPT2Config(**SMALL)
     model = transformers.GPT2LMHeadModel(config)
     torch.nn.init.zeros_(model.transformer.h[1].mlp.c_proj.weight)  # as some are before training
@@ -323,6 +375,8 @@ def test_a_file_that_is_zero_from_its_middle_is_noted_once(load: Callable[[Path]
     begin = 8 + int.from_bytes(data[:8], "little")
     middle = (begin + len(data)) // 2
     path.write_bytes(data[:middle] + bytes(len(data) - middle))
-    with pytest.warns(UserWarning, match="zero; if this is not intended, copy the file again") as caught:
+    with pytest.warns(
+        UserWarning, match="zero; if this is not intended, copy the file again"
+    ) as caught:
         load(tmp_path)
     assert len(caught) == 1

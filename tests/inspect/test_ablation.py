@@ -20,7 +20,14 @@ from support.layer_cases import check_close
 from support.transformers_models import FALLBACK, ZOO, TransformersModel, run_model
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, "n_positions": 16}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 11,
+    "n_positions": 16,
+}
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 FOLDED = ("bert", "gpt2", "llama", "t5", "whisper", "deepseek", "vit", "gptj", "bloom")
 
@@ -46,7 +53,9 @@ class Hand(nn.Module):
     def outputs(self, x: Tensor) -> Tensor:
         """What heads say."""
         q, k, v = (self.__getattr__(name)(x).unflatten(-1, (3, 4)) for name in "qkv")
-        weights = [(q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).softmax(-1) @ v[:, :, h] for h in range(3)]
+        weights = [
+            (q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).softmax(-1) @ v[:, :, h] for h in range(3)
+        ]
         return torch.stack(weights, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +66,7 @@ class SelfAttention(Hand):
     """The same under a name that says so."""
 
 
-# --- means ---------------------------------------------------------------------------------------------
+# --- means ----------------------------------------------------------------------------------------
 
 
 @given(spec=st.sampled_from(list(PRESETS.values())) | strategies.specs(), seed=st.integers(0, 99))
@@ -67,7 +76,9 @@ def test_a_mean_is_a_cut_and_a_constant(spec: hw.AttentionSpec, seed: int):
     x, z = cases.tensors(spec)
     assume(outs > 1)
     entry = sorted({seed % outs, (seed // 7) % outs})[: outs - 1]
-    means = hw.head_means(layer, [{"x": x + n, "source": z} for n in (0, 1)], [(0, head) for head in entry])
+    means = hw.head_means(
+        layer, [{"x": x + n, "source": z} for n in (0, 1)], [(0, head) for head in entry]
+    )
     with torch.no_grad(), hw.patch(layer, means):
         patched = layer(x, source=z)
     keep = [head for head in range(outs) if head not in entry]
@@ -86,7 +97,9 @@ def projection(model: nn.Module, path: str, out: str) -> nn.Module:
     """The output projection nearest to an attention."""
     near = path.rpartition(".")[0] if "|" not in out and out.startswith("output") else path
     ends = tuple(out.split("|"))
-    return next(m for name, m in model.named_modules() if name.startswith(near) and name.endswith(ends))
+    return next(
+        m for name, m in model.named_modules() if name.startswith(near) and name.endswith(ends)
+    )
 
 
 def fold(last: nn.Module, head: int, mean: Tensor) -> None:
@@ -126,7 +139,9 @@ def test_means_are_those_of_the_tokens_that_count():
         mask = torch.arange(11) < torch.tensor(pair)[:, None]
         batches.append({"input_ids": ids, "attention_mask": mask.long()})
         z = head_outputs(model, batches[-1])
-        recorded += [(z["encoder.1.attention", 2][row, : pair[row]]).double().numpy() for row in range(2)]
+        recorded += [
+            (z["encoder.1.attention", 2][row, : pair[row]]).double().numpy() for row in range(2)
+        ]
     rows = np.concatenate(recorded)
     for value in (batches, iter(batches), [(one, one["attention_mask"].bool()) for one in batches]):
         mean = hw.head_means(model, value, [(1, 2)])["encoder.1.attention", 2]
@@ -145,7 +160,10 @@ def test_means_are_those_of_the_tokens_that_count():
 def test_padding_of_ours_does_not_count():
     net = gpt()
     right = {"x": IDS, "sequence": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2])}
-    left = {"x": IDS.flip(1), "sequence": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2], pad="left")}
+    left = {
+        "x": IDS.flip(1),
+        "sequence": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2], pad="left"),
+    }
     separate = [IDS[:1], IDS[1:, :2]]
     own = hw.head_means(net, separate)
     assert len(own) == 6
@@ -161,7 +179,9 @@ def test_padding_of_ours_does_not_count():
 def test_masks_by_stack():
     zoo = ZOO["bart"]
     model = zoo.build()
-    inputs = zoo.inputs() | {"attention_mask": (torch.arange(11) < torch.tensor([[11], [6]])).long()}
+    inputs = zoo.inputs() | {
+        "attention_mask": (torch.arange(11) < torch.tensor([[11], [6]])).long()
+    }
     z = head_outputs(model, inputs)
     with pytest.raises(ValueError, match="for decoder, encoder"):
         hw.head_means(model, [inputs])
@@ -169,10 +189,14 @@ def test_masks_by_stack():
     means = hw.head_means(model, [(inputs, masks)])
     own = torch.cat([z["encoder.0.attention", 1][0], z["encoder.0.attention", 1][1, :6]])
     check_close(means["encoder.0.attention", 1], own.double().mean(0), atol=1e-6)
-    check_close(means["decoder.1.cross", 1], z["decoder.1.cross", 1].double().flatten(0, 1).mean(0), atol=1e-6)
+    check_close(
+        means["decoder.1.cross", 1],
+        z["decoder.1.cross", 1].double().flatten(0, 1).mean(0),
+        atol=1e-6,
+    )
 
 
-# --- another row, another text -------------------------------------------------------------------------
+# --- another row, another text --------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -232,7 +256,7 @@ def _whose(one: Tensor, whole: Tensor) -> list[int]:
     return [next(n for n in range(len(whole)) if torch.equal(row, whole[n])) for row in one]
 
 
-# --- modes of ablation ---------------------------------------------------------------------------------
+# --- modes of ablation ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -253,7 +277,8 @@ def test_mode_mean_by_hand():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("mode", "patch"), [("resample", hw.Resample(seed=3)), ("noise", hw.Noise(seed=3)), ("zero", torch.zeros(4))]
+    ("mode", "patch"),
+    [("resample", hw.Resample(seed=3)), ("noise", hw.Noise(seed=3)), ("zero", torch.zeros(4))],
 )
 def test_modes_are_patches(mode: str, patch: hw.Resample | hw.Noise | Tensor):
     net, heads = gpt(), [(0, 1), (1, 0)]
@@ -264,7 +289,7 @@ def test_modes_are_patches(mode: str, patch: hw.Resample | hw.Noise | Tensor):
     assert not torch.equal(net(IDS), ablated)
 
 
-# --- noise ---------------------------------------------------------------------------------------------
+# --- noise ----------------------------------------------------------------------------------------
 
 
 def test_noise_has_the_moments_of_the_head():
@@ -291,7 +316,9 @@ def test_noise_has_the_given_scale_and_seed():
     options = {"mean": torch.tensor([5.0, 0.0, -5.0, 0.0]), "std": 0.5}
     recorded = []
     for heads in ([(0, 1)], [(0, 1), (0, 2)], [(0, 1)]):
-        with hw.patch(net, dict.fromkeys(heads, hw.Noise(seed=3 if len(recorded) < 2 else 4, **options))):
+        with hw.patch(
+            net, dict.fromkeys(heads, hw.Noise(seed=3 if len(recorded) < 2 else 4, **options))
+        ):
             recorded.append(head_outputs(net, IDS[:, :1], [(0, 1)])[head])
     assert torch.equal(recorded[0], recorded[1])  # whoever else is patched
     assert not torch.equal(recorded[0], recorded[2])
@@ -306,11 +333,13 @@ def test_noise_has_the_given_scale_and_seed():
     assert not torch.isclose(noise[at], own[at]).any()
 
 
-# --- weights by offset ---------------------------------------------------------------------------------
+# --- weights by offset ----------------------------------------------------------------------------
 
 
 def by_offset(a: np.ndarray, v: np.ndarray, counts: np.ndarray, readable: np.ndarray) -> np.ndarray:
-    """z [B, T, V] of one head: mean weights of pairs at one offset, brought over a query's keys to the sum of a row."""
+    """z [B, T, V] of one head: mean weights of pairs at one offset, brought over a query's keys to
+    the sum of a row.
+    """
     sums, pairs, rows = defaultdict(float), defaultdict(int), []
     batch, count = a.shape[:2]
     for b, t in np.argwhere(counts):
@@ -339,16 +368,23 @@ def test_weights_by_offset_of_others(name: str):
         inputs["attention_mask"] = (padded.flip(1) if name == "llama" else padded).long()
         counts = inputs["attention_mask"].bool().numpy()
     values = []
-    layer = {"gpt2": "transformer.h.1.attn.c_attn", "t5": "encoder.block.1.layer.0.SelfAttention.v"}.get(name)
+    layer = {
+        "gpt2": "transformer.h.1.attn.c_attn",
+        "t5": "encoder.block.1.layer.0.SelfAttention.v",
+    }.get(name)
     layer = layer or next(
-        path for path, _ in model.named_modules() if path.endswith(("1.self_attn.v_proj", "1.attention.self.value"))
+        path
+        for path, _ in model.named_modules()
+        if path.endswith(("1.self_attn.v_proj", "1.attention.self.value"))
     )
     with model.get_submodule(layer).register_forward_hook(lambda _, inputs, y: values.append(y)):
         own = model(**inputs, output_attentions=True)
     a = (own.encoder_attentions if name == "t5" else own.attentions)[1].double().numpy()
     v = values[0][..., -32 if name == "gpt2" else 0 :].unflatten(-1, (-1, 8)).double().numpy()
     readable = _readable(name, counts)
-    site = next(site for site in hw.sites(model) if site.layer == 1 and site.kind == "attention").name
+    site = next(
+        site for site in hw.sites(model) if site.layer == 1 and site.kind == "attention"
+    ).name
     means = hw.offset_means(model, [inputs], [(site, "all")])
     with hw.patch(model, means, tokens=torch.tensor(counts)):
         patched = head_outputs(model, inputs, [(site, "all")])
@@ -365,8 +401,12 @@ def _readable(name: str, counts: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def check_weights_by_offset(layer: hw.Attention, offsets: list[tuple[int, int]], value_heads: list[int]) -> None:
-    """Patched outputs of a layer with a window of 4 against an independent mean; `value_heads` has one for each row."""
+def check_weights_by_offset(
+    layer: hw.Attention, offsets: list[tuple[int, int]], value_heads: list[int]
+) -> None:
+    """Patched outputs of a layer with a window of 4 against an independent mean; `value_heads` has
+    one for each row.
+    """
     x = torch.randn(3, 7, 10, dtype=torch.float64)
     probe = hw.Probe("weights", "v")
     layer(x, probe=probe)
@@ -377,7 +417,9 @@ def check_weights_by_offset(layer: hw.Attention, offsets: list[tuple[int, int]],
     with hw.patch(layer, means):
         z = head_outputs(layer, x, list(means))
     for (_, head), patched in z.items():
-        expected = by_offset(a[:, head], v[:, :, value_heads[head]], np.ones((3, 7), bool), readable)
+        expected = by_offset(
+            a[:, head], v[:, :, value_heads[head]], np.ones((3, 7), bool), readable
+        )
         np.testing.assert_allclose(patched, expected, rtol=1e-10)
 
 
@@ -387,9 +429,15 @@ def test_weights_by_offset_of_ours():
 
 
 def test_weights_by_offset_of_a_pruned_layer_that_normalises_all_queries_together():
-    """The pruned layer still has the query and key of every head, but one row of weights for each that is left."""
-    whole = hw.design(model=10, heads=6, dim=4, pattern="window(4)", modifiers=(hw.QKNorm(scope="full"),))
-    check_weights_by_offset(cases.layer(head_axis_ops.KeptHeads.of(whole, [2, 5]).spec), [(0, 0), (0, 1)], [2, 5])
+    """The pruned layer still has the query and key of every head, but one row of weights for each
+    that is left.
+    """
+    whole = hw.design(
+        model=10, heads=6, dim=4, pattern="window(4)", modifiers=(hw.QKNorm(scope="full"),)
+    )
+    check_weights_by_offset(
+        cases.layer(head_axis_ops.KeptHeads.of(whole, [2, 5]).spec), [(0, 0), (0, 1)], [2, 5]
+    )
 
 
 def test_a_head_that_goes_by_offset_alone_is_left_as_it_is():
@@ -404,7 +452,9 @@ def test_a_head_that_goes_by_offset_alone_is_left_as_it_is():
             assert not torch.equal(
                 layer(x), whole
             )  # rows of a causal layer are of several lengths, and their means mix
-        with hw.patch(layer, hw.offset_means(layer, [(one, _last(one)) for one in half[1:]], [(0, 0)])):
+        with hw.patch(
+            layer, hw.offset_means(layer, [(one, _last(one)) for one in half[1:]], [(0, 0)])
+        ):
             check_close(layer(x), whole)
 
 
@@ -434,7 +484,7 @@ def test_sites_without_offset_weights_give_a_reason():
         net(IDS)
 
 
-# --- which heads, which tokens, in which order ---------------------------------------------------------
+# --- which heads, which tokens, in which order ----------------------------------------------------
 
 
 @torch.no_grad()
@@ -448,7 +498,9 @@ def test_a_layer_in_one_word_and_scales_by_head():
     with hw.ablate(net, {(0, 1): 0.5, ("decoder.0.attention", 2): -2}):
         now = head_outputs(net, IDS)
     for head, times in ((0, 1), (1, 0.5), (2, -2)):
-        assert torch.equal(now["decoder.0.attention", head], own["decoder.0.attention", head] * times)
+        assert torch.equal(
+            now["decoder.0.attention", head], own["decoder.0.attention", head] * times
+        )
 
 
 @torch.no_grad()
@@ -478,7 +530,7 @@ def test_gradients_reach_a_vector_that_is_learnt():
     assert vector.grad.abs().max() > 0
 
 
-# --- nothing is left behind, nothing is left undone ----------------------------------------------------
+# --- nothing is left behind, nothing is left undone -----------------------------------------------
 
 KINDS = {
     "vector": lambda: {(0, 1): torch.ones(8)},
@@ -524,10 +576,16 @@ def test_ablations_of_sites_that_never_ran_are_reported():
         model.model.encoder(ids)
     with hw.ablate(model, quiet):  # nothing ran
         pass
-    with hw.ablate(model, [("encoder.0.attention", 1)]), torch.no_grad():  # it ran once, and then no more
+    with (
+        hw.ablate(model, [("encoder.0.attention", 1)]),
+        torch.no_grad(),
+    ):  # it ran once, and then no more
         memory = model.model.encoder(ids)
         model(encoder_outputs=memory, decoder_input_ids=ids)
-    with pytest.raises(RuntimeError, match="on purpose"), hw.ablate(model, quiet):  # what already flies goes on
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        hw.ablate(model, quiet),
+    ):  # what already flies goes on
         _failing(model.model.encoder, {"input_ids": ids})
     with pytest.raises(RuntimeError, match="on purpose"), hw.ablate(model, quiet):
         _skipped(model, ids, RuntimeError("on purpose"))
@@ -608,7 +666,9 @@ def test_quantised_weights_are_left_alone():
     with hw.ablate(quantised, [(0, "all"), (1, "all")]):
         quiet = run_model(quantised, zoo.inputs())
     with hw.ablate(model, [(0, "all"), (1, "all")]):
-        assert torch.allclose(quiet, run_model(model, zoo.inputs()), atol=1e-5)  # no head speaks: nothing is rounded
+        assert torch.allclose(
+            quiet, run_model(model, zoo.inputs()), atol=1e-5
+        )  # no head speaks: nothing is rounded
 
 
 WRAPS = {
@@ -634,12 +694,18 @@ def test_a_thread_in_a_copy_of_the_context_is_watched():
     model, zoo, recorded = ZOO["llama"].build(), ZOO["llama"], []
     with hw.ablate(model, [(0, 1)]):
         quiet = run_model(model, zoo.inputs())
-        thread = Thread(target=copy_context().run, args=(lambda: recorded.append(run_model(model, zoo.inputs())),))
+        thread = Thread(
+            target=copy_context().run,
+            args=(lambda: recorded.append(run_model(model, zoo.inputs())),),
+        )
         thread.start()
         thread.join()
     assert torch.equal(recorded[0], quiet)
     with hw.ablate(model, [(0, 1)]):  # that it ran elsewhere counts
-        thread = Thread(target=copy_context().run, args=(lambda: recorded.append(run_model(model, zoo.inputs())),))
+        thread = Thread(
+            target=copy_context().run,
+            args=(lambda: recorded.append(run_model(model, zoo.inputs())),),
+        )
         thread.start()
         thread.join()
     assert torch.equal(recorded[1], quiet)
@@ -655,11 +721,14 @@ def test_steps_of_generation():
         layer.self_attn.o_proj.weight[:, :8] = 0
     with hw.ablate(model, [(0, 0), (1, 0)]):
         assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
-    with pytest.raises(ValueError, match="none of them has index 9"), hw.ablate(model, [(0, 0)], tokens=[9]):
+    with (
+        pytest.raises(ValueError, match="none of them has index 9"),
+        hw.ablate(model, [(0, 0)], tokens=[9]),
+    ):
         model.generate(ids, **options)
 
 
-# --- what cannot be meant ------------------------------------------------------------------------------
+# --- what cannot be meant -------------------------------------------------------------------------
 
 VECTOR, NAN = torch.zeros(4), torch.tensor([0.0, float("nan"), 0, 0])
 MASK = torch.ones(2, 5, dtype=torch.bool)
@@ -669,29 +738,53 @@ WRONG = {
     "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
     "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave them out"),
     "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "is not a finite number"),
-    "mode": (lambda net: hw.ablate(net, [(0, 1)], "median"), "give one of zero, mean, resample, noise"),
+    "mode": (
+        lambda net: hw.ablate(net, [(0, 1)], "median"),
+        "give one of zero, mean, resample, noise",
+    ),
     "scaled mean": (lambda net: hw.ablate(net, [(0, 1)], "mean", scale=0.5), "leave scale out"),
     "mode of a mapping": (lambda net: hw.ablate(net, {(0, 1): 0.5}, "mean"), "leave them out"),
     "seed of a mode": (lambda net: hw.ablate(net, [(0, 1)], "noise", seed=-1), "is no seed"),
-    "mean of one token": (lambda net: hw.ablate(net, [(0, 1)], "mean", tokens=FIRST_TOKEN), "hw.head_means"),
+    "mean of one token": (
+        lambda net: hw.ablate(net, [(0, 1)], "mean", tokens=FIRST_TOKEN),
+        "hw.head_means",
+    ),
     "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "NaN or infinite"),
-    "whole numbers": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}), "float tensor"),
+    "whole numbers": (
+        lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}),
+        "float tensor",
+    ),
     "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "infinite"),
     "no mapping": (lambda net: hw.patch(net, [(0, 1)]), "give a mapping of heads"),
     "mask of numbers": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK.long()), "torch.bool"),
-    "no such column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[5]), "none of them has index 5"),
+    "no such column": (
+        lambda net: hw.ablate(net, [(0, 1)], tokens=[5]),
+        "none of them has index 5",
+    ),
     "other rows": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK[:, :3]), "the same shape"),
     "both": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0), seed=1)}), "exactly one"),
     "neither": (lambda net: hw.patch(net, {(0, 1): hw.Resample()}), "exactly one"),
-    "negative row": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, -1))}), "names no rows"),
+    "negative row": (
+        lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, -1))}),
+        "names no rows",
+    ),
     "too few rows": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(0,))}), "give 2 indices"),
-    "no such row": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 2))}), "give 2 indices"),
+    "no such row": (
+        lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 2))}),
+        "give 2 indices",
+    ),
     "seed": (lambda net: hw.patch(net, {(0, 1): hw.Resample(seed=-1)}), "is no seed"),
     "other seed": (lambda net: hw.patch(net, {(0, 1): hw.Noise(seed=0.5)}), "is no seed"),
     "std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=-1.0)}), "std >= 0"),
-    "wide std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}), "output 4 channels, not 7"),
+    "wide std": (
+        lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}),
+        "output 4 channels, not 7",
+    ),
     "std of words": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std="big")}), "give a number"),
-    "one token": (lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=FIRST_TOKEN), "cannot compute mean"),
+    "one token": (
+        lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=FIRST_TOKEN),
+        "cannot compute mean",
+    ),
     "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "is unknown; give"),
     "no batch": (lambda net: hw.head_means(net, []), "no batches"),
     "no list": (lambda net: hw.head_means(net, 3), "batches are of type int; give token ids"),
@@ -704,7 +797,7 @@ WRONG = {
     "no head": (lambda net: hw.head_means(net, [IDS], [(0, 7)]), "give heads in 0..2"),
     "train": (lambda net: hw.head_means(net.train(), [IDS]), "train mode"),
     "one row": (lambda net: hw.head_noise(net, [IDS[:1, :1]]), "no standard deviation"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -721,7 +814,10 @@ def test_invalid_arguments_give_one_line(name: str):
 
 def test_one_row_has_no_other():
     net = gpt()
-    with pytest.raises(ValueError, match="no other row"), hw.patch(net, {(0, 1): hw.Resample(seed=0)}):
+    with (
+        pytest.raises(ValueError, match="no other row"),
+        hw.patch(net, {(0, 1): hw.Resample(seed=0)}),
+    ):
         net(IDS[:1])
 
 

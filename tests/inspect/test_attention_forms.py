@@ -50,7 +50,9 @@ def test_every_form_is_found_and_observed_and_ablated(name: str):
     assert expected.std() > 0.05
     other = copy.deepcopy(model)
     other[1].two.weight[:, DIM : 2 * DIM] = 0
-    batches = (x,) if "flex" in name else (x, x[:1], torch.cat([x, x]))  # flex_attention compiles for each size
+    batches = (
+        (x,) if "flex" in name else (x, x[:1], torch.cat([x, x]))
+    )  # flex_attention compiles for each size
     for rows in batches:
         with hw.ablate(model, [(1, 1)]):
             ablated = model(rows)
@@ -65,7 +67,9 @@ def test_heads_of_modules_that_are_not_concatenated_are_sites_of_one_head():
     torch.manual_seed(0)
     model, x = SummedHeads().eval(), torch.randn(4, 7, WIDE)
     found = hw.sites(model, x)
-    assert [(site.path, site.heads, site.dim) for site in found] == [(f"heads.{n}", 1, DIM) for n in range(HEADS)]
+    assert [(site.path, site.heads, site.dim) for site in found] == [
+        (f"heads.{n}", 1, DIM) for n in range(HEADS)
+    ]
     other = copy.deepcopy(model)
     other.outs[2].weight[:] = 0
     with hw.ablate(model, [(found[2].name, 0)]):
@@ -78,7 +82,10 @@ def test_the_order_of_batch_and_heads_needs_an_example_of_two_rows():
         model, x = build(name)
         (first, _) = hw.sites(model, x[:1])
         assert "give an example with two rows or more" in first.ablate.reason
-        with pytest.raises(ValueError, match=r"cannot be ablated.*two rows or more"), hw.ablate(model, [(0, 0)]):
+        with (
+            pytest.raises(ValueError, match=r"cannot be ablated.*two rows or more"),
+            hw.ablate(model, [(0, 0)]),
+        ):
             pass
         assert hw.sites(model, x)[0].ablate.possible
 
@@ -173,7 +180,10 @@ def test_compiled_parts_are_listed_before_anything_runs(name: str):
     assert [(site.path, site.ablate.possible) for site in found] == [("0", True), (path, False)]
     assert reason in found[1].ablate.reason
     assert reason in found[1].observe.reason
-    with pytest.raises(ValueError, match=r"cannot be ablated.*compiled"), hw.ablate(model, [(1, 0)]):
+    with (
+        pytest.raises(ValueError, match=r"cannot be ablated.*compiled"),
+        hw.ablate(model, [(1, 0)]),
+    ):
         raise AssertionError("the context was entered")
     plain[0].two.weight[:, DIM : 2 * DIM] = 0
     with hw.ablate(model, [(0, 1)]):  # the other layer is not compiled
@@ -199,14 +209,18 @@ class Flex(torch.nn.Linear):
 
 print([site.heads for site in hw.sites(torch.nn.Sequential(Flex(12, 36)).eval(), torch.randn(2, 5, 12))])
 """
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
     assert ran.stdout == "[3]\n", ran.stderr[-2000:]
 
 
 @torch.no_grad()
 def test_traces_and_means_find_attention_in_their_inputs():
     model, x = build("batch and heads")
-    with pytest.raises(ValueError, match=r"hw.sites\(model, example\) finds it in a run on an example"):
+    with pytest.raises(
+        ValueError, match=r"hw.sites\(model, example\) finds it in a run on an example"
+    ):
         hw.head_means(model, iter([x]))
     assert len(hw.trace(model, x).layers) == 2
     other, x = build("batch and heads")

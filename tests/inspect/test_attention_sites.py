@@ -1,4 +1,6 @@
-"""Attention modules found by their operations, checked against their own weights, or refused with the reason."""
+"""Attention modules found by their operations, checked against their own weights, or refused with
+the reason.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_attentions_are_found_by_their_operations(name: str):
     model = blocks(make)
     assert hw.sites(model) == []
     sites = hw.sites(model, X)
-    assert [(site.q, site.kv, site.dim, site.pattern) for site in sites] == [(HEADS, HEADS, DIM, pattern)] * 2
+    assert [(site.q, site.kv, site.dim, site.pattern) for site in sites] == [
+        (HEADS, HEADS, DIM, pattern)
+    ] * 2
     assert [site.layer for site in sites] == [0, 1]
     whole = model(X)
     with record_sites(model) as keeps:
@@ -86,7 +90,9 @@ def test_attentions_are_found_by_their_operations(name: str):
     expected = spelt_out(model[0], X, pattern == "causal()")
     for head in range(HEADS):
         assert torch.allclose(core.head_weights(head).double(), expected[:, head], atol=1e-5)
-        assert torch.allclose(core.head_weights(head, slice(1, 3)).double(), expected[:, head, 1:3], atol=1e-5)
+        assert torch.allclose(
+            core.head_weights(head, slice(1, 3)).double(), expected[:, head, 1:3], atol=1e-5
+        )
     with hw.ablate(model, [(1, 0), (1, 2)]):
         quiet = model(X)
     other = copy.deepcopy(model)
@@ -166,7 +172,10 @@ def test_a_call_unlike_the_example_is_refused():
     mute = blocks(lambda: AttentionWithCore())
     hw.sites(mute, X)
     mute[1].core.soft = nn.Identity()
-    with pytest.raises(ValueError, match="does not compute attention as"), hw.ablate(mute, [(1, 1)]):
+    with (
+        pytest.raises(ValueError, match="does not compute attention as"),
+        hw.ablate(mute, [(1, 1)]),
+    ):
         mute(X)
 
 
@@ -175,7 +184,10 @@ def test_tracing_leaves_no_hook_and_stays_in_its_thread():
     model = blocks(lambda: TimmAttention(False))
     hw.sites(model, X)
     whole, recorded = model(X), []
-    hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
+    hooks = (
+        torch.nn.modules.module._global_forward_hooks,
+        torch.nn.modules.module._global_forward_pre_hooks,
+    )
     assert not any(hooks)
     with hw.ablate(model, [(0, 1)]):
         quiet = model(X)
@@ -197,7 +209,10 @@ BAD = {
     "meta": (lambda model: model.to("meta"), "meta device"),
     "compiled": (lambda model: torch.compile(model, backend="eager"), "compiled"),
     "traced": (lambda model: torch.jit.trace(nn.Linear(WIDE, WIDE), X), "compiled"),
-    "example": (lambda model: nn.Sequential(model, nn.Linear(7, 7)).eval(), "cannot run on this example"),
+    "example": (
+        lambda model: nn.Sequential(model, nn.Linear(7, 7)).eval(),
+        "cannot run on this example",
+    ),
 }
 
 
@@ -282,7 +297,9 @@ class Packed(nn.Module):
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.scale = nn.Parameter(base.weight.abs().max() / 127)
-        self.weight = nn.Parameter((base.weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            (base.weight / self.scale).round().to(torch.int8), requires_grad=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ (self.weight.float() * self.scale).T
@@ -321,19 +338,32 @@ def test_layers_without_attention_are_reported():
 
 
 HYBRID = {
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 67,
-    "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "moe_intermediate_size": 16,
-}  # fmt: skip
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 67,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+}
 
 
-def test_the_command_lists_layers_without_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_command_lists_layers_without_attention(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     assert cli.main(["sites", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "decoder.1.attention  4   2    8  causal()" in out
     assert "decoder.0" not in out
-    assert "1 of 2 layers have no attention (Qwen3NextGatedDeltaNet instead)" in " ".join(out.split())
+    assert "1 of 2 layers have no attention (Qwen3NextGatedDeltaNet instead)" in " ".join(
+        out.split()
+    )
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -364,7 +394,14 @@ def test_tokens_on_two_axes():
 
 
 def test_sites_of_stages_have_names_of_their_own():
-    stage = {"depths": [2, 1], "num_heads": [2, 4], "embed_dim": 8, "window_size": 2, "image_size": 16, "patch_size": 2}
+    stage = {
+        "depths": [2, 1],
+        "num_heads": [2, 4],
+        "embed_dim": 8,
+        "window_size": 2,
+        "image_size": 16,
+        "patch_size": 2,
+    }
     model = transformers.SwinModel(transformers.SwinConfig(**stage)).eval()
     names = [site.name for site in hw.sites(model)]
     assert len(names) == len(set(names)) == 3
@@ -376,7 +413,9 @@ def test_sites_of_stages_have_names_of_their_own():
         path = next(site.path for site in hw.sites(model) if site.name == name)
         near = path.rpartition(".")[0]
         last = next(
-            one for at, one in modules.items() if at.startswith(near) and at.endswith(("o_proj", "output.dense"))
+            one
+            for at, one in modules.items()
+            if at.startswith(near) and at.endswith(("o_proj", "output.dense"))
         )
         last.weight[:, 4:8] = 0
         assert torch.allclose(quiet, model(pixels).last_hidden_state, atol=1e-6)
@@ -399,24 +438,36 @@ LAYERS = {
 LOCAL = {
     "gpt-neo": (
         lambda: transformers.GPTNeoConfig(
-            hidden_size=32, num_layers=2, num_heads=4, window_size=7, attention_types=[[["global", "local"], 1]]
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            window_size=7,
+            attention_types=[[["global", "local"], 1]],
         ),
         ["causal()", "window(7)"],
     ),
     "modernbert": (
         lambda: transformers.ModernBertConfig(
-            **LAYERS, local_attention=8, pad_token_id=0, layer_types=["full_attention", "sliding_attention"]
+            **LAYERS,
+            local_attention=8,
+            pad_token_id=0,
+            layer_types=["full_attention", "sliding_attention"],
         ),
         ["full()", "window(9, after=4)"],
     ),
     "llama4": (
         lambda: transformers.Llama4TextConfig(
-            **LAYERS, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
-            attention_chunk_size=5, layer_types=["chunked_attention", "full_attention"],
+            **LAYERS,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+            attention_chunk_size=5,
+            layer_types=["chunked_attention", "full_attention"],
         ),
         ["causal() & blocks(5)", "causal()"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PATTERNS)

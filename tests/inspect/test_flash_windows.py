@@ -1,4 +1,6 @@
-"""Attention functions of transformers that get causality and windows as arguments, not as a mask: FlashAttention."""
+"""Attention functions of transformers that get causality and windows as arguments, not as a mask:
+FlashAttention.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ MODELS = {name: ZOO[name] for name in ("llama", "mistral", "gemma2", "gemma3", "
 FEW = MeasureOptions()
 
 
-def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> tuple[Tensor, None]:
-    """Attention as FlashAttention computes it: the last query is at the position of the last key."""
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as FlashAttention computes it: the last query is at the
+    position of the last key.
+    """
     assert mask is None
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * options["scaling"]
@@ -46,7 +52,9 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **opt
 def registered() -> Iterator[None]:
     """Register the function with transformers, with a mask function that makes none."""
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
-    for interface, function in zip(interfaces, (attend, lambda *sizes, **options: None), strict=True):
+    for interface, function in zip(
+        interfaces, (attend, lambda *sizes, **options: None), strict=True
+    ):
         interface.register(NAME, function)
     yield
     for interface in interfaces:
@@ -55,14 +63,20 @@ def registered() -> Iterator[None]:
 
 @pytest.mark.parametrize("cached", [0, 7], ids=["whole text", "after cached tokens"])
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_those_of_eager_attention(name: str, cached: int, monkeypatch: pytest.MonkeyPatch):
+def test_weights_are_those_of_eager_attention(
+    name: str, cached: int, monkeypatch: pytest.MonkeyPatch
+):
     eager, flash = (MODELS[name].build(kind) for kind in ("eager", NAME))
     ids = MODELS[name].inputs()["input_ids"]
 
     def run(model: Any) -> Tensor:
         with torch.no_grad():
             past = model(ids[:, :cached]).past_key_values if cached else None
-        with torch.no_grad(), record_eager_weights(monkeypatch) as weights, record_sites(model) as records:
+        with (
+            torch.no_grad(),
+            record_eager_weights(monkeypatch) as weights,
+            record_sites(model) as records,
+        ):
             logits = model(ids[:, cached:], past_key_values=past).logits
         recorded.append((weights, records))
         return logits
@@ -86,15 +100,25 @@ def test_weights_are_those_of_eager_attention(name: str, cached: int, monkeypatc
 def test_traces_and_measures_are_those_of_eager_attention(name: str):
     zoo = MODELS[name]._replace(keys=MODELS[name].keys | {"vocab_size": 256, "eos_token_id": None})
     models = [zoo.build(kind) for kind in ("eager", NAME)]
-    traces = [hw.trace(model, {"input_ids": zoo.inputs()["input_ids"][:1]}, max_new_tokens=4) for model in models]
+    traces = [
+        hw.trace(model, {"input_ids": zoo.inputs()["input_ids"][:1]}, max_new_tokens=4)
+        for model in models
+    ]
     for layer in traces[0].layers:
         for head in range(layer.heads):
-            own, expected = (torch.from_numpy(trace.head_weights(layer.name, head)) for trace in traces)
+            own, expected = (
+                torch.from_numpy(trace.head_weights(layer.name, head)) for trace in traces
+            )
             assert torch.allclose(own, expected, atol=1e-5)
-    tables = [hw.heads(model, ["a text of words", "another"], options=FEW, tokenizer="bytes") for model in models]
+    tables = [
+        hw.heads(model, ["a text of words", "another"], options=FEW, tokenizer="bytes")
+        for model in models
+    ]
     for own, expected in zip(*(table.heads for table in tables), strict=True):
         for measure, values in expected.measures.items():
-            assert own.measures[measure] == pytest.approx(values, rel=1e-4, abs=1e-4, nan_ok=True), measure
+            assert own.measures[measure] == pytest.approx(
+                values, rel=1e-4, abs=1e-4, nan_ok=True
+            ), measure
 
 
 def call_inputs(name: str, queries: int, **options: Any) -> Any:

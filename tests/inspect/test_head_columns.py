@@ -1,7 +1,9 @@
-"""Head k is head k: ablation equals zero columns of the output projection, or is refused with the reason.
+"""Head k is head k: ablation equals zero columns of the output projection, or is refused with the
+reason.
 
-The columns are set to zero in plain torch, by names and sizes of each library. The models have code between heads and
-projection that is not linear, several projections, or a projection that reads more than the heads.
+The columns are set to zero in plain torch, by names and sizes of each library. The models have code
+between heads and projection that is not linear, several projections, or a projection that reads
+more than the heads.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
 
 
 class JointAttention(nn.Module):
-    """Attention of diffusers for SD3 and Flux: text and image attend to all tokens, and have own projections."""
+    """Attention of diffusers for SD3 and Flux: text and image attend to all tokens, and have own
+    projections.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,9 +41,15 @@ class JointAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(HEADS * DIM, WIDTH), nn.Dropout(0.0)])
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = ((self.to_q, self.add_q_proj), (self.to_k, self.add_k_proj), (self.to_v, self.add_v_proj))
+        pairs = (
+            (self.to_q, self.add_q_proj),
+            (self.to_k, self.add_k_proj),
+            (self.to_v, self.add_v_proj),
+        )
         q, k, v = (
-            torch.cat([of_text(text), of_image(image)], 1).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+            torch.cat([of_text(text), of_image(image)], 1)
+            .unflatten(-1, (HEADS, DIM))
+            .transpose(1, 2)
             for of_image, of_text in pairs
         )
         z = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -56,7 +66,10 @@ class ParallelAttention(nn.Module):
         self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, HEADS * DIM) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for layer in (self.to_q, self.to_k, self.to_v))
+        q, k, v = (
+            layer(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+            for layer in (self.to_q, self.to_k, self.to_v)
+        )
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -66,7 +79,10 @@ class JointModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.joint, self.single = JointAttention(), ParallelAttention()
-        self.proj_mlp, self.proj_out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(HEADS * DIM + 2 * WIDTH, WIDTH)
+        self.proj_mlp, self.proj_out = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(HEADS * DIM + 2 * WIDTH, WIDTH),
+        )
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         y_image, y_text = self.joint(image, text)
@@ -83,7 +99,9 @@ CONVBERT = {"conv_kernel_size": 3, "embedding_size": 32, "num_attention_heads": 
 
 
 class Case(NamedTuple):
-    """A model, its inputs, its output projections with the width of their heads, and why it needs an example."""
+    """A model, its inputs, its output projections with the width of their heads, and why it needs
+    an example.
+    """
 
     build: Callable[[], nn.Module]
     inputs: tuple[Tensor, ...]
@@ -93,17 +111,23 @@ class Case(NamedTuple):
 
 
 def x_transformer(**options: Any) -> Callable[[], nn.Module]:
-    return lambda: x_transformers.Decoder(dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=DIM, **options)
+    return lambda: x_transformers.Decoder(
+        dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=DIM, **options
+    )
 
 
 SITES_OF_X = [["layers.0.1.to_out"], ["layers.2.1.to_out"]]
 SITES_OF_LLAMA = [["layers.0.self_attn.o_proj"], ["layers.1.self_attn.o_proj"]]
 HIDDEN = (torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(1)),)
-IMAGE_AND_TEXT = tuple(torch.randn(2, n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (5, 4))
+IMAGE_AND_TEXT = tuple(
+    torch.randn(2, n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (5, 4)
+)
 CASES = {
     "x-transformers": Case(x_transformer(), HIDDEN, SITES_OF_X, DIM),
     "laser": Case(x_transformer(attn_laser=True), HIDDEN, SITES_OF_X, DIM),
-    "orthogonalised": Case(x_transformer(attn_orthog_projected_values=True), HIDDEN, SITES_OF_X, DIM),
+    "orthogonalised": Case(
+        x_transformer(attn_orthog_projected_values=True), HIDDEN, SITES_OF_X, DIM
+    ),
     "gated values": Case(x_transformer(attn_gate_values=True), HIDDEN, SITES_OF_X, DIM),
     "bitnet": Case(lambda: build_transformers("BitNet"), (IDS,), SITES_OF_LLAMA, 8),
     "convbert": Case(
@@ -155,10 +179,15 @@ def test_ablation_equals_zero_columns(name: str, example: bool):
     whole = first_output(model(*case.inputs))
     for site, projections in zip(found, case.projections, strict=True):
         for head in range(site.heads):
-            expected = first_output(zero_columns(model, projections, case.width, head)(*case.inputs))
+            expected = first_output(
+                zero_columns(model, projections, case.width, head)(*case.inputs)
+            )
             with hw.ablate(model, [(site.name, head)]):
                 ablated = first_output(model(*case.inputs))
-            assert (ablated - expected).abs().max() <= 1e-5 * expected.abs().max(), (site.name, head)
+            assert (ablated - expected).abs().max() <= 1e-5 * expected.abs().max(), (
+                site.name,
+                head,
+            )
             assert (ablated - whole).abs().max() > 1e-4 * whole.abs().max()
     assert torch.equal(first_output(model(*case.inputs)), whole)
 
@@ -181,7 +210,9 @@ def test_heads_that_are_joined_from_several_calls_are_refused_until_they_are_dec
 
 
 class TwoMaps(nn.Module):
-    """Attention that calls the interface in a loop: for two packed sequences, or twice for the same queries."""
+    """Attention that calls the interface in a loop: for two packed sequences, or twice for the same
+    queries.
+    """
 
     def __init__(self, is_packed: bool) -> None:
         super().__init__()
@@ -214,10 +245,15 @@ def test_a_trace_tells_packed_sequences_from_several_maps_of_the_same_queries():
 
 @torch.no_grad()
 def test_an_example_with_a_cache_is_run_twice_without_changing_it():
-    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | {"d_model": 32, "attention_window": [4]}
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | {
+        "d_model": 32,
+        "attention_window": [4],
+    }
     sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
     torch.manual_seed(0)
-    model = transformers.LEDModel(transformers.LEDConfig(vocab_size=67, max_encoder_position_embeddings=64, **sizes))
+    model = transformers.LEDModel(
+        transformers.LEDConfig(vocab_size=67, max_encoder_position_embeddings=64, **sizes)
+    )
     inputs = {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
     found = hw.sites(model.eval(), inputs)
     assert [site.ablate.possible for site in found] == [True] * 3
@@ -228,13 +264,17 @@ def test_an_example_with_a_cache_is_run_twice_without_changing_it():
 
 @torch.no_grad()
 def test_the_coverage_check_finds_a_wrong_head(monkeypatch: pytest.MonkeyPatch):
-    """`tools/coverage_page.py` finds projections and columns on its own, so it sees an ablation of the next head."""
+    """`tools/coverage_page.py` finds projections and columns on its own, so it sees an ablation of
+    the next head.
+    """
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage_page.py"))
     assert tool["check_family"]("vit").ablated == "yes"
     ablate = hw.ablate
     monkeypatch.setattr(
-        hw, "ablate", lambda model, heads: ablate(model, [(site, (head + 1) % 4) for site, head in heads])
+        hw,
+        "ablate",
+        lambda model, heads: ablate(model, [(site, (head + 1) % 4) for site, head in heads]),
     )
     row = tool["check_family"]("vit")
     assert (row.ablated, row.reason[:32]) == ("no", "ablation and zero columns differ")

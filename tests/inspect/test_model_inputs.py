@@ -1,4 +1,6 @@
-"""Every function that runs a model takes every form of inputs, whatever the model calls its arguments."""
+"""Every function that runs a model takes every form of inputs, whatever the model calls its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class NanoGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(idx)
-        q, k, v = (y.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for y in self.c_attn(x).split(WIDE, dim=2))
+        q, k, v = (
+            y.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for y in self.c_attn(x).split(WIDE, dim=2)
+        )
         z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(x + self.c_proj(z.transpose(1, 2).flatten(2)))
 
@@ -63,7 +67,9 @@ def fast_tokenizer() -> Any:
 
 
 class Case(NamedTuple):
-    """A model, how its own code calls it with ids, the input of its first output projection, and a tokenizer."""
+    """A model, how its own code calls it with ids, the input of its first output projection, and a
+    tokenizer.
+    """
 
     model: nn.Module
     call: Callable[[Tensor], Tensor]
@@ -77,7 +83,9 @@ def transformers_case(folder: Path) -> Case:
     gpt2._replace(keys={**gpt2.keys, "vocab_size": 300}).build("eager").save_pretrained(folder)
     (folder / "tokenizer.json").write_text(ByteVocabulary().document)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    return Case(model, lambda ids: model(ids).logits, model.transformer.h[0].attn.c_proj, {"input_ids": IDS})
+    return Case(
+        model, lambda ids: model(ids).logits, model.transformer.h[0].attn.c_proj, {"input_ids": IDS}
+    )
 
 
 def plain_case(_: Path) -> Case:
@@ -87,13 +95,21 @@ def plain_case(_: Path) -> Case:
 
 def x_transformers_case(_: Path) -> Case:
     layers = x_transformers.Decoder(dim=WIDE, depth=1, heads=HEADS, attn_dim_head=DIM)
-    model = x_transformers.TransformerWrapper(num_tokens=300, max_seq_len=32, attn_layers=layers).eval()
+    model = x_transformers.TransformerWrapper(
+        num_tokens=300, max_seq_len=32, attn_layers=layers
+    ).eval()
     projection = next(module for name, module in model.named_modules() if name.endswith("to_out"))
     return Case(model, model, projection, {"x": IDS}, fast_tokenizer())
 
 
 def headwise_case(_: Path) -> Case:
-    config = {"model_type": "gpt2", "n_embd": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": 300}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": WIDE,
+        "n_head": HEADS,
+        "n_layer": 2,
+        "vocab_size": 300,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     return Case(net, net, net, {"x": IDS}, "bytes")
 
@@ -136,11 +152,15 @@ def outputs_of(result: Any) -> Tensor:
 
 
 def projection_input(case: Case) -> Tensor:
-    """Head outputs of the first layer, by a hook of torch or the layer's own method, [B, T, heads, width]."""
+    """Head outputs of the first layer, by a hook of torch or the layer's own method, [B, T, heads,
+    width].
+    """
     inputs: list[Tensor] = []
     if isinstance(case.model, hw.Transformer):
         attention = case.model.stacks["decoder"].blocks[0].attentions["attention"]
-        handle = attention.register_forward_hook(lambda _, args, kwargs, y: inputs.append(args[0]), with_kwargs=True)
+        handle = attention.register_forward_hook(
+            lambda _, args, kwargs, y: inputs.append(args[0]), with_kwargs=True
+        )
         case.call(IDS)
         handle.remove()
         return attention.head_outputs(inputs[0])
@@ -163,13 +183,20 @@ def test_a_model_runs_on_every_kind_of_input(case: Case, kind: str):
 def test_sites_trace_every_kind_of_example(case: Case, kind: str):
     named = hw.sites(case.model, KINDS[kind](case), tokenizer=case.tokenizer)
     assert named
-    assert [(site.name, site.heads) for site in named] == [(site.name, site.heads) for site in hw.sites(case.model)]
+    assert [(site.name, site.heads) for site in named] == [
+        (site.name, site.heads) for site in hw.sites(case.model)
+    ]
     assert named[0].observe.possible
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_records_every_kind_of_input(case: Case, kind: str):
-    trace = hw.trace(case.model, KINDS[kind](case), tokenizer=case.tokenizer, capture=hw.Capture(extra=("v", "z")))
+    trace = hw.trace(
+        case.model,
+        KINDS[kind](case),
+        tokenizer=case.tokenizer,
+        capture=hw.Capture(extra=("v", "z")),
+    )
     record = trace.layers[0]
     expected = projection_input(case).detach()
     torch.testing.assert_close(torch.from_numpy(record.arrays["z"]), expected, rtol=1e-5, atol=1e-5)
@@ -183,8 +210,12 @@ def test_means_are_taken_over_every_kind_of_input(case: Case, kind: str):
     for batches in (KINDS[kind](case), [KINDS[kind](case)]):
         means = hw.head_means(case.model, batches, [(site, REMOVED)], tokenizer=case.tokenizer)
         torch.testing.assert_close(means[site, REMOVED], expected[REMOVED], rtol=1e-5, atol=1e-6)
-    outputs = hw.head_outputs(case.model, KINDS[kind](case), [(site, REMOVED)], tokenizer=case.tokenizer)
-    torch.testing.assert_close(outputs[site, REMOVED], projection_input(case)[..., REMOVED, :], rtol=1e-5, atol=1e-5)
+    outputs = hw.head_outputs(
+        case.model, KINDS[kind](case), [(site, REMOVED)], tokenizer=case.tokenizer
+    )
+    torch.testing.assert_close(
+        outputs[site, REMOVED], projection_input(case)[..., REMOVED, :], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +251,9 @@ def test_padding_of_shorter_texts_does_not_count(name: str, tmp_path: Path):
     encoded = fast_tokenizer()(texts, padding=True, return_tensors="pt")
     encoding = hw.head_means(case.model, encoded, [(site, 0)])
     apart = hw.head_means(case.model, texts[:1], [(site, 0)], tokenizer=case.tokenizer)[site, 0] * 8
-    apart += hw.head_means(case.model, texts[1:], [(site, 0)], tokenizer=case.tokenizer)[site, 0] * 3
+    apart += (
+        hw.head_means(case.model, texts[1:], [(site, 0)], tokenizer=case.tokenizer)[site, 0] * 3
+    )
     torch.testing.assert_close(together[site, 0], apart / 11, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(encoding[site, 0], apart / 11, rtol=1e-5, atol=1e-6)
 
@@ -236,33 +269,62 @@ def test_the_tokenizer_is_found_beside_the_weights_or_given(tmp_path: Path):
         hw.trace(case.model, "a text")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer.json").write_text(ByteVocabulary().document)
-    kinds = ["bytes", tmp_path / "other", str(tmp_path / "other" / "tokenizer.json"), fast_tokenizer(), found]
+    kinds = [
+        "bytes",
+        tmp_path / "other",
+        str(tmp_path / "other" / "tokenizer.json"),
+        fast_tokenizer(),
+        found,
+    ]
     for tokenizer in kinds:
         ids = prepare_inputs(case.model, "né", 0, tokenizer).kwargs["input_ids"]
         assert ids.tolist() == [list("né".encode())]
     assert find_tokenizer(case.model) is None  # a given tokenizer is not kept
 
 
-def test_a_model_in_memory_does_not_read_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_in_memory_does_not_read_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "tokenizer.json").write_text(ByteVocabulary().document)
     monkeypatch.chdir(tmp_path)
     assert find_tokenizer(ZOO["gpt2"].build()) is None
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "no tokenizer": (lambda model: hw.run_model(model, "a text"), "NanoGPT comes with no tokenizer; give tokenizer="),
-    "no tokenizer kind": (lambda model: hw.run_model(model, "a", tokenizer=3), "tokenizer is of type int; give a tok"),
-    "no file": (lambda model: hw.run_model(model, "a", tokenizer="nowhere"), "there is no tokenizer at 'nowhere'"),
-    "no name": (lambda model: hw.run_model(model, {"ids": IDS}), "with ids; its arguments are idx, targets"),
+    "no tokenizer": (
+        lambda model: hw.run_model(model, "a text"),
+        "NanoGPT comes with no tokenizer; give tokenizer=",
+    ),
+    "no tokenizer kind": (
+        lambda model: hw.run_model(model, "a", tokenizer=3),
+        "tokenizer is of type int; give a tok",
+    ),
+    "no file": (
+        lambda model: hw.run_model(model, "a", tokenizer="nowhere"),
+        "there is no tokenizer at 'nowhere'",
+    ),
+    "no name": (
+        lambda model: hw.run_model(model, {"ids": IDS}),
+        "with ids; its arguments are idx, targets",
+    ),
     "no input": (lambda model: hw.run_model(model, 3), "inputs are of type int; give token ids"),
-    "no tensor": (lambda model: hw.run_model(model, (None,)), "inputs are of type NoneType; give token ids"),
+    "no tensor": (
+        lambda model: hw.run_model(model, (None,)),
+        "inputs are of type NoneType; give token ids",
+    ),
     "ragged": (lambda model: hw.run_model(model, {"idx": [[1], [1, 2]]}), "rows of equal length"),
     "padded": (
         lambda model: hw.run_model(model, {"input_ids": IDS, "attention_mask": IDS * 0}),
         "takes no argument 'attention_mask'",
     ),
-    "texts": (lambda model: hw.run_model(model, ["a", "bcd"], tokenizer="bytes"), "give one text at a time"),
-    "no model": (lambda model: hw.run_model("gpt2", IDS), "model is of type str; give an nn.Module"),  # pyright: ignore[reportArgumentType] - the mistake under test
+    "texts": (
+        lambda model: hw.run_model(model, ["a", "bcd"], tokenizer="bytes"),
+        "give one text at a time",
+    ),
+    "no model": (
+        lambda model: hw.run_model("gpt2", IDS),
+        "model is of type str; give an nn.Module",
+    ),  # pyright: ignore[reportArgumentType] - the mistake under test
 }
 
 

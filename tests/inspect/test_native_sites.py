@@ -18,7 +18,14 @@ from support.layer_cases import check_close
 from support.site_recording import record_sites
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, "n_positions": 16}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 11,
+    "n_positions": 16,
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -56,7 +63,9 @@ def test_rows_are_the_definitions(name: str):
             layer(x, source=z)
         (keep,) = keeps.values()
         for head in range(probe.tensors["weights"].shape[1]):
-            check_close(keep.seen[0].head_weights(head, slice(2, 6)), probe.tensors["weights"][:, head, 2:6])
+            check_close(
+                keep.seen[0].head_weights(head, slice(2, 6)), probe.tensors["weights"][:, head, 2:6]
+            )
 
 
 def test_a_model_of_ours_and_a_copy_of_it():
@@ -91,7 +100,9 @@ def test_only_some_tokens():
     ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
     at = torch.tensor([[False, True, False], [False, False, False]])
     recorded: list[Tensor] = []
-    net.probes = {"decoder.1.attention": hw.Probe("heads", callback=lambda _, z: recorded.append(z))}
+    net.probes = {
+        "decoder.1.attention": hw.Probe("heads", callback=lambda _, z: recorded.append(z))
+    }
     with torch.no_grad():
         net(ids)
         with hw.ablate(net, [(1, 0)], tokens=at):
@@ -107,10 +118,19 @@ WRONG = {
     "no pair": (lambda net: hw.ablate(net, [0]), "names no head"),
     "no number": (lambda net: hw.ablate(net, [(0, "a")]), "names no head"),
     "no list": (lambda net: hw.ablate(net, 5), "names no head"),
-    "twice": (lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}), "named twice"),
-    "no scale": (lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")), "is not a finite number"),
+    "twice": (
+        lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}),
+        "named twice",
+    ),
+    "no scale": (
+        lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")),
+        "is not a finite number",
+    ),
     "no tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
-    "other tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)), "the same shape"),
+    "other tokens": (
+        lambda net: hw.ablate(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)),
+        "the same shape",
+    ),
     "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
     "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "output 4 channels, not 7"),
     "other rows": (lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}), "the same shape"),

@@ -1,4 +1,6 @@
-"""Ablation at single depths of a module that serves several depths, against a copy without shared layers."""
+"""Ablation at single depths of a module that serves several depths, against a copy without shared
+layers.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,21 @@ import headwise as hw
 from support.transformers_models import WIDE, WORDS, run_model, transformers
 
 ALBERT = {
-    "hidden_size": WIDE, "embedding_size": 16, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": WORDS,
+    "hidden_size": WIDE,
+    "embedding_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": WORDS,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 # layers, groups, layers in a group: of five layers, one group has three.
-SHAPES = {"one": (3, 1, 1), "groups": (4, 2, 1), "inner": (2, 1, 2), "odd": (5, 2, 1), "all": (3, 3, 2)}
+SHAPES = {
+    "one": (3, 1, 1),
+    "groups": (4, 2, 1),
+    "inner": (2, 1, 2),
+    "odd": (5, 2, 1),
+    "all": (3, 3, 2),
+}
 IDS = {"input_ids": torch.randint(3, WORDS, (2, 7), generator=torch.Generator().manual_seed(1))}
 
 
@@ -48,7 +60,11 @@ def with_own_groups(model: nn.Module) -> nn.Module:
 
 def attentions(model: nn.Module) -> list[nn.Module]:
     """In the order in which they run."""
-    return [layer.attention for group in model.encoder.albert_layer_groups for layer in group.albert_layers]
+    return [
+        layer.attention
+        for group in model.encoder.albert_layer_groups
+        for layer in group.albert_layers
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -105,7 +121,9 @@ def test_depths_are_counted_from_zero_after_a_failed_forward():
         with pytest.raises(RuntimeError, match="on purpose"), broken(model):
             model(**IDS)
         assert torch.equal(model(**IDS).logits, quiet)
-        assert torch.equal(model.albert(**IDS).last_hidden_state, model.albert(**IDS).last_hidden_state)
+        assert torch.equal(
+            model.albert(**IDS).last_hidden_state, model.albert(**IDS).last_hidden_state
+        )
 
 
 def broken(model: nn.Module):
@@ -121,7 +139,10 @@ def broken(model: nn.Module):
 def test_a_part_of_the_depths_is_refused():
     model = albert("one")
     group = model.encoder.albert_layer_groups[0]
-    with pytest.raises(ValueError, match="a module of 3 depths, but ran 1 times"), hw.ablate(model, [(1, 2)]):
+    with (
+        pytest.raises(ValueError, match="a module of 3 depths, but ran 1 times"),
+        hw.ablate(model, [(1, 2)]),
+    ):
         group(torch.randn(1, 3, WIDE))
     with pytest.raises(ValueError, match="called outside a forward"), hw.ablate(model, [(1, 2)]):
         group.albert_layers[0].attention.forward(torch.randn(1, 3, WIDE))
@@ -134,7 +155,9 @@ def test_a_trace_keeps_every_depth():
     own = model(**IDS, output_attentions=True).attentions
     assert len(own) == len(keep.layers) == 5
     for depth in range(5):
-        assert torch.allclose(torch.from_numpy(keep.head_weights(depth, 3)), own[depth][0, 3], atol=1e-5)
+        assert torch.allclose(
+            torch.from_numpy(keep.head_weights(depth, 3)), own[depth][0, 3], atol=1e-5
+        )
 
 
 class Attention(nn.Module):
@@ -166,7 +189,10 @@ class Again(nn.Module):
 @torch.no_grad()
 def test_unknown_depths_are_refused():
     model, x = Again(), torch.randn(2, 5, 12)
-    with pytest.raises(ValueError, match="runs more than 1 times in one forward call"), hw.ablate(model, [(0, 1)]):
+    with (
+        pytest.raises(ValueError, match="runs more than 1 times in one forward call"),
+        hw.ablate(model, [(0, 1)]),
+    ):
         model(x)
     with hw.ablate(model.layer, [(0, 1)]):  # all of them are meant
         quiet = model(x)

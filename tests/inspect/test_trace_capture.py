@@ -55,9 +55,16 @@ def far(trace: Trace, site: str | int, weights: Tensor) -> float:
     worst = 0.0
     for row in range(weights.shape[0]):
         for head in range(weights.shape[1]):
-            found, own = trace.head_weights(site, head, row=row), weights[row, head, :num_queries].numpy()
+            found, own = (
+                trace.head_weights(site, head, row=row),
+                weights[row, head, :num_queries].numpy(),
+            )
             keys = min(found.shape[1], own.shape[1])
-            worst = max(worst, np.abs(found[:, :keys] - own[:, :keys]).max(), np.abs(found[:, keys:]).max(initial=0))
+            worst = max(
+                worst,
+                np.abs(found[:, :keys] - own[:, :keys]).max(),
+                np.abs(found[:, keys:]).max(initial=0),
+            )
     return worst
 
 
@@ -76,7 +83,9 @@ def test_rows_are_the_models_own(name: str, tmp_path: Path):
         result = foreign.build("eager")(**foreign.inputs(), output_attentions=True)
     pairs = list(own_weights(result))
     assert len(pairs) == len(again.layers)
-    assert max(far(again, site, weights) for site, weights in pairs) <= 5e-5  # scores of T5 are large, not scaled
+    assert (
+        max(far(again, site, weights) for site, weights in pairs) <= 5e-5
+    )  # scores of T5 are large, not scaled
     assert "of 1.0 GB: queries and keys of" in recorded[0]
 
 
@@ -104,7 +113,10 @@ def test_generation_from_audio_is_recorded():
     sound = {"input_features": ZOO["whisper"].inputs()["input_features"]}
     trace = hw.trace(model, sound, max_new_tokens=4, log=silent)
     assert {len(one.calls) for one in trace.layers if one.stack == "decoder"} == {4}
-    assert [trace.get_layer("decoder.1.cross").num_queries, trace.get_layer("decoder.1.cross").num_keys] == [4, 13]
+    assert [
+        trace.get_layer("decoder.1.cross").num_queries,
+        trace.get_layer("decoder.1.cross").num_keys,
+    ] == [4, 13]
 
 
 def test_cached_tokens_are_recorded_once():
@@ -121,7 +133,9 @@ def test_texts_of_several_lengths_side_by_side():
     live[0, :4], live[1, 8:] = 0, 0  # one begins late, the other ends early
     trace = hw.trace(model, {"input_ids": ids, "attention_mask": live}, log=silent)
     with torch.no_grad():
-        result = ZOO["llama"].build("eager")(input_ids=ids, attention_mask=live, output_attentions=True)
+        result = ZOO["llama"].build("eager")(
+            input_ids=ids, attention_mask=live, output_attentions=True
+        )
     for site, weights in own_weights(result):
         for row, head in ((0, 1), (1, 3)):
             actual = live[row].bool()
@@ -134,7 +148,9 @@ def test_a_query_without_allowed_keys_has_zero_weights():
     mask = torch.tensor([[[[True, False], [False, False]]]])
     attention_inputs = AttentionInputs(q, q, q, 1.0, mask)
     assert attention_inputs.all_weights()[0, 0].tolist() == [[1, 0], [0, 0]]
-    assert torch.equal(F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, mask)[0, 0, 1], torch.zeros(4))
+    assert torch.equal(
+        F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, mask)[0, 0, 1], torch.zeros(4)
+    )
     assert attention_inputs.allowed_pairs().tolist() == mask.tolist()
 
 
@@ -151,16 +167,24 @@ def test_ours_are_the_definitions(name: str):
     (one,) = trace.layers
     assert far(trace, 0, probe.tensors["weights"]) <= 1e-5
     for head in range(len(spec.score_head_of_output)):
-        np.testing.assert_allclose(trace.head_output(0, head), probe.tensors["heads"][0, :, head], atol=1e-5)
+        np.testing.assert_allclose(
+            trace.head_output(0, head), probe.tensors["heads"][0, :, head], atol=1e-5
+        )
     assert one.arrays.keys() >= {"z"}
 
 
 @pytest.mark.parametrize("pattern", ["causal()", "window(3)", "window(3) | first(2)"])
 @pytest.mark.parametrize("kv", [1, 4])
 def test_steps_of_ours_through_every_cache(pattern: str, kv: int):
-    block = BlockSpec(hw.design(model=16, heads=4, kv=kv, pattern=pattern), feed=FeedForwardSpec(8, bias="ud"))
-    stack = StackSpec.from_blocks("decoder", 16, [block] * 2, embedding=EmbeddingSpec(11), norm=NormSpec())
-    net = hw.build(ModelSpec("small", "decoder", (stack,), (OutputHeadSpec("tokens", 11),)), seed=0).eval()
+    block = BlockSpec(
+        hw.design(model=16, heads=4, kv=kv, pattern=pattern), feed=FeedForwardSpec(8, bias="ud")
+    )
+    stack = StackSpec.from_blocks(
+        "decoder", 16, [block] * 2, embedding=EmbeddingSpec(11), norm=NormSpec()
+    )
+    net = hw.build(
+        ModelSpec("small", "decoder", (stack,), (OutputHeadSpec("tokens", 11),)), seed=0
+    ).eval()
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     trace = hw.trace(net, ids, max_new_tokens=6, capture=hw.Capture(extra=("v",)), log=silent)
     whole = hw.trace(net, torch.tensor([row.ids for row in trace.streams["text"]]), log=silent)
@@ -189,8 +213,12 @@ def test_a_budget_that_the_run_passes():
     model, inputs = ZOO["llama"].build("sdpa"), ZOO["llama"].inputs()
     model.generation_config.cache_implementation = "static"
     needed = hw.trace(model, inputs, max_new_tokens=6, log=silent).nbytes
-    with pytest.raises(SpecError, match=r"cannot record this run: it takes at least .*, beyond a budget"):
-        hw.trace(model, inputs, max_new_tokens=6, capture=hw.Capture(budget=needed - 100), log=silent)
+    with pytest.raises(
+        SpecError, match=r"cannot record this run: it takes at least .*, beyond a budget"
+    ):
+        hw.trace(
+            model, inputs, max_new_tokens=6, capture=hw.Capture(budget=needed - 100), log=silent
+        )
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -212,8 +240,12 @@ def test_half_the_bytes():
 
 
 def test_some_sites_alone():
-    trace = hw.trace(ZOO["bart"].build("sdpa"), ZOO["bart"].inputs(), capture=hw.Capture(sites=("decoder.1.cross",)),
-                     log=silent)  # fmt: skip
+    trace = hw.trace(
+        ZOO["bart"].build("sdpa"),
+        ZOO["bart"].inputs(),
+        capture=hw.Capture(sites=("decoder.1.cross",)),
+        log=silent,
+    )
     assert [one.name for one in trace.layers] == ["decoder.1.cross"]
 
 
@@ -246,30 +278,58 @@ def test_weights_are_recorded_without_scores():
     assert list(trace.layers[0].arrays) == ["weights.0"]
 
 
-@pytest.mark.parametrize(("change", "inputs", "more", "message"), [
-    (lambda m: m.train(), None, {}, "in train mode, .* call model.eval"),
-    (lambda m: m.to("meta"), None, {}, "on the meta device"),
-    (lambda m: m, torch.ones(1, 65, dtype=torch.long), {}, "65 tokens are 1 more than the 64 positions"),
-    (lambda m: m, torch.ones(1, 60, dtype=torch.long), {"max_new_tokens": 5}, "65 tokens are 1 more"),
-    (lambda m: m, torch.full((1, 3), 67), {}, "ids beyond its vocabulary"),
-    (lambda m: m, None, {"capture": hw.Capture(sites=(2,))}, "has no layer 2; its layers are 0..1"),
-    (lambda m: m, None, {"capture": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
-    (lambda m: m, "a text", {}, "comes with no tokenizer; give tokenizer="),
-    (lambda m: m, 3, {}, "type int; give token ids or another tensor"),
-    (lambda m: nn.Linear(2, 2).eval(), torch.zeros(3, 2), {}, "has no attention that headwise finds"),
-    (lambda m: torch.compile(m), None, {}, "it is compiled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "inputs", "more", "message"),
+    [
+        (lambda m: m.train(), None, {}, "in train mode, .* call model.eval"),
+        (lambda m: m.to("meta"), None, {}, "on the meta device"),
+        (
+            lambda m: m,
+            torch.ones(1, 65, dtype=torch.long),
+            {},
+            "65 tokens are 1 more than the 64 positions",
+        ),
+        (
+            lambda m: m,
+            torch.ones(1, 60, dtype=torch.long),
+            {"max_new_tokens": 5},
+            "65 tokens are 1 more",
+        ),
+        (lambda m: m, torch.full((1, 3), 67), {}, "ids beyond its vocabulary"),
+        (
+            lambda m: m,
+            None,
+            {"capture": hw.Capture(sites=(2,))},
+            "has no layer 2; its layers are 0..1",
+        ),
+        (lambda m: m, None, {"capture": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
+        (lambda m: m, "a text", {}, "comes with no tokenizer; give tokenizer="),
+        (lambda m: m, 3, {}, "type int; give token ids or another tensor"),
+        (
+            lambda m: nn.Linear(2, 2).eval(),
+            torch.zeros(3, 2),
+            {},
+            "has no attention that headwise finds",
+        ),
+        (lambda m: torch.compile(m), None, {}, "it is compiled"),
+    ],
+)
 def test_untraceable_models_are_refused(change, inputs, more, message: str):
     model = change(ZOO["llama"].build("sdpa"))
     with pytest.raises(ValueError, match=message):
         hw.trace(model, ZOO["llama"].inputs() if inputs is None else inputs, log=silent, **more)
     assert all(
         vars(stand.owner)[stand.name] is stand._original
-        for stand in [transformers_interface._interface_patch(), *native_attention.ATTENTION_PATCHES]
+        for stand in [
+            transformers_interface._interface_patch(),
+            *native_attention.ATTENTION_PATCHES,
+        ]
     )
 
 
-@pytest.mark.parametrize("options", [{"extra": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"precision": "bf16"}])
+@pytest.mark.parametrize(
+    "options", [{"extra": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"precision": "bf16"}]
+)
 def test_unsupported_captures_are_refused(options: dict[str, Any]):
     with pytest.raises(SpecError, match="Capture"):
         hw.Capture(**options)

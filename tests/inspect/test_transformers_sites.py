@@ -1,4 +1,6 @@
-"""Attention sites of transformers models: found, equal to their own weights, and ablated exactly."""
+"""Attention sites of transformers models: found, equal to their own weights,
+and ablated exactly.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
         run_model(model, zoo.inputs())
     own = {one.site.name: recorded[one.module] for one in find_attention(model)}
     result = [keeps]
-    if model._supports_sdpa:  # which gives no weights, and may understand what eager spells out in a mask
+    if (
+        model._supports_sdpa
+    ):  # which gives no weights, and may understand what eager spells out in a mask
         fused = zoo.build("sdpa")
         with record_sites(fused) as keeps:
             run_model(fused, zoo.inputs())
@@ -33,8 +37,13 @@ def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
         for site, keep in keeps.items():
             (core,) = keep.seen
             for head in range(own[site].shape[1]):
-                assert torch.allclose(core.head_weights(head), own[site][:, head], atol=5e-5), (site, head)
-            assert torch.allclose(core.head_weights(2, slice(1, 3)), own[site][:, 2, 1:3], atol=5e-5)
+                assert torch.allclose(core.head_weights(head), own[site][:, head], atol=5e-5), (
+                    site,
+                    head,
+                )
+            assert torch.allclose(
+                core.head_weights(2, slice(1, 3)), own[site][:, 2, 1:3], atol=5e-5
+            )
 
 
 @pytest.mark.parametrize("name", ZOO | FALLBACK)
@@ -53,7 +62,9 @@ def test_ablation_equals_removing_output_columns(name: str):
             without_columns(other, site.path, zoo.out, head, 8)
         expected = run_model(other, zoo.inputs())
         assert (whole - expected).abs().max() > 1e-4, site.name
-        assert (quiet - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max())), site.name
+        assert (quiet - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max())), (
+            site.name
+        )
     assert torch.equal(run_model(model, zoo.inputs()), whole)
 
 
@@ -79,7 +90,9 @@ class Attention(Plain):
 def test_torchs_own_layers(first: bool, training: bool):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(12, 2, 17, dropout=0.0, batch_first=first)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=first)  # which takes the fast path where it can
+    model = nn.TransformerEncoder(
+        layer, 2, enable_nested_tensor=first
+    )  # which takes the fast path where it can
     model.train(training)
     x = torch.randn(2, 5, 12)
     with torch.no_grad():

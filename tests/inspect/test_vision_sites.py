@@ -1,4 +1,6 @@
-"""Attentions of vision libraries, found by name and by a run: ablation, weights, and the model afterwards."""
+"""Attentions of vision libraries, found by name and by a run: ablation, weights, and the model
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def test_traced_weights_equal_an_independent_softmax(name: str, example: str):
     before = read_state(model)
     list_sites(model, x, example)
     if example == "without" and isinstance(model[0], EvaAttention):
-        with pytest.raises(ValueError, match=r"cannot (observe its weights|be observed): .*hw.sites\(model, example\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"cannot (observe its weights|be observed): .*hw.sites\(model, example\)",
+        ):
             hw.trace(model, x, log=lambda _: None)
         assert read_state(model) == before
         return
@@ -95,8 +100,14 @@ def test_contexts_entered_before_and_after_an_example_nest():
     for head in (0, 2):
         other[1].proj.weight[:, 5 * head : 5 * head + 5] = 0
     with hw.ablate(model, [(1, 0)]):
-        hw.sites(model, x)  # the inner context hooks the attention function, the outer one the projection
+        hw.sites(
+            model, x
+        )  # the inner context hooks the attention function, the outer one the projection
         with hw.ablate(model, [(1, 2)]):
             assert torch.allclose(model(x), other(x), atol=1e-5)
-        with hw.ablate(model, [(1, 2)]), hw.ablate(model, {(1, 1): 0.5}), hw.ablate(model, {(1, 1): 2.0}):
+        with (
+            hw.ablate(model, [(1, 2)]),
+            hw.ablate(model, {(1, 1): 0.5}),
+            hw.ablate(model, {(1, 1): 2.0}),
+        ):
             assert torch.allclose(model(x), other(x), atol=1e-5)

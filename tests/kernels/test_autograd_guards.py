@@ -1,4 +1,6 @@
-"""Kernels under checkpoints, frozen parameters, other devices and second derivatives, and with invalid tables."""
+"""Kernels under checkpoints, frozen parameters, other devices and second derivatives, and with
+invalid tables.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.backends.routed_heads import RoutedWorkItems
-from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, flash_attention, paged_decode
+from headwise.kernels import (
+    PagedDecodeOptions,
+    attend_paged,
+    attend_paged_reference,
+    flash_attention,
+    paged_decode,
+)
 from headwise.kernels.flash_attention import gathered_attention
 from support.layer_cases import check_close
 
@@ -19,14 +27,17 @@ LONG = 300  # tokens, more than a block of any kernel
 
 def handed() -> list[Tensor]:
     """Queries, keys and values in five pages of four slots."""
-    return [torch.randn(shape, dtype=torch.float64) for shape in ((3, 4, 16), (5, 2, 4, 16), (5, 2, 4, 7))]
+    return [
+        torch.randn(shape, dtype=torch.float64)
+        for shape in ((3, 4, 16), (5, 2, 4, 16), (5, 2, 4, 7))
+    ]
 
 
 def layer_of(preset: str) -> hw.Attention:
     return hw.Attention(hw.design(preset=preset, model=16, heads=4)).double()
 
 
-# --- gradients -----------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("expected", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
@@ -37,7 +48,9 @@ def test_gradients_of_some_decode_inputs(expected):
         inputs[n].requires_grad_()
     q, k, v = inputs
     found = [run(q, k, v, TABLE, scale=0.3)[0] for run in (attend_paged, attend_paged_reference)]
-    ours, theirs = (torch.autograd.grad(o.square().sum(), [inputs[n] for n in expected]) for o in found)
+    ours, theirs = (
+        torch.autograd.grad(o.square().sum(), [inputs[n] for n in expected]) for o in found
+    )
     for one, other in zip(ours, theirs, strict=True):
         check_close(one, other)
 
@@ -57,12 +70,16 @@ def test_a_checkpoint_changes_no_gradient(preset, again):
 
 
 def test_hooks_of_parameters_are_called_once():
-    layer = hw.Attention(hw.design(model=16, heads=4, modifiers=(hw.TalkingHeads(),)), backend="chunked").double()
+    layer = hw.Attention(
+        hw.design(model=16, heads=4, modifiers=(hw.TalkingHeads(),)), backend="chunked"
+    ).double()
     x = torch.randn(2, LONG, 16, dtype=torch.float64)
     found = []
     for times in (1, 3):
         layer.zero_grad()
-        hooks = [p.register_hook(lambda grad, times=times: times * grad) for p in layer.parameters()]
+        hooks = [
+            p.register_hook(lambda grad, times=times: times * grad) for p in layer.parameters()
+        ]
         layer(x).square().sum().backward()
         found.append([p.grad for p in layer.parameters()])
         for hook in hooks:
@@ -83,7 +100,9 @@ def test_hooks_of_decode_inputs_are_called_once():
 @pytest.mark.parametrize("count", [40, LONG])
 @pytest.mark.parametrize("kind", ["fixed", "learned"])
 def test_torch_func_has_slopes_of_slopes_of_entmax(kind, count):
-    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", normaliser=hw.Entmax(kind=kind))).double()
+    layer = hw.Attention(
+        hw.design(model=16, heads=4, pattern="causal", normaliser=hw.Entmax(kind=kind))
+    ).double()
     x, way, step = torch.randn(3, 1, count, 16, dtype=torch.float64)
 
     def slope(x: Tensor) -> Tensor:
@@ -99,7 +118,7 @@ def nearby(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     return (x + step).requires_grad_(), (x - step).requires_grad_()
 
 
-# --- devices -------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax", "mha"])
@@ -113,17 +132,34 @@ def test_the_default_device_does_not_matter(preset):
 
 @pytest.mark.parametrize("preset", ["talking", "dcmha", "entmax"])
 def test_shapes_alone_run_through_blocks(preset):
-    layer, x = layer_of(preset).to("meta"), torch.randn(2, LONG, 16, device="meta", dtype=torch.float64)
+    layer, x = (
+        layer_of(preset).to("meta"),
+        torch.randn(2, LONG, 16, device="meta", dtype=torch.float64),
+    )
     y = layer(x)
     y.sum().backward()
     assert y.shape == x.shape
 
 
-@pytest.mark.parametrize("name", [
-    "flash_attention", "flash_attention_backward", "gathered_attention", "gathered_attention_backward",
-    "masked_softmax", "masked_softmax_backward", "masked_entmax", "masked_entmax_backward", "head_mixing",
-    "head_mixing_backward", "varlen_attention", "varlen_attention_backward", "paged_decode", "small_batch_matmul",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_attention",
+        "flash_attention_backward",
+        "gathered_attention",
+        "gathered_attention_backward",
+        "masked_softmax",
+        "masked_softmax_backward",
+        "masked_entmax",
+        "masked_entmax_backward",
+        "head_mixing",
+        "head_mixing_backward",
+        "varlen_attention",
+        "varlen_attention_backward",
+        "paged_decode",
+        "small_batch_matmul",
+    ],
+)
 def test_no_kernel_is_handed_memory_of_another_device(name):
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(f"headwise::{name}", "CPU")
@@ -131,10 +167,12 @@ def test_no_kernel_is_handed_memory_of_another_device(name):
     assert not has(f"headwise::{name}", "CompositeExplicitAutograd")
 
 
-# --- what lies beside memory ---------------------------------------------------------------------------
+# --- what lies beside memory ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("span", [[5, 0, 4], [-1, 0, 4], [1, -1, 2], [1, 0, 5], [1, 2**40, 2**41]], ids=str)
+@pytest.mark.parametrize(
+    "span", [[5, 0, 4], [-1, 0, 4], [1, -1, 2], [1, 0, 5], [1, 2**40, 2**41]], ids=str
+)
 def test_spans_beside_the_pages_are_refused(span):
     table = TABLE.clone()
     table[2, 0] = torch.tensor(span)
@@ -147,7 +185,9 @@ def test_empty_spans_may_name_any_page():
     table[1] = torch.tensor([[9, 3, 3], [-7, 99, 4]])
     assert paged_decode.find_invalid_span(table.transpose(0, 1), 5, 4) == -1
     inputs = handed()
-    check_close(attend_paged(*inputs, table, scale=0.3)[0], attend_paged(*inputs, TABLE, scale=0.3)[0])
+    check_close(
+        attend_paged(*inputs, table, scale=0.3)[0], attend_paged(*inputs, TABLE, scale=0.3)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +205,9 @@ def test_options_must_have_the_shape_of_the_call(beside, message):
         attend_paged(*handed(), TABLE, scale=0.3, options=beside)
 
 
-@pytest.mark.parametrize("scale", [torch.ones(5, 2, 3), torch.ones(5, 2, 4, dtype=torch.bfloat16)], ids=["few", "half"])
+@pytest.mark.parametrize(
+    "scale", [torch.ones(5, 2, 3), torch.ones(5, 2, 4, dtype=torch.bfloat16)], ids=["few", "half"]
+)
 def test_scales_are_one_for_each_key(scale):
     q, k, v = handed()
     with pytest.raises(ValueError, match=r"give float32 \[5, 2, 4\]"):
@@ -187,13 +229,17 @@ def test_more_keys_than_the_index_type_holds_are_refused():
     work_items = RoutedWorkItems.from_open_heads(
         torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1
     )
-    with pytest.raises(ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"
+    ):
         gathered_attention(q, k, k, work_items.kernel_args, 1.0, work_items.num_pairs)
 
 
 def test_numbers_of_two_kinds_are_refused():
     q = torch.zeros(1, 1, 1, 4)
-    work_items = RoutedWorkItems.from_open_heads(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1)
+    work_items = RoutedWorkItems.from_open_heads(
+        torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1
+    )
     for k, v in ((q.double(), q), (q, q.double())):
         with pytest.raises(ValueError, match=r"is torch.float64 .*; give torch.float32"):
             gathered_attention(q, k, v, work_items.kernel_args, 1.0, work_items.num_pairs)

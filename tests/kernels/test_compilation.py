@@ -1,4 +1,6 @@
-"""Without Numba, with a broken one, and while kernels are compiled, every call works on torch operations."""
+"""Without Numba, with a broken one, and while kernels are compiled, every call works on torch
+operations.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.kernels import PagedDecodeOptions, attend_paged, launch
-from headwise.kernels.compilation import NO_CACHE_WARNING, STATE, CompilationState, compile_when_called
+from headwise.kernels.compilation import (
+    NO_CACHE_WARNING,
+    STATE,
+    CompilationState,
+    compile_when_called,
+)
 from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS, attend_key_ranges
 from headwise.kernels.launch import KernelSet
 from headwise.kernels.paged_decode import PAGED_DECODE_KERNELS
 
-# Outputs, gradients and decode steps of every preset, in float32 and float64, and of packed sequences.
+# Outputs, gradients and decode steps of every preset, in float32 and float64, and of packed
+# sequences.
 COMPUTE = """
 import sys
 import torch
@@ -65,7 +73,9 @@ def run_python(code: str, *args: object, **environment: str) -> subprocess.Compl
     path = os.pathsep.join(filter(None, [first, str(Path(hw.__file__).parents[1])]))
     command = [sys.executable, "-W", "error", "-c", code, *map(str, args)]
     env = os.environ | {"PYTHONPATH": path} | environment
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +110,15 @@ def test_everything_works_without_numba(tmp_path, kernel_results):
 
 def test_everything_works_with_a_broken_numba(tmp_path, kernel_results):
     (tmp_path / "numba").mkdir()
-    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 1.0 or less')")
+    (tmp_path / "numba" / "__init__.py").write_text(
+        "raise ImportError('Numba needs NumPy 1.0 or less')"
+    )
     run = run_python(COMPUTE + WHY, tmp_path / "results.pt", first_on_path=str(tmp_path))
     assert not run.returncode, run.stderr
     text = " ".join(run.stdout.split())
-    assert "needs Numba, which cannot be imported (ImportError: Numba needs NumPy 1.0 or less)" in text
+    assert (
+        "needs Numba, which cannot be imported (ImportError: Numba needs NumPy 1.0 or less)" in text
+    )
     assert "CPU kernels are off: flash_cpu, ragged and paged do not run" in text
     check_results(tmp_path / "results.pt", kernel_results)
 
@@ -113,7 +127,9 @@ def test_kernels_can_be_switched_off(monkeypatch):
     spec = hw.design(model=64, heads=4, pattern="causal")
     assert not hw.why(spec).reasons_against["flash_cpu"]
     monkeypatch.setattr(STATE, "setting", "off")
-    assert hw.why(spec).reasons_against["flash_cpu"] == ["needs Numba kernels, which HEADWISE_KERNELS=off disables"]
+    assert hw.why(spec).reasons_against["flash_cpu"] == [
+        "needs Numba kernels, which HEADWISE_KERNELS=off disables"
+    ]
     monkeypatch.setattr(STATE, "setting", "later")
     with pytest.raises(ValueError, match="HEADWISE_KERNELS is 'later'; use one of auto, wait, off"):
         hw.why(spec)
@@ -159,7 +175,9 @@ def test_torch_operations_run_while_a_process_compiles_the_kernel(tmp_path):
     assert not run.returncode, run.stderr
     torch.manual_seed(0)
     s, allowed = torch.randn(1, 2, 70, 70), torch.rand(1, 1, 70, 70) < 0.7
-    assert torch.equal(torch.load(tmp_path / "auto.pt"), hw.Softmax().fused_normalise(s, allowed, {}))
+    assert torch.equal(
+        torch.load(tmp_path / "auto.pt"), hw.Softmax().fused_normalise(s, allowed, {})
+    )
 
 
 def test_a_failed_background_compilation_leaves_it_to_the_call(tmp_path):
@@ -214,9 +232,13 @@ assert not STATE.running
 
 @pytest.fixture
 def unwritable(tmp_path) -> dict[str, str]:
-    """Cache folders inside a file, which nobody can make, whatever the permissions of the tests are."""
+    """Cache folders inside a file, which nobody can make, whatever the permissions of the tests
+    are.
+    """
     (tmp_path / "file").touch()
-    return {name: str(tmp_path / "file" / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+    return {
+        name: str(tmp_path / "file" / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+    }
 
 
 @pytest.mark.lengthy
@@ -269,13 +291,17 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 def test_kernels_are_kept_in_the_users_cache_folder_and_not_in_the_package(tmp_path):
     (tmp_path / "headwise" / "headwise-kernels-0").mkdir(parents=True)
     (tmp_path / "headwise" / "headwise-kernels-1").mkdir()
-    os.utime(tmp_path / "headwise" / "headwise-kernels-0", (0, 0))  # unchanged for more than 30 days
+    os.utime(
+        tmp_path / "headwise" / "headwise-kernels-0", (0, 0)
+    )  # unchanged for more than 30 days
     folders = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
     before = list_files(Path(hw.__file__).parent, "*.nb[ic]")
     run = run_python(SCALE + "scale()", **folders)
     assert (run.stdout, run.stderr) == ("0\n1\n", "")
     assert list_files(Path(hw.__file__).parent, "*.nb[ic]") == before
-    kept, _ = sorted((tmp_path / "headwise").iterdir(), key=lambda folder: len(folder.name), reverse=True)
+    kept, _ = sorted(
+        (tmp_path / "headwise").iterdir(), key=lambda folder: len(folder.name), reverse=True
+    )
     assert [path.suffix for path in list_files(kept, "*scale_to_float32*")] == [".nbc", ".nbi"]
     assert not (tmp_path / "headwise" / "headwise-kernels-0").exists()
 
@@ -287,7 +313,9 @@ def test_damaged_files_in_the_cache_are_written_again(tmp_path):
 
 def test_a_compilation_that_leaves_nothing_on_disk_is_not_repeated(monkeypatch):
     started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command) or EndedProcess())
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **_: started.append(command) or EndedProcess()
+    )
     state = CompilationState()
     state.start("a")
     assert not state.is_running("a")
@@ -315,7 +343,9 @@ def test_a_block_table_is_checked_by_torch_operations_too(monkeypatch):
     monkeypatch.setattr(PAGED_DECODE_KERNELS, "is_usable", lambda dtype: False)
     found, _ = attend_paged(q, k, k, spans, scale=0.25)
     torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match=r"spans hold \[1, 0, 5\]; give page, begin, end within 2 pages of 4 slots"):
+    with pytest.raises(
+        ValueError, match=r"spans hold \[1, 0, 5\]; give page, begin, end within 2 pages of 4 slots"
+    ):
         attend_paged(q, k, k, torch.tensor([[[1, 0, 5]]]), scale=0.25)
     with pytest.raises(ValueError, match="give one for each of 1 heads"):
         attend_paged(q, k, k, spans, scale=0.25, options=PagedDecodeOptions(sink=torch.zeros(3)))
@@ -325,10 +355,17 @@ def test_a_block_table_is_checked_by_torch_operations_too(monkeypatch):
 def test_references_of_flash_attention_equal_the_kernels(monkeypatch, ends, ahead):
     def call() -> list[Tensor]:
         torch.manual_seed(0)
-        q, k, v = (torch.randn(2, n, h, d, dtype=torch.float64) for n, h, d in ((150, 4, 8), (157, 2, 8), (157, 2, 5)))
+        q, k, v = (
+            torch.randn(2, n, h, d, dtype=torch.float64)
+            for n, h, d in ((150, 4, 8), (157, 2, 8), (157, 2, 5))
+        )
         q, k, v = (t.requires_grad_() for t in (q, k, v))
         first = torch.randint(0, 100, (2, 150, 1))
-        table = torch.cat([first, first + torch.randint(-5, 60, (2, 150, 1)).clamp(min=0)], -1) if ends else None
+        table = (
+            torch.cat([first, first + torch.randint(-5, 60, (2, 150, 1)).clamp(min=0)], -1)
+            if ends
+            else None
+        )
         o = attend_key_ranges(q, k, v, table, ahead, 0.3)
         return [o, *torch.autograd.grad(o.square().sum(), (q, k, v))]
 
@@ -340,7 +377,9 @@ def test_references_of_flash_attention_equal_the_kernels(monkeypatch, ends, ahea
 
 def test_background_compilations_leave_a_core_free(monkeypatch):
     started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command) or SleepingProcess())
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **_: started.append(command) or SleepingProcess()
+    )
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     state = CompilationState()
     for task in ("a", "b", "c"):

@@ -11,7 +11,11 @@ import headwise as hw
 from headwise import costs
 from headwise.backends import BACKENDS, CallSignature, flash_cpu
 from headwise.kernels import flash_attention
-from headwise.kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
+from headwise.kernels.flash_attention import (
+    FlashAttentionShape,
+    attend_key_ranges,
+    count_executed_pairs,
+)
 from support import layer_cases as cases, takeover
 from support.layer_cases import base, check_close
 from support.layer_checks import torch_flops
@@ -20,19 +24,29 @@ SCALE = 0.4
 
 
 class Call:
-    """One call: each token reads the keys up to as many behind its own number, all, or between ends of its own."""
+    """One call: each token reads the keys up to as many behind its own number, all, or between ends
+    of its own.
+    """
 
-    def __init__(self, sizes, widths, ahead: int | None = None, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, sizes, widths, ahead: int | None = None, dtype: torch.dtype = torch.float64
+    ) -> None:
         (batch, queries, keys), (heads, values, dim, vdim) = sizes, widths
         make = torch.Generator().manual_seed(batch + 3 * queries + 5 * keys + 7 * heads)
 
         def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+            return (
+                torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+            )
 
         self.q, self.k, self.v = (
-            numbers(batch, queries, heads, dim), numbers(batch, keys, values, dim), numbers(batch, keys, values, vdim)
-        )  # fmt: skip
-        self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(dtype)
+            numbers(batch, queries, heads, dim),
+            numbers(batch, keys, values, dim),
+            numbers(batch, keys, values, vdim),
+        )
+        self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(
+            dtype
+        )
         self.ahead = ahead
         self.ends: torch.Tensor | None = None
 
@@ -40,19 +54,32 @@ class Call:
         """Ends of each token's own."""
         make = torch.Generator().manual_seed(seed)
         rows = 1 if alike else len(self.q)
-        self.ends = torch.randint(0, self.k.shape[1] + 1, (rows, self.q.shape[1], 2), generator=make).sort(-1).values
+        self.ends = (
+            torch.randint(0, self.k.shape[1] + 1, (rows, self.q.shape[1], 2), generator=make)
+            .sort(-1)
+            .values
+        )
 
     def read(self) -> torch.Tensor:
         return attend_key_ranges(self.q, self.k, self.v, self.ends, self.ahead, SCALE)
 
     def expected(self) -> torch.Tensor:
         each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
-        q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
+        q, k, v = (
+            t.double()
+            for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2))
+        )
         if self.ends is not None:
             allowed = (key >= self.ends[..., :1]) & (key < self.ends[..., 1:])
         else:
-            last = len(key) if self.ahead is None else torch.arange(q.shape[1])[:, None] + self.ahead
-            allowed = (key <= last)[None] if self.ahead is not None else torch.ones(1, q.shape[1], len(key)).bool()
+            last = (
+                len(key) if self.ahead is None else torch.arange(q.shape[1])[:, None] + self.ahead
+            )
+            allowed = (
+                (key <= last)[None]
+                if self.ahead is not None
+                else torch.ones(1, q.shape[1], len(key)).bool()
+            )
         s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
         w = s.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
         w = w.masked_fill(~allowed.any(-1)[:, None, :, None], 0.0)
@@ -99,7 +126,9 @@ def test_parts_of_keys_are_added_up(keep, monkeypatch):
 )
 def test_any_call(sizes, groups, widths, way, seed):
     batch, queries, more = sizes
-    call = Call((batch, queries, queries + more), (*groups, *widths), more if way == "causal" else None)
+    call = Call(
+        (batch, queries, queries + more), (*groups, *widths), more if way == "causal" else None
+    )
     if way.startswith("between"):
         call.between(seed, way.endswith("alike"))
     call.check_reading()
@@ -109,25 +138,41 @@ def test_any_call(sizes, groups, widths, way, seed):
 
 
 def formed(call: Call) -> int:
-    """The pairs of all units, one by one: sixty-four rows, with the keys from the first to the last that one reads."""
+    """The pairs of all units, one by one: sixty-four rows, with the keys from the first to the last
+    that one reads.
+    """
     size, total = FlashAttentionShape.from_tensors(call.q, call.k), 0
     for b in range(size.batch):
         for first in range(0, size.queries * size.group_size, 64):
-            tokens = [row // size.group_size for row in range(first, min(first + 64, size.queries * size.group_size))]
+            tokens = [
+                row // size.group_size
+                for row in range(first, min(first + 64, size.queries * size.group_size))
+            ]
             if call.ends is not None:
                 own = call.ends[b % len(call.ends), tokens]
                 total += 64 * size.num_kv_heads * max(0, int(own[:, 1].max() - own[:, 0].min()))
             else:
-                last = size.keys if call.ahead is None else min(size.keys, tokens[-1] + call.ahead + 1)
+                last = (
+                    size.keys if call.ahead is None else min(size.keys, tokens[-1] + call.ahead + 1)
+                )
                 total += 64 * size.num_kv_heads * last
     return total
 
 
 @pytest.mark.parametrize("heads", [1, 3, 6, 64, 96, 160])
 def test_pairs_are_counted_without_counting(heads):
-    for queries, keys, ahead in [(1, 1, 0), (63, 63, 0), (200, 200, 0), (200, 333, 133), (200, 150, 0), (90, 400, 7)]:
+    for queries, keys, ahead in [
+        (1, 1, 0),
+        (63, 63, 0),
+        (200, 200, 0),
+        (200, 333, 133),
+        (200, 150, 0),
+        (90, 400, 7),
+    ]:
         call = Call((2, queries, keys), (heads, 1, 1, 1), ahead)
-        assert count_executed_pairs(FlashAttentionShape.from_tensors(call.q, call.k), None, ahead) == formed(call), (
+        assert count_executed_pairs(
+            FlashAttentionShape.from_tensors(call.q, call.k), None, ahead
+        ) == formed(call), (
             queries,
             keys,
             ahead,
@@ -163,7 +208,9 @@ def test_error_is_at_most_twice_that_of_torch():
     call = Call((1, 1000, 1000), (4, 4, 32, 32), 0, torch.float32)
     truth = call.both(call.expected())
     q, k, v = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(1, 2)
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=SCALE
+    ).transpose(1, 2)
     for ours, theirs, true in zip(call.both(call.read()), call.both(o), truth, strict=True):
         assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
 
@@ -172,7 +219,16 @@ def test_memory_that_lies_otherwise_is_read_where_it_is():
     call = Call((2, 70, 80), (4, 2, 6, 6), 10)
     expected = call.both(call.expected())
     for name in "qkv":
-        setattr(call, name, getattr(call, name).detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_())
+        setattr(
+            call,
+            name,
+            getattr(call, name)
+            .detach()
+            .transpose(1, 2)
+            .contiguous()
+            .transpose(1, 2)
+            .requires_grad_(),
+        )
     call.k = call.k.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
     for ours, theirs in zip(call.both(call.read()), expected, strict=True):
         check_close(ours, theirs)
@@ -184,7 +240,8 @@ def test_a_plan_is_of_one_kind_of_call():
     half = attend_key_ranges(call.q, call.k, call.v, None, 0, SCALE / 2)
     check_close(half, attend_key_ranges(call.q / 2, call.k, call.v, None, 0, SCALE))
     call.k, call.v = (
-        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (call.k, call.v)
+        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        for t in (call.k, call.v)
     )
     call.check_reading()
     call.between(3, False)
@@ -217,14 +274,18 @@ def test_the_operation_passes_opcheck(between):
         call.between(0, False)
     looks, qkv = ("test_schema", "test_faketensor"), [t.detach() for t in (call.q, call.k, call.v)]
     how = (call.ends, None if between else 0, SCALE)
-    assert set(torch.library.opcheck(flash_attention.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks).values()) == {
-        "SUCCESS"
-    }
+    assert set(
+        torch.library.opcheck(
+            flash_attention.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks
+        ).values()
+    ) == {"SUCCESS"}
     back = (call.way, [*qkv, *flash_attention.FLASH_FORWARD_OP(*qkv, *how)], *how)
-    assert set(torch.library.opcheck(flash_attention.FLASH_BACKWARD_OP, back, test_utils=looks).values()) == {"SUCCESS"}
+    assert set(
+        torch.library.opcheck(flash_attention.FLASH_BACKWARD_OP, back, test_utils=looks).values()
+    ) == {"SUCCESS"}
 
 
-# --- layers ------------------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 def layer_of(dtype: torch.dtype = torch.float64, **words) -> hw.Attention:
@@ -285,16 +346,22 @@ def test_a_long_prompt_after_cached_tokens(monkeypatch):
     expected = layer(x)
     layer.backend_name, recorded = None, []
     monkeypatch.setattr(
-        flash_cpu, "attend_key_ranges", lambda *args: recorded.append(args[4]) or attend_key_ranges(*args)
+        flash_cpu,
+        "attend_key_ranges",
+        lambda *args: recorded.append(args[4]) or attend_key_ranges(*args),
     )
     with torch.no_grad():
         cache = layer.cache(batch=2, capacity=320)
-        check_close(torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 199], 1)], 1), expected)
+        check_close(
+            torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 199], 1)], 1), expected
+        )
     assert recorded == [0, 101]
 
 
 def test_under_autocast_it_refuses():
-    """There numbers are bfloat16, whatever x is; a layer that asks for nobody has them read by another."""
+    """There numbers are bfloat16, whatever x is; a layer that asks for nobody has them read by
+    another.
+    """
     layer = layer_of(torch.float32)
     x = torch.randn(2, 130, 10)
     layer.backend_name = "flash_cpu"
@@ -312,9 +379,18 @@ def unsupported_text(job: dict | None = None, **words) -> str:
 
 
 @pytest.mark.parametrize(
-    "job", [{}, {"needs_grad": True}, {"training": True}, {"is_compiling": True}, {"dtype": torch.float64}]
+    "job",
+    [
+        {},
+        {"needs_grad": True},
+        {"training": True},
+        {"is_compiling": True},
+        {"dtype": torch.float64},
+    ],
 )
-@pytest.mark.parametrize("words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}])
+@pytest.mark.parametrize(
+    "words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}]
+)
 def test_plain_heads_are_supported(job, words):
     assert unsupported_text(job, **words) == ""
 

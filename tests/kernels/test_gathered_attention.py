@@ -17,31 +17,50 @@ SCALE = 0.4
 class Some:
     """Numbers of one call: who asks, and from which key to which each token reads."""
 
-    def __init__(self, sizes, widths, seed: int = 0, dtype: torch.dtype = torch.float64, rate: float = 0.4) -> None:
+    def __init__(
+        self, sizes, widths, seed: int = 0, dtype: torch.dtype = torch.float64, rate: float = 0.4
+    ) -> None:
         (batch, queries, keys), (heads, values, dim, vdim) = sizes, widths
         make = torch.Generator().manual_seed(seed)
 
         def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+            return (
+                torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+            )
 
         self.q, self.k, self.v = (
-            numbers(batch, queries, heads, dim), numbers(batch, keys, values, dim), numbers(batch, keys, values, vdim)
-        )  # fmt: skip
-        self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(dtype)
+            numbers(batch, queries, heads, dim),
+            numbers(batch, keys, values, dim),
+            numbers(batch, keys, values, vdim),
+        )
+        self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(
+            dtype
+        )
         self.unmerged_shape = torch.rand(batch, queries, heads, generator=make) < rate
         ends = torch.randint(0, keys + 1, (batch, queries, 2), generator=make).sort(-1).values
         self.ends = ends[:1] if seed % 2 else ends
 
     def read(self) -> torch.Tensor:
-        work_items = RoutedWorkItems.from_open_heads(self.unmerged_shape, self.k.shape[2], self.ends, self.k.shape[1])
-        return gathered_attention(self.q, self.k, self.v, work_items.kernel_args, SCALE, work_items.num_pairs)[0]
+        work_items = RoutedWorkItems.from_open_heads(
+            self.unmerged_shape, self.k.shape[2], self.ends, self.k.shape[1]
+        )
+        return gathered_attention(
+            self.q, self.k, self.v, work_items.kernel_args, SCALE, work_items.num_pairs
+        )[0]
 
     def expected(self) -> torch.Tensor:
         each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
-        q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
+        q, k, v = (
+            t.double()
+            for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2))
+        )
         allowed = ((key >= self.ends[..., :1]) & (key < self.ends[..., 1:]))[:, None]
         s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
-        w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        w = (
+            s.masked_fill(~allowed, -torch.inf)
+            .softmax(-1)
+            .masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        )
         return torch.einsum("bhts,bshv->bthv", w, v) * self.unmerged_shape[..., None]
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,7 +92,9 @@ def test_units_and_blocks_of_keys_end_where_they_should(queries, keys, parts):
 @pytest.mark.parametrize("keep", [1, 2, 7, 14])
 def test_parts_of_keys_are_added_up(keep, parts):
     some = Some((1, 80, 201), (14, keep, 5, 3))
-    kernel_args = RoutedWorkItems.from_open_heads(some.unmerged_shape, keep, some.ends, 201).kernel_args
+    kernel_args = RoutedWorkItems.from_open_heads(
+        some.unmerged_shape, keep, some.ends, 201
+    ).kernel_args
     assert len(kernel_args[3]) == keep * {1: 4, 2: 4, 7: 2, 14: 1}[keep]
     some.check_reading()
 
@@ -116,7 +137,16 @@ def test_memory_that_lies_otherwise_is_read_where_it_is():
     some = Some((2, 70, 80), (4, 2, 6, 6))
     expected = some.both(some.expected())
     for name in "qkv":
-        setattr(some, name, getattr(some, name).detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_())
+        setattr(
+            some,
+            name,
+            getattr(some, name)
+            .detach()
+            .transpose(1, 2)
+            .contiguous()
+            .transpose(1, 2)
+            .requires_grad_(),
+        )
     some.k = some.k.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
     for ours, theirs in zip(some.both(some.read()), expected, strict=True):
         check_close(ours, theirs)
@@ -139,4 +169,6 @@ def test_the_operation_passes_opcheck():
     work_items = RoutedWorkItems.from_open_heads(some.unmerged_shape, 2, some.ends, 20)
     arguments = (some.q, some.k, some.v, work_items.kernel_args, SCALE, work_items.num_pairs)
     looks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    assert set(torch.library.opcheck(gathered_attention, arguments, test_utils=looks).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(gathered_attention, arguments, test_utils=looks).values()) == {
+        "SUCCESS"
+    }

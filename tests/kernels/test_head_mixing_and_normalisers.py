@@ -1,4 +1,6 @@
-"""Kernels for head mixing and row normalisers, and recomputed query blocks, against the formulas."""
+"""Kernels for head mixing and row normalisers, and recomputed query blocks,
+against the formulas.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def entmax(s: Tensor, recorded: Tensor, alpha: float) -> Tensor:
     return row_normalisers.masked_entmax(s, recorded, alphas(s, alpha), None, [])[0]
 
 
-# --- heads mixed ---------------------------------------------------------------------------------------
+# --- heads mixed ----------------------------------------------------------------------------------
 
 
 class Mixed:
@@ -59,38 +61,59 @@ class Mixed:
         return mixing.mix_heads_by_factors(a, self.own, self.each, factors)
 
     def formula(self) -> Tensor:
-        """a'_o = a_own (g_q + g_k) + sum_h a_h M[h, o], M from the ranks of query and key, within groups."""
+        """a'_o = a_own (g_q + g_k) + sum_h a_h M[h, o], M from the ranks of query and key, within
+        groups.
+        """
         a, qs, qt, qg, ks, kt, kg = self.tensors
         heads = torch.arange(a.shape[1])
         to = self.own if self.each == a.shape[1] else heads
         joined = (heads[:, None] // self.each == to // self.each).double()
-        m = torch.einsum("btrh,btro->btho", qs, qt)[:, :, None] + torch.einsum("brhs,bros->bsho", ks, kt)[:, None]
+        m = (
+            torch.einsum("btrh,btro->btho", qs, qt)[:, :, None]
+            + torch.einsum("brhs,bros->bsho", ks, kt)[:, None]
+        )
         gates = qg[:, :, None] + (kg[:, 0].transpose(1, 2)[:, None] if kg.shape[1] else 0.0)
         m = m * joined + (heads[:, None] == to).double() * gates[:, :, :, None]
         return torch.einsum("bhts,btsho->bots", a, m)
 
 
-SIZES = st.fixed_dictionaries({
-    "b": st.integers(1, 3), "h": st.sampled_from([2, 4, 6]), "t": st.integers(1, 5),
-    "s": st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 131]), "q": st.integers(0, 3), "k": st.integers(0, 3),
-})  # fmt: skip
+SIZES = st.fixed_dictionaries(
+    {
+        "b": st.integers(1, 3),
+        "h": st.sampled_from([2, 4, 6]),
+        "t": st.integers(1, 5),
+        "s": st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 131]),
+        "q": st.integers(0, 3),
+        "k": st.integers(0, 3),
+    }
+)
 
 
 @given(SIZES, st.booleans(), st.booleans())
 def test_mixing_of_a_block_equals_the_formula(sizes, grouped, cut):
-    mixed = Mixed(sizes, groups=2 if grouped else 1, out=sizes["h"] - 1 if cut and not grouped else None)
+    mixed = Mixed(
+        sizes, groups=2 if grouped else 1, out=sizes["h"] - 1 if cut and not grouped else None
+    )
     ours, theirs = mixed.kernel(), mixed.formula()
     check_close(ours, theirs)
-    grad = numbers(*(ours.shape[n] for n in (0, 2, 3, 1))).permute(0, 3, 1, 2)  # as products of heads leave it
+    grad = numbers(*(ours.shape[n] for n in (0, 2, 3, 1))).permute(
+        0, 3, 1, 2
+    )  # as products of heads leave it
     nonempty = [t for t in mixed.tensors if t.numel()]
-    mine, expected = (torch.autograd.grad(built, nonempty, grad, allow_unused=True) for built in (ours, theirs))
+    mine, expected = (
+        torch.autograd.grad(built, nonempty, grad, allow_unused=True) for built in (ours, theirs)
+    )
     for one, other in zip(mine, expected, strict=True):
         check_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-9, atol=1e-10)
 
 
 def test_threads_change_no_number():
     mixed = Mixed({"b": 2, "h": 6, "t": 5, "s": 300, "q": 2, "k": 2})
-    grad, scores, sample = numbers(2, 6, 5, 300), numbers(2, 6, 50, 300), torch.rand(2, 1, 50, 300) < 0.7
+    grad, scores, sample = (
+        numbers(2, 6, 5, 300),
+        numbers(2, 6, 50, 300),
+        torch.rand(2, 1, 50, 300) < 0.7,
+    )
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -107,7 +130,13 @@ def test_threads_change_no_number():
 
 def test_single_numbers_are_as_good_as_plain_ones():
     layer = hw.Attention(
-        base(heads=6, kv=6, dim=8, pattern="causal", modifiers=(hw.Dynamic(), hw.Dynamic(on="weights")))
+        base(
+            heads=6,
+            kv=6,
+            dim=8,
+            pattern="causal",
+            modifiers=(hw.Dynamic(), hw.Dynamic(on="weights")),
+        )
     )
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -123,7 +152,7 @@ def test_single_numbers_are_as_good_as_plain_ones():
     assert error("chunked") <= 2 * error("dense")
 
 
-# --- rows ----------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -145,10 +174,15 @@ def test_rows_are_softmax_over_allowed_keys(keys, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_far_scores_are_numbers(dtype):
-    s = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype)[None, None].requires_grad_()
+    s = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype)[
+        None, None
+    ].requires_grad_()
     visible = torch.ones(1, 1, 1, 3, dtype=torch.bool)
     expected = torch.tensor([[1, 0, 0], [1 / 3] * 3, [0.5, 0.5, 0]], dtype=dtype)[None, None]
-    for built in (row_normalisers.masked_softmax(s, visible), *(entmax(s, visible, alpha) for alpha in ALPHAS)):
+    for built in (
+        row_normalisers.masked_softmax(s, visible),
+        *(entmax(s, visible, alpha) for alpha in ALPHAS),
+    ):
         check_close(built, expected, rtol=1e-6)
         assert torch.autograd.grad(built.square().sum(), s)[0].isfinite().all()
 
@@ -157,10 +191,17 @@ def test_far_scores_are_numbers(dtype):
 def test_nan_inputs_give_nan(keys):
     s, visible = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
     s[0, 0, 1, -1] = torch.nan
-    for built in (row_normalisers.masked_softmax(s, visible), *(entmax(s, visible, alpha) for alpha in ALPHAS)):
+    for built in (
+        row_normalisers.masked_softmax(s, visible),
+        *(entmax(s, visible, alpha) for alpha in ALPHAS),
+    ):
         assert built[0, 0, 1].isnan().all()
         assert built.isnan().sum() == keys
-    assert not row_normalisers.masked_softmax(s, visible.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
+    assert (
+        not row_normalisers.masked_softmax(s, visible.index_fill(3, torch.tensor(keys - 1), False))
+        .isnan()
+        .any()
+    )
 
 
 def test_softmax_errs_no_more_than_twice_as_torchs():
@@ -176,7 +217,7 @@ def test_empty_inputs_are_supported():
     assert entmax(torch.zeros(2, 2, 0, 5), visible, 1.5).shape == (2, 2, 0, 5)
 
 
-# --- blocks that are run once more ---------------------------------------------------------------------
+# --- blocks that are run once more ----------------------------------------------------------------
 
 
 def gradients(layer: hw.Attention, x: Tensor, z: Tensor | None = None) -> list[Tensor]:
@@ -195,7 +236,12 @@ SPARSE = [
 
 @pytest.mark.parametrize("pattern", SPARSE)
 def test_gradients_of_keys_read_by_several_blocks_are_added_up(pattern):
-    spec = base(kv=2, vdim=5, pattern=pattern, modifiers=(hw.Alibi(), hw.TalkingHeads(), hw.Dynamic(on="weights")))
+    spec = base(
+        kv=2,
+        vdim=5,
+        pattern=pattern,
+        modifiers=(hw.Alibi(), hw.TalkingHeads(), hw.Dynamic(on="weights")),
+    )
     layer, x = hw.Attention(spec).double(), numbers(2, 300, 10).requires_grad_()
     found = {}
     for layer.backend_name in ("chunked", "dense"):
@@ -243,7 +289,9 @@ def test_recomputation_repeats_autocast(monkeypatch):
     x = torch.randn(2, 300, 10, requires_grad=True)
     found, casts, form = {}, list[bool](), dense.attend_all_pairs
     monkeypatch.setattr(
-        dense, "attend_all_pairs", lambda *args: casts.append(torch.is_autocast_enabled("cpu")) or form(*args)
+        dense,
+        "attend_all_pairs",
+        lambda *args: casts.append(torch.is_autocast_enabled("cpu")) or form(*args),
     )
     for layer.backend_name in ("dense", "chunked"):
         casts.clear()
@@ -254,12 +302,16 @@ def test_recomputation_repeats_autocast(monkeypatch):
     assert blocks > 1
     assert (rest, casts) == (0, [True] * 2 * blocks)
     assert not torch.equal(found["dense"], torch.zeros_like(x))
-    check_close(found["chunked"], found["dense"], rtol=0, atol=0.05 * found["dense"].abs().max().item())
+    check_close(
+        found["chunked"], found["dense"], rtol=0, atol=0.05 * found["dense"].abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax"])
 def test_a_second_derivative_is_refused(preset):
-    """At once: a second pass that is asked for x alone would go around what has none, and be wrong."""
+    """At once: a second pass that is asked for x alone would go around what has
+    none, and be wrong.
+    """
     layer = hw.Attention(hw.design(preset=preset, model=16, heads=4))
     x = torch.randn(1, 300, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="create_graph=True"):
@@ -270,7 +322,9 @@ def test_a_second_derivative_is_refused(preset):
 @pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax", "mha"])
 @pytest.mark.parametrize("count", [40, 300])
 def test_torch_func_transforms_use_plain_operations(preset, count):
-    """Under torch.func a layer gives what dense gives, of values and of slopes along a direction."""
+    """Under torch.func a layer gives what dense gives, of values and of slopes
+    along a direction.
+    """
     pattern = {"pattern": "window(20)"} if preset == "mha" else {}
     spec = hw.design(preset=preset, model=16, heads=4, **pattern)
     layer, plain = hw.Attention(spec).double(), hw.Attention(spec, backend="dense").double()
@@ -280,8 +334,12 @@ def test_torch_func_transforms_use_plain_operations(preset, count):
         each = torch.vmap(lambda row: layer(row[None])[0])(x)
         assert torch.allclose(each, plain(x), rtol=1e-9, atol=1e-12)
         if preset in ("talking", "dcmha"):  # of others torch, or their closed form, refuses it
-            assert torch.allclose(*(torch.func.jvp(f, (x,), (along,))[1] for f in (layer, plain)), rtol=1e-6)
-    slope, expected = (torch.func.grad(lambda x, f=f: f(x).square().sum())(x) for f in (layer, plain))
+            assert torch.allclose(
+                *(torch.func.jvp(f, (x,), (along,))[1] for f in (layer, plain)), rtol=1e-6
+            )
+    slope, expected = (
+        torch.func.grad(lambda x, f=f: f(x).square().sum())(x) for f in (layer, plain)
+    )
     assert torch.allclose(slope, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -289,7 +347,9 @@ def test_tensors_of_a_block_are_freed_before_the_next():
     """The largest that is held on the way back grows as the keys do, not as the pairs."""
     peaks = []
     for count in (512, 1024):
-        layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"), backend="chunked")
+        layer = hw.Attention(
+            base(modifiers=(hw.TalkingHeads(),), pattern="causal"), backend="chunked"
+        )
         y = layer(torch.randn(1, count, 10, requires_grad=True))
         recorded: list[int] = []
 
@@ -314,7 +374,9 @@ def test_tensors_of_a_block_are_freed_before_the_next():
     ids=["dynamic", "entmax", "learned"],
 )
 def test_kernels_stand_in_one_graph(words):
-    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", **words), backend="chunked").double()
+    layer = hw.Attention(
+        hw.design(model=16, heads=4, pattern="causal", **words), backend="chunked"
+    ).double()
     x = numbers(1, 300, 16).requires_grad_()
     torch._dynamo.reset()
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
@@ -327,11 +389,15 @@ def test_the_operations_pass_opcheck():
     mixed = Mixed({"b": 2, "h": 4, "t": 3, "s": 19, "q": 2, "k": 1})
     a, *factors = mixed.tensors
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    found = torch.library.opcheck(mixing.mix_heads_by_factors, (a, mixed.own, mixed.each, factors), test_utils=checks)
+    found = torch.library.opcheck(
+        mixing.mix_heads_by_factors, (a, mixed.own, mixed.each, factors), test_utils=checks
+    )
     s, visible = numbers(2, 3, 5, 7).requires_grad_(), torch.ones(1, 1, 5, 7, dtype=torch.bool)
     found |= {
         f"softmax {k}": v
-        for k, v in torch.library.opcheck(row_normalisers.masked_softmax, (s, visible), test_utils=checks).items()
+        for k, v in torch.library.opcheck(
+            row_normalisers.masked_softmax, (s, visible), test_utils=checks
+        ).items()
     }
     for tensor in ((None, []), (numbers(2, 2, 7, 5).requires_grad_(), [0, 1, 1])):
         arguments = (s, visible, alphas(s, 1.3).requires_grad_(), *tensor)

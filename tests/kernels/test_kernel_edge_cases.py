@@ -23,9 +23,14 @@ from support.layer_cases import check_close
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 31,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 31,
+}
 
 
 def handed() -> list[Tensor]:
@@ -59,7 +64,9 @@ def test_keys_outside_the_mask_have_no_gradient_even_if_nan():
     with torch.no_grad():
         for pages in (k, v):
             pages[1, :, 2:] = torch.nan
-    slopes = torch.autograd.grad(attend_paged(q, k, v, TABLE, scale=0.3)[0].square().sum(), (q, k, v))
+    slopes = torch.autograd.grad(
+        attend_paged(q, k, v, TABLE, scale=0.3)[0].square().sum(), (q, k, v)
+    )
     assert all(slope.isfinite().all() for slope in slopes)
     assert not slopes[1][1, :, 2:].any()
 
@@ -90,7 +97,9 @@ def test_shapes_that_do_not_meet_are_refused():
 
 
 def test_a_second_ceiling_counts():
-    spec = hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2)))
+    spec = hw.design(
+        model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2))
+    )
     layer, plain = hw.Attention(spec), hw.Attention(spec, backend="dense")
     plain.load_state_dict(layer.state_dict())
     x, recorded = 3 * torch.randn(1, 30, 16), []
@@ -103,15 +112,19 @@ def test_a_second_ceiling_counts():
     assert "Softcap is not additive" in hw.why(spec, tokens="one").reasons_against["ragged"]
 
 
-# --- caches of 8 bits --------------------------------------------------------------------------------------
+# --- caches of 8 bits -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small():
-    """A model, a text, and its caches in full and in 8 bits behind all of that but the last token."""
+    """A model, a text, and its caches in full and in 8 bits behind all of that
+    but the last token.
+    """
     net = hw.build(hw.families.read_model_spec(LLAMA), seed=0).eval()
     ids = torch.randint(31, (2, 40), generator=torch.Generator().manual_seed(0))
-    caches = {store: net.cache(batch=2, capacity=50, storage_format=store) for store in (None, "int8")}
+    caches = {
+        store: net.cache(batch=2, capacity=50, storage_format=store) for store in (None, "int8")
+    }
     with torch.no_grad():
         for cache in caches.values():
             net(ids[:, :-1], cache=cache)
@@ -139,7 +152,10 @@ def test_probes_see_dequantised_int8_keys(small):
         recorded[store] = probe.tensors
     for name in "kv":
         check_close(
-            recorded["int8"][name], recorded[None][name], rtol=0, atol=0.02 * recorded[None][name].abs().max().item()
+            recorded["int8"][name],
+            recorded[None][name],
+            rtol=0,
+            atol=0.02 * recorded[None][name].abs().max().item(),
         )
 
 
@@ -164,7 +180,12 @@ def test_weights_are_computed_again_from_8_bits(small):
     for store, cache in caches.items():
         one = Weights()
         sites = find_attention(net)
-        with torch.no_grad(), hooks.install_hooks({site.module: (one,) for site in sites}, sites[0].adapter.patches()):
+        with (
+            torch.no_grad(),
+            hooks.install_hooks(
+                {site.module: (one,) for site in sites}, sites[0].adapter.patches()
+            ),
+        ):
             net(last, cache=cache)
         recorded[store] = one.seen
     for eight, full in zip(recorded["int8"], recorded[None], strict=True):
@@ -172,7 +193,7 @@ def test_weights_are_computed_again_from_8_bits(small):
         check_close(eight, full, rtol=0, atol=0.01)
 
 
-# --- plans and products ------------------------------------------------------------------------------------
+# --- plans and products ---------------------------------------------------------------------------
 
 
 def test_a_plan_is_handed_out_though_another_thread_forgets_all(monkeypatch):
@@ -197,16 +218,25 @@ def test_a_plan_is_handed_out_though_another_thread_forgets_all(monkeypatch):
 def test_a_matrix_of_another_width_is_refused():
     w = torch.randn(takeover.least("gemv_float32") // 4 // 64, 64)
     with torch.no_grad():
-        for call in (lambda: linear(torch.randn(1, 32), w), lambda: linear_many(torch.randn(1, 32), (w, w))):
+        for call in (
+            lambda: linear(torch.randn(1, 32), w),
+            lambda: linear_many(torch.randn(1, 32), (w, w)),
+        ):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 call()
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.func.jvp itself
 def test_products_under_torch_func_are_torchs():
-    w, x, along = torch.randn(takeover.least("gemv_float32") // 4 // 64, 64), torch.randn(2, 64), torch.randn(2, 64)
+    w, x, along = (
+        torch.randn(takeover.least("gemv_float32") // 4 // 64, 64),
+        torch.randn(2, 64),
+        torch.randn(2, 64),
+    )
     with torch.no_grad():
-        check_close(torch.vmap(lambda row: linear(row[None], w)[0])(x), x @ w.T, rtol=1e-5, atol=1e-5)
+        check_close(
+            torch.vmap(lambda row: linear(row[None], w)[0])(x), x @ w.T, rtol=1e-5, atol=1e-5
+        )
         slope = torch.func.jvp(lambda x: linear(x, w), (x,), (along,))[1]
     check_close(slope, along @ w.T, rtol=1e-5, atol=1e-5)
 
@@ -252,7 +282,9 @@ print(row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float3
 def test_the_next_process_reads_a_kernel_from_disk(tmp_path):
     options = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     hits = [
-        subprocess.run([sys.executable, "-c", CACHE_PROGRAM], env=options, capture_output=True, text=True)
+        subprocess.run(
+            [sys.executable, "-c", CACHE_PROGRAM], env=options, capture_output=True, text=True
+        )
         for _ in range(2)
     ]
     assert [run.stdout.strip() for run in hits] == ["0", "1"], hits[1].stderr

@@ -1,4 +1,6 @@
-"""Kernels touch only the memory of their call: tensors between guard pages, and the debug build of the kernels."""
+"""Kernels touch only the memory of their call: tensors between guard pages, and the debug build of
+the kernels.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from headwise.kernels.paged_decode import PagedDecodeArgs
 TESTS = Path(__file__).resolve().parent.parent
 SOURCES = Path(headwise.__file__).parent
 MESSAGES = {  # of the debug build, by the name of a wrong call
-    "read_behind_end": r"scale_to_float32 of small_batch_kernels \(torch.float32\) reads 64 bytes at offset 128 of x",
+    "read_behind_end": (
+        r"scale_to_float32 of small_batch_kernels \(torch.float32\) reads 64 bytes "
+        r"at offset 128 of x"
+    ),
     "write_behind_end": r"writes 64 bytes at offset 128 of y \[2, 16\], which has 128 bytes",
     "read_before_begin": r"reads 64 bytes at offset -64 of gate \[2, 16\]",
 }
@@ -29,7 +34,10 @@ MESSAGES = {  # of the debug build, by the name of a wrong call
 
 def run_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run support/memory_checks.py in a process of its own."""
-    variables = {"HEADWISE_DEBUG_KERNELS": str(int(arguments[0] == "debug-build")), "HEADWISE_KERNELS": "wait"}
+    variables = {
+        "HEADWISE_DEBUG_KERNELS": str(int(arguments[0] == "debug-build")),
+        "HEADWISE_KERNELS": "wait",
+    }
     path = os.pathsep.join([str(SOURCES.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "support.memory_checks", *arguments],
@@ -49,7 +57,9 @@ def test_no_kernel_touches_other_memory(check: str):
 @pytest.mark.lengthy
 def test_guard_pages_catch_an_access_outside():
     run = run_checks("guard-pages", "--plant", *MESSAGES)
-    assert run.stdout.splitlines() == [f"{name} ended with {-signal.SIGSEGV}" for name in MESSAGES], run.stderr
+    assert run.stdout.splitlines() == [
+        f"{name} ended with {-signal.SIGSEGV}" for name in MESSAGES
+    ], run.stderr
 
 
 @pytest.mark.lengthy
@@ -59,7 +69,8 @@ def test_the_debug_build_names_an_access_outside():
         assert re.search(f"{name} raised RuntimeError: .*{message}", line), line
 
 
-# Everything that turns memory into an address, or an address into memory, with the only file that may do it.
+# Everything that turns memory into an address, or an address into memory, with the only file that
+# may do it.
 ADDRESSES = {
     r"(?<!untyped_storage\(\))\.data_ptr\(": {"kernels/kernel_args.py"},
     r"\.buffer_info\(": {"kernels/kernel_args.py"},
@@ -72,7 +83,11 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("pattern", ADDRESSES)
 def test_only_argument_records_take_addresses_of_tensors(pattern: str):
-    found = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if re.search(pattern, path.read_text())}
+    found = {
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*.py")
+        if re.search(pattern, path.read_text())
+    }
     assert found == ADDRESSES[pattern]
 
 
@@ -100,7 +115,7 @@ def test_every_operation_has_a_kernel_file():
     assert "gemm_kernel.py" in KERNEL_FILES
 
 
-# --- Argument records ----------------------------------------------------------------------------------
+# --- Argument records -----------------------------------------------------------------------------
 
 
 def test_a_record_holds_addresses_integers_and_floats():
@@ -108,7 +123,12 @@ def test_a_record_holds_addresses_integers_and_floats():
     args = small_batch_ops.RmsNormArgs.make(x=x, rows=2, eps=0.5)
     assert (args.x, args.y, args.rows, args.width, args.eps) == (x.data_ptr(), 0, 2, 0, 0.5)
     changed = args.replace(y=x, eps=0.25, rows=3)
-    assert (changed.y, changed.rows, changed.eps, changed.x) == (x.data_ptr(), 3, 0.25, x.data_ptr())
+    assert (changed.y, changed.rows, changed.eps, changed.x) == (
+        x.data_ptr(),
+        3,
+        0.25,
+        x.data_ptr(),
+    )
     assert (args.y, args.rows, args.eps) == (0, 2, 0.5)
     assert changed.tensor("y") is x
     with pytest.raises(TypeError, match="colour"):
@@ -118,7 +138,10 @@ def test_a_record_holds_addresses_integers_and_floats():
 @pytest.mark.parametrize(
     ("tensor", "problem"),
     [
-        (torch.ones(4, dtype=torch.float64), "is torch.float64 on cpu, not torch.float32 on the CPU"),
+        (
+            torch.ones(4, dtype=torch.float64),
+            "is torch.float64 on cpu, not torch.float32 on the CPU",
+        ),
         (torch.ones(4, 2).T, r"has strides \(1, 2\) for shape \[2, 4\]"),
         (torch.ones(4, device="meta"), "is torch.float32 on meta"),
     ],
@@ -131,7 +154,11 @@ def test_a_tensor_unlike_its_annotation_is_refused(tensor: torch.Tensor, problem
 
 
 def test_a_kernel_for_every_dtype_takes_tensors_of_any():
-    args = PagedDecodeArgs.make(q=torch.ones(1, 1, 16, dtype=torch.float64), spans=torch.zeros(1, 1, 3).long())
+    args = PagedDecodeArgs.make(
+        q=torch.ones(1, 1, 16, dtype=torch.float64), spans=torch.zeros(1, 1, 3).long()
+    )
     args.check_each_tensor(None)  # as the debug build does before it plans
-    with pytest.raises(ValueError, match=r"PagedDecodeArgs: q is torch.float64 on cpu, not torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"PagedDecodeArgs: q is torch.float64 on cpu, not torch.float32"
+    ):
         args.check_each_tensor(torch.bfloat16)

@@ -20,7 +20,9 @@ TESTS = Path(__file__).resolve().parent.parent
 
 def run_calls(skip: int) -> tuple[list[str], int]:
     """Return the lines that the script prints from a call on, and its exit status."""
-    path = os.pathsep.join([str(Path(headwise.__file__).parent.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(headwise.__file__).parent.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    )
     run = subprocess.run(
         [sys.executable, "-m", "support.bad_operands", "--skip", str(skip)],
         env=os.environ | {"HEADWISE_KERNELS": "wait", "PYTHONPATH": path},
@@ -37,7 +39,9 @@ def outcomes() -> dict[str, str]:
     while True:
         lines, status = run_calls(len(outcomes))
         texts = [json.loads(line) for line in lines]
-        outcomes |= dict(zip(texts[::2], [*texts[1::2], f"ended the process with {status}"], strict=False))
+        outcomes |= dict(
+            zip(texts[::2], [*texts[1::2], f"ended the process with {status}"], strict=False)
+        )
         if status == 0:
             return outcomes
         assert len(texts) % 2, "the script failed between two calls"
@@ -53,7 +57,11 @@ def test_operands_that_do_not_fit_are_refused(outcomes: dict[str, str], group: s
     fitting = {name for name in own if name.endswith("operands that fit")}
     special = {name for name in own if name.endswith(bad_operands.EQUAL_PROBLEMS)}
     assert {own[name] for name in fitting} == {"accepted"}
-    assert {name: own[name] for name in special if own[name] != "equal" and "ValueError" not in own[name]} == {}
+    assert {
+        name: own[name]
+        for name in special
+        if own[name] != "equal" and "ValueError" not in own[name]
+    } == {}
     others = own.keys() - fitting - special
     assert len(others) > 30
     assert {name: own[name] for name in others if "Error: " not in own[name]} == {}
@@ -61,13 +69,19 @@ def test_operands_that_do_not_fit_are_refused(outcomes: dict[str, str], group: s
 
 @pytest.mark.lengthy
 def test_a_negative_view_decodes_as_its_numbers(outcomes: dict[str, str]):
-    decode = {name: o for name, o in outcomes.items() if name.startswith("paged_decode 2") and "negative" in name}
+    decode = {
+        name: o
+        for name, o in outcomes.items()
+        if name.startswith("paged_decode 2") and "negative" in name
+    }
     assert set(decode.values()) == {"equal"}
     assert len(decode) == 5
 
 
 def test_every_registered_operation_is_driven():
-    sources = [path.read_text() for path in (Path(headwise.__file__).parent / "kernels").glob("*.py")]
+    sources = [
+        path.read_text() for path in (Path(headwise.__file__).parent / "kernels").glob("*.py")
+    ]
     registered = {
         line.split('"headwise::')[1].split('"')[0]
         for text in sources
@@ -82,8 +96,14 @@ def test_every_registered_operation_is_driven():
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ((torch.ones(2, 3), torch.ones(3)), r"factors is torch.float32 \[3\]; give torch.float32 \[2\]"),
-        ((torch.ones(2, 3).half(), torch.ones(2)), r"x is torch.float16 \[2, 3\]; give torch.float32 or torch.float64"),
+        (
+            (torch.ones(2, 3), torch.ones(3)),
+            r"factors is torch.float32 \[3\]; give torch.float32 \[2\]",
+        ),
+        (
+            (torch.ones(2, 3).half(), torch.ones(2)),
+            r"x is torch.float16 \[2, 3\]; give torch.float32 or torch.float64",
+        ),
         ((torch.ones(2), torch.ones(2)), r"x is torch.float32 \[2\]; give .* \[R, C\]"),
         ((torch.ones(2, 3), None), "factors is missing"),
         ((torch.ones(2, 3),), "there are 1 tensors; give 2"),
@@ -95,7 +115,9 @@ def test_every_registered_operation_is_driven():
         ),
     ],
 )
-def test_the_first_operand_that_does_not_fit_is_named(tensors: tuple[torch.Tensor | None, ...], message: str):
+def test_the_first_operand_that_does_not_fit_is_named(
+    tensors: tuple[torch.Tensor | None, ...], message: str
+):
     checks = OperandChecks("scale_rows", x=FLOAT + "R C", factors="R")
     checks.check(torch.ones(2, 3), torch.ones(2))
     with pytest.raises(ValueError, match="cannot run headwise::scale_rows: " + message):
@@ -107,7 +129,13 @@ def test_every_tensor_of_a_list_is_checked():
     x, fitting = torch.ones(2, 3), torch.ones(5, 3)
     checks.check(x)
     checks.check(x, fitting, fitting[:2])
-    bad = (torch.ones(5, 4), torch.ones(3), fitting.double(), fitting.to("meta"), bad_operands.shorten_memory(fitting))
+    bad = (
+        torch.ones(5, 4),
+        torch.ones(3),
+        fitting.double(),
+        fitting.to("meta"),
+        bad_operands.shorten_memory(fitting),
+    )
     for matrix in bad:
         with pytest.raises(ValueError, match="cannot run headwise::multiply: matrix "):
             checks.check(x, fitting, matrix)

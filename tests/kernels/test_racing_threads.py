@@ -1,4 +1,6 @@
-"""Threads that call layers and kernels at the same time get what each call gives alone, also while graphs are made."""
+"""Threads that call layers and kernels at the same time get what each call gives alone, also while
+graphs are made.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def frequent_switches() -> Iterator[None]:
 
 
 def run_together(calls: Sequence[Call]) -> list[list[Tensor]]:
-    """Return the results of all calls from each of several threads, which begin at different calls at one moment."""
+    """Return the results of all calls from each of several threads, which begin at different calls
+    at one moment.
+    """
     results: list[list[Tensor]] = [[] for _ in range(THREADS)]
     errors, barrier = list[BaseException](), threading.Barrier(THREADS)
 
@@ -44,7 +48,9 @@ def run_together(calls: Sequence[Call]) -> list[list[Tensor]]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(THREADS)]
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True) for number in range(THREADS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -82,7 +88,9 @@ def layer_calls() -> list[Call]:
     """Layers with different patterns and lengths; a decode step has a cache of its own."""
     calls: list[Call] = []
     for pattern in ("causal", "window(5)", "causal() & dilated(4, 2)"):
-        layer = hw.Attention(hw.design(model=32, heads=4, kv=2, pattern=pattern, modifiers=(hw.Rotary(),))).eval()
+        layer = hw.Attention(
+            hw.design(model=32, heads=4, kv=2, pattern=pattern, modifiers=(hw.Rotary(),))
+        ).eval()
         calls += [partial(layer, torch.randn(2, n, 32)) for n in (1, 7, 19)]
         calls.append(partial(decode_last, layer, torch.randn(1, 6, 32)))
     return calls
@@ -108,9 +116,13 @@ def test_threads_get_what_each_call_gives_alone(make_calls: Callable[[], list[Ca
 
 @pytest.mark.compile
 def test_threads_that_trace_a_layer_do_not_disturb_each_other():
-    """Every thread may be the first to call a compiled layer, while others run it without a graph."""
+    """Every thread may be the first to call a compiled layer, while others run
+    it without a graph.
+    """
     torch._dynamo.reset()
-    layer = hw.Attention(hw.design(model=32, heads=4, kv=2, pattern="causal", modifiers=(hw.Rotary(),))).eval()
+    layer = hw.Attention(
+        hw.design(model=32, heads=4, kv=2, pattern="causal", modifiers=(hw.Rotary(),))
+    ).eval()
     compiled = torch.compile(layer, backend="eager", dynamic=False)
     inputs = [torch.randn(2, n, 32) for n in (5, 9)]
     calls: list[Call] = [partial(run, x) for x in inputs for run in (compiled, layer)]

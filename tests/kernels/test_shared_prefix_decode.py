@@ -36,29 +36,40 @@ from support.paged_layers import (
 )
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int8]
-# A debug build of the kernel takes long for every type; test_memory_access.py has guard pages for all of them.
+# A debug build of the kernel takes long for every type; test_memory_access.py has guard pages for
+# all of them.
 FUZZED_KINDS = [torch.float64, torch.int8] if DEBUG_KERNELS else KINDS
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
 
 
 @st.composite
 def trees(draw):
-    """Spans of rows in pages of some size: each goes on from the beginning of one before it, or of none."""
+    """Spans of rows in pages of some size: each goes on from the beginning of one before it, or of
+    none.
+    """
     page = draw(st.sampled_from([1, 3, 7, 16, 19, 64]))
-    pool = iter(torch.randperm(4000, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).tolist())
+    pool = iter(
+        torch.randperm(
+            4000, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        ).tolist()
+    )
     rows = []
     for _ in range(draw(st.integers(1, 6))):
         parent = draw(st.sampled_from([[], *rows]))
         keep = parent[: draw(st.integers(0, len(parent)))]
         begin = draw(st.integers(0, page - 1)) if not keep else 0
         end = begin + draw(st.one_of(st.integers(0, 9), st.integers(0, 300)))
-        own = [(next(pool), begin if n == 0 else 0, min(page, end - n)) for n in range(0, end, page)]
+        own = [
+            (next(pool), begin if n == 0 else 0, min(page, end - n)) for n in range(0, end, page)
+        ]
         rows.append([*keep, *own])
     rows = draw(st.permutations(rows))
     most = max(map(len, rows))
     padded = [[*row, *[(next(pool), 0, 0)] * (most - len(row))] for row in rows]
     table = torch.tensor(padded, dtype=torch.int64).view(len(rows), most, 3)
-    table[..., 0] = table[..., 0].unique(return_inverse=True)[1]  # no more pages than there are, as shuffled as before
+    table[..., 0] = table[..., 0].unique(return_inverse=True)[
+        1
+    ]  # no more pages than there are, as shuffled as before
     return page, table
 
 
@@ -68,7 +79,9 @@ def keys_of_row(table: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
     return [(page, slot, n) for n, (page, begin, end) in each for slot in range(begin, end)]
 
 
-def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple[tuple[int, ...], int]]]:
+def planned(
+    table: torch.Tensor, page: int, threads: int = 1
+) -> list[list[tuple[tuple[int, ...], int]]]:
     """The jobs that a table makes: which rows read how many keys, one after the other."""
     batch, count, _ = table.shape
     most = batch * num_kv_splits(count * page)
@@ -81,14 +94,22 @@ def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple
     jobs, order = ((address - args.plan) // 8 for address in (args.work_items, args.row_order))
     row = listed[order : order + 3 * batch : 3]
     entries = [
-        listed[n : n + PLAN_ENTRY_BYTES // 8] for n in range(0, 4 * most * PLAN_ENTRY_BYTES // 8, PLAN_ENTRY_BYTES // 8)
+        listed[n : n + PLAN_ENTRY_BYTES // 8]
+        for n in range(0, 4 * most * PLAN_ENTRY_BYTES // 8, PLAN_ENTRY_BYTES // 8)
     ]
     ends = listed[jobs : jobs + args.num_items + 1]
     read = [(tuple(row[e[0] : e[0] + e[1]]), e[4]) for e in entries[: ends[-1]]]
     return [read[begin:end] for begin, end in pairwise(ends)]
 
 
-def numbers(table: torch.Tensor, page: int, kind: torch.dtype, heads: int, groups: int, widths: tuple[int, int]):
+def numbers(
+    table: torch.Tensor,
+    page: int,
+    kind: torch.dtype,
+    heads: int,
+    groups: int,
+    widths: tuple[int, int],
+):
     """Queries, pages of keys and of values with scales, if any, and what is added."""
     count = int(table[..., 0].max()) + 1 if table.numel() else 1
     k, v = (torch.randn(count, groups, page, width) for width in widths)
@@ -104,13 +125,17 @@ def of_row(beside: PagedDecodeOptions, row: int) -> PagedDecodeOptions:
     return beside if beside.bias is None else beside._replace(bias=beside.bias[row : row + 1])
 
 
-# --- what is read --------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 @given(
-    page_table=trees(), seed=st.integers(0, 99), kind=st.sampled_from(FUZZED_KINDS), beside=st.booleans(),
-    heads=st.sampled_from([(6, 2), (8, 2), (5, 1), (3, 3), (10, 2)]), widths=st.sampled_from([(16, 21), (37, 32)]),
-)  # fmt: skip
+    page_table=trees(),
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(FUZZED_KINDS),
+    beside=st.booleans(),
+    heads=st.sampled_from([(6, 2), (8, 2), (5, 1), (3, 3), (10, 2)]),
+    widths=st.sampled_from([(16, 21), (37, 32)]),
+)
 @settings(max_examples=60, deadline=None)
 def test_each_row_reads_as_it_does_alone(page_table, seed, kind, beside, heads, widths):
     """Bit for bit; and it is what the definition reads of its list of keys."""
@@ -123,34 +148,50 @@ def test_each_row_reads_as_it_does_alone(page_table, seed, kind, beside, heads, 
         bias.view(-1)[:: 5 + seed] = -torch.inf
         more = PagedDecodeOptions(bias, torch.randn(heads[0]), *scales, softcap=3.0)
     o, lse = attend_paged(q, k, v, table, scale=0.25, options=more)
-    full = [t.double() if s is None else t.double() * s[..., None] for t, s in zip((k, v), scales, strict=True)]
+    full = [
+        t.double() if s is None else t.double() * s[..., None]
+        for t, s in zip((k, v), scales, strict=True)
+    ]
     close = {"rtol": 1e-2, "atol": 1e-2} if kind == torch.bfloat16 else {"atol": 3e-5, "rtol": 1e-4}
     for row in range(len(table)):
-        alone = attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.25, options=of_row(more, row))
+        alone = attend_paged(
+            q[row : row + 1], k, v, table[row : row + 1], scale=0.25, options=of_row(more, row)
+        )
         assert torch.equal(o[row], alone[0][0])
         assert torch.equal(lse[row], alone[1][0])
         keys = keys_of_row(table, row)
         at = [torch.tensor([key[n] for key in keys], dtype=torch.int64) for n in range(3)]
         own = of_row(more, row)
         if own.bias is not None:
-            own = own._replace(bias=own.bias[:, :, at[2].new_tensor([n * page + s for _, s, n in keys])])
-        expected = reference_decode(q[row], full[0][at[0], :, at[1]], full[1][at[0], :, at[1]], 0.25, own)
+            own = own._replace(
+                bias=own.bias[:, :, at[2].new_tensor([n * page + s for _, s, n in keys])]
+            )
+        expected = reference_decode(
+            q[row], full[0][at[0], :, at[1]], full[1][at[0], :, at[1]], 0.25, own
+        )
         check_close(o[row], expected[0], **close)
 
 
 @given(page_table=trees())
 @settings(max_examples=100, deadline=None)
 def test_no_block_is_read_twice(page_table):
-    """A block of keys with all before it is one and the same for every row that has it, and read once."""
+    """A block of keys with all before it is one and the same for every row that has it, and read
+    once.
+    """
     page, table = page_table
     blocks = set()
     for row in range(len(table)):
         keys = keys_of_row(table, row)
-        blocks |= {tuple(keys[: begin + KV_BLOCK_SIZE]) for begin in range(0, len(keys), KV_BLOCK_SIZE)}
+        blocks |= {
+            tuple(keys[: begin + KV_BLOCK_SIZE]) for begin in range(0, len(keys), KV_BLOCK_SIZE)
+        }
     jobs = planned(table, page)
     ours = sum(count for job in jobs for _, count in job)
     assert ours == sum((len(block) - 1) % KV_BLOCK_SIZE + 1 for block in blocks)
-    each = [sum(count for job in jobs for rows, count in job if row in rows) for row in range(len(table))]
+    each = [
+        sum(count for job in jobs for rows, count in job if row in rows)
+        for row in range(len(table))
+    ]
     assert each == [len(keys_of_row(table, row)) for row in range(len(table))]
 
 
@@ -159,7 +200,8 @@ def tailed(rows: int, shared: int, own: int, page: int = 16) -> torch.Tensor:
     first = [(n, 0, page) for n in range(shared // page)]
     count = -(-own // page)
     tails = [
-        [(len(first) + row * count + n, 0, min(page, own - n * page)) for n in range(count)] for row in range(rows)
+        [(len(first) + row * count + n, 0, min(page, own - n * page)) for n in range(count)]
+        for row in range(rows)
     ]
     return torch.tensor([[*first, *tail] for tail in tails])
 
@@ -194,7 +236,9 @@ def test_rows_with_longer_shared_prefixes_are_adjacent():
     a, b, c, d = (list(range(n, n + 16)) for n in (0, 100, 200, 300))
     rows = [[*a, *b, 400], [*d, 401], [*a, *c, 402], [*a, *b, 403], [*d, 404], [*a, *c, 405]]
     most = max(map(len, rows))
-    table = torch.tensor([[(n, 0, 16) for n in row] + [(0, 0, 0)] * (most - len(row)) for row in rows])
+    table = torch.tensor(
+        [[(n, 0, 16) for n in row] + [(0, 0, 0)] * (most - len(row)) for row in rows]
+    )
     read = [entry for job in planned(table, 16) for entry in job]
     assert [entry for entry in read if len(entry[0]) > 1] == [
         ((0, 3, 2, 5), 256),
@@ -212,7 +256,9 @@ def test_many_rows_read_in_teams():
     q, k, v, _ = numbers(table, 16, torch.float32, 6, 2, (16, 16))
     o, _ = attend_paged(q, k, v, table, scale=0.25)
     for row in range(count):
-        assert torch.equal(o[row], attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.25)[0][0])
+        assert torch.equal(
+            o[row], attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.25)[0][0]
+        )
 
 
 def test_teams_are_smaller_where_threads_would_wait():
@@ -222,12 +268,19 @@ def test_teams_are_smaller_where_threads_would_wait():
         for threads in (1, 2, 3, 8)
     }
     assert {threads: max(value) for threads, value in sizes.items()} == {1: 8, 2: 4, 3: 2, 8: 1}
-    assert max(len(job[0][0]) for job in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2)) == MAX_ROWS_TOGETHER
+    assert (
+        max(len(job[0][0]) for job in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2))
+        == MAX_ROWS_TOGETHER
+    )
 
 
 def test_the_same_page_cut_otherwise_is_not_the_same():
-    """Rows whose windows begin at another slot, or that read other slots of a page, share nothing."""
-    table = torch.tensor([[[0, 0, 64], [1, 0, 64]], [[0, 1, 64], [1, 0, 64]], [[0, 0, 63], [1, 0, 64]]])
+    """Rows whose windows begin at another slot, or that read other slots of a
+    page, share nothing.
+    """
+    table = torch.tensor(
+        [[[0, 0, 64], [1, 0, 64]], [[0, 1, 64], [1, 0, 64]], [[0, 0, 63], [1, 0, 64]]]
+    )
     assert all(len(rows) == 1 for job in planned(table, 64) for rows, _ in job)
     table = torch.tensor([[[0, 0, 64], [1, 0, 64]], [[0, 0, 64], [1, 0, 63]]])
     assert planned(table, 64) == [[((0, 1), 64), ((0,), 64), ((1,), 63)]]
@@ -249,7 +302,9 @@ def test_a_longer_row_reads_the_keys_after_the_prefix():
 
 
 def test_rows_that_diverge_twice_in_a_block_read_their_own_keys():
-    """All four read a block together, then two and two, then each its own: one job, one piece of each."""
+    """All four read a block together, then two and two, then each its own: one job, one piece of
+    each.
+    """
     spans = [[0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 6]]
     table = torch.tensor([[(page, 0, 64) for page in row] for row in spans])
     (job,) = planned(table, 64)
@@ -261,7 +316,9 @@ def test_rows_that_diverge_twice_in_a_block_read_their_own_keys():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_belong_to_each_row(kind):
-    """Biases, a ceiling, sinks and scales of rows that part within a piece, and of several pieces."""
+    """Biases, a ceiling, sinks and scales of rows that part within a piece, and
+    of several pieces.
+    """
     table = torch.cat(
         [
             tailed(3, KV_SPLIT_SIZE + KV_BLOCK_SIZE, 50),
@@ -278,14 +335,20 @@ def test_options_belong_to_each_row(kind):
     check_close(lse, expected[1], **close)
     for row in range(4):
         assert torch.equal(
-            o[row], attend_paged(q[[row]], k, v, table[[row]], scale=0.3, options=of_row(beside, row))[0][0]
+            o[row],
+            attend_paged(q[[row]], k, v, table[[row]], scale=0.3, options=of_row(beside, row))[0][
+                0
+            ],
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_threads_change_no_bit(dtype):
     table = torch.cat(
-        [tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70), tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70)]
+        [
+            tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70),
+            tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70),
+        ]
     )
     q, k, v, _ = numbers(table, 16, dtype, 6, 2, (32, 32))
     threads, found = torch.get_num_threads(), []
@@ -318,11 +381,16 @@ def test_gradients_are_those_of_rows_apart():
     table = tailed(2, KV_BLOCK_SIZE, 3, page=8)
     q, k, v, _ = numbers(table, 8, torch.float64, 4, 2, (5, 3))
     values = [t.requires_grad_() for t in (q, k, v)]
-    together = torch.autograd.grad(attend_paged(q, k, v, table, scale=0.5)[0].square().sum(), values)
+    together = torch.autograd.grad(
+        attend_paged(q, k, v, table, scale=0.5)[0].square().sum(), values
+    )
     separate = [torch.zeros_like(t) for t in values]
     for row in range(2):
         o, _ = attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.5)
-        separate = [a + g for a, g in zip(separate, torch.autograd.grad(o.square().sum(), values), strict=True)]
+        separate = [
+            a + g
+            for a, g in zip(separate, torch.autograd.grad(o.square().sum(), values), strict=True)
+        ]
     for ours, theirs in zip(together, separate, strict=True):
         check_close(ours, theirs)
 
@@ -335,23 +403,31 @@ def test_products_are_counted_for_every_row():
     assert counter.get_total_flops() == 2 * 3 * 6 * (KV_SPLIT_SIZE + 16) * (16 + 24)
 
 
-# --- caches --------------------------------------------------------------------------------------------
+# --- caches ---------------------------------------------------------------------------------------
 
 
 def together(pool: PagePool, cache: hw.KVCache) -> int:
     """How many rows read something together, in the last step of a cache."""
     _placed = cache._paged_batch.accesses[0].row_pages._placed
-    return max(len(rows) for job in planned(_placed.table.contiguous(), pool.paging.groups[0].page) for rows, _ in job)
+    return max(
+        len(rows)
+        for job in planned(_placed.table.contiguous(), pool.paging.groups[0].page)
+        for rows, _ in job
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
 @FEW
 @given(
-    first=st.integers(3, 220), more=st.lists(st.integers(1, 90), min_size=2, max_size=2),
-    page=st.sampled_from([1, 4, 7, 16]), order=st.integers(0, 9),
-)  # fmt: skip
+    first=st.integers(3, 220),
+    more=st.lists(st.integers(1, 90), min_size=2, max_size=2),
+    page=st.sampled_from([1, 4, 7, 16]),
+    order=st.integers(0, 9),
+)
 def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
-    """One text; three go on from it, the first two of these again as two each, and all write behind what they share."""
+    """One text; three go on from it, the first two of these again as two each, and all write behind
+    what they share.
+    """
     layer = build_layer(name)
     pool = make_pool(layer.spec, torch.float64, page, 5 * (-(-400 // page) + 2), order)
     texts = [torch.randn(first, MODEL, dtype=torch.float64)]
@@ -387,7 +463,9 @@ def test_rows_that_adopt_a_beginning_read_it_together(name):
     pool.block_tables.publish_prefix(rows[0], ids[:200])
     for own in range(3):
         rows.append(pool.block_tables.new_sequence())
-        pool.block_tables.reuse_prefix(rows[-1], pool.block_tables.find_prefix(rows[-1], [*ids[:200], 90 + own]))
+        pool.block_tables.reuse_prefix(
+            rows[-1], pool.block_tables.find_prefix(rows[-1], [*ids[:200], 90 + own])
+        )
     cache = pool.caches(pool.batch_of(rows))[0]
     lengths = [21, 1, 14, 30]
     at = hw.SequenceInfo.from_batch(x[:, 200:230], lengths=lengths)
@@ -397,5 +475,7 @@ def test_rows_that_adopt_a_beginning_read_it_together(name):
     new = torch.randn(4, 1, MODEL, dtype=torch.float64)
     ours = decode_step(layer, cache, new, "paged")
     for row, length in enumerate(lengths):
-        check_close(ours[row], last_output_in_one_pass(layer, torch.cat([x[row, : 200 + length], new[row]])))
+        check_close(
+            ours[row], last_output_in_one_pass(layer, torch.cat([x[row, : 200 + length], new[row]]))
+        )
     assert together(pool, cache) == (4 if name != "window" else 1)

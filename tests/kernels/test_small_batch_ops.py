@@ -34,7 +34,9 @@ def check_near(y: Tensor, truth: Tensor, size: Tensor | float = 0.0) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 50), st.booleans(), st.booleans(), st.sampled_from([0.0, 1.0]))
+@given(
+    st.integers(1, 5), st.integers(1, 50), st.booleans(), st.booleans(), st.sampled_from([0.0, 1.0])
+)
 def test_a_norm_divides_by_the_root_of_the_mean_square(rows, lanes, single, weighted, offset):
     dtype = torch.float32 if single else torch.bfloat16
     x, w = (
@@ -49,7 +51,9 @@ def test_a_norm_divides_by_the_root_of_the_mean_square(rows, lanes, single, weig
 
 def test_a_norm_reads_strided_rows_and_keeps_nan():
     x = random_tensor(0, 3, 4, 96)[..., 16:48]
-    torch.testing.assert_close(small_batch_ops.rms_norm(x, None, 1e-6), F.rms_norm(x, (32,), eps=1e-6))
+    torch.testing.assert_close(
+        small_batch_ops.rms_norm(x, None, 1e-6), F.rms_norm(x, (32,), eps=1e-6)
+    )
     x = x.clone()
     x[1, 2, 5], x[0, 0, 0] = torch.nan, 0.0
     y = small_batch_ops.rms_norm(x, None, 0.0)
@@ -58,19 +62,34 @@ def test_a_norm_reads_strided_rows_and_keeps_nan():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.booleans())
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.booleans(),
+)
 def test_pairs_turn_by_their_angles(batch, tokens, heads, lanes, rest, single):
     dtype, pairs = torch.float32 if single else torch.bfloat16, 16 * lanes
     width = 2 * pairs + 16 * rest
-    x = random_tensor(0, batch, tokens, heads * width + 48, dtype=dtype)[..., 16:-32].view(batch, tokens, heads, width)
+    x = random_tensor(0, batch, tokens, heads * width + 48, dtype=dtype)[..., 16:-32].view(
+        batch, tokens, heads, width
+    )
     frequency = 10_000.0 ** -(torch.arange(pairs).double() / pairs)
     for rows in {1, batch}:
-        position = torch.randint(0, 2**24, (rows, tokens), generator=torch.Generator().manual_seed(1))
+        position = torch.randint(
+            0, 2**24, (rows, tokens), generator=torch.Generator().manual_seed(1)
+        )
         angle = position[:, :, None, None] * frequency
         a, b, left = x.double().split([pairs, pairs, 16 * rest], -1)
         cos, sin = angle.cos() * 1.25, angle.sin() * 1.25
         truth = torch.cat([a * cos - b * sin, a * sin + b * cos, left], -1)
-        check_near(small_batch_ops.apply_rotary(x, position, frequency, 1.25), truth, 2 * x.double().abs().amax())
+        check_near(
+            small_batch_ops.apply_rotary(x, position, frequency, 1.25),
+            truth,
+            2 * x.double().abs().amax(),
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,13 +104,15 @@ def test_gates_open_as_they_are_defined(batch, tokens, lanes, single):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_are_open_closed_or_no_number(dtype):
-    gate = torch.tensor([0.0, -87.0, -100.0, -1e30, 100.0, 1e30, torch.inf, torch.nan] * 2, dtype=dtype)[None]
+    gate = torch.tensor(
+        [0.0, -87.0, -100.0, -1e30, 100.0, 1e30, torch.inf, torch.nan] * 2, dtype=dtype
+    )[None]
     y = small_batch_ops.silu_and_multiply(gate, torch.full_like(gate, 2.0))[0, :8]
     expected = torch.tensor([0.0, 0.0, 0.0, 0.0, 200.0, 2e30, torch.inf, torch.nan], dtype=dtype)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-2, atol=1e-6)
 
 
-# --- who does it ---------------------------------------------------------------------------------------
+# --- who does it ----------------------------------------------------------------------------------
 
 
 def called(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
@@ -114,12 +135,16 @@ def test_a_norm_of_a_few_tokens_is_one_call(monkeypatch, kind, dtype):
         y = norm(x)
     again = norm(x)
     assert calls == ["rms_norm"]
-    torch.testing.assert_close(y, again.detach(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y, again.detach(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
 
 
 def test_turns_of_a_few_tokens_are_two_calls(monkeypatch):
     calls = called(monkeypatch, "apply_rotary")
-    layer = hw.Attention(hw.design(model=64, heads=2, kv=1, modifiers=(Rotary(),), pattern="causal()"))
+    layer = hw.Attention(
+        hw.design(model=64, heads=2, kv=1, modifiers=(Rotary(),), pattern="causal()")
+    )
     x, cache = random_tensor(0, 3, 5, 64), layer.cache(batch=3, capacity=8)
     whole = layer(x).detach()
     assert not calls
@@ -129,7 +154,9 @@ def test_turns_of_a_few_tokens_are_two_calls(monkeypatch):
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("turn", [Rotary(pairs="interleaved"), Rotary(dims=16)], ids=["interleaved", "narrow"])
+@pytest.mark.parametrize(
+    "turn", [Rotary(pairs="interleaved"), Rotary(dims=16)], ids=["interleaved", "narrow"]
+)
 def test_other_turns_are_for_torch(monkeypatch, turn):
     calls = called(monkeypatch, "apply_rotary")
     layer = hw.Attention(hw.design(model=64, heads=2, modifiers=(turn,)))
@@ -163,7 +190,9 @@ def test_all_other_calls_run_in_torch(x):
     with torch.no_grad():
         assert not small_batch_ops.is_small_batch(x)
         assert small_batch_ops.is_small_batch(random_tensor(0, 1, takeover.least("elementwise")))
-        assert not small_batch_ops.is_small_batch(random_tensor(0, 1, 32), random_tensor(0, 32).double())
+        assert not small_batch_ops.is_small_batch(
+            random_tensor(0, 1, 32), random_tensor(0, 32).double()
+        )
 
 
 def test_dispatch_modes_see_the_operation():

@@ -19,13 +19,17 @@ def numbers(*shape: int) -> Tensor:
 
 
 def formula(s: Tensor, recorded: Tensor, alpha: Tensor, v: Tensor) -> Tensor:
-    """All weights, by the plain form of the same part with an alpha for each head, times all values."""
+    """All weights, by the plain form of the same part with an alpha for each head, times all
+    values.
+    """
     weights = [plain(s[:, h : h + 1], recorded, alpha[h]) for h in range(s.shape[1])]
     return torch.cat(weights, 1) @ v[:, OF[: s.shape[1]]]
 
 
 def plain(s: Tensor, recorded: Tensor, alpha: Tensor) -> Tensor:
-    """w = [(alpha - 1) s - tau]_+ ^ (1 / (alpha - 1)): tau by halving, and one Newton step for its gradient."""
+    """w = [(alpha - 1) s - tau]_+ ^ (1 / (alpha - 1)): tau by halving, and one Newton step for its
+    gradient.
+    """
     x = ((alpha - 1) * s).masked_fill(~recorded, -torch.inf)
     power, top = 1 / (alpha - 1), x.detach().amax(-1, keepdim=True)
     with torch.no_grad():
@@ -41,16 +45,28 @@ def plain(s: Tensor, recorded: Tensor, alpha: Tensor) -> Tensor:
     return torch.where(live & (r > 0), r**power, 0.0)
 
 
-SIZES = st.fixed_dictionaries({
-    "b": st.integers(1, 2), "h": st.integers(1, 4), "t": st.integers(0, 11), "s": st.integers(0, 70),
-    "v": st.sampled_from([1, 5, 16, 63, 64, 65, 131]),
-})  # fmt: skip
+SIZES = st.fixed_dictionaries(
+    {
+        "b": st.integers(1, 2),
+        "h": st.integers(1, 4),
+        "t": st.integers(0, 11),
+        "s": st.integers(0, 70),
+        "v": st.sampled_from([1, 5, 16, 63, 64, 65, 131]),
+    }
+)
 
 
-@given(SIZES, st.lists(st.sampled_from([1.05, 1.3, 1.5, 1.9, 2.0]), min_size=4, max_size=4), st.integers(0, 2))
+@given(
+    SIZES,
+    st.lists(st.sampled_from([1.05, 1.3, 1.5, 1.9, 2.0]), min_size=4, max_size=4),
+    st.integers(0, 2),
+)
 def test_outputs_and_all_gradients(sizes, alphas, spread):
     b, h, t, keys, wide = (sizes[letter] for letter in "bhtsv")
-    s, v = (numbers(b, h, t, keys) * 3.0**spread).requires_grad_(), numbers(b, 2, keys, wide).requires_grad_()
+    s, v = (
+        (numbers(b, h, t, keys) * 3.0**spread).requires_grad_(),
+        numbers(b, 2, keys, wide).requires_grad_(),
+    )
     alpha = torch.tensor(alphas[:h], dtype=torch.float64).requires_grad_()
     sample = torch.rand(b, 1, t, keys) < 0.7
     ours, theirs = (
@@ -84,7 +100,9 @@ def test_values_of_keys_without_weight_are_not_read():
     s, v = torch.tensor([[[[4.0, 2.4, 3.9, -5.0]]]], requires_grad=True), torch.ones(1, 1, 4, 3)
     v[0, 0, 1::2] = torch.nan
     v.requires_grad_()
-    o = row_normalisers.masked_entmax(s, torch.ones(1, 1, 1, 4, dtype=torch.bool), torch.tensor([1.5]), v, [0])[0]
+    o = row_normalisers.masked_entmax(
+        s, torch.ones(1, 1, 1, 4, dtype=torch.bool), torch.tensor([1.5]), v, [0]
+    )[0]
     check_close(o, torch.ones(1, 1, 1, 3))
     of_scores, of_values = torch.autograd.grad(o.sum(), (s, v))
     assert of_scores.isfinite().all()
@@ -97,9 +115,9 @@ def test_nan_reaches_every_output_that_depends_on_it(keys):
     s, v = numbers(1, 2, 3, keys), numbers(1, 2, keys, 5).requires_grad_()
     s[0, 0, 1, -1] = torch.nan
     s.requires_grad_()
-    o = row_normalisers.masked_entmax(s, torch.ones(1, 1, 1, keys, dtype=torch.bool), s.new_full((2,), 1.5), v, [0, 1])[
-        0
-    ]
+    o = row_normalisers.masked_entmax(
+        s, torch.ones(1, 1, 1, keys, dtype=torch.bool), s.new_full((2,), 1.5), v, [0, 1]
+    )[0]
     assert o[0, 0, 1].isnan().all()
     assert o.isnan().sum() == 5
     of_scores, of_values = torch.autograd.grad(o.sum(), (s, v))
@@ -111,7 +129,11 @@ def test_nan_reaches_every_output_that_depends_on_it(keys):
 
 def test_threads_change_no_number():
     s, v, sample = numbers(2, 4, 50, 130), numbers(2, 2, 130, 20), torch.rand(2, 1, 50, 130) < 0.7
-    s, v, alpha = s.requires_grad_(), v.requires_grad_(), s.new_tensor([1.2, 1.5, 1.8, 2.0]).requires_grad_()
+    s, v, alpha = (
+        s.requires_grad_(),
+        v.requires_grad_(),
+        s.new_tensor([1.2, 1.5, 1.8, 2.0]).requires_grad_(),
+    )
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -155,7 +177,9 @@ def test_saved_bytes_grow_linearly_with_length():
     """Scores and weights of a block alone are held, and of them nothing when the next begins."""
     peaks = []
     for count in (512, 1024):
-        layer = hw.Attention(base(normaliser=hw.Entmax(kind="learned"), pattern="causal"), backend="chunked")
+        layer = hw.Attention(
+            base(normaliser=hw.Entmax(kind="learned"), pattern="causal"), backend="chunked"
+        )
         recorded: list[int] = []
 
         def keep(tensor: Tensor, tensors: list[int] = recorded) -> Tensor:
@@ -193,4 +217,6 @@ def test_why_reports_the_gathered_values(words, dtype, value):
     assert reasons.call.notes["chunked"] == value
     assert reasons.call.notes["dense"] == []
     assert (GATHERS in " ".join(str(reasons).split())) == bool(value)
-    assert next(row["notes"] for row in reasons.data["backends"] if row["name"] == "chunked") == value
+    assert (
+        next(row["notes"] for row in reasons.data["backends"] if row["name"] == "chunked") == value
+    )

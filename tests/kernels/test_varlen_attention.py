@@ -16,7 +16,12 @@ from headwise.masking.sequence_info import SequenceInfo
 from support import takeover
 from support.layer_cases import check_close
 
-SIZES = [(4, 4, 32, 32), (6, 2, 5, 7), (3, 1, 16, 48), (2, 2, 31, 17)]  # heads, key heads, dim, vdim
+SIZES = [
+    (4, 4, 32, 32),
+    (6, 2, 5, 7),
+    (3, 1, 16, 48),
+    (2, 2, 31, 17),
+]  # heads, key heads, dim, vdim
 LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=6)
 EDGES = [(1, 1), (3, 15), (4, 16), (5, 17), (16, 4), (17, 33), (63, 64), (0, 3), (2, 0)]
 
@@ -31,7 +36,9 @@ def plain(q, k, v, where, causal: bool, scale: float):
             s = s.masked_fill(torch.arange(keys) > torch.arange(value)[:, None], -torch.inf)
         w = s.softmax(-1) if keys else s
         o = o.index_copy(
-            0, torch.arange(first, first + value), torch.einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
+            0,
+            torch.arange(first, first + value),
+            torch.einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1)),
         )
     return o
 
@@ -42,7 +49,11 @@ def given_of(lengths, sizes, dtype=torch.float64, spare: int = 0):
     values, keys = zip(*lengths, strict=True)
     first, begin = ([0, *accumulate(each)] for each in (values, keys))
     where = torch.tensor([*zip(first, values, begin, keys, strict=False)])
-    shapes = ((first[-1] + spare, heads, dim), (begin[-1] + spare, groups, dim), (begin[-1] + spare, groups, vdim))
+    shapes = (
+        (first[-1] + spare, heads, dim),
+        (begin[-1] + spare, groups, dim),
+        (begin[-1] + spare, groups, vdim),
+    )
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes], where
 
 
@@ -81,7 +92,10 @@ def test_rows_need_not_lie_whole():
     back = torch.randn_like(o).transpose(0, 2).contiguous().transpose(0, 2)
     check_close(torch.autograd.grad(o, one, back)[0], torch.autograd.grad(expected, one, back)[0])
     across = q.detach().transpose(0, 2).contiguous().transpose(0, 2)
-    check_close(attend_varlen([across, k, v], where, 20, True, 0.2), attend_varlen([q, k, v], where, 20, True, 0.2))
+    check_close(
+        attend_varlen([across, k, v], where, 20, True, 0.2),
+        attend_varlen([q, k, v], where, 20, True, 0.2),
+    )
 
 
 def test_keys_outside_the_mask_do_not_matter():
@@ -129,7 +143,9 @@ def test_products_are_counted():
 def test_shapes_are_known_without_numbers():
     (q, k, v), where = given_of([(3, 5), (2, 7)], (4, 2, 16, 32))
     arguments = ([q, k, v], where, 7, False, 1.0)
-    found = torch.library.opcheck(torch.ops.headwise.varlen_attention, arguments, test_utils="test_faketensor")
+    found = torch.library.opcheck(
+        torch.ops.headwise.varlen_attention, arguments, test_utils="test_faketensor"
+    )
     assert found == {"test_faketensor": "SUCCESS"}
 
 

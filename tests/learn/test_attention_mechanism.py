@@ -1,4 +1,6 @@
-"""Document 003, sections 1 to 5: every number against numpy, and every verdict with an input that changes it."""
+"""Document 003, sections 1 to 5: every number against numpy, and every verdict with an input that
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ ENTRIES = learn.entries_of("003")
 def unit_keys() -> dict:
     keys, values = array(sample(1, 6, 8)), array(sample(2, 6, 3))
     keys = keys / np.linalg.norm(keys, axis=1, keepdims=True)
-    errors = [float(np.abs(attention(keys, keys, values, scale) - values).max()) for scale in (None, 200.0)]
+    errors = [
+        float(np.abs(attention(keys, keys, values, scale) - values).max())
+        for scale in (None, 200.0)
+    ]
     return {"usual": errors[0], "sharp": errors[1], "scale": 200.0}
 
 
@@ -64,17 +69,28 @@ def steps_by_hand() -> dict:
 
 
 def masked_change() -> dict:
-    layer, x = make_layer(hw.design(model=12, heads=3, pattern="causal()")), array(sample(2, 1, 9, 12))[0]
+    layer, x = (
+        make_layer(hw.design(model=12, heads=3, pattern="causal()")),
+        array(sample(2, 1, 9, 12))[0],
+    )
     other = np.concatenate([x[:5], array(sample(3, 1, 4, 12))[0]])
     allowed = np.tril(np.ones((9, 9), dtype=bool))
-    change = np.abs(layer_output(layer, x, 3, allowed=allowed) - layer_output(layer, other, 3, allowed=allowed))
+    change = np.abs(
+        layer_output(layer, x, 3, allowed=allowed) - layer_output(layer, other, 3, allowed=allowed)
+    )
     return {"before": float(change[:5].max()), "after": float(change[5:].max()), "position": 5}
 
 
 def four_matrices() -> dict:
     params, scores = 4 * 512 * 512, 512 * 512
     flops = 2 * params * 512 + 4 * 512 * 512 * 512
-    return {"params_1": params, "flops_1": flops, "scores_1": scores, "params_32": params, "scores_32": 32 * scores}
+    return {
+        "params_1": params,
+        "flops_1": flops,
+        "scores_1": scores,
+        "params_32": params,
+        "scores_32": 32 * scores,
+    }
 
 
 def ranks() -> dict:
@@ -82,18 +98,29 @@ def ranks() -> dict:
     gru = torch.nn.GRU(4, 4, batch_first=True).double()
     x = sample(2, 12, 4)
     state = learn.derivative(lambda rows: array(gru(torch.as_tensor(rows)[None])[1]), array(x))
-    weights = softmax(array(sample(1, 12, 4)) @ array(x).T / 2)  # contexts are weights V: rank(weights) d
+    weights = softmax(
+        array(sample(1, 12, 4)) @ array(x).T / 2
+    )  # contexts are weights V: rank(weights) d
     width = 4
     rank = int(np.linalg.matrix_rank(weights, rtol=1e-9)) * width
-    return {"fixed": int(np.linalg.matrix_rank(state, rtol=1e-7)), "attention": rank, "source": 48, "width": 4}
+    return {
+        "fixed": int(np.linalg.matrix_rank(state, rtol=1e-7)),
+        "attention": rank,
+        "source": 48,
+        "width": 4,
+    }
 
 
 def gradients() -> dict:
     torch.manual_seed(0)
     gru, x = torch.nn.GRU(16, 16).double(), sample(1, 41, 16)
-    recurrent = torch.autograd.functional.jacobian(lambda rows: gru(rows[:, None])[0][-1, 0], x).norm(dim=(0, 2))
+    recurrent = torch.autograd.functional.jacobian(
+        lambda rows: gru(rows[:, None])[0][-1, 0], x
+    ).norm(dim=(0, 2))
     layer = make_layer(hw.design(model=16, heads=2))
-    slopes = learn.derivative(lambda rows: layer_output(layer, rows, 2)[-1], array(x)).reshape(16, 41, 16)
+    slopes = learn.derivative(lambda rows: layer_output(layer, rows, 2)[-1], array(x)).reshape(
+        16, 41, 16
+    )
     norms = np.sqrt((slopes**2).sum((0, 2)))
     ratios = {"gru": float(recurrent[0] / recurrent[-2]), "attention": float(norms[0] / norms[-2])}
     return ratios | {"distance": 40}
@@ -121,7 +148,11 @@ def reversed_gru() -> dict:
     torch.manual_seed(0)
     gru, k = torch.nn.GRU(5, 5).double(), sample(2, 11, 5)
     states = [gru(rows[:, None])[1][0, 0] for rows in (k, k.flip(0))]
-    return {"streamed": 0.0, "permuted": 0.0, "gru": float((states[0] - states[1]).detach().abs().max())}
+    return {
+        "streamed": 0.0,
+        "permuted": 0.0,
+        "gru": float((states[0] - states[1]).detach().abs().max()),
+    }
 
 
 def permuted_convolution() -> dict:
@@ -129,7 +160,9 @@ def permuted_convolution() -> dict:
     order = [3, 0, 6, 1, 5, 2, 4]
 
     def convolve(rows: np.ndarray) -> np.ndarray:
-        return np.stack([sum(kernel[:, :, n] @ rows[(t + n - 1) % 7] for n in range(3)) for t in range(7)])
+        return np.stack(
+            [sum(kernel[:, :, n] @ rows[(t + n - 1) % 7] for n in range(3)) for t in range(7)]
+        )
 
     return {
         "attention": 0.0,
@@ -158,7 +191,9 @@ def other_functions() -> dict:
     numbers = {"linear": error(features(q * small), features(k * small)), "flash": 0.0}
     for draws in (64, 16384):
         w = array(sample(7, draws, 8))
-        maps = [np.exp(x * small @ w.T - ((x * small) ** 2).sum(1, keepdims=True) / 2) for x in (q, k)]
+        maps = [
+            np.exp(x * small @ w.T - ((x * small) ** 2).sum(1, keepdims=True) / 2) for x in (q, k)
+        ]
         numbers[f"performer_{draws}"] = error(*maps)
     return numbers
 
@@ -174,7 +209,9 @@ def window_pairs() -> dict:
 
 
 def checkpointed_ratio() -> dict:
-    """Products of a layer of width 32 over 64 tokens, 4 heads; the output projection is not recomputed."""
+    """Products of a layer of width 32 over 64 tokens, 4 heads; the output projection is not
+    recomputed.
+    """
     n, d = 64, 32
     projection, core = 2 * n * d * d, 2 * n * n * d
     forward = 4 * projection + 2 * core
@@ -200,20 +237,27 @@ def half_errors() -> dict:
 
 
 REFUSED = (
-    "query [3, 5], key [11, 5], value [7, 5]: queries and keys need equal channels, keys and values equal other sizes"
+    "query [3, 5], key [11, 5], value [7, 5]: queries and keys need equal channels, keys "
+    "and values equal other sizes"
 )
 
 
 def parameters_of_the_transformer() -> dict:
-    """Six encoder layers with one attention, six decoder layers with two; d = 512, hidden width 2048, biases."""
+    """Six encoder layers with one attention, six decoder layers with two; d = 512, hidden width
+    2048, biases.
+    """
     attention, feed, norm = 4 * 512**2 + 4 * 512, 2 * 512 * 2048 + 2048 + 512, 2 * 512
     total = 6 * (attention + feed + 2 * norm) + 6 * (2 * attention + feed + 3 * norm)
     return {"feed": 12 * feed / total, "attention": 18 * attention / total, "recurrent": 0}
 
 
 def performers() -> dict:
-    """2009.14794, lemma 1: features exp(w x - |x|^2 / 2) of x / dim^(1/4), with the directions that each seed draws."""
-    state = {name: array(w) for name, w in make_layer(hw.design(model=16, heads=2)).state_dict().items()}
+    """2009.14794, lemma 1: features exp(w x - |x|^2 / 2) of x / dim^(1/4), with the directions that
+    each seed draws.
+    """
+    state = {
+        name: array(w) for name, w in make_layer(hw.design(model=16, heads=2)).state_dict().items()
+    }
     x, errors, draws = array(sample(1, 1, 32, 16))[0], [], [32 * 2**n for n in range(8)]
     q, k, v = ((x @ state[f"project.{n}"].T).reshape(32, 2, 8).swapaxes(0, 1) for n in "qkv")
     q, k = q / 4, k / 4
@@ -224,14 +268,23 @@ def performers() -> dict:
             similarity = hw.FeatureMap(kind="favor", draws=count, seed=seed)
             spec = hw.design(model=16, heads=2, similarity=similarity, normaliser=hw.Sum())
             w = array(hw.Attention(spec).state_dict()["similarity.directions"]).astype(float)
-            maps = [np.exp(y @ w.T / 8**0.25 - (y**2).sum(-1, keepdims=True) / 2 / 8**0.5) for y in (q, k)]
+            maps = [
+                np.exp(y @ w.T / 8**0.25 - (y**2).sum(-1, keepdims=True) / 2 / 8**0.5)
+                for y in (q, k)
+            ]
             shares = maps[0] @ maps[1].swapaxes(1, 2)
             outputs = shares / shares.sum(-1, keepdims=True) @ v
             squares.append(((outputs - exact) ** 2).sum() / (exact**2).sum())
         errors.append(float(np.sqrt(np.mean(squares))))
     slope = float(np.polyfit(np.log(draws), np.log(errors), 1)[0])
     assert slope == pytest.approx(-0.5, abs=0.05)
-    return {"few": 32, "many": 4096, "error_few": errors[0], "error_many": errors[-1], "slope": slope}
+    return {
+        "few": 32,
+        "many": 4096,
+        "error_few": errors[0],
+        "error_many": errors[-1],
+        "slope": slope,
+    }
 
 
 def best_sources() -> dict:
@@ -240,18 +293,31 @@ def best_sources() -> dict:
         for head in range(6):
             rows = np.asarray(trace.head_weights(name, head))
             counts.append(len(np.unique(rows.argmax(1))))
-    numbers = {"fewest": min(counts), "most": max(counts), "mean": float(np.mean(counts)), "heads": len(counts)}
+    numbers = {
+        "fewest": min(counts),
+        "most": max(counts),
+        "mean": float(np.mean(counts)),
+        "heads": len(counts),
+    }
     return numbers | {"steps": rows.shape[0], "source": rows.shape[1]}
 
 
 def growth_by_length() -> dict:
     flops = {n: 8 * n * 512**2 + 4 * n**2 * 512 for n in (64, 128, 65536, 131072)}
-    return {"from_64": flops[128] / flops[64], "from_65536": flops[131072] / flops[65536], "model": 512}
+    return {
+        "from_64": flops[128] / flops[64],
+        "from_65536": flops[131072] / flops[65536],
+        "model": 512,
+    }
 
 
 def kept_numbers() -> dict:
-    """Written out: q, k, v and n^2 weights. Fused: q, k, v, the output and one number for each query."""
-    written, fused = ({n: count(n) for n in (256, 512)} for count in (lambda n: 48 * n + n * n, lambda n: 65 * n))
+    """Written out: q, k, v and n^2 weights. Fused: q, k, v, the output and one number for each
+    query.
+    """
+    written, fused = (
+        {n: count(n) for n in (256, 512)} for count in (lambda n: 48 * n + n * n, lambda n: 65 * n)
+    )
     growth = {"written_growth": written[512] / written[256], "fused_growth": 2.0}
     return {"written": written[512], "fused": fused[512]} | growth
 
@@ -285,7 +351,13 @@ EXPECTED = {
     "003-4.3c": lambda: {"growth": pytest.approx(2, abs=1e-3)},
     "003-4.3d": performers,
     "003-5.1": lambda: {"visible": 0.0, "weight": 1 / 11, "ours": 0.0},
-    "003-5.1b": lambda: {"half": "error", "uniform": 0.25, "ours": 0.0, "kept": 0.0, "masked_weight": 1.0},
+    "003-5.1b": lambda: {
+        "half": "error",
+        "uniform": 0.25,
+        "ours": 0.0,
+        "kept": 0.0,
+        "masked_weight": 1.0,
+    },
     "003-5.1c": lambda: {"operations": 3, "difference": 0.0},
     "003-5.1d": lambda: {"keys": 11, "values": 7, "message": REFUSED},
     "003-5.2": checkpointed_ratio,
@@ -355,7 +427,12 @@ def test_figures_have_every_number():
     )
     scores = q @ k.T
     weights = softmax(np.where(np.tri(3) > 0, scores / math.sqrt(2), -np.inf))
-    for number in [*scores.ravel(), *(scores / math.sqrt(2)).ravel(), *weights.ravel(), *(weights @ v).ravel()]:
+    for number in [
+        *scores.ravel(),
+        *(scores / math.sqrt(2)).ravel(),
+        *weights.ravel(),
+        *(weights @ v).ravel(),
+    ]:
         assert f">{number:.2f}</text>" in figure
     assert figure.count(">-∞</text>") == 3
     errors, curve = performers(), ENTRIES["003-4.3d"].check().figure

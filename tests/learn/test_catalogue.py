@@ -1,4 +1,6 @@
-"""The catalogue: every row of the sources has an entry, all texts are in both languages, and topics are found."""
+"""The catalogue: every row of the sources has an entry, all texts are in both languages, and topics
+are found.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,17 @@ def placeholders(text: str) -> set[str]:
 
 
 def texts() -> list[tuple[str, Text]]:
-    named = [(f"{e.id} {kind}", text) for e in ENTRIES for kind, text in (("line", e.line), ("reason", e.reason_text))]
+    named = [
+        (f"{e.id} {kind}", text)
+        for e in ENTRIES
+        for kind, text in (("line", e.line), ("reason", e.reason_text))
+    ]
     words = catalogue.read_toml("words")
-    return named + [(f"{table} {name}", Text(**text)) for table, rows in words.items() for name, text in rows.items()]
+    return named + [
+        (f"{table} {name}", Text(**text))
+        for table, rows in words.items()
+        for name, text in rows.items()
+    ]
 
 
 @pytest.mark.parametrize(("name", "text"), texts(), ids=[name for name, _ in texts()])
@@ -47,7 +57,11 @@ def test_every_row_of_the_sources_has_an_entry():
     table = catalogue.read_toml("source_rows")
     named = {row for entry in ENTRIES for row in entry.rows}
     assert named == set(table["errata"]) | set(table["demands"]) | set(table["experiments"])
-    assert {name: len(rows) for name, rows in table.items()} == {"errata": 64, "demands": 19, "experiments": 25}
+    assert {name: len(rows) for name, rows in table.items()} == {
+        "errata": 64,
+        "demands": 19,
+        "experiments": 25,
+    }
 
 
 def test_every_experiment_has_something_to_run():
@@ -70,19 +84,26 @@ def test_facts_have_a_reference():
     assert sum(entry.run is None for entry in ENTRIES) <= len(ENTRIES) / 8
 
 
-@pytest.mark.parametrize("name", ["003", "003-7", "003-7.1", "softmax-scale", "C3.1", "c3.1", "B17", "D1a"])
+@pytest.mark.parametrize(
+    "name", ["003", "003-7", "003-7.1", "softmax-scale", "C3.1", "c3.1", "B17", "D1a"]
+)
 def test_topics_are_found(name: str):
     found = catalogue.find_entries(name)
     assert found
     assert all(
-        name in (entry.document, entry.topic) or entry.id.startswith(name) or name.lower() in map(str.lower, entry.rows)
+        name in (entry.document, entry.topic)
+        or entry.id.startswith(name)
+        or name.lower() in map(str.lower, entry.rows)
         for entry in found
     )
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("softmax-scael", "did you mean 'softmax-scale'?"), ("nothing", "headwise learn --list names all")],
+    [
+        ("softmax-scael", "did you mean 'softmax-scale'?"),
+        ("nothing", "headwise learn --list names all"),
+    ],
 )
 def test_unknown_topics_name_the_nearest(name: str, hint: str):
     with pytest.raises(catalogue.UnknownTopic, match=re.escape(hint)):
@@ -94,7 +115,7 @@ def test_a_section_is_not_a_prefix_of_another():
     assert "003-2.2" not in {entry.id for entry in catalogue.find_entries("003-2.2b")}
 
 
-# --- texts ---------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
 def test_lines_fit_the_terminal():
@@ -109,7 +130,10 @@ def test_lines_fit_the_terminal():
     [
         (r"\text{softmax}\left(\frac{QK^T}{\sqrt{d_k}}\right)V", "softmax(QK^T / √d_k)V"),
         (r"\sum_{j=1}^n (|q - k_j|)", "Σ_(j=1)^n (|q - k_j|)"),
-        (r"PE_{(pos, 2i)} = \sin(pos/10000^{2i/d_{\text{model}}})", "PE_(pos, 2i) = sin(pos/10000^(2i/d_model))"),
+        (
+            r"PE_{(pos, 2i)} = \sin(pos/10000^{2i/d_{\text{model}}})",
+            "PE_(pos, 2i) = sin(pos/10000^(2i/d_model))",
+        ),
     ],
 )
 def test_formulas_are_plain_text(quote: str, text: str):
@@ -117,7 +141,9 @@ def test_formulas_are_plain_text(quote: str, text: str):
 
 
 def test_no_quote_keeps_a_command_of_latex():
-    assert [entry.id for entry in ENTRIES if re.search(r"[\\{}]", plain_formula(entry.quote_zh))] == []
+    assert [
+        entry.id for entry in ENTRIES if re.search(r"[\\{}]", plain_formula(entry.quote_zh))
+    ] == []
 
 
 def test_tables_are_aligned_by_width():

@@ -1,4 +1,6 @@
-"""Claims of papers that 002 cites: every number against an independent computation, and what changes it."""
+"""Claims of papers that 002 cites: every number against an independent computation, and what
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def log_probs(net: nn.Module) -> np.ndarray:
     for tensors in INPUTS:
         with torch.no_grad():
             logits = array(net(tensors["x"], source=tensors["source"])[0])
-        rows.append(logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)))
+        rows.append(
+            logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        )
         rows[-1] = rows[-1] - logits.max(-1, keepdims=True)
     return np.concatenate(rows)
 
@@ -47,20 +51,28 @@ def change_of(edit: Callable[[str, nn.Module], None], kind: str = "") -> float:
 
 
 def grouped(kv: int, choose: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """Keys and values of all heads of a group replaced by what is chosen of [heads of the group, channels, model]."""
+    """Keys and values of all heads of a group replaced by what is chosen of [heads of the group,
+    channels, model].
+    """
 
     def edit(_: str, attention: nn.Module) -> None:
         for name in ("k", "v"):
             weight = dict(attention.named_parameters())[f"project.{name}"]
             groups = weight.unflatten(0, (kv, HEADS // kv, -1))
-            weight.copy_(torch.stack([choose(group).expand_as(group) for group in groups]).flatten(0, 2))
+            weight.copy_(
+                torch.stack([choose(group).expand_as(group) for group in groups]).flatten(0, 2)
+            )
 
     return change_of(edit)
 
 
 def collapse() -> dict:
     t = np.arange(32)
-    masks = {"full": t[:, None] >= -1, "causal": t[:, None] >= t, "local": (t[:, None] >= t) & (t[:, None] < t + 5)}
+    masks = {
+        "full": t[:, None] >= -1,
+        "causal": t[:, None] >= t,
+        "local": (t[:, None] >= t) & (t[:, None] < t + 5),
+    }
     numbers = {}
     for name, allowed in masks.items():
         allowed = np.broadcast_to(allowed, (32, 32))
@@ -93,7 +105,12 @@ def ranks() -> dict:
                 *[np.linalg.norm(found[0], axis=1)] * 2
             )
             off = cosines[~np.eye(len(cosines), dtype=bool)]
-            rows.append((float(np.exp(-(share * np.log(share)).sum())) / min(found[0].shape), float(off.mean())))
+            rows.append(
+                (
+                    float(np.exp(-(share * np.log(share)).sum())) / min(found[0].shape),
+                    float(off.mean()),
+                )
+            )
         numbers |= {
             f"rank_{name}": np.mean([row[0] for row in rows]),
             f"cosine_{name}": np.mean([row[1] for row in rows]),
@@ -121,7 +138,10 @@ def rotated(x: np.ndarray) -> np.ndarray:
     """RoPE with halves of 8 channels: x [tokens, heads, 16]."""
     angles = np.arange(len(x))[:, None, None] / 10000 ** (np.arange(8) / 8)
     one, other = x[..., :8], x[..., 8:]
-    turned = (one * np.cos(angles) - other * np.sin(angles), other * np.cos(angles) + one * np.sin(angles))
+    turned = (
+        one * np.cos(angles) - other * np.sin(angles),
+        other * np.cos(angles) + one * np.sin(angles),
+    )
     return np.concatenate(turned, -1)
 
 
@@ -129,7 +149,9 @@ def channels() -> dict:
     correlations = np.zeros((3, HEADS, 16))
     for layer in range(3):
         attention, states = NET.get_submodule(f"encoder.{layer}.attention"), list[np.ndarray]()
-        hook = attention.register_forward_pre_hook(lambda _, args, to=states: to.append(array(args[0])[0]))
+        hook = attention.register_forward_pre_hook(
+            lambda _, args, to=states: to.append(array(args[0])[0])
+        )
         log_probs(NET)
         hook.remove()
         weights = {name: array(weight) for name, weight in attention.state_dict().items()}
@@ -137,14 +159,24 @@ def channels() -> dict:
             for channel in range(16):
                 rows, places = [], []
                 for x in states:
-                    q, k = (rotated((x @ weights[f"project.{n}"].T).reshape(len(x), HEADS, 16)) for n in "qk")
+                    q, k = (
+                        rotated((x @ weights[f"project.{n}"].T).reshape(len(x), HEADS, 16))
+                        for n in "qk"
+                    )
                     rows.append(np.outer(q[:, head, channel], k[:, head, channel]).ravel())
                     t = np.arange(len(x))
                     places.append(abs(t[:, None] - t).ravel())
-                correlations[layer, head, channel] = np.corrcoef(np.concatenate(rows), np.concatenate(places))[0, 1]
+                correlations[layer, head, channel] = np.corrcoef(
+                    np.concatenate(rows), np.concatenate(places)
+                )[0, 1]
     pairs = abs(correlations).mean((0, 1)).reshape(2, 8).mean(0)
     others = float(np.delete(pairs, 1).mean())
-    return {"best": float(pairs[1]), "others": others, "pair": "1, 9", "largest": float(abs(correlations).max())}
+    return {
+        "best": float(pairs[1]),
+        "others": others,
+        "pair": "1, 9",
+        "largest": float(abs(correlations).max()),
+    }
 
 
 def gradient(depth: int, cross: bool, scaled: bool, seed: int) -> float:
@@ -153,7 +185,9 @@ def gradient(depth: int, cross: bool, scaled: bool, seed: int) -> float:
     layers = []
     for number in range(1, depth + 1):
         parts = [hw.Attention(hw.design(model=32, heads=4)).double() for _ in range(2)]
-        feed = nn.Sequential(nn.Linear(32, 128, bias=False), nn.ReLU(), nn.Linear(128, 32, bias=False)).double()
+        feed = nn.Sequential(
+            nn.Linear(32, 128, bias=False), nn.ReLU(), nn.Linear(128, 32, bias=False)
+        ).double()
         generator = torch.Generator().manual_seed(1000 * seed + number)
         depth_scaled_init((*parts, feed), depth=number if scaled else 1, generator=generator)
         layers.append((*(dict(part.named_parameters()) for part in parts), feed))
@@ -167,7 +201,9 @@ def gradient(depth: int, cross: bool, scaled: bool, seed: int) -> float:
         return torch.cat(list(outputs.unbind(1)), -1) @ weights["output.o"].T
 
     def norm(y: torch.Tensor) -> torch.Tensor:
-        return (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+        return (y - y.mean(-1, keepdim=True)) / (
+            y.var(-1, keepdim=True, unbiased=False) + 1e-5
+        ).sqrt()
 
     def step(layer: tuple, y: torch.Tensor) -> torch.Tensor:
         y = norm(y + attend(layer[0], y, y))
@@ -194,7 +230,9 @@ def gradients() -> dict:
 
 
 def densities() -> dict:
-    """Weights above 0 by bisection of the threshold: p = ((alpha - 1) s - tau)_+^(1 / (alpha - 1))."""
+    """Weights above 0 by bisection of the threshold: p = ((alpha - 1) s -
+    tau)_+^(1 / (alpha - 1)).
+    """
     layer, x = make_layer(hw.design(model=16, heads=2)), array(sample(1, 1, 64, 16))[0]
     logits = np.log(layer_parts(layer, x, 2)[0])
     numbers = {"softmax": 1.0}
@@ -223,11 +261,18 @@ def without(site: str, heads: list[int]) -> float:
 def removals() -> dict:
     alone = [without(site, [head]) for site in SITES for head in range(HEADS)]
     kept = [
-        min(without(site, [other for other in range(HEADS) if other != head]) for head in range(HEADS))
+        min(
+            without(site, [other for other in range(HEADS) if other != head])
+            for head in range(HEADS)
+        )
         for site in SITES
     ]
     counts = {"heads": 54, "below": sum(change < 0.1 for change in alone), "layers": 9}
-    return counts | {"largest": max(alone), "with_one": sum(change < 0.1 for change in kept), "worst": max(kept)}
+    return counts | {
+        "largest": max(alone),
+        "with_one": sum(change < 0.1 for change in kept),
+        "worst": max(kept),
+    }
 
 
 EXPECTED = {
@@ -252,7 +297,10 @@ CHANGES = {
     "002-FF.7": {"alphas": (1.5, 1.0, 2.0)},
     "002-FF.8": {"limit": 1e-6},
 }
-BOUNDED = {"002-FF.2": {"whole", "reduced"}, "002-FF.4": {"aligned", "before"}}  # by the tests below
+BOUNDED = {
+    "002-FF.2": {"whole", "reduced"},
+    "002-FF.4": {"aligned", "before"},
+}  # by the tests below
 
 
 @pytest.mark.parametrize("id", [pytest.param(id, marks=pytest.mark.lengthy) for id in EXPECTED])
@@ -270,12 +318,16 @@ def test_every_entry_is_checked():
 
 
 def test_a_smaller_shared_space_is_as_good_as_its_singular_values():
-    """The scores that a space of 48 channels can hold: the truncated product of all heads' W_Q and W_K."""
+    """The scores that a space of 48 channels can hold: the truncated product of all heads' W_Q and
+    W_K.
+    """
 
     def truncate(_: str, attention: nn.Module) -> None:
         weights = dict(attention.named_parameters())
         q, k = (weights[f"project.{name}"].clone() for name in "qk")
-        products = torch.cat([q[16 * h : 16 * h + 16].T @ k[16 * h : 16 * h + 16] for h in range(HEADS)])
+        products = torch.cat(
+            [q[16 * h : 16 * h + 16].T @ k[16 * h : 16 * h + 16] for h in range(HEADS)]
+        )
         basis = torch.linalg.svd(products, full_matrices=False)[2][:48]
         weights["project.k"].copy_(k @ basis.T @ basis)
 
@@ -288,5 +340,7 @@ def test_an_alignment_keeps_the_function_and_most_of_the_outputs():
     numbers = ENTRIES["002-FF.4"].check().numbers
     assert numbers["before"] < 1e-12
     assert 0 < numbers["aligned"] < numbers["plain"] / 2
-    keys = [cited_papers.aligned_heads(align=side).numbers["aligned"] for side in ("keys", "values")]
+    keys = [
+        cited_papers.aligned_heads(align=side).numbers["aligned"] for side in ("keys", "values")
+    ]
     assert all(numbers["aligned"] < change < numbers["plain"] for change in keys)

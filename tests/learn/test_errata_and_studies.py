@@ -12,7 +12,10 @@ from headwise.learn.entry_text import Words, describe_study, find_study_runs, st
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()
-REPORT = "# Study: {}\n\n## What can be claimed\n\n- recall: qkv reaches accuracy 0.9.\n- a second claim\n\n"
+REPORT = (
+    "# Study: {}\n\n## What can be claimed\n\n- recall: qkv reaches accuracy 0.9.\n- a "
+    "second claim\n\n"
+)
 REPORT += "## Results\n\n- x\n"
 
 
@@ -22,20 +25,26 @@ def errata() -> list[Erratum]:
 
 
 def test_every_erratum_has_a_row(errata: list[Erratum]):
-    assert list(dict.fromkeys(row.id for row in errata)) == list(catalogue.read_toml("source_rows")["errata"])
+    assert list(dict.fromkeys(row.id for row in errata)) == list(
+        catalogue.read_toml("source_rows")["errata"]
+    )
 
 
 @pytest.mark.parametrize(("page", "language"), [("errata.md", "en"), ("errata.zh.md", "zh")])
 def test_pages_have_every_row(page: str, language: str, errata: list[Erratum]):
     text = (ROOT / "docs" / page).read_text()
     for row in errata:
-        id, claim, correction, reference, command = (cell.replace("|", "\\|") for cell in row.cells(language))
+        id, claim, correction, reference, command = (
+            cell.replace("|", "\\|") for cell in row.cells(language)
+        )
         assert f"| {id} | {claim} | {correction} | {reference} | {command} |" in text
 
 
 def test_commands_of_errata_find_their_entries(errata: list[Erratum]):
     for row in errata:
-        assert row.entry.id in {entry.id for entry in catalogue.find_entries(row.cells("en")[4].strip("`").split()[-1])}
+        assert row.entry.id in {
+            entry.id for entry in catalogue.find_entries(row.cells("en")[4].strip("`").split()[-1])
+        }
 
 
 def test_tables_become_sentences(errata: list[Erratum]):

@@ -1,7 +1,9 @@
-"""The comparison tables: every cell against a rendering from the definitions, and every verdict follows its input.
+"""The comparison tables: every cell against a rendering from the definitions, and every verdict
+follows its input.
 
-Recurrent layers are their equations, step by step, and the derivative over a distance is the product of the Jacobians
-of the steps. Attention and the convolution are sums over tokens. None of it uses `costs.layer_reach`.
+Recurrent layers are their equations, step by step, and the derivative over a distance is the
+product of the Jacobians of the steps. Attention and the convolution are sums over tokens. None of
+it uses `costs.layer_reach`.
 """
 
 from __future__ import annotations
@@ -35,17 +37,21 @@ SECONDS = {f"ms_{name}" for name in COLUMNS} | {
 }  # not the same on any two machines
 
 
-# --- The layers by their definitions -------------------------------------------------------------------
+# --- The layers by their definitions --------------------------------------------------------------
 
 
 @cache
 def tokens() -> Tensor:
-    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 @cache
 def make_module(name: str) -> nn.Module:
-    """The layer of torch, or that of headwise for its initial weights, with the weights of seed 0."""
+    """The layer of torch, or that of headwise for its initial weights, with the
+    weights of seed 0.
+    """
     makers: dict[str, Callable[[], nn.Module]] = {
         "attention": lambda: Attention(design(model=WIDTH, heads=2), backend="dense"),
         "gru": lambda: nn.GRU(WIDTH, WIDTH),
@@ -89,7 +95,10 @@ def run_layer(name: str, x_TD: np.ndarray) -> np.ndarray:
     if name == "convolution":
         weights = {key: array(weight) for key, weight in make_module(name).named_parameters()}
         padded = np.pad(x_TD, ((1, 1), (0, 0)))
-        return sum(padded[n : n + len(x_TD)] @ weights["weight"][:, :, n].T for n in range(3)) + weights["bias"]
+        return (
+            sum(padded[n : n + len(x_TD)] @ weights["weight"][:, :, n].T for n in range(3))
+            + weights["bias"]
+        )
     step, size = STEPS[name]
     state, outputs = torch.zeros(size, dtype=torch.float64), []
     for x_D in torch.as_tensor(x_TD.copy()):
@@ -125,11 +134,15 @@ def chain_of(name: str, x_TD: Tensor) -> int:
     module = make_module(name)
     if name == "attention":
         return learn.longest_chain(module(x_TD[None])[0])
-    return learn.longest_chain(module(x_TD.T[None])[0].T if name == "convolution" else module(x_TD)[0])
+    return learn.longest_chain(
+        module(x_TD.T[None])[0].T if name == "convolution" else module(x_TD)[0]
+    )
 
 
 def flops(name: str, n: int, d: int = 64) -> int:
-    """Multiplications and additions of the products of matrices: a gate has two, attention four and its core."""
+    """Multiplications and additions of the products of matrices: a gate has two, attention four and
+    its core.
+    """
     return {
         "attention": 4 * (2 * n * d * d) + 2 * (2 * n * n * d),
         "gru": 3 * 2 * (2 * n * d * d),
@@ -140,7 +153,12 @@ def flops(name: str, n: int, d: int = 64) -> int:
 
 FIELDS = {"attention": TOKENS, "gru": TOKENS, "lstm": TOKENS, "convolution": 3}
 LAYERS_TO_REACH = {"attention": 1, "gru": 1, "lstm": 1, "convolution": TOKENS - 1}
-NUMBERS_KEPT = {"attention": 2 * TOKENS * WIDTH, "gru": WIDTH, "lstm": 2 * WIDTH, "convolution": 2 * WIDTH}
+NUMBERS_KEPT = {
+    "attention": 2 * TOKENS * WIDTH,
+    "gru": WIDTH,
+    "lstm": 2 * WIDTH,
+    "convolution": 2 * WIDTH,
+}
 PARAMETERS = {
     "attention": 4 * WIDTH**2,
     "gru": 3 * (2 * WIDTH**2 + 2 * WIDTH),
@@ -152,12 +170,17 @@ PARAMETERS = {
 @cache
 def cells() -> dict:
     """Every cell of the tables but the times."""
-    x, order = array(tokens()), torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2)).numpy()
+    x, order = (
+        array(tokens()),
+        torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2)).numpy(),
+    )
     inside, numbers = slice(7, -5), {"tokens": TOKENS, "short": 512, "long": 1024}
     for name in COLUMNS:
         y, norms = run_layer(name, x), gradient_norms(name)
         shift = np.abs(run_layer(name, np.roll(x, 2, 0)) - np.roll(y, 2, 0))[inside].max()
-        numbers |= {f"gradient_{distance}_{name}": float(norms[-1 - distance]) for distance in (1, 8, 32)}
+        numbers |= {
+            f"gradient_{distance}_{name}": float(norms[-1 - distance]) for distance in (1, 8, 32)
+        }
         numbers |= {f"shift_{name}": float(shift), f"chain_{name}": chain_of(name, tokens())}
         numbers[f"permutation_{name}"] = float(np.abs(run_layer(name, x[order]) - y[order]).max())
         numbers |= {f"field_{name}": FIELDS[name], f"layers_{name}": LAYERS_TO_REACH[name]}
@@ -169,9 +192,13 @@ def cells() -> dict:
 def error_with_sinusoids() -> Any:
     layer, x = make_layer(design(model=16, heads=2)), array(sample(1, 64, 16))
     angles = np.arange(64)[:, None] / 10000 ** (np.arange(0, 16, 2) / 16)
-    table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(64, 16).astype(np.float32)  # as the library keeps it
+    table = (
+        np.stack([np.sin(angles), np.cos(angles)], -1).reshape(64, 16).astype(np.float32)
+    )  # as the library keeps it
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2)).numpy()
-    error = np.abs(layer_output(layer, x[order] + table, 2) - layer_output(layer, x + table, 2)[order]).max()
+    error = np.abs(
+        layer_output(layer, x[order] + table, 2) - layer_output(layer, x + table, 2)[order]
+    ).max()
     return pytest.approx(float(error), rel=1e-4)
 
 
@@ -183,7 +210,9 @@ def test_every_row_has_a_number_for_every_layer(id: str):
         assert len(lines) >= 6
         for line in lines[1:]:
             key = line.split(" | ")[1].strip("{}").split(":")[0].removesuffix("_attention")
-            assert re.findall(r"\{(\w+)", line.partition(" | ")[2]) == [f"{key}_{name}" for name in COLUMNS]
+            assert re.findall(r"\{(\w+)", line.partition(" | ")[2]) == [
+                f"{key}_{name}" for name in COLUMNS
+            ]
 
 
 @pytest.mark.parametrize("id", TABLES)
@@ -199,13 +228,17 @@ def test_numbers_and_verdict(id: str):
 def test_times_are_positive_medians_within_their_range():
     numbers = ENTRIES["003-4.1c"].check().numbers
     for name in SECONDS:
-        middle, low, high = map(float, re.fullmatch(r"(\S+) \((\S+)–(\S+)\)", numbers[name]).groups())
+        middle, low, high = map(
+            float, re.fullmatch(r"(\S+) \((\S+)–(\S+)\)", numbers[name]).groups()
+        )
         assert 0 < low <= middle <= high
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_those_of_torch(name: str):
-    np.testing.assert_allclose(run_layer(name, array(tokens())), array(make_module(name)(tokens())[0]), atol=1e-12)
+    np.testing.assert_allclose(
+        run_layer(name, array(tokens())), array(make_module(name)(tokens())[0]), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -218,9 +251,13 @@ def test_fields_are_those_of_changed_tokens(name: str):
         other[place] += 10.0
         assert (norms[place] > 0) == (place >= TOKENS - 2 or name != "convolution")
         if not 0 < norms[place] < 1e-6:  # below that the change is lost in rounding
-            assert bool(np.abs(run_layer(name, other)[-1] - last).max() > 0) == bool(norms[place] > 0)
+            assert bool(np.abs(run_layer(name, other)[-1] - last).max() > 0) == bool(
+                norms[place] > 0
+            )
     if name == "convolution":
-        changed = np.abs(run_layer(name, x + np.eye(TOKENS)[20][:, None]) - run_layer(name, x)).max(1) > 0
+        changed = (
+            np.abs(run_layer(name, x + np.eye(TOKENS)[20][:, None]) - run_layer(name, x)).max(1) > 0
+        )
         assert changed.nonzero()[0].tolist() == [19, 20, 21]
 
 
@@ -231,13 +268,18 @@ def test_a_stack_of_convolutions_reaches_the_last_token_after_63():
         assert (reached[-1] > 0) == (layer >= TOKENS - 1)
 
 
-@pytest.mark.parametrize(("name", "by_token"), [("attention", 0), ("gru", 10), ("lstm", 8), ("convolution", 0)])
+@pytest.mark.parametrize(
+    ("name", "by_token"), [("attention", 0), ("gru", 10), ("lstm", 8), ("convolution", 0)]
+)
 def test_the_chain_grows_by_the_operations_of_one_step(name: str, by_token: int):
-    """From state to state. GRU: product, split, sum, sigmoid, times, sum, tanh, difference, times, sum.
+    """From state to state. GRU: product, split, sum, sigmoid, times, sum, tanh, difference, times,
+    sum.
 
     LSTM: product, sum, split, sigmoid, times, sum, tanh, times.
     """
-    assert chain_of(name, tokens()) - chain_of(name, tokens()[: TOKENS // 2]) == by_token * TOKENS // 2
+    assert (
+        chain_of(name, tokens()) - chain_of(name, tokens()[: TOKENS // 2]) == by_token * TOKENS // 2
+    )
 
 
 def test_verdicts_follow_their_input():
@@ -248,7 +290,9 @@ def test_verdicts_follow_their_input():
 
 
 def train(name: str) -> dict[str, float]:
-    """200 steps of Adam on the marked value among 16 tokens, with plain torch; accuracies at 16 and 64 tokens."""
+    """200 steps of Adam on the marked value among 16 tokens, with plain torch; accuracies at 16 and
+    64 tokens.
+    """
     torch.manual_seed(0)
     layers = {"gru": lambda: nn.GRU(16, 16), "lstm": lambda: nn.LSTM(16, 16)}
     layers["convolution"] = lambda: nn.Conv1d(16, 16, 3, padding=1)
@@ -259,19 +303,30 @@ def train(name: str) -> dict[str, float]:
     def draw(rows: int, length: int) -> tuple[Tensor, Tensor]:
         values, places = torch.randint(4, (rows, length)), torch.randint(length, (rows,))
         marks = torch.arange(length) == places[:, None]
-        return torch.cat([torch.eye(4)[values], marks[..., None]], -1), values.gather(1, places[:, None])[:, 0]
+        return torch.cat([torch.eye(4)[values], marks[..., None]], -1), values.gather(
+            1, places[:, None]
+        )[:, 0]
 
     def mix(x: Tensor) -> Tensor:
         if name == "attention":
             weights = dict(layer.named_parameters())
-            q, k, v = ((x @ weights[f"project.{side}"].T).unflatten(-1, (2, 8)).transpose(1, 2) for side in "qkv")
-            return ((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2) @ weights["output.o"].T
-        return layer(x.mT).mT if name == "convolution" else layer(x.transpose(0, 1))[0].transpose(0, 1)
+            q, k, v = (
+                (x @ weights[f"project.{side}"].T).unflatten(-1, (2, 8)).transpose(1, 2)
+                for side in "qkv"
+            )
+            return ((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2) @ weights[
+                "output.o"
+            ].T
+        return (
+            layer(x.mT).mT if name == "convolution" else layer(x.transpose(0, 1))[0].transpose(0, 1)
+        )
 
     def logits(x: Tensor) -> Tensor:
         return head(embed(x)[:, -1] + mix(embed(x))[:, -1])
 
-    optimiser = torch.optim.Adam([*embed.parameters(), *layer.parameters(), *head.parameters()], lr=0.01)
+    optimiser = torch.optim.Adam(
+        [*embed.parameters(), *layer.parameters(), *head.parameters()], lr=0.01
+    )
     for _ in range(200):
         x, goal = draw(64, 16)
         optimiser.zero_grad()
@@ -279,7 +334,10 @@ def train(name: str) -> dict[str, float]:
         optimiser.step()
     with torch.no_grad():
         tests = [(row, draw(512, length)) for row, length in (("short", 16), ("long", 64))]
-        return {f"{row}_{name}": float((logits(x).argmax(-1) == goal).float().mean()) for row, (x, goal) in tests}
+        return {
+            f"{row}_{name}": float((logits(x).argmax(-1) == goal).float().mean())
+            for row, (x, goal) in tests
+        }
 
 
 def test_accuracies_are_those_of_plain_torch():
@@ -287,7 +345,9 @@ def test_accuracies_are_those_of_plain_torch():
         accuracies = {key: cell for name in COLUMNS for key, cell in train(name).items()}
     assert min(accuracies[f"short_{name}"] for name in ("attention", "gru", "lstm")) > 0.9
     assert max(accuracies[f"{row}_convolution"] for row in ("short", "long")) < 0.4
-    rounded = {key: pytest.approx(cell, abs=0.03) for key, cell in accuracies.items()}  # rounding changes a few of 512
+    rounded = {
+        key: pytest.approx(cell, abs=0.03) for key, cell in accuracies.items()
+    }  # rounding changes a few of 512
     learn.check_entry(ENTRIES["000-1g"], {"short": 16, "long": 64, "chance": 0.25} | rounded)
 
 

@@ -1,4 +1,6 @@
-"""Document 003, sections 6 to 8: every number against numpy, and every verdict with an input that changes it."""
+"""Document 003, sections 6 to 8: every number against numpy, and every verdict with an input that
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,18 @@ def entropies() -> dict:
     q, k = array(sample(1, 5, 4)), array(sample(2, 8, 4))
     scores = q @ k.T
     rows = {"average": 0 * scores, "soft": scores / 2, "hard": 100 * scores}
-    return {name: float(entropy(softmax(row)).mean()) for name, row in rows.items()} | {"most": math.log(8)}
+    return {name: float(entropy(softmax(row)).mean()) for name, row in rows.items()} | {
+        "most": math.log(8)
+    }
 
 
 def deviations() -> dict:
     numbers = {}
     for width in (4, 64, 1024):
-        queries, keys = array(sample(width, 512, 1, width)), array(sample(width + 1, 512, 16, width))
+        queries, keys = (
+            array(sample(width, 512, 1, width)),
+            array(sample(width + 1, 512, 16, width)),
+        )
         scores = np.einsum("rod,rkd->rk", queries, keys) / math.sqrt(width)
         numbers[f"std_{width}"] = float(scores.std(ddof=1))
     return numbers
@@ -37,7 +44,9 @@ def deviations() -> dict:
 def periods() -> dict:
     lengths = 2 * np.pi * 10000 ** (np.arange(0, 64, 2) / 64)
     angles = np.arange(128)[:, None] * 10000 ** (-np.arange(0, 64, 2) / 64)
-    table = np.concatenate([np.sin(angles), np.cos(angles)], 1)  # distances do not depend on the layout
+    table = np.concatenate(
+        [np.sin(angles), np.cos(angles)], 1
+    )  # distances do not depend on the layout
     distance = np.linalg.norm(table[:64] - table[127], axis=1).min()
     spacing = np.linalg.norm(table[1] - table[0])
     return {
@@ -49,7 +58,9 @@ def periods() -> dict:
 
 
 def smallest_dims() -> dict:
-    """Dimensions of 90 % of the energy of the summed W_Q W_K^T of each layer, by full singular values."""
+    """Dimensions of 90 % of the energy of the summed W_Q W_K^T of each layer, by full singular
+    values.
+    """
     dims = []
     for name, weight in (state := load_sample_model().state_dict()).items():
         if name.endswith("project.q"):
@@ -73,7 +84,10 @@ def flipped_bit() -> dict:
 
 def changed_queries() -> dict:
     layer = make_layer(hw.design(model=8, heads=2))
-    source, queries = array(sample(2, 1, 6, 8))[0], [array(sample(seed, 1, 4, 8))[0] for seed in (3, 4)]
+    source, queries = (
+        array(sample(2, 1, 6, 8))[0],
+        [array(sample(seed, 1, 4, 8))[0] for seed in (3, 4)],
+    )
     (one, outputs), (other, _) = (layer_parts(layer, x, 2, source=source) for x in queries)
     values = (source @ array(layer.state_dict()["project.v"]).T).reshape(6, 2, 4)
     outside = np.maximum(outputs - values.max(0), values.min(0) - outputs).max()
@@ -83,13 +97,18 @@ def changed_queries() -> dict:
 def coupled_heads() -> dict:
     """Second derivative of |sum_h z_h W_h - target|^2 by z_0 and z_1: 2 W_0 W_1^T."""
     weight = array(make_layer(hw.design(model=12, heads=3)).state_dict()["output.o"])
-    return {"difference": 0.0, "coupling": float(np.abs(2 * weight[:, :4].T @ weight[:, 4:8]).max())}
+    return {
+        "difference": 0.0,
+        "coupling": float(np.abs(2 * weight[:, :4].T @ weight[:, 4:8]).max()),
+    }
 
 
 def two_sentences() -> dict:
     layer, (i, love, you) = make_layer(hw.design(model=12, heads=3)), array(sample(1, 3, 12))
     means = [
-        layer_output(layer, np.stack(words), 3, allowed=np.tril(np.ones((3, 3), dtype=bool))).mean(0)
+        layer_output(layer, np.stack(words), 3, allowed=np.tril(np.ones((3, 3), dtype=bool))).mean(
+            0
+        )
         for words in ((i, love, you), (you, love, i))
     ]
     return {"encoder": 0.0, "decoder": float(np.abs(means[0] - means[1]).max())}
@@ -97,14 +116,19 @@ def two_sentences() -> dict:
 
 def pattern_shares() -> dict:
     longformer = sum(min(4095, t + 256) - max(0, t - 256) + 1 for t in range(4096))
-    far = [t for t in range(4096) if t > 256]  # the first token attends to all, and all attend to it
+    far = [
+        t for t in range(4096) if t > 256
+    ]  # the first token attends to all, and all attend to it
     return {"longformer": (longformer + 2 * len(far)) / 4096**2, "bigbird": bigbird_share()}
 
 
 def bigbird_share() -> float:
     pattern = hw.design(preset="bigbird", model=64, heads=1).pattern
     rows = torch.arange(4096)[:, None]
-    return float(sum(int(pattern.allows(rows[t : t + 64], rows.T).sum()) for t in range(0, 4096, 64))) / 4096**2
+    return (
+        float(sum(int(pattern.allows(rows[t : t + 64], rows.T).sum()) for t in range(0, 4096, 64)))
+        / 4096**2
+    )
 
 
 EXPECTED = {

@@ -1,4 +1,6 @@
-"""Document 002, sections 0 to 2: every number against numpy, and every verdict with an input that changes it."""
+"""Document 002, sections 0 to 2: every number against numpy, and every verdict with an input that
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ SAMPLE = json.loads(Path(bundled_sample.MEASURES).read_text())
 
 
 def diagonals() -> dict:
-    x, w_q, w_k = (array(sample(1, 200, 64, 64)), array(sample(2, 64, 64)) / 8, array(sample(3, 64, 64)) / 8)
+    x, w_q, w_k = (
+        array(sample(1, 200, 64, 64)),
+        array(sample(2, 64, 64)) / 8,
+        array(sample(3, 64, 64)) / 8,
+    )
     numbers = {}
     for name, keys in (("", w_k), ("tied_", w_q)):
         scores = np.einsum("bid,bjd->bij", x @ w_q, x @ keys) / 8
@@ -33,14 +39,19 @@ def diagonals() -> dict:
         numbers[f"{name}mean"] = float(scores[:, inside].mean())
         numbers[f"{name}weight"] = float(softmax(scores)[:, inside].mean())
         if not name:
-            numbers |= {"off": float(scores[:, ~inside].mean()), "spread": float(scores[:, ~inside].std(ddof=1))}
+            numbers |= {
+                "off": float(scores[:, ~inside].mean()),
+                "spread": float(scores[:, ~inside].std(ddof=1)),
+            }
     return numbers | {"uniform": 1 / 64}
 
 
 def contributions() -> dict:
     layer, x = make_layer(hw.design(model=16, heads=4)), array(sample(1, 1, 7, 16))[0]
     outputs, w_o = layer_parts(layer, x, 4)[1], array(layer.state_dict()["output.o"])
-    norms = [np.linalg.norm(outputs[:, head] @ w_o[:, 4 * head : 4 * head + 4].T) for head in range(4)]
+    norms = [
+        np.linalg.norm(outputs[:, head] @ w_o[:, 4 * head : 4 * head + 4].T) for head in range(4)
+    ]
     return {"ratio": float(max(norms) / min(norms)), "difference": 0.0}
 
 
@@ -50,11 +61,18 @@ def coupling() -> dict:
 
 
 def layers_of_the_trace() -> list[tuple[str, np.ndarray, bool]]:
-    """Site, weights [head, query, key] from queries and keys of the trace, and whether the layer is causal."""
+    """Site, weights [head, query, key] from queries and keys of the trace, and whether the layer is
+    causal.
+    """
     trace, layers = bundled_sample.load_sample_trace(), []
     for layer in trace.layers:
-        heads = [np.asarray(trace.head_weights(layer.name, head), dtype=float) for head in range(layer.heads)]
-        layers.append((layer.name, np.stack(heads), layer.kind == "attention" and layer.stack == "decoder"))
+        heads = [
+            np.asarray(trace.head_weights(layer.name, head), dtype=float)
+            for head in range(layer.heads)
+        ]
+        layers.append(
+            (layer.name, np.stack(heads), layer.kind == "attention" and layer.stack == "decoder")
+        )
     return layers
 
 
@@ -74,7 +92,11 @@ def support() -> dict:
 
 def intensities() -> dict:
     weights = {name: 2 * 4096 / (4096 * size + 2 * min(size, 2)) for name, size in BYTES.items()}
-    return weights | {"mha": 4 * 128 / (2 * 128 * 2), "gqa": 8 * 4 * 128 / (2 * 128 * 2), "group": 8}
+    return weights | {
+        "mha": 4 * 128 / (2 * 128 * 2),
+        "gqa": 8 * 4 * 128 / (2 * 128 * 2),
+        "group": 8,
+    }
 
 
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
@@ -82,13 +104,24 @@ BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
 
 def roofline() -> dict:
     ridge = 989e12 / 4800e9
-    return {"tokens": ridge, "ridge": ridge, "batch": 512, "large": 512.0, "small": 64.0, "core": 1.0}
+    return {
+        "tokens": ridge,
+        "ridge": ridge,
+        "batch": 512,
+        "large": 512.0,
+        "small": 64.0,
+        "core": 1.0,
+    }
 
 
 def two_heads_of_minilm() -> dict:
     a, b = (np.array(head["weights"]) for head in STORED["two"])
     divergence = float((entropy((a + b) / 2) - (entropy(a) + entropy(b)) / 2).mean())
-    numbers = {"one": STORED["two"][0]["head"], "other": STORED["two"][1]["head"], "most": math.log(2)}
+    numbers = {
+        "one": STORED["two"][0]["head"],
+        "other": STORED["two"][1]["head"],
+        "most": math.log(2),
+    }
     previous = float(np.mean([a[row, row - 1] for row in range(1, len(a))]))
     repeated = (b[0, 4] + b[4, 0]) / 2
     return numbers | {"divergence": divergence, "previous": previous, "repeated": float(repeated)}
@@ -115,7 +148,9 @@ def heads_left() -> dict:
 
 def shared_space() -> dict:
     d, n, h, wide = 512, 2048, 8, 256
-    shared = 2 * d * wide + 2 * d * d + h * wide + h * d  # queries, keys; values, output; mixing, content
+    shared = (
+        2 * d * wide + 2 * d * d + h * wide + h * d
+    )  # queries, keys; values, output; mixing, content
     mha_flops = 8 * n * d * d + 4 * n * n * d
     return {"mha_params": 4 * d * d, "mha_flops": mha_flops, "shared_params": shared}
 
@@ -138,7 +173,10 @@ def own_weight() -> dict:
     numbers = {"chance": 1 / 32}
     for heads in (1, 16):
         dim = 64 // heads
-        x, w_q, w_k = (array(sample(1, 20, 1, 32, 64)), *(array(sample(s, heads, 64, dim)) / 8 for s in (2, 3)))
+        x, w_q, w_k = (
+            array(sample(1, 20, 1, 32, 64)),
+            *(array(sample(s, heads, 64, dim)) / 8 for s in (2, 3)),
+        )
         weights = softmax((x @ w_q) @ np.swapaxes(x @ w_k, -1, -2) / math.sqrt(dim))
         numbers[f"h{heads}"] = float(np.diagonal(weights, axis1=-2, axis2=-1).mean())
     return numbers
@@ -155,18 +193,29 @@ def stored_shares() -> list[tuple[str, float]]:
 
 def positional() -> dict:
     shares = [share for _, share in stored_shares()]
-    return {"fixed": sum(share > 0.5 for share in shares), "heads": len(shares), "mean": float(np.mean(shares))}
+    return {
+        "fixed": sum(share > 0.5 for share in shares),
+        "heads": len(shares),
+        "mean": float(np.mean(shares)),
+    }
 
 
 def by_depth() -> dict:
     names = ("encoder_0", "encoder_2", "decoder_0", "decoder_2")
-    return {name: float(np.mean([share for layer, share in stored_shares() if layer == name])) for name in names}
+    return {
+        name: float(np.mean([share for layer, share in stored_shares() if layer == name]))
+        for name in names
+    }
 
 
 def spreads() -> dict:
     numbers = {}
     for number, name in enumerate(("first", "second", "third")):
-        heads = next(weights for site, weights, _ in layers_of_the_trace() if site == f"encoder.{number}.attention")
+        heads = next(
+            weights
+            for site, weights, _ in layers_of_the_trace()
+            if site == f"encoder.{number}.attention"
+        )
         value = (entropy(heads.mean(0)).mean() - entropy(heads).mean()) / math.log(6)
         numbers[name] = pytest.approx(float(value), abs=1e-6)
     return numbers
@@ -177,7 +226,9 @@ def noisy_heads() -> dict:
     for name, heads in (("few", 4), ("many", 8)):
         layer, x = make_layer(hw.design(model=64, heads=heads)), array(sample(5, 4, 9, 64))
         state = {key: array(value) for key, value in layer.state_dict().items()}
-        q, k, v = (np.swapaxes((x @ state[f"project.{s}"].T).reshape(4, 9, heads, -1), 1, 2) for s in "qkv")
+        q, k, v = (
+            np.swapaxes((x @ state[f"project.{s}"].T).reshape(4, 9, heads, -1), 1, 2) for s in "qkv"
+        )
         o = np.swapaxes(attention(q, k, v), 1, 2)
         bad, changed = heads // 4, o.copy()
         changed[:, :, :bad] = (array(sample(6, *o.shape)) * o.std(ddof=1))[:, :, :bad]
@@ -187,16 +238,25 @@ def noisy_heads() -> dict:
 
 
 def chains() -> dict:
-    """A step of a GRU adds ten operations to the longest chain (test_measured_layers); attention does not grow."""
+    """A step of a GRU adds ten operations to the longest chain (test_measured_layers); attention
+    does not grow.
+    """
     with torch.random.fork_rng(devices=[]):
         output = Attention(hw.design(model=16, heads=2), backend="dense")(torch.ones(1, 5, 16))[0]
         first = torch.nn.GRU(16, 16)(torch.ones(1, 16))[0]
     attention, step = (learn.longest_chain(each) for each in (output, first))
-    return {"layer_32": attention, "layer_64": attention, "gru_32": step + 310, "gru_64": step + 630}
+    return {
+        "layer_32": attention,
+        "layer_64": attention,
+        "gru_32": step + 310,
+        "gru_64": step + 630,
+    }
 
 
 def roles() -> dict:
-    first = [head["classes"][0]["name"] if head["classes"] else "unclear" for head in SAMPLE["heads"]]
+    first = [
+        head["classes"][0]["name"] if head["classes"] else "unclear" for head in SAMPLE["heads"]
+    ]
     named = [name for name in first if name != "unclear"]
     return {"named": len(named), "heads": 54, "kinds": len(set(named))}
 
@@ -209,11 +269,17 @@ def far_keys() -> dict:
 def own_tokens() -> dict:
     measures = [head["measures"]["self"] for head in SAMPLE["heads"] if head["kind"] == "attention"]
     modest = [one for one in measures if one["value"] / one["chance"] <= 2]
-    return {"modest": len(modest), "heads": len(measures), "most": max(one["value"] for one in measures)}
+    return {
+        "modest": len(modest),
+        "heads": len(measures),
+        "most": max(one["value"] for one in measures),
+    }
 
 
 def ratios_of_weights() -> dict:
-    """The log-ratio is q.(k_0 - k_1) / sqrt(d); the first layer, with its residual connection, changed all states."""
+    """The log-ratio is q.(k_0 - k_1) / sqrt(d); the first layer, with its residual connection,
+    changed all states.
+    """
     first, second = (make_layer(hw.design(model=12, heads=1), seed=seed) for seed in (1, 2))
     x = array(sample(1, 5, 12))
     other, ratios = x.copy(), []
@@ -226,14 +292,27 @@ def ratios_of_weights() -> dict:
 
 
 SIZES = "queries and keys need equal channels, keys and values equal other sizes"
-# Width and heads as printed: 1706.03762, GPT-2, GPT-3, BERT, LLaMA, Llama 3, DeepSeek-V3, gpt-oss, ViT.
-PUBLISHED = [(512, 8), (1024, 16), (768, 12), (12288, 96), (768, 12), (8192, 64), (4096, 32), (7168, 128)]
+# Width and heads as printed: 1706.03762, GPT-2, GPT-3, BERT, LLaMA, Llama 3, DeepSeek-V3, gpt-oss,
+# ViT.
+PUBLISHED = [
+    (512, 8),
+    (1024, 16),
+    (768, 12),
+    (12288, 96),
+    (768, 12),
+    (8192, 64),
+    (4096, 32),
+    (7168, 128),
+]
 PUBLISHED += [(2880, 64), (2880, 64), (768, 12)]
 
 
 def published_heads() -> dict:
     """Pearson's correlation of mean ranks is Spearman's."""
-    ranks = [[np.mean(np.nonzero(np.sort(side) == one)[0]) for one in side] for side in np.array(PUBLISHED).T]
+    ranks = [
+        [np.mean(np.nonzero(np.sort(side) == one)[0]) for one in side]
+        for side in np.array(PUBLISHED).T
+    ]
     ends = {"models": 11, "narrowest": 512, "fewest": 8, "widest": 12288, "most": 96}
     return ends | {"correlation": float(np.corrcoef(ranks)[0, 1])}
 
@@ -249,7 +328,11 @@ EXPECTED = {
     "002-0": lambda: {"channels": 12, "width": 12, "per_head": 3},
     "002-1.1": diagonals,
     "002-1.3": lambda: {"changed": 1},
-    "002-2.1": lambda: {"query": 5, "key": 4, "message": f"query [3, 5], key [7, 4], value [7, 2]: {SIZES}"},
+    "002-2.1": lambda: {
+        "query": 5,
+        "key": 4,
+        "message": f"query [3, 5], key [7, 4], value [7, 2]: {SIZES}",
+    },
     "002-2.1b": lambda: {"dim": 64, "vdim": 64},
     "002-2.1c": lambda: dict.fromkeys(("listed", "counted"), 4096 * 128 * (32 + 8 + 8 + 32)),
     "002-2.1d": lambda: {"at_8": 1, "at_many": 0, "ranks": 16, "q_at_many": 2},
@@ -264,7 +347,9 @@ EXPECTED = {
     "002-2.3": lambda: {"difference": 0.0, "w_o": "15 x 12"},
     "002-2.3b": intensities,
     "002-2.3c": roofline,
-    "002-2.3d": lambda: {f"n{n}": 4 * n * 4096 / (4 * n * 4096 + 8 * 4096**2) for n in (512, 4096, 32768)},
+    "002-2.3d": lambda: {
+        f"n{n}": 4 * n * 4096 / (4 * n * 4096 + 8 * 4096**2) for n in (512, 4096, 32768)
+    },
     "002-2.4": two_heads_of_minilm,
     "002-2.5": shared_space,
     "002-2.5b": energy_share,
@@ -344,7 +429,9 @@ def test_random_weights_need_more_than_a_third():
 
 
 def test_flops_of_collaborative_scores():
-    """Scores cost 2 n^2 h D over the shared width D = 256, values 2 n^2 d, and the queries are mixed once per head."""
+    """Scores cost 2 n^2 h D over the shared width D = 256, values 2 n^2 d, and the queries are
+    mixed once per head.
+    """
     numbers, n, h, wide, d = ENTRIES["002-2.5"].check().numbers, 2048, 8, 256, 512
     core = 2 * n * n * (h * wide + d)
     projections = 2 * n * d * (wide + wide + d + d)

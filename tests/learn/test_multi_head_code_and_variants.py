@@ -1,4 +1,6 @@
-"""Document 002, sections 3 and 4: every number against numpy, and every verdict with an input that changes it."""
+"""Document 002, sections 3 and 4: every number against numpy, and every verdict with an input that
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,30 @@ SAMPLE = json.loads(Path(bundled_sample.MEASURES).read_text())
 
 
 def masked_causal_change() -> dict:
-    layer, x = make_layer(hw.design(model=12, heads=3, pattern="causal()")), array(sample(2, 1, 9, 12))[0]
+    layer, x = (
+        make_layer(hw.design(model=12, heads=3, pattern="causal()")),
+        array(sample(2, 1, 9, 12))[0],
+    )
     other = np.concatenate([x[:5], array(sample(3, 1, 4, 12))[0]])
     allowed = np.tril(np.ones((9, 9), dtype=bool))
-    change = np.abs(layer_output(layer, x, 3, allowed=allowed) - layer_output(layer, other, 3, allowed=allowed))
+    change = np.abs(
+        layer_output(layer, x, 3, allowed=allowed) - layer_output(layer, other, 3, allowed=allowed)
+    )
     return {"before": 0.0, "after": float(change[5:].max()), "position": 5}
 
 
 def changed_memory() -> dict:
     layer, x = make_layer(hw.design(model=12, heads=3)), array(sample(1, 1, 5, 12))[0]
-    one, other = (layer_output(layer, x, 3, source=array(sample(seed, 1, 7, 12))[0]) for seed in (2, 3))
+    one, other = (
+        layer_output(layer, x, 3, source=array(sample(seed, 1, 7, 12))[0]) for seed in (2, 3)
+    )
     return {"shape": "5 x 12", "change": float(np.abs(one - other).max())}
 
 
 def hidden_row() -> dict:
-    """A row without a visible key: the listing averages all values, ours gives zeros; both then pass W_O."""
+    """A row without a visible key: the listing averages all values, ours gives zeros; both then
+    pass W_O.
+    """
     torch.manual_seed(0)
     listing, x = multi_head_code.HarvardAttention(3, 12), array(sample(1, 2, 7, 12))
     value, output = (array(listing.linears[n].weight) for n in (2, 3))
@@ -46,16 +57,23 @@ def hidden_row() -> dict:
 
 def gates_of_two_stages() -> dict:
     spec = hw.design(model=32, heads=8, modifiers=(hw.Routed(always=2, active=3),))
-    state, x = {name: array(w) for name, w in make_layer(spec).state_dict().items()}, array(sample(1, 9, 32))
+    state, x = (
+        {name: array(w) for name, w in make_layer(spec).state_dict().items()},
+        array(sample(1, 9, 32)),
+    )
     sums = []
     for row in x:
         kinds = 2 * softmax(state["routed.kind"] @ row)
-        sums.append(2 * kinds[0] + 3 * kinds[1])  # the two shared gates sum to 2, the three chosen ones to 3
+        sums.append(
+            2 * kinds[0] + 3 * kinds[1]
+        )  # the two shared gates sum to 2, the three chosen ones to 3
     return {"difference": 0.0, "sum": float(np.mean(sums))}
 
 
 def composed_cost() -> dict:
-    """On scores and weights, for queries and for keys: 4 h hidden channels, two maps of 2 h x 4 h, and h gates."""
+    """On scores and weights, for queries and for keys: 4 h hidden channels, two maps of 2 h x 4 h,
+    and h gates.
+    """
     d, h = 2560, 32
     maps = 4 * (4 * h * d + 2 * (2 * h * 4 * h) + h * d)
     qk_norms = 2 * d // h
@@ -63,7 +81,9 @@ def composed_cost() -> dict:
 
 
 def cross_alignment() -> dict:
-    """From the stored measures: heads whose classes include alignment, and the best 1 - AER of both conventions."""
+    """From the stored measures: heads whose classes include alignment, and the best 1 - AER of both
+    conventions.
+    """
     heads = [head for head in SAMPLE["heads"] if head["site"].endswith("cross")]
     scores = [head["measures"][f"alignment {row}"] for head in heads for row in ("input", "target")]
     best = max(scores, key=lambda score: score["value"])
@@ -72,7 +92,9 @@ def cross_alignment() -> dict:
 
 
 def balance() -> dict:
-    """Six rotations of one row of scores are even; one row with scores 3, 2, 1, 0, 0, 0 chooses the first three."""
+    """Six rotations of one row of scores are even; one row with scores 3, 2, 1, 0, 0, 0 chooses the
+    first three.
+    """
     row = softmax(np.array([3.0, 2, 1, 0, 0, 0]))
     return {"even": 6 * (1 / 6) * (3 / 6), "same": float(row[:3].sum())}
 
@@ -82,16 +104,26 @@ REFUSED = "mask [2, 5, 12] does not broadcast to [2, 3, 5, 5]; give it one of th
 EXPECTED = {
     "002-3.3e": lambda: {"encoder": 1, "decoder": 2, "all": 6 + 12},
     "002-4.1c": lambda: {
-        "within": float(np.abs(array(make_layer(hw.design(model=12, heads=3)).state_dict()["output.o"])).max()),
+        "within": float(
+            np.abs(array(make_layer(hw.design(model=12, heads=3)).state_dict()["output.o"])).max()
+        ),
         "between": 0.0,
     },
     "002-4.2d": gates_of_two_stages,
     "002-3.1": hidden_row,
-    "002-3.2": lambda: {"found": 6, "claimed": 6, "operations": len(hw.walk(hw.design(model=512, heads=8)).steps)},
+    "002-3.2": lambda: {
+        "found": 6,
+        "claimed": 6,
+        "operations": len(hw.walk(hw.design(model=512, heads=8)).steps),
+    },
     "002-3.2b": lambda: {"difference": 0.0},
     "002-3.2c": lambda: {"heads": 8, "rank": 64},
     "002-3.2d": lambda: {"difference": 0.0},
-    "002-3.2f": lambda: {"scores": "5 x 8 x 10 x 10", "output": "5 x 8 x 10 x 64", "merged": 8 * 64},
+    "002-3.2f": lambda: {
+        "scores": "5 x 8 x 10 x 10",
+        "output": "5 x 8 x 10 x 64",
+        "merged": 8 * 64,
+    },
     "002-3.2g": lambda: {"contiguous": "False", "transposed": "True"},
     "002-3.2h": lambda: {"right": "2 x 5 x 12", "message": REFUSED},
     "002-3.2i": lambda: {"input": "2 x 5 x 12", "heads": "2 x 5 x 15"},
@@ -181,7 +213,11 @@ def test_the_figure_of_compositions_shows_which_heads_meet():
     tables = {name: np.array(rows) for name, rows in head_variants.influence_of_heads().items()}
     assert all(rows.sum(1) == pytest.approx(1) for rows in tables.values())
     assert tables["MHA"] == pytest.approx(np.eye(3))
-    assert (tables["MOHSA"] > 0).tolist() == [[True, True, False], [True, True, True], [False, True, True]]
+    assert (tables["MOHSA"] > 0).tolist() == [
+        [True, True, False],
+        [True, True, True],
+        [False, True, True],
+    ]
     assert all((tables[name] > 0.05).all() for name in ("collaborative", "talking heads", "DCMHA"))
     figure = ENTRIES["002-4.1"].check().figure
     assert figure.count("<rect") == 9 * len(tables)

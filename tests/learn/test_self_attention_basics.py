@@ -23,7 +23,9 @@ def attention_flops(n: int, d: int = D) -> int:
 
 def dilution() -> dict:
     weights = {f"softmax_{n}": math.exp(3) / (math.exp(3) + n - 1) for n in (8, N)}
-    return weights | {f"entmax_{n}": 1.0 for n in (8, N)}  # s/2 - 0 >= 1 leaves the other keys nothing
+    return weights | {
+        f"entmax_{n}": 1.0 for n in (8, N)
+    }  # s/2 - 0 >= 1 leaves the other keys nothing
 
 
 def read_outs() -> dict:
@@ -42,7 +44,12 @@ def gru_range() -> dict:
 
 def alibi() -> dict:
     steepest = 2 ** (-8 / 8)
-    return {"plain": 1.0, "alibi": math.exp(-40 * steepest), "weight_16": 1 / 16, "weight_1024": 1 / 1024}
+    return {
+        "plain": 1.0,
+        "alibi": math.exp(-40 * steepest),
+        "weight_16": 1 / 16,
+        "weight_1024": 1 / 1024,
+    }
 
 
 def nearest_keys() -> dict:
@@ -58,7 +65,11 @@ def biases() -> dict:
     def output(**added: float) -> np.ndarray:
         q, k, v = (
             np.moveaxis(
-                (x @ state[f"project.{s}"].T + state[f"project.{s}_bias"] + added.get(s, 0.0)).reshape(5, 3, 4), 1, 0
+                (
+                    x @ state[f"project.{s}"].T + state[f"project.{s}_bias"] + added.get(s, 0.0)
+                ).reshape(5, 3, 4),
+                1,
+                0,
             )
             for s in "qkv"
         )
@@ -72,7 +83,10 @@ def biases() -> dict:
 def weights_by_content() -> dict:
     layer = make_layer(hw.design(model=16, heads=2))
     one, other = (layer_parts(layer, array(sample(seed, 1, 7, 16))[0], 2)[0] for seed in (1, 2))
-    return {"names": "output.o, project.k, project.q, project.v", "change": float(np.abs(one - other).max())}
+    return {
+        "names": "output.o, project.k, project.q, project.v",
+        "change": float(np.abs(one - other).max()),
+    }
 
 
 def cat_and_dog() -> dict:
@@ -87,7 +101,10 @@ def cat_and_dog() -> dict:
 
 def similarities() -> dict:
     layer = make_layer(hw.design(model=12, heads=3, similarity=hw.Additive()))
-    state, x = {name: array(value) for name, value in layer.state_dict().items()}, array(sample(1, 5, 12))
+    state, x = (
+        {name: array(value) for name, value in layer.state_dict().items()},
+        array(sample(1, 5, 12)),
+    )
     q, k = ((x @ state[f"project.{side}"].T).reshape(5, 3, 4).swapaxes(0, 1) for side in "qk")
     hidden = np.tanh(q[:, :, None] + k[:, None] + state["similarity.bias"][:, None, None])
     additive = softmax(np.einsum("htsk,hk->hts", hidden, state["similarity.v"]))
@@ -96,12 +113,18 @@ def similarities() -> dict:
 
 
 def nonlinearity() -> dict:
-    layer, (x, z) = make_layer(hw.design(model=16, heads=2)), (array(sample(seed, 7, 16)) for seed in (1, 2))
+    layer, (x, z) = (
+        make_layer(hw.design(model=16, heads=2)),
+        (array(sample(seed, 7, 16)) for seed in (1, 2)),
+    )
     whole, one, other = (learn.layer_output(layer, rows, 2) for rows in (2 * x + 3 * z, x, z))
     return {"learned": 0.0, "attention": float(np.abs(whole - 2 * one - 3 * other).max())}
 
 
-TOO_LONG = "Learned(length=7) knows no position 8, its last one is 6; give it a length of 9, or give shorter input"
+TOO_LONG = (
+    "Learned(length=7) knows no position 8, its last one is 6; give it a length of 9, or "
+    "give shorter input"
+)
 EXPECTED = {
     "000-0": lambda: {
         "serial": 1,
@@ -114,12 +137,21 @@ EXPECTED = {
     "000-1": gru_range,
     "000-1b": lambda: {"serial": 1, "difference": 0.0},
     "000-1c": alibi,
-    "000-1d": lambda: {"attention": attention_flops(256), "gru": 12 * 256 * D**2, "lstm": 16 * 256 * D**2},
+    "000-1d": lambda: {
+        "attention": attention_flops(256),
+        "gru": 12 * 256 * D**2,
+        "lstm": 16 * 256 * D**2,
+    },
     "000-1e": lambda: {"parameters": 4 * 12**2, "changed": 1},
     "000-1.1": lambda: {"shape": "7 x 3", "difference": 0.0},
     "000-1.1b": nearest_keys,
     "000-1.2": lambda: {"shortest": 3, "longest": 3000, "growth": 4.0},
-    "000-1.2.1": lambda: {"table": 8 * 64**2, "projections": 2 * D * D, "equal": 256.0, "tokens": 64},
+    "000-1.2.1": lambda: {
+        "table": 8 * 64**2,
+        "projections": 2 * D * D,
+        "equal": 256.0,
+        "tokens": 64,
+    },
     "000-1.2.1b": lambda: {"change": 0.0, "message": TOO_LONG},
     "000-1i": similarities,
     "000-1.2.1c": nonlinearity,
@@ -166,7 +198,11 @@ def test_verdict_follows_the_input(id: str):
 def test_the_figure_has_a_line_for_each_strong_weight():
     figure = ENTRIES["000-1.2.3"].check().figure
     table = dict(
-        zip(sorted({"The", "cat", "dog", "sat", "on", "the", "mat", "."}), array(sample(1, 8, 16)), strict=True)
+        zip(
+            sorted({"The", "cat", "dog", "sat", "on", "the", "mat", "."}),
+            array(sample(1, 8, 16)),
+            strict=True,
+        )
     )
     x = np.stack([table[word] for word in ["The", "cat", "sat", "on", "the", "mat", "."]])
     weights = layer_parts(make_layer(hw.design(model=16, heads=2)), x, 2)[0]

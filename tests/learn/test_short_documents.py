@@ -1,4 +1,6 @@
-"""Documents 001 and 004: every number against numpy, and every verdict with an input that changes it."""
+"""Documents 001 and 004: every number against numpy, and every verdict with an input that changes
+it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def saturation() -> dict:
 
 
 def variance_ratios() -> dict:
-    return {f"ratio_{width}": float(np.var(scores_of(width), ddof=1)) / width for width in (4, 64, 1024)}
+    return {
+        f"ratio_{width}": float(np.var(scores_of(width), ddof=1)) / width for width in (4, 64, 1024)
+    }
 
 
 def moments() -> dict:
@@ -52,7 +56,10 @@ def moments() -> dict:
 def diversity() -> dict:
     q, k = array(sample(1, 4, 12, 16)), array(sample(2, 4, 12, 16))
     weights = softmax(q @ np.swapaxes(k, 1, 2) / 4)
-    return {"divergence": float(entropy(weights.mean(0)).mean() - entropy(weights).mean()), "most": math.log(4)}
+    return {
+        "divergence": float(entropy(weights.mean(0)).mean() - entropy(weights).mean()),
+        "most": math.log(4),
+    }
 
 
 def noisy_heads() -> dict:
@@ -83,9 +90,18 @@ def distances() -> dict:
     means = []
     for head in range(6):
         weights = np.asarray(trace.head_weights("encoder.2.attention", head), dtype=float)
-        means.append(sum(w * abs(t - s) for t, row in enumerate(weights) for s, w in enumerate(row)) / len(weights))
+        means.append(
+            sum(w * abs(t - s) for t, row in enumerate(weights) for s, w in enumerate(row))
+            / len(weights)
+        )
     n = len(weights)
-    return {"near": min(means), "far": max(means), "heads": 6, "tokens": n, "chance": (n * n - 1) / (3 * n)}
+    return {
+        "near": min(means),
+        "far": max(means),
+        "heads": 6,
+        "tokens": n,
+        "chance": (n * n - 1) / (3 * n),
+    }
 
 
 def kernel(width: float, query: float = 57.0) -> float:
@@ -95,15 +111,27 @@ def kernel(width: float, query: float = 57.0) -> float:
 
 def look_ups() -> dict:
     numbers = {"far": 0.75, "near": 0.125, "all": 0.75 * 40 + 0.125 * (43 + 48), "two": 45.5}
-    numbers |= {"unequal": 0.25 * 43 + 0.75 * 48, "line": 0.75 * 43 + 0.25 * 48, "at_key": (5 * 43 + 7 * 48) / 12}
+    numbers |= {
+        "unequal": 0.25 * 43 + 0.75 * 48,
+        "line": 0.75 * 43 + 0.25 * 48,
+        "at_key": (5 * 43 + 7 * 48) / 12,
+    }
     numbers["inverse"] = (40 / 6 + 43 + 48) / (1 / 6 + 2)
-    names = {"kernel_0_5": 0.5, "kernel_1": 1.0, "kernel_2": 2.0, "kernel_5": 5.0, "kernel_10": 10.0}
+    names = {
+        "kernel_0_5": 0.5,
+        "kernel_1": 1.0,
+        "kernel_2": 2.0,
+        "kernel_5": 5.0,
+        "kernel_10": 10.0,
+    }
     return numbers | {name: kernel(width) for name, width in names.items()}
 
 
 def other_sources() -> dict:
     layer, x = make_layer(hw.design(model=12, heads=3)), array(sample(1, 1, 5, 12))[0]
-    one, other = (layer_output(layer, x, 3, source=array(sample(seed, 1, 7, 12))[0]) for seed in (2, 3))
+    one, other = (
+        layer_output(layer, x, 3, source=array(sample(seed, 1, 7, 12))[0]) for seed in (2, 3)
+    )
     return {"shape": "5 x 12", "change": float(np.abs(one - other).max())}
 
 
@@ -114,7 +142,10 @@ def training() -> dict:
         layer.state_dict()[name].clone().requires_grad_()
         for name in ("project.q", "project.k", "project.v", "output.o")
     ]
-    x, target = sample(1, 16, 4, 8), (sample(1, 16, 4, 8) @ (sample(2, 8, 8) / math.sqrt(8))).softmax(-1)
+    x, target = (
+        sample(1, 16, 4, 8),
+        (sample(1, 16, 4, 8) @ (sample(2, 8, 8) / math.sqrt(8))).softmax(-1),
+    )
     first, second, losses = [torch.zeros_like(p) for p in w], [torch.zeros_like(p) for p in w], []
     for step in range(1, 62):
         q, k, v = (x @ p.T for p in w[:3])
@@ -132,7 +163,11 @@ def training() -> dict:
 SIZES = "queries and keys need equal channels, keys and values equal other sizes"
 EXPECTED = {
     "001-1": lambda: {"difference": 0.0},
-    "001-1b": lambda: {"query": 5, "key": 4, "message": f"query [3, 5], key [7, 4], value [7, 2]: {SIZES}"},
+    "001-1b": lambda: {
+        "query": 5,
+        "key": 4,
+        "message": f"query [3, 5], key [7, 4], value [7, 2]: {SIZES}",
+    },
     "001-2": lambda: {"one": 512 * 64, "three": 3 * 512 * 64},
     "001-2b": lambda: {
         "formula": 3 * 8 * 512 * 64 + 512**2,

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from headwise.machine import capabilities
-from headwise.machine.capabilities import CacheLevel, MachineCapabilities, read_cgroup_quota, read_linux, this_machine
+from headwise.machine.capabilities import (
+    CacheLevel,
+    MachineCapabilities,
+    read_cgroup_quota,
+    read_linux,
+    this_machine,
+)
 
 XEON = "fpu sse2 avx avx2 fma avx512f avx512dq avx512bw avx512vl avx512_vnni"
 
@@ -32,7 +38,12 @@ def machine_files(
 def cache_files(root: Path, *entries: tuple[int, str, str, str, str]) -> None:
     for n, (cpu, level, size, shared, kind) in enumerate(entries):
         folder = f"sys/devices/system/cpu/cpu{cpu}/cache/index{n}"
-        for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared), ("type", kind)):
+        for name, value in (
+            ("level", level),
+            ("size", size),
+            ("shared_cpu_list", shared),
+            ("type", kind),
+        ):
             write(root, f"{folder}/{name}", value)
 
 
@@ -53,7 +64,9 @@ def test_classes_of_x86(tmp_path: Path, flags: str, level: str, name: str):
     assert machine.processor == "Some processor"
 
 
-@pytest.mark.parametrize(("flags", "name"), [("fp asimd sve", "aarch64"), ("fp asimd bf16", "aarch64-bf16")])
+@pytest.mark.parametrize(
+    ("flags", "name"), [("fp asimd sve", "aarch64"), ("fp asimd bf16", "aarch64-bf16")]
+)
 def test_classes_of_arm(tmp_path: Path, flags: str, name: str):
     machine = read_linux(machine_files(tmp_path, flags, field="Features"), "DEFAULT")
     assert machine.machine_class == name
@@ -77,12 +90,16 @@ def test_the_whole_description(tmp_path: Path):
     assert machine.caches == (CacheLevel(1, 32 * 2**10, 2), CacheLevel(3, 36608 * 2**10, 1))
     assert machine.last_level_cache_bytes == 36608 * 2**10
     assert machine.describe() == (
-        "Intel(R) Xeon(R) (x86-avx512); AVX2, AVX-512, VNNI; 2 of 64 visible processors (quota 2), 2 hardware threads "
+        "Intel(R) Xeon(R) (x86-avx512); AVX2, AVX-512, VNNI; 2 of 64 visible processors (quota "
+        "2), 2 hardware threads "
         "per core; L1 2 x 32 KiB, L3 35.75 MiB; 2 NUMA nodes"
     )
     assert machine.data["class"] == "x86-avx512"
     [note] = machine.notes(64)
-    assert note == ("torch has 64 threads, but 2 of 64 visible processors may be used; call torch.set_num_threads(2)")
+    assert note == (
+        "torch has 64 threads, but 2 of 64 visible processors may be used; call "
+        "torch.set_num_threads(2)"
+    )
     [note] = machine.notes(2)
     assert "2 hardware threads per core" in note
     assert machine.notes(1) == []
@@ -94,13 +111,26 @@ def test_the_whole_description(tmp_path: Path):
         ({}, None),
         ({"sys/fs/cgroup/cpu.max": "max 100000"}, None),
         ({"sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
-        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 0.5),  # the limit of a parent
-        ({"proc/self/cgroup": "3:cpu:/box", "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "400000",
-          "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000"}, 4.0),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
+        # the limit of a parent
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "3:cpu:/box",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "400000",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
+            },
+            4.0,
+        ),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            None,
+        ),
         ({"sys/fs/cgroup/cpu.max": "damaged"}, None),
     ],
-)  # fmt: skip
+)
 def test_quotas_of_containers(tmp_path: Path, files: dict[str, str], quota: float | None):
     for name, text in files.items():
         write(tmp_path, name, text)
@@ -130,7 +160,9 @@ def test_a_mac_is_read_by_sysctl(monkeypatch: pytest.MonkeyPatch):
         "hw.optional.avx2_0": "0",
         "hw.perflevel0.l2cachesize": str(16 * 2**20),
     }
-    monkeypatch.setattr(capabilities, "_sysctl", lambda names: {n: entries[n] for n in names if n in entries})
+    monkeypatch.setattr(
+        capabilities, "_sysctl", lambda names: {n: entries[n] for n in names if n in entries}
+    )
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     machine = capabilities.read_macos()
     assert (machine.processor, machine.machine_class) == ("Apple M9", "aarch64-bf16")
@@ -138,7 +170,9 @@ def test_a_mac_is_read_by_sysctl(monkeypatch: pytest.MonkeyPatch):
     assert machine.caches == (CacheLevel(2, 16 * 2**20, 1),)
 
 
-def test_sysctl_that_is_missing_or_refuses_gives_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_sysctl_that_is_missing_or_refuses_gives_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert capabilities._sysctl(["hw.l1dcachesize"]) == {}
     (tmp_path / "sysctl").write_text('#!/bin/sh\n[ "$2" = known ] && echo 42\n')

@@ -1,4 +1,6 @@
-"""No code of the working folder runs, whatever its files are called: in no command, nor in processes that it starts."""
+"""No code of the working folder runs, whatever its files are called: in no command, nor in
+processes that it starts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ NOT_INSTALLED = {"ray", "wandb", "mlflow", "triton", "sitecustomize", "usercusto
 
 
 def plant_modules(folder: Path, ran: Path) -> None:
-    """Write a file for every module of Python and of the environment, which records in `ran` that it was run."""
+    """Write a file for every module of Python and of the environment, which records in `ran` that
+    it was run.
+    """
     ran.mkdir()
     installed = {name for name in packages_distributions() if name.isidentifier()}
     for name in sys.stdlib_module_names | installed | NOT_INSTALLED:
@@ -32,7 +36,9 @@ def plant_modules(folder: Path, ran: Path) -> None:
         (folder / f"{name}.py").write_text(code)
 
 
-def test_processes_import_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_processes_import_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder, ran = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
     plant_modules(folder, ran)
@@ -49,7 +55,9 @@ def test_processes_import_nothing_from_the_working_folder(tmp_path: Path, monkey
 
 def test_python_is_started_in_one_place():
     files = [path for path in SOURCE.rglob("*.py") if "sys.executable" in path.read_text()]
-    assert [path.relative_to(SOURCE).as_posix() for path in files] == ["machine/python_processes.py"]
+    assert [path.relative_to(SOURCE).as_posix() for path in files] == [
+        "machine/python_processes.py"
+    ]
 
 
 STUDY = """
@@ -72,7 +80,8 @@ pairs = [2, 3]
 TEXTS = "the cat sat\non the mat\nand the dog\nlay by it\n"
 RECIPE = ("--steps", "4", "--set", "recipe.batch=4", "--set", "recipe.evaluate_batches=1")
 FAST = ("--seconds", "0.05", "--length", "8")
-# Arguments of every command; the working folder is a model folder with texts, a study file and planted modules.
+# Arguments of every command; the working folder is a model folder with texts, a study file and
+# planted modules.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "demo": ("--quick", "--out", "demo-out"),
     "learn": ("000",),
@@ -101,7 +110,10 @@ def test_no_command_runs_code_of_the_working_folder(command: str, tmp_path: Path
     plant_modules(folder, ran)
     (folder / "texts.txt").write_text(TEXTS)
     (folder / "study.toml").write_text(STUDY)
-    environment = os.environ | {"HEADWISE_KERNELS": "auto", "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    environment = os.environ | {
+        "HEADWISE_KERNELS": "auto",
+        "NUMBA_CACHE_DIR": str(tmp_path / "kernels"),
+    }
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
     environment.pop("PYTHONSAFEPATH", None)
     argv = [str(Path(sys.executable).with_name("headwise")), command, *ARGUMENTS[command]]
@@ -115,7 +127,9 @@ def test_no_command_runs_code_of_the_working_folder(command: str, tmp_path: Path
 
 
 def wait_for_processes(folder: Path) -> None:
-    """Wait until no process works in the folder: compilations go on after their command has ended."""
+    """Wait until no process works in the folder: compilations go on after their
+    command has ended.
+    """
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         working = set[str]()

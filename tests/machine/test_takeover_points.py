@@ -1,4 +1,6 @@
-"""The choice of a path goes by the take-over points of the class of machine, and by a calibration of this machine."""
+"""The choice of a path goes by the take-over points of the class of machine, and by a calibration
+of this machine.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ PLAIN = hw.design(model=64, heads=4, pattern="causal")
 XEON = MachineCapabilities("Intel Xeon", "x86_64", ("AVX2", "AVX-512", "VNNI"), 2, 2)
 
 
-# --- the table -----------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def test_every_entry_names_a_point_and_a_machine():
@@ -77,7 +79,11 @@ def test_a_wrong_entry_is_refused(tmp_path: Path, text: str):
 def test_where_nobody_measured_no_kernel_is_preferred(name: str):
     points = points_of_class(name)
     measured_anywhere = read_table()["any"]
-    assert all(points.points[point] == UNMEASURED[point] for point in POINT_NAMES if point not in measured_anywhere)
+    assert all(
+        points.points[point] == UNMEASURED[point]
+        for point in POINT_NAMES
+        if point not in measured_anywhere
+    )
     assert UNMEASURED["flash_cpu"].size == math.inf
     assert UNMEASURED["gemm_tokens_float32"].size == UNMEASURED["bf16_matmul_gradients"].size == 0
     with assume_points(points):
@@ -86,16 +92,27 @@ def test_where_nobody_measured_no_kernel_is_preferred(name: str):
                 assert hw.why(PLAIN, tokens=tokens, dtype=dtype).backend == "sdpa"
                 assert hw.why(PLAIN, tokens=tokens, dtype=dtype, when=["grad"]).backend == "sdpa"
         assert (
-            hw.why(PLAIN, tokens="one").backend == hw.why(PLAIN, tokens=hw.CallSize(64, 1, 1, 9000)).backend == "sdpa"
+            hw.why(PLAIN, tokens="one").backend
+            == hw.why(PLAIN, tokens=hw.CallSize(64, 1, 1, 9000)).backend
+            == "sdpa"
         )
         refusal = hw.why(PLAIN).reasons_against["flash_cpu"]
-        assert refusal == [f"not measured on this class of machine ({name}); headwise bench --calibrate measures it"]
+        assert refusal == [
+            (
+                f"not measured on this class of machine ({name}); headwise bench --calibrate "
+                "measures "
+                "it"
+            )
+        ]
         assert hw.why(PLAIN).backend == "sdpa"
         assert "nothing was measured (flash_cpu" in " ".join(str(hw.why(PLAIN)).split())
 
 
 def test_one_thread_has_sizes_of_its_own():
-    sizes = [points_of_class("x86-avx512-bf16", threads).points["gemv_float32"].size for threads in (None, 1, 2)]
+    sizes = [
+        points_of_class("x86-avx512-bf16", threads).points["gemv_float32"].size
+        for threads in (None, 1, 2)
+    ]
     assert sizes == [1572864, 4194304, 1572864]
     x, w = torch.randn(1, 512), torch.randn(1024, 512)
     with torch.no_grad():
@@ -107,25 +124,40 @@ def test_one_thread_has_sizes_of_its_own():
             check_close(linear(x, w), plain, rtol=1e-4, atol=1e-4)
 
 
-# --- choices by class ----------------------------------------------------------------------------------
+# --- choices by class -----------------------------------------------------------------------------
 
 
 def test_products_in_bf16_need_the_instructions():
-    """On processors without bf16 instructions torch's fused call was measured to be twice as fast."""
+    """On processors without bf16 instructions torch's fused call was measured
+    to be twice as fast.
+    """
     chosen = {}
     for name in ("x86-avx512", "x86-avx512-bf16"):
         with assume_points(points_of_class(name)):
-            chosen[name] = [hw.why(PLAIN, tokens=1024, dtype="bf16", when=when).backend for when in ([], ["grad"])]
+            chosen[name] = [
+                hw.why(PLAIN, tokens=1024, dtype="bf16", when=when).backend
+                for when in ([], ["grad"])
+            ]
             if name == "x86-avx512":
                 [reason] = hw.why(PLAIN, tokens=1024, dtype="bf16").reasons_against["bf16_matmul"]
-                assert reason == "torch's fused call takes less time on this class of machine (x86-avx512)"
-    assert chosen == {"x86-avx512": ["sdpa", "sdpa"], "x86-avx512-bf16": ["bf16_matmul", "bf16_matmul"]}
+                assert (
+                    reason
+                    == "torch's fused call takes less time on this class of machine (x86-avx512)"
+                )
+    assert chosen == {
+        "x86-avx512": ["sdpa", "sdpa"],
+        "x86-avx512-bf16": ["bf16_matmul", "bf16_matmul"],
+    }
 
 
 def test_a_point_up_to_which_products_are_faster():
-    """With AMX, torch's fused bfloat16 call is faster from some hundred keys on, and forward passes at every length."""
+    """With AMX, torch's fused bfloat16 call is faster from some hundred keys on, and forward passes
+    at every length.
+    """
     with assume_points(points_of_class("x86-amx", 2)):
-        few, many = (hw.why(PLAIN, tokens=tokens, dtype="bf16", when=["grad"]) for tokens in (300, 1024))
+        few, many = (
+            hw.why(PLAIN, tokens=tokens, dtype="bf16", when=["grad"]) for tokens in (300, 1024)
+        )
         assert hw.why(PLAIN, tokens=300, dtype="bf16").backend == "sdpa"
     assert (few.backend, many.backend) == ("bf16_matmul", "sdpa")
     assert few.call.length_ranges[-2:] == [(0, "bf16_matmul"), (328, "sdpa")]
@@ -139,7 +171,10 @@ def test_a_layer_made_on_one_class_runs_by_the_points_of_the_call():
     ran = []
     for backend in BACKENDS.values():
         original = backend.attend
-        backend.attend = lambda *args, original=original, b=backend: (ran.append(b), original(*args))[1]
+        backend.attend = lambda *args, original=original, b=backend: (
+            ran.append(b),
+            original(*args),
+        )[1]
         backend.original = original
     try:
         with torch.no_grad():
@@ -176,20 +211,26 @@ def test_elementwise_kernels_and_packed_rows_go_by_their_points():
             packed = str(hw.why(PLAIN, when=["packed"]))
             assert "in one kernel" not in packed
         assert small_batch_ops.is_small_batch(x)
-        assert "up to 256 tokens in one kernel" in " ".join(str(hw.why(PLAIN, when=["packed"])).split())
+        assert "up to 256 tokens in one kernel" in " ".join(
+            str(hw.why(PLAIN, when=["packed"])).split()
+        )
 
 
 @pytest.mark.parametrize("preset", ["mha", "gqa", "moh", "longformer", "linear", "diff2"])
 @pytest.mark.parametrize("name", ["x86-avx2", "x86-avx512", "aarch64-bf16"])
 def test_results_do_not_depend_on_the_choice(preset: str, name: str):
     layer = hw.Attention(hw.design(preset=preset, model=64, heads=4)).eval()
-    own = points_of_class("x86-avx512-bf16").with_sizes(flash_cpu=0, routed=0, block_sparse=0, linear=0)
+    own = points_of_class("x86-avx512-bf16").with_sizes(
+        flash_cpu=0, routed=0, block_sparse=0, linear=0
+    )
     x, outputs, grads = torch.randn(2, 70, 64), [], []
     for points in (own, points_of_class(name)):
         with assume_points(points):
             y = layer(x)
             outputs.append(y.detach())
-            grads.append(torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True))
+            grads.append(
+                torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
+            )
     check_close(*outputs, rtol=1e-4, atol=1e-5)
     for one, other in zip(*grads, strict=True):
         assert (one is None) == (other is None)
@@ -203,7 +244,9 @@ def test_compiled_graphs_leave_out_what_is_never_preferred():
     assert make_dispatch(call).select_for_size(size) == "flash_cpu"  # at every length
     with assume_points(points_of_class("aarch64")):
         assert make_dispatch(call).select_for_size(size) == "sdpa"
-        assert make_dispatch(call, "flash_cpu").select_for_size(size) == "flash_cpu"  # named by the caller
+        assert (
+            make_dispatch(call, "flash_cpu").select_for_size(size) == "flash_cpu"
+        )  # named by the caller
 
 
 @pytest.mark.compile
@@ -215,18 +258,20 @@ def test_a_compiled_layer_runs_by_the_points():
         check_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
 
 
-# --- the variable ----------------------------------------------------------------------------------------
+# --- the variable ---------------------------------------------------------------------------------
 
 
 def test_a_class_can_be_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HEADWISE_MACHINE_CLASS", "x86-avx512")
     assert takeover_points._find_points(XEON, 1) == points_of_class("x86-avx512")
     monkeypatch.setenv("HEADWISE_MACHINE_CLASS", "x86-avx")
-    with pytest.raises(ValueError, match=r"HEADWISE_MACHINE_CLASS is 'x86-avx'; use one of x86-avx2, x86-avx512, "):
+    with pytest.raises(
+        ValueError, match=r"HEADWISE_MACHINE_CLASS is 'x86-avx'; use one of x86-avx2, x86-avx512, "
+    ):
         takeover_points._find_points(XEON, 1)
 
 
-# --- calibrations ----------------------------------------------------------------------------------------
+# --- calibrations ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -240,7 +285,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def calibrated(threads: int = 1, **changed: object) -> Calibration:
     points = {"flash_cpu": 96.0, "bf16_matmul": NEVER}
-    made = Calibration(XEON.processor, XEON.instructions, threads, installed_versions(), 1.8e9, points)
+    made = Calibration(
+        XEON.processor, XEON.instructions, threads, installed_versions(), 1.8e9, points
+    )
     return replace(made, **changed)
 
 
@@ -258,9 +305,14 @@ def test_a_calibration_replaces_the_table(home: Path):
     points = takeover_points._find_points(XEON, 1)
     assert points.points["flash_cpu"].size == 96
     assert points.points["bf16_matmul"].size == NEVER
-    assert points.points["block_sparse"] == points_of_class("x86-avx512").points["block_sparse"]  # was not measured
+    assert (
+        points.points["block_sparse"] == points_of_class("x86-avx512").points["block_sparse"]
+    )  # was not measured
     assert points.describe() == [
-        f"take-over points: calibration of this machine, 2027-01-15, 1 thread, {installed_versions()}"
+        (
+            "take-over points: calibration of this machine, 2027-01-15, 1 thread, "
+            f"{installed_versions()}"
+        )
     ]
     with assume_points(points):
         assert hw.why(PLAIN, tokens=96).backend == "flash_cpu"
@@ -274,13 +326,18 @@ def test_a_calibration_replaces_the_table(home: Path):
     [
         (calibrated(processor="AMD EPYC"), "is of another machine (AMD EPYC, not Intel Xeon)"),
         (calibrated(instructions=("AVX2",)), "is of another machine"),
-        (calibrated(versions="headwise 0.0.1, torch 1.0"), "was made with headwise 0.0.1, torch 1.0, not headwise"),
+        (
+            calibrated(versions="headwise 0.0.1, torch 1.0"),
+            "was made with headwise 0.0.1, torch 1.0, not headwise",
+        ),
         (calibrated(threads=2), "was made with 2 threads, not 1"),
         (calibrated(points={"flash_cpu": -1.0}), "is damaged"),
     ],
     ids=["processor", "instructions", "version", "threads", "negative"],
 )
-def test_a_calibration_that_does_not_hold_is_not_used_and_said(home: Path, calibration: Calibration, reason: str):
+def test_a_calibration_that_does_not_hold_is_not_used_and_said(
+    home: Path, calibration: Calibration, reason: str
+):
     path = store(calibration)
     points = takeover_points._find_points(XEON, 1)
     assert points.points == points_of_class("x86-avx512").points
@@ -304,7 +361,9 @@ def test_a_calibration_that_cannot_be_read_is_said(home: Path):
 
 
 def test_points_follow_the_number_of_threads(home: Path, monkeypatch: pytest.MonkeyPatch):
-    """`torch.set_num_threads` between two calls: each goes by the calibration of its number, or by the table."""
+    """`torch.set_num_threads` between two calls: each goes by the calibration of its number, or by
+    the table.
+    """
     monkeypatch.setattr(takeover_points, "this_machine", lambda: XEON)
     monkeypatch.setattr(takeover_points, "_CURRENT", takeover_points._CurrentPoints())
     store(calibrated())
@@ -314,7 +373,10 @@ def test_points_follow_the_number_of_threads(home: Path, monkeypatch: pytest.Mon
         assert takeover_size("flash_cpu") == 96
         torch.set_num_threads(2)
         assert takeover_size("flash_cpu") == NEVER
-        assert current_points().problem == "the calibration for 1 threads is not used, because torch has 2 now"
+        assert (
+            current_points().problem
+            == "the calibration for 1 threads is not used, because torch has 2 now"
+        )
         torch.set_num_threads(1)
         assert takeover_size("flash_cpu") == 96
         store(calibrated(points={"flash_cpu": 7.0}))
@@ -329,7 +391,9 @@ def test_the_cache_folder_is_that_of_the_desktop(home: Path, monkeypatch: pytest
     assert user_cache_folder() == home / ".cache" / "headwise"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "elsewhere"))
     assert user_cache_folder() == calibration_path(2).parent == home / "elsewhere" / "headwise"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says the specification of these folders
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", "relative"
+    )  # to be ignored, says the specification of these folders
     assert user_cache_folder() == home / ".cache" / "headwise"
 
 
@@ -339,14 +403,22 @@ def test_without_a_home_folder_the_table_applies(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert read_calibration(XEON, 1) == (None, "the calibration cannot be read: Could not determine home directory.")
+    assert read_calibration(XEON, 1) == (
+        None,
+        "the calibration cannot be read: Could not determine home directory.",
+    )
 
 
 def test_the_command_says_the_machine(home: Path):
     done = subprocess.run(
         [sys.executable, "-m", "headwise", "why", "mha", "--model", "64", "--heads", "4", "--json"],
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     data = json.loads(done.stdout)
-    assert data["machine"]["class"] == data["takeover_points"]["class"] == this_machine().machine_class
+    assert (
+        data["machine"]["class"] == data["takeover_points"]["class"] == this_machine().machine_class
+    )
     assert data["machine"]["processor"] == this_machine().processor

@@ -79,7 +79,10 @@ RANGES = [
     (range(9), range(4, 4)),
     (range(8, 3), range(9)),
 ]
-NAMES = {name: getattr(hp, name) for name in [*(kind.__name__ for kind in PATTERNS_BY_NAME.values()), "And", "Or"]}
+NAMES = {
+    name: getattr(hp, name)
+    for name in [*(kind.__name__ for kind in PATTERNS_BY_NAME.values()), "And", "Or"]
+}
 
 
 def brute(pattern, queries, keys):
@@ -112,11 +115,15 @@ leaves = st.one_of(
         seed=small,
     ),
 )
-trees = st.recursive(leaves, lambda inner: st.builds(And, inner, inner) | st.builds(Or, inner, inner), max_leaves=5)
-trees |= st.tuples(st.lists(trees, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=5)).map(
-    lambda two: PerHead(*map(tuple, two))
+trees = st.recursive(
+    leaves, lambda inner: st.builds(And, inner, inner) | st.builds(Or, inner, inner), max_leaves=5
 )
-spans = st.tuples(st.integers(0, 30), st.integers(0, 25)).map(lambda two: range(two[0], two[0] + two[1]))
+trees |= st.tuples(
+    st.lists(trees, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=5)
+).map(lambda two: PerHead(*map(tuple, two)))
+spans = st.tuples(st.integers(0, 30), st.integers(0, 25)).map(
+    lambda two: range(two[0], two[0] + two[1])
+)
 steady = settings(derandomize=True, max_examples=60, deadline=None)
 
 
@@ -136,7 +143,7 @@ def assert_prefix_holds(pattern, size=37):
         assert all(j < pattern.tokens_before_decode for _, j in ahead), (pattern, ahead)
 
 
-# --- one rule: ints, tensors, counts, retention, prefix ------------------------------------------------------
+# --- one rule: ints, tensors, counts, retention, prefix -------------------------------------------
 
 
 @pytest.mark.parametrize("module", ["key_intervals", "patterns", "pattern_base"])
@@ -163,7 +170,9 @@ def test_pairs_equal_brute_force_on_any_tree(pattern, queries, keys):
 def test_pairs_counted_with_tensors_equal_brute_force(pattern, queries, keys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pattern_base, "COUNTED_ROWS", 3)
-        assert pattern_base.count_pairs_by_head(pattern, queries, keys)[0] == brute(pattern, queries, keys)
+        assert pattern_base.count_pairs_by_head(pattern, queries, keys)[0] == brute(
+            pattern, queries, keys
+        )
 
 
 def test_a_dilated_window_is_counted_in_seconds_or_refused():
@@ -180,7 +189,9 @@ def test_a_dilated_window_is_counted_in_seconds_or_refused():
 @given(trees, spans, spans)
 def test_reach_covers_exactly_the_keys_that_are_read(pattern, queries, keys):
     reach = pattern.visible_keys(queries, keys)
-    assert [j for span in reach for j in span] == [j for j in keys if any(pattern.allows(i, j) for i in queries)]
+    assert [j for span in reach for j in span] == [
+        j for j in keys if any(pattern.allows(i, j) for i in queries)
+    ]
 
 
 @pytest.mark.parametrize("pattern", EACH + JOINED, ids=str)
@@ -201,7 +212,9 @@ def test_allows_is_the_same_on_ints_and_tensors(pattern):
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("pattern", [EACH[4], EACH[7], EACH[11], EACH[15], EACH[18], *JOINED[:1]], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [EACH[4], EACH[7], EACH[11], EACH[15], EACH[18], *JOINED[:1]], ids=str
+)
 def test_allows_traces_as_one_graph(pattern):
     i, j = torch.arange(23)[:, None], torch.arange(19)[None, :]
     traced = torch.compile(pattern.allows, backend="eager", fullgraph=True)
@@ -278,7 +291,7 @@ def test_the_opening_has_the_given_length(pattern, opening):
     assert pattern.tokens_before_decode == opening
 
 
-# --- what each pattern means -------------------------------------------------------------------------------
+# --- what each pattern means ----------------------------------------------------------------------
 
 
 def read(pattern, i, size=60):
@@ -325,21 +338,38 @@ def test_bigbird_samples_by_its_definition():
             assert max(blocks - near) < 16
         else:
             assert blocks == near
-    assert BigBird(64, block=4, seed=2).sampled_blocks != BigBird(64, block=4, seed=3).sampled_blocks
+    assert (
+        BigBird(64, block=4, seed=2).sampled_blocks != BigBird(64, block=4, seed=3).sampled_blocks
+    )
 
 
-GOLDEN_DRAWS = [(-1, -1), (-1, -1), (4, 5), (5, 8), (6, 7), (2, 7), (2, 4), (2, 4), (2, 6), (3, 5), (-1, -1)]
+GOLDEN_DRAWS = [
+    (-1, -1),
+    (-1, -1),
+    (4, 5),
+    (5, 8),
+    (6, 7),
+    (2, 7),
+    (2, 4),
+    (2, 4),
+    (2, 6),
+    (3, 5),
+    (-1, -1),
+]
 
 
 def test_bigbird_draws_the_same_on_every_python():
-    assert list(zip(*BigBird(10, block=1, random=2, seed=7).sampled_blocks, strict=True)) == GOLDEN_DRAWS
+    assert (
+        list(zip(*BigBird(10, block=1, random=2, seed=7).sampled_blocks, strict=True))
+        == GOLDEN_DRAWS
+    )
 
 
 def test_bigbird_takes_all_blocks_when_few_are_left():
     assert read(BigBird(14, block=2, window=3, globals=1, random=50), 6, 14) == list(range(14))
 
 
-# --- counting without the square ---------------------------------------------------------------------------
+# --- counting without the square ------------------------------------------------------------------
 
 
 def timed(pattern, size):
@@ -357,7 +387,8 @@ MILLION = 1_000_000
         (Full(), MILLION**2),
         (Causal(), MILLION * (MILLION + 1) // 2),
         (Window(4096), 4096 * MILLION - 4096 * 4095 // 2),
-        # beyond the window, four sinks each: rows 4099.. have all four outside, rows 4096..4098 have 1, 2, 3
+        # beyond the window, four sinks each: rows 4099.. have all four outside, rows 4096..4098
+        # have 1, 2, 3
         (Window(4096) | First(4), 4096 * MILLION - 4096 * 4095 // 2 + 4 * (MILLION - 4099) + 6),
         (Blocks(1), MILLION),
         (Blocks(64), 64 * MILLION),
@@ -383,11 +414,13 @@ def test_a_mixture_of_tables_is_still_counted_quickly():
 
 def test_ranges_are_checked():
     for axis in (range(0, 9, 2), range(-3, 4), range(9, 0, -1)):
-        with pytest.raises(SpecError, match=r"ranges of step 1 from 0 up, got range\(.*; use range\(start, stop\)"):
+        with pytest.raises(
+            SpecError, match=r"ranges of step 1 from 0 up, got range\(.*; use range\(start, stop\)"
+        ):
             Causal().pairs(axis, range(9))
 
 
-# --- text and code -----------------------------------------------------------------------------------------
+# --- text and code --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,7 +439,8 @@ def test_ranges_are_checked():
         (
             PerHead((Causal(), Window(4) | First(2), Causal()), (2, 1, 0)),
             "perhead((causal(), window(4) | first(2)), (0, 1, 0))",
-            "PerHead(patterns=(Causal(), Window(keys=4) | First(keys=2)), pattern_of_head=(0, 1, 0))",
+            "PerHead(patterns=(Causal(), Window(keys=4) | First(keys=2)), pattern_of_head=(0, 1, "
+            "0))",
         ),
         (
             PerHead((Full(),), (0, 0)),
@@ -457,7 +491,10 @@ def test_text_is_forgiving():
         ("xyz", "unknown pattern 'xyz'; use one of bigbird, blocks, causal"),
         ("", "not a pattern: ''; write it like"),
         ("window(4", "not a pattern: 'window(4'; write it like"),
-        ("window(4) + first(2)", "a pattern consists of calls, & and |; got 'window(4) + first(2)'; use one of"),
+        (
+            "window(4) + first(2)",
+            "a pattern consists of calls, & and |; got 'window(4) + first(2)'; use one of",
+        ),
         ("window(4) or first(2)", "a pattern consists of calls, & and |; got"),
         ("__import__('os').system('x')", "a pattern consists of calls, & and |; got"),
         ("4", "a pattern consists of calls, & and |; got '4'"),
@@ -497,11 +534,17 @@ def test_text_is_forgiving():
         (" | ".join(["full()"] * 3000), "nested too deeply"),
         ("window(" + "9" * 5000 + ")", "not a pattern"),
         ("window(1)\0", "not a pattern"),
-        ("perhead((causal(), full()), (0, 2))", "pattern_of_head=(0, 2) has 2, but there are 2 patterns; use 0..1"),
+        (
+            "perhead((causal(), full()), (0, 2))",
+            "pattern_of_head=(0, 2) has 2, but there are 2 patterns; use 0..1",
+        ),
         ("perhead((), (0,))", "patterns=() must be a tuple with at least one entry"),
         ("perhead((causal(),), ())", "pattern_of_head=() must be a tuple with at least one entry"),
         ("perhead((causal(), 3), (0, 1))", "a pattern consists of calls, & and |; got '3'"),
-        ("perhead((perhead((full(),), (0,)),), (0,))", "a head has one pattern, not perhead((full(),), (0,))"),
+        (
+            "perhead((perhead((full(),), (0,)),), (0,))",
+            "a head has one pattern, not perhead((full(),), (0,))",
+        ),
     ],
     ids=lambda text: text[:30],
 )
@@ -514,8 +557,12 @@ def test_bad_text_is_refused_with_reasons(text, message):
 
 def test_patterns_per_head_join_head_by_head():
     mixed = PerHead((Causal(), Window(3, after=1)), (0, 1, 1))
-    assert mixed & Causal() == PerHead((Causal() & Causal(), Window(3, after=1) & Causal()), (0, 1, 1))
-    assert First(2) | mixed == PerHead((First(2) | Causal(), First(2) | Window(3, after=1)), (0, 1, 1))
+    assert mixed & Causal() == PerHead(
+        (Causal() & Causal(), Window(3, after=1) & Causal()), (0, 1, 1)
+    )
+    assert First(2) | mixed == PerHead(
+        (First(2) | Causal(), First(2) | Window(3, after=1)), (0, 1, 1)
+    )
     assert (mixed | mixed).pattern_of_head == (0, 1, 1)
     with pytest.raises(SpecError, match="combine them with the operators & and"):
         And(mixed, Causal())
@@ -526,7 +573,7 @@ def test_only_patterns_join():
         Window(4) | 3
 
 
-# --- drawing and the command -------------------------------------------------------------------------------
+# --- drawing and the command ----------------------------------------------------------------------
 
 GOLDEN = """\
 window(4) | first(2)
@@ -564,7 +611,9 @@ def test_an_empty_pattern_has_no_drawing():
 def command(*words, encoding="utf-8"):
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     call = [sys.executable, "-W", "error", "-m", "headwise.masking.patterns", *words]
-    return subprocess.run(call, capture_output=True, encoding=encoding, env=environment, check=False)
+    return subprocess.run(
+        call, capture_output=True, encoding=encoding, env=environment, check=False
+    )
 
 
 def test_the_command_draws():
@@ -578,7 +627,9 @@ def test_the_command_falls_back_to_ascii():
     assert done.stdout.splitlines()[2:4] == ["   0 #..", "   1 ##."]
 
 
-@pytest.mark.parametrize("words", [["windo(4)"], ["window(4)", "--tokens", "x"], ["full", "--tokens", "0"], []])
+@pytest.mark.parametrize(
+    "words", [["windo(4)"], ["window(4)", "--tokens", "x"], ["full", "--tokens", "0"], []]
+)
 def test_the_command_refuses_in_one_line(words):
     done = command(*words)
     assert done.returncode == 2

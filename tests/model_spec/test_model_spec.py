@@ -69,7 +69,8 @@ def shapes(piece: Any, model: int = 10) -> dict[str, tuple[int, ...]]:
 # Between them they have every field of every piece, none at its default.
 EVERY = (
     decoder(
-        *[block(LOCAL), block()] * 3, heads=(OutputHeadSpec("tokens", 11, table="decoder", bias="learned", cap=3.0),)
+        *[block(LOCAL), block()] * 3,
+        heads=(OutputHeadSpec("tokens", 11, table="decoder", bias="learned", cap=3.0),),
     ),
     decoder(
         block(ApproximateAttention(FULL, "it bends", (("bend", 3),))),
@@ -112,7 +113,12 @@ EVERY = (
         ),
         (
             OutputHeadSpec(
-                "classes", 13, "first", HeadTransformSpec(17, "gelu", NormSpec("unbiased")), "constant", scale=2.0
+                "classes",
+                13,
+                "first",
+                HeadTransformSpec(17, "gelu", NormSpec("unbiased")),
+                "constant",
+                scale=2.0,
             ),
         ),
     ),
@@ -124,7 +130,9 @@ EVERY = (
             stack(
                 block(cross=spec(source=10), placement="post"),
                 BlockSpec(cross=spec(source=10), form="merged"),
-                embedding=EmbeddingSpec(11, positions=PositionSpec("sinusoidal", layout="halves"), table="encoder"),
+                embedding=EmbeddingSpec(
+                    11, positions=PositionSpec("sinusoidal", layout="halves"), table="encoder"
+                ),
             ),
         ),
     ),
@@ -134,7 +142,9 @@ EVERY = (
         (stack(block(), embedding=EmbeddingSpec(11), weights_of="first"),),
         beyond=(UnsupportedPart("bends", (("decoder.0.feed.bend", 3),)),),
         quantization=QuantizationSpec(
-            WeightFormat("narrow", 3, 2, 16, 8, 4, 8, 2, "flat"), ("*.*.feed",), ("decoder.0.feed.up",)
+            WeightFormat("narrow", 3, 2, 16, 8, 4, 8, 2, "flat"),
+            ("*.*.feed",),
+            ("decoder.0.feed.up",),
         ),
     ),
     ModelSpec(
@@ -152,7 +162,7 @@ EVERY = (
 )
 
 
-# --- what is there -------------------------------------------------------------------------------------
+# --- what is there --------------------------------------------------------------------------------
 
 
 def test_every_tensor_is_named_once_and_built_by_the_spec():
@@ -160,7 +170,10 @@ def test_every_tensor_is_named_once_and_built_by_the_spec():
         names = [w.name for w in model.weights()]
         assert len(set(names)) == len(names)
         for name, attention in model.attention_specs():
-            built = {f"{name}.{key}": tuple(t.shape) for key, t in hw.Attention(attention).state_dict().items()}
+            built = {
+                f"{name}.{key}": tuple(t.shape)
+                for key, t in hw.Attention(attention).state_dict().items()
+            }
             assert built.items() <= model.shapes().items()
 
 
@@ -180,18 +193,24 @@ def test_norms_by_placement(placement: str, norms: int):
 
 
 def test_a_merged_block_holds_its_cross_attention_alone():
-    """The mean is read through the same maps (1908.11365): 4 d^2, where two attentions have 8 d^2."""
+    """The mean is read through the same maps (1908.11365): 4 d^2, where two
+    attentions have 8 d^2.
+    """
     cross = hw.design(model=10, heads=2)
     merged, plain = (
         BlockSpec(cross=cross, feed=FeedForwardSpec(7), form="merged"),
         BlockSpec(cross, cross, FeedForwardSpec(7)),
     )
     assert merged.norm_names == ("cross_norm", "feed_norm")
-    both = [sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross")) for one in (merged, plain)]
+    both = [
+        sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross"))
+        for one in (merged, plain)
+    ]
     assert both == [4 * 100, 8 * 100]
     for wrong in (BlockSpec(cross, cross), BlockSpec()):
         with pytest.raises(
-            hw.SpecError, match=r"BlockSpec\(form='merged'\) adds a mean .*; give cross=, and no attention"
+            hw.SpecError,
+            match=r"BlockSpec\(form='merged'\) adds a mean .*; give cross=, and no attention",
         ):
             replace(wrong, form="merged")
 
@@ -208,7 +227,11 @@ def test_a_feed_forward_equals_torch_modules():
 
 def test_experts_have_one_of_each_and_a_constant_is_not_learned():
     experts = ExpertsSpec(
-        FeedForwardSpec(7, form="gated", bias="u"), count=5, active=2, shared=FeedForwardSpec(3), bias="constant"
+        FeedForwardSpec(7, form="gated", bias="u"),
+        count=5,
+        active=2,
+        shared=FeedForwardSpec(3),
+        bias="constant",
     )
     assert shapes(experts) == {
         "router": (5, 10),
@@ -225,10 +248,16 @@ def test_experts_have_one_of_each_and_a_constant_is_not_learned():
     assert costs.count_parameters(model) == sum(w.numel for w in model.weights()) - 5
 
 
-@pytest.mark.parametrize(("model", "heads", "hidden"), [(512, 8, 2048), (1024, 16, 4096)], ids=["base", "big"])
+@pytest.mark.parametrize(
+    ("model", "heads", "hidden"), [(512, 8, 2048), (1024, 16, 4096)], ids=["base", "big"]
+)
 def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, hidden: int):
-    """torch's has biases everywhere, and a norm behind either stack; 44,140,544 numbers in the base model."""
-    every, past = (hw.design(model=model, heads=heads, bias="qkvo", pattern=p) for p in ("full()", "causal()"))
+    """torch's has biases everywhere, and a norm behind either stack; 44,140,544 numbers in the base
+    model.
+    """
+    every, past = (
+        hw.design(model=model, heads=heads, bias="qkvo", pattern=p) for p in ("full()", "causal()")
+    )
     feed = FeedForwardSpec(hidden, "relu", bias="ud")
     encoder = StackSpec.from_blocks(
         "encoder", model, [BlockSpec(every, feed=feed, placement="post")] * 6, norm=NormSpec()
@@ -244,9 +273,13 @@ def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, h
 
 
 def test_numbers_beyond_any_machine_are_exact():
-    model = decoder(block(feed=FeedForwardSpec(2**62 + 1)), heads=(OutputHeadSpec("tokens", 2**61),))
+    model = decoder(
+        block(feed=FeedForwardSpec(2**62 + 1)), heads=(OutputHeadSpec("tokens", 2**61),)
+    )
     small = decoder(block(feed=FeedForwardSpec(1)), heads=(OutputHeadSpec("tokens", 1),))
-    assert costs.count_parameters(model) - costs.count_parameters(small) == 2 * 10 * 2**62 + 10 * (2**61 - 1)
+    assert costs.count_parameters(model) - costs.count_parameters(small) == 2 * 10 * 2**62 + 10 * (
+        2**61 - 1
+    )
     assert model_spec.from_json(model_spec.to_json(model)) == model
 
 
@@ -258,33 +291,45 @@ def test_terms_add_up_and_have_formulas():
         for term in bill.terms:
             times, _, axes = term.formula.rpartition(" · ")
             alike = [
-                w for w in model.weights() if re.sub(r"^(\w+)\.\d+\.", r"\1.*.", w.name) == term.name and w.trainable
+                w
+                for w in model.weights()
+                if re.sub(r"^(\w+)\.\d+\.", r"\1.*.", w.name) == term.name and w.trainable
             ]
             product = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", axes)
-            each = {eval(product, {"source": w.axis_sizes.get("model"), **w.axis_sizes}): w.numel for w in alike}
+            each = {
+                eval(product, {"source": w.axis_sizes.get("model"), **w.axis_sizes}): w.numel
+                for w in alike
+            }
             assert term.value == int(times or 1) * each[term.value // int(times or 1)]
 
 
 def test_a_description_needs_no_torch():
-    code = "import sys, headwise.model_spec; print(*{'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, headwise.model_spec; print(*{'torch', 'numpy', 'transformers'} & "
+        "set(sys.modules))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
 
 
-# --- what is shared ------------------------------------------------------------------------------------
+# --- what is shared -------------------------------------------------------------------------------
 
 
 def test_a_table_of_relative_positions_is_named_where_it_first_stands():
     bias = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
     named = decoder(*[block(bias)] * 3).shapes()
-    assert [name for name in named if name.endswith("t5_bias.table")] == ["decoder.0.attention.t5_bias.table"]
+    assert [name for name in named if name.endswith("t5_bias.table")] == [
+        "decoder.0.attention.t5_bias.table"
+    ]
     assert sum(name.endswith("t5_bias.column") for name in named) == 3
 
 
 def test_tables_of_another_shape_are_not_shared():
     few = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
     more = replace(few, modifiers=(hw.T5Bias(buckets=4, reach=9),))
-    assert sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes()) == 2
+    assert (
+        sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes()) == 2
+    )
 
 
 def test_ties_name_the_owner():
@@ -297,7 +342,7 @@ def test_ties_name_the_owner():
     assert own.shapes()["head.tokens.weight"] == (11, 10)
 
 
-# --- depth ---------------------------------------------------------------------------------------------
+# --- depth ----------------------------------------------------------------------------------------
 
 SCHEDULED = hw.design(model=12, heads=2, modifiers=(hw.Differential(),))
 
@@ -310,7 +355,9 @@ def test_a_stack_places_schedules_by_depth():
     ]
     assert depths == [(0, 0), (1, 1), (2, 2)]
     assert StackSpec.from_blocks("decoder", 12, built.layers) == built
-    near = StackSpec.from_blocks("decoder", 12, [BlockSpec(ApproximateAttention(SCHEDULED, "so"))] * 2)
+    near = StackSpec.from_blocks(
+        "decoder", 12, [BlockSpec(ApproximateAttention(SCHEDULED, "so"))] * 2
+    )
     assert [layer.attention_specs["attention"] for layer in near.layers] == [
         layer.attention_specs["attention"] for layer in built.layers[:2]
     ]
@@ -318,7 +365,11 @@ def test_a_stack_places_schedules_by_depth():
 
 def test_an_unplaced_schedule_is_refused_with_the_reason():
     with pytest.raises(
-        hw.SpecError, match=r"layer 1 holds Differential\(\).*depth.*StackSpec\.from_blocks.*Differential\(depth=1\)"
+        hw.SpecError,
+        match=(
+            r"layer 1 holds "
+            r"Differential\(\).*depth.*StackSpec\.from_blocks.*Differential\(depth=1\)"
+        ),
     ):
         StackSpec("decoder", 12, (LayerRun(2, (BlockSpec(SCHEDULED),)),))
 
@@ -332,7 +383,7 @@ def test_every_example_stands_in_a_stack(name: str):
     assert model_spec.from_toml(model_spec.to_toml(model)) == model
 
 
-# --- runs ----------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def test_a_pattern_of_layers_is_one_run():
@@ -347,7 +398,7 @@ def test_runs_are_the_layers_however_they_repeat(kinds: list[int]):
     assert list(StackSpec.from_blocks("decoder", 3, blocks).layers) == blocks
 
 
-# --- text ----------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", EVERY, ids=lambda model: model.name)
@@ -363,7 +414,10 @@ def test_examples_have_every_field():
     text = "\n".join(model_spec.to_json(model) for model in EVERY)
     for name in model_spec.__all__:
         piece = getattr(model_spec, name)
-        if isinstance(piece, type) and name not in ("WeightSpec", "ProcessorSpec"):  # no pieces of a description
+        if isinstance(piece, type) and name not in (
+            "WeightSpec",
+            "ProcessorSpec",
+        ):  # no pieces of a description
             for field in fields(piece):
                 assert f'"{field.name}"' in text, (name, field.name)
 
@@ -371,13 +425,16 @@ def test_examples_have_every_field():
 def test_a_model_spec_may_omit_defaults(tmp_path: Path):
     file = tmp_path / "small.toml"
     file.write_text(
-        'name = "small"\nkind = "decoder"\n[[stacks]]\nname = "decoder"\nmodel = 10\n[[stacks.runs]]\ntimes = 2\n'
+        'name = "small"\nkind = "decoder"\n[[stacks]]\nname = "decoder"\nmodel = '
+        "10\n[[stacks.runs]]\ntimes = 2\n"
         "[[stacks.runs.blocks]]\nattention = {model = 10, heads = {q = 6, kv = 2, dim = 4}}\n"
     )
-    assert families.read_model_spec(file) == ModelSpec("small", "decoder", (stack(*[BlockSpec(spec())] * 2),))
+    assert families.read_model_spec(file) == ModelSpec(
+        "small", "decoder", (stack(*[BlockSpec(spec())] * 2),)
+    )
 
 
-# --- bad input -----------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def rows(table: str) -> list[Any]:
@@ -525,7 +582,9 @@ def test_an_impossible_config_is_refused(does: str, words: str):
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path):
-    check_refused("families.read_model_spec(at)", "neither headwise.toml nor config.json", at=tmp_path)
+    check_refused(
+        "families.read_model_spec(at)", "neither headwise.toml nor config.json", at=tmp_path
+    )
     check_refused("families.read_model_spec(at)", "cannot be read", at=tmp_path / "absent.json")
     file = tmp_path / "config.json"
     for text, words in (
@@ -535,7 +594,9 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path):
         ("1" * 5000, "is not JSON"),
     ):
         file.write_text(text)
-        check_refused("families.read_model_spec(at)", f"{file} .. {words} .. config.json", at=tmp_path)
+        check_refused(
+            "families.read_model_spec(at)", f"{file} .. {words} .. config.json", at=tmp_path
+        )
     file.write_bytes(b"\xff\xfe{}")
     check_refused("families.read_model_spec(at)", "cannot be read", at=file)
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
@@ -548,7 +609,11 @@ def test_numbers_of_a_config_are_exact():
 
 
 def test_omissions_are_noted():
-    options = {"auto_map": {"AutoModel": "x.Y"}, "quantization_config": {"bits": 4}, "num_nextn_predict_layers": 1}
+    options = {
+        "auto_map": {"AutoModel": "x.Y"},
+        "quantization_config": {"bits": 4},
+        "num_nextn_predict_layers": 1,
+    }
     notes = "\n".join(config("deepseek_v3", architectures=["DeepseekV3Model"], **options).notes)
     for word in ("auto_map names code", "quantization_config", "num_nextn_predict_layers"):
         assert word in notes
@@ -564,14 +629,23 @@ def test_a_family_is_known_by_the_class_alone():
 def test_biases_without_a_field_are_counted_and_noted():
     model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
     assert "attention_bias" in model.approximation_reasons()["decoder.1.attention"]
-    shape = {name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")}
+    shape = {
+        name: size
+        for name, size in model.shapes().items()
+        if name.startswith("decoder.1.attention.project.")
+    }
     assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
 
 
 def test_layers_that_reuse_the_first_have_no_parameters():
     each, first = (stack(block(), block(), weights_of=whose) for whose in ("each", "first"))
-    assert [w.name for w in first.weights()] == [w.name for w in each.weights() if not w.name.startswith("decoder.1.")]
+    assert [w.name for w in first.weights()] == [
+        w.name for w in each.weights() if not w.name.startswith("decoder.1.")
+    ]
     assert len(first.layers) == 2
-    with pytest.raises(hw.SpecError, match="cannot build small: all layers of decoder use the weights of the first; "):
+    with pytest.raises(
+        hw.SpecError,
+        match="cannot build small: all layers of decoder use the weights of the first; ",
+    ):
         hw.build(ModelSpec("small", "decoder", (first,)))

@@ -21,18 +21,28 @@ import headwise as hw
 from headwise import cli, families, model_spec as bp
 from headwise.model_spec.serialization import ModelManifest
 from headwise.models import read_tokenizer
-from headwise.models.save_load import CONFIG_FILE, MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE
+from headwise.models.save_load import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    MODEL_CARD_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+)
 
 WORDS = 11
 
 
 def described(words: int = WORDS, model: int = 12) -> bp.ModelSpec:
     spec = hw.design(model=model, heads=3, kv=1, pattern="causal()", modifiers=(hw.Alibi(),))
-    blocks = [bp.BlockSpec(spec, feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1, bias="constant"))] * 2
+    blocks = [
+        bp.BlockSpec(spec, feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1, bias="constant"))
+    ] * 2
     stack = bp.StackSpec.from_blocks(
         "decoder", model, blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec("rms")
     )
-    return bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", words, table="decoder"),))
+    return bp.ModelSpec(
+        "small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", words, table="decoder"),)
+    )
 
 
 def words(count: int = WORDS) -> str:
@@ -42,7 +52,9 @@ def words(count: int = WORDS) -> str:
 def check_same(ours: hw.Transformer, theirs: hw.Transformer) -> None:
     one, two = ours.state_dict(), theirs.state_dict()
     assert list(one) == list(two)
-    assert all(one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one)
+    assert all(
+        one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one
+    )
     assert ours.spec == theirs.spec
 
 
@@ -54,18 +66,34 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-# --- what transformers says about it -------------------------------------------------------------------
+# --- what transformers says about it --------------------------------------------------------------
 
 
-REFUSED = ["AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "LlamaConfig", "LlamaForCausalLM",
-           "BertModel", "T5ForConditionalGeneration", "ViTModel", "CLIPModel"]  # fmt: skip
+REFUSED = [
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "LlamaConfig",
+    "LlamaForCausalLM",
+    "BertModel",
+    "T5ForConditionalGeneration",
+    "ViTModel",
+    "CLIPModel",
+]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("options", [{}, {"num_labels": 3, "dtype": torch.float16}], ids=["plain", "options"])
-def test_transformers_builds_no_random_model_from_the_folder(folder: Path, name: str, options: dict[str, Any]):
+@pytest.mark.parametrize(
+    "options", [{}, {"num_labels": 3, "dtype": torch.float16}], ids=["plain", "options"]
+)
+def test_transformers_builds_no_random_model_from_the_folder(
+    folder: Path, name: str, options: dict[str, Any]
+):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    with pytest.raises(ValueError, match=r"holds a headwise model, .*; load it with headwise\.load\(folder\)"):
+    with pytest.raises(
+        ValueError, match=r"holds a headwise model, .*; load it with headwise\.load\(folder\)"
+    ):
         getattr(transformers, name).from_pretrained(folder, **options)
     hw.load(folder)
 
@@ -83,14 +111,16 @@ def test_every_config_class_of_transformers_refuses_the_folder(folder: Path):
             continue
         except ValueError as error:
             accepted += (
-                [] if "headwise.load(folder)" in str(error) or "Unrecognized model type" in str(error) else [name]
+                []
+                if "headwise.load(folder)" in str(error) or "Unrecognized model type" in str(error)
+                else [name]
             )
         else:
             accepted.append(name)
     assert not accepted
 
 
-# --- what is written, and read back --------------------------------------------------------------------
+# --- what is written, and read back ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -106,12 +136,17 @@ def test_saved_models_load_equal(tmp_path: Path, dtype: torch.dtype):
     x = torch.randint(0, WORDS, (2, 5))
     assert torch.equal(again(x), net.eval()(x))
     assert again(x).sum().backward() is None
-    assert hw.greedy_decode(again, x, max_new_tokens=3) == hw.greedy_decode(net, x, max_new_tokens=3)
+    assert hw.greedy_decode(again, x, max_new_tokens=3) == hw.greedy_decode(
+        net, x, max_new_tokens=3
+    )
 
 
 def test_loading_does_not_import_the_compiler(folder: Path):
     """Which takes half a second, and some arithmetic on the meta device does it."""
-    code = f"import sys, headwise; headwise.load({str(folder)!r}); sys.exit('torch._dynamo' in sys.modules)"
+    code = (
+        f"import sys, headwise; headwise.load({str(folder)!r}); sys.exit('torch._dynamo' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -131,7 +166,10 @@ def test_a_folder_matches_its_manifest(folder: Path):
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path):
-    for document, fact in ((words(13), "knows 13 tokens, the model 11"), ("{}", "not a tokenizer document")):
+    for document, fact in (
+        (words(13), "knows 13 tokens, the model 11"),
+        ("{}", "not a tokenizer document"),
+    ):
         with pytest.raises(hw.SpecError, match=fact) as caught:
             hw.save(hw.build(described()), tmp_path / "new", tokenizer=document)
         assert "\n" not in str(caught.value)
@@ -139,7 +177,9 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path):
 
 
 def test_only_models_are_saved(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"net is of type Linear; give a Transformer as hw\.build returns it"):
+    with pytest.raises(
+        ValueError, match=r"net is of type Linear; give a Transformer as hw\.build returns it"
+    ):
         hw.save(torch.nn.Linear(1, 1), tmp_path)  # pyright: ignore[reportArgumentType] - that is the test
     (tmp_path / "file").write_text("")
     with pytest.raises(hw.SpecError, match="it is a file; give the path of a new folder"):
@@ -156,9 +196,11 @@ def test_saving_again_takes_the_place_of_the_first(folder: Path):
     )
 
 
-# --- nothing is lost -----------------------------------------------------------------------------------
+# --- nothing is lost ------------------------------------------------------------------------------
 
-CALLS = [(os, name) for name in ("open", "write", "fsync", "replace", "link", "unlink", "mkdir", "close")]
+CALLS = [
+    (os, name) for name in ("open", "write", "fsync", "replace", "link", "unlink", "mkdir", "close")
+]
 
 
 class Kill(BaseException):
@@ -194,13 +236,23 @@ def saved(net: hw.Transformer, folder: Path, at: int, error: BaseException) -> t
     return True, len(done)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Kill()], ids=["full", "killed"])
-def test_whatever_fails_a_whole_model_is_there(folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch):
-    """Every call to the system fails once: what is loaded is the old model or the new one, and the next save works."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # counted all the same, and many times faster
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), Kill()], ids=["full", "killed"]
+)
+def test_whatever_fails_a_whole_model_is_there(
+    folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+):
+    """Every call to the system fails once: what is loaded is the old model or the new one, and the
+    next save works.
+    """
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: None
+    )  # counted all the same, and many times faster
     begin, place = folder.with_name("begin"), folder.with_name("place")
     spec = hw.design(model=2, heads=1, pattern="causal()")
-    stack = bp.StackSpec.from_blocks("decoder", 2, [bp.BlockSpec(spec)], embedding=bp.EmbeddingSpec(WORDS))
+    stack = bp.StackSpec.from_blocks(
+        "decoder", 2, [bp.BlockSpec(spec)], embedding=bp.EmbeddingSpec(WORDS)
+    )
     old, new = (hw.build(bp.ModelSpec("tiny", "decoder", (stack,)), seed=seed) for seed in (0, 1))
     hw.save(old, begin, tokenizer=words())
     shutil.copytree(begin, folder, dirs_exist_ok=True)
@@ -233,7 +285,7 @@ def check_whole(folder: Path, old: hw.Transformer, new: hw.Transformer) -> str:
     return "new" if fresh else "old"
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def resaved(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -252,12 +304,18 @@ def resaved(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 ROUTER = "decoder.1.feed.router"
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "missing": (lambda tensors: tensors.pop(ROUTER), f"{ROUTER} is missing"),
-    "strange": (lambda tensors: tensors.update(extra=torch.ones(2)), "extra is not a tensor of this model"),
+    "strange": (
+        lambda tensors: tensors.update(extra=torch.ones(2)),
+        "extra is not a tensor of this model",
+    ),
     "shape": (
         lambda tensors: tensors.update({ROUTER: torch.ones(2, 12)}),
         rf"{ROUTER} is \[2, 12\], expected \[3, 12\]",
     ),
-    "whole": (lambda tensors: tensors.update({ROUTER: torch.ones(3, 12).long()}), f"{ROUTER} is torch.int64"),
+    "whole": (
+        lambda tensors: tensors.update({ROUTER: torch.ones(3, 12).long()}),
+        f"{ROUTER} is torch.int64",
+    ),
     "mixed": (
         lambda tensors: tensors.update({ROUTER: torch.ones(3, 12).double()}),
         "torch.float32, torch.float64; save",
@@ -289,22 +347,43 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: truncated(f / WEIGHTS_FILE),
         "model.safetensors has changed since it was saved: .* bytes with checksum",
     ),
-    "edited": (lambda f: edited(f / WEIGHTS_FILE), "model.safetensors has changed since it was saved"),
-    "tokenizer": (lambda f: edited(f / TOKENIZER_FILE), "tokenizer.json has changed since it was saved"),
+    "edited": (
+        lambda f: edited(f / WEIGHTS_FILE),
+        "model.safetensors has changed since it was saved",
+    ),
+    "tokenizer": (
+        lambda f: edited(f / TOKENIZER_FILE),
+        "tokenizer.json has changed since it was saved",
+    ),
     "gone": (lambda f: (f / WEIGHTS_FILE).unlink(), "model.safetensors is missing"),
     "no tokenizer": (lambda f: (f / TOKENIZER_FILE).unlink(), "tokenizer.json is missing"),
     "no manifest": (
         lambda f: (f / MANIFEST_FILE).unlink(),
         "is a headwise folder without headwise.toml; copy the folder again",
     ),
-    "empty": (lambda f: (f / MANIFEST_FILE).write_text(""), "has format = None; this version reads format = 1"),
+    "empty": (
+        lambda f: (f / MANIFEST_FILE).write_text(""),
+        "has format = None; this version reads format = 1",
+    ),
     "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "cannot read"),
     "no toml": (lambda f: (f / MANIFEST_FILE).write_text("model = ["), "is not TOML"),
-    "newer": (lambda f: replaced(f, "format = 1", "format = 2"), "format = 2; this version reads format = 1"),
+    "newer": (
+        lambda f: replaced(f, "format = 1", "format = 2"),
+        "format = 2; this version reads format = 1",
+    ),
     "half": (lambda f: replaced(f, "[model]", "[other]"), "it must hold format, files and model"),
-    "elsewhere": (lambda f: replaced(f, f'"{WEIGHTS_FILE}"', '"../secret"'), "is none of model.safetensors"),
-    "kind": (lambda f: replaced(f, 'kind = "decoder"', 'kind = "decodr"'), "did you mean 'decoder'"),
-    "depth": (lambda f: replaced(f, "times = 2", "times = 3"), "decoder.2.attention.project.q is missing"),
+    "elsewhere": (
+        lambda f: replaced(f, f'"{WEIGHTS_FILE}"', '"../secret"'),
+        "is none of model.safetensors",
+    ),
+    "kind": (
+        lambda f: replaced(f, 'kind = "decoder"', 'kind = "decodr"'),
+        "did you mean 'decoder'",
+    ),
+    "depth": (
+        lambda f: replaced(f, "times = 2", "times = 3"),
+        "decoder.2.attention.project.q is missing",
+    ),
 }
 
 
@@ -347,7 +426,7 @@ def test_a_foreign_folder_is_refused(tmp_path: Path, files: dict[str, str], word
         hw.load(tmp_path / "nowhere")
 
 
-# --- as a table ----------------------------------------------------------------------------------------
+# --- as a table -----------------------------------------------------------------------------------
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -385,11 +464,15 @@ def test_a_table_is_the_whole_model(name: str):
     text = str(table)
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("\n") < 160
-    assert f"{table.to_dict['parameters']:,}" in [line.split()[-1] for line in text.splitlines() if line[:5] == "total"]
+    assert f"{table.to_dict['parameters']:,}" in [
+        line.split()[-1] for line in text.splitlines() if line[:5] == "total"
+    ]
     assert table.to_dict["parameters"] == hw.costs.count_parameters(model)
 
 
-def test_headwise_spec_shows_a_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_headwise_spec_shows_a_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     config, toml = tmp_path / "config.json", tmp_path / "model.toml"
     config.write_text(json.dumps({"model_type": "gpt2"}))
     toml.write_text(bp.to_toml(described()))
@@ -398,7 +481,10 @@ def test_headwise_spec_shows_a_model(folder: Path, tmp_path: Path, capsys: pytes
     assert run(capsys, "spec", str(config))[1].startswith("gpt2: decoder\n")
     code, out, err = run(capsys, "spec", str(toml), "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out) == {"model": bp.to_dict(described()), "table": bp.ModelTable(described()).to_dict}
+    assert json.loads(out) == {
+        "model": bp.to_dict(described()),
+        "table": bp.ModelTable(described()).to_dict,
+    }
     assert bp.from_toml(run(capsys, "spec", str(folder), "--toml")[1]) == described()
     for argv, words in (
         ((str(folder), "--set", "heads.kv=4"), "--set is for one spec"),

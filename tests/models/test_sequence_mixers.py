@@ -1,4 +1,6 @@
-"""Recurrences and convolutions: torch.nn.GRU and Conv1d, a whole model in float64, decoding, costs, refusals."""
+"""Recurrences and convolutions: torch.nn.GRU and Conv1d, a whole model in float64, decoding, costs,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,29 @@ DECODERS = ("gru", "conv", "conv-dilated")
 
 
 def described(network: str, layers: int = 2, feed: int = 0) -> bp.ModelSpec:
-    return make_small_translator("small", VOCAB, ModelShape(WIDTH, HEADS, layers, feed, network=network))
+    return make_small_translator(
+        "small", VOCAB, ModelShape(WIDTH, HEADS, layers, feed, network=network)
+    )
 
 
 def built(network: str) -> hw.Transformer:
     net = hw.build(described(network), seed=0).double()
     for name, parameter in net.named_parameters():
-        if "norm" not in name and ".embedding" not in name:  # biases and v of additive attention start at 0
+        if (
+            "norm" not in name and ".embedding" not in name
+        ):  # biases and v of additive attention start at 0
             nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(len(name)))
     return net
 
 
 def torch_gru(weights: dict[str, Tensor], prefix: str) -> nn.GRU:
     gru = nn.GRU(WIDTH, WIDTH, batch_first=True).double()
-    names = {"input": "weight_ih_l0", "state": "weight_hh_l0", "input_bias": "bias_ih_l0", "state_bias": "bias_hh_l0"}
+    names = {
+        "input": "weight_ih_l0",
+        "state": "weight_hh_l0",
+        "input_bias": "bias_ih_l0",
+        "state_bias": "bias_hh_l0",
+    }
     gru.load_state_dict({theirs: weights[f"{prefix}.{ours}"] for ours, theirs in names.items()})
     return gru
 
@@ -60,13 +71,20 @@ def test_a_recurrence_and_its_gradients_are_those_of_torch():
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     for result in (output, expected):
         result.square().sum().backward()
-    pairs = {"input": "weight_ih_l0", "state": "weight_hh_l0", "input_bias": "bias_ih_l0", "state_bias": "bias_hh_l0"}
+    pairs = {
+        "input": "weight_ih_l0",
+        "state": "weight_hh_l0",
+        "input_bias": "bias_ih_l0",
+        "state_bias": "bias_hh_l0",
+    }
     for ours, theirs in pairs.items():
         torch.testing.assert_close(layer.get_parameter(ours).grad, gru.get_parameter(theirs).grad)
 
 
 def rendered(net: hw.Transformer, source: Tensor, x: Tensor) -> Tensor:
-    """Logits of one pair of rows: every sublayer from the paper's formula, the recurrence by torch.nn.GRU."""
+    """Logits of one pair of rows: every sublayer from the paper's formula, the recurrence by
+    torch.nn.GRU.
+    """
     weights = {name: tensor.detach() for name, tensor in net.state_dict().items()}
 
     def norm(name: str, h: Tensor) -> Tensor:
@@ -75,13 +93,16 @@ def rendered(net: hw.Transformer, source: Tensor, x: Tensor) -> Tensor:
     def attend(name: str, z: Tensor, memory: Tensor) -> Tensor:
         dim = WIDTH // HEADS
         q, k, v = (
-            tensor @ weights[f"{name}.project.{side}"].T for tensor, side in ((z, "q"), (memory, "k"), (memory, "v"))
+            tensor @ weights[f"{name}.project.{side}"].T
+            for tensor, side in ((z, "q"), (memory, "k"), (memory, "v"))
         )
         heads: list[Tensor] = []
         for head in range(HEADS):
             own = slice(head * dim, (head + 1) * dim)
             if f"{name}.similarity.v" in weights:  # 1409.0473: v . tanh(W s + U h + b)
-                inner = torch.tanh(q[:, None, own] + k[None, :, own] + weights[f"{name}.similarity.bias"][head])
+                inner = torch.tanh(
+                    q[:, None, own] + k[None, :, own] + weights[f"{name}.similarity.bias"][head]
+                )
                 scores = inner @ weights[f"{name}.similarity.v"][head]
             else:
                 scores = q[:, own] @ k[:, own].T / dim**0.5
@@ -98,7 +119,12 @@ def rendered(net: hw.Transformer, source: Tensor, x: Tensor) -> Tensor:
     for layer in range(2):
         name = f"decoder.{layer}.mixer"
         first = torch.tanh(memory[-1] @ weights[f"{name}.start"].T + weights[f"{name}.start_bias"])
-        y = y + torch_gru(weights, name)(norm(f"{name}_norm", y)[None], first[None, None])[0][0].detach()
+        y = (
+            y
+            + torch_gru(weights, name)(norm(f"{name}_norm", y)[None], first[None, None])[0][
+                0
+            ].detach()
+        )
         if f"decoder.{layer}.cross.output.o" in weights:
             cross = f"decoder.{layer}.cross"
             y = y + attend(cross, norm(f"{cross}_norm", y), memory)
@@ -111,11 +137,14 @@ def test_a_model_with_padded_rows_computes_its_formulas(network: str, pad: str):
     net, lengths, source_lengths = built(network), (T, 3), (4, S)
     x, source = torch.randint(VOCAB, (2, T)), torch.randint(VOCAB, (2, S))
     sequence, source_sequence = (
-        hw.SequenceInfo.from_batch(ids, lengths=own, pad=pad) for ids, own in ((x, lengths), (source, source_lengths))
+        hw.SequenceInfo.from_batch(ids, lengths=own, pad=pad)
+        for ids, own in ((x, lengths), (source, source_lengths))
     )
     logits = net(x, sequence=sequence, source=source, source_sequence=source_sequence).detach()
     for row, (length, source_length) in enumerate(zip(lengths, source_lengths, strict=True)):
-        own, read = (slice(n) if pad == "right" else slice(-n, None) for n in (length, source_length))
+        own, read = (
+            slice(n) if pad == "right" else slice(-n, None) for n in (length, source_length)
+        )
         expected = rendered(net, source[row, read], x[row, own])
         torch.testing.assert_close(logits[row, own], expected, rtol=1e-10, atol=1e-10)
 
@@ -127,9 +156,15 @@ def test_cached_steps_give_the_states_of_one_pass(network: str):
     encoded = net.encode(source, sequence=hw.SequenceInfo.from_batch(source, lengths=[S, 4, 6]))
     padded = hw.SequenceInfo.from_batch(x, lengths=[T, 4, 2], pad="left")
     for sequence in (None, padded):
-        whole, cache, parts = net(x, sequence=sequence, source=encoded), net.cache(batch=3, capacity=T), []
+        whole, cache, parts = (
+            net(x, sequence=sequence, source=encoded),
+            net.cache(batch=3, capacity=T),
+            [],
+        )
         for begin, end in ((0, 3), (3, 4), (4, T)):
-            own = sequence and hw.SequenceInfo(sequence.position[:, begin:end], sequence.segment[:, begin:end])
+            own = sequence and hw.SequenceInfo(
+                sequence.position[:, begin:end], sequence.segment[:, begin:end]
+            )
             parts.append(net(x[:, begin:end], sequence=own, source=encoded, cache=cache))
         real = torch.ones(3, T, dtype=torch.bool) if sequence is None else sequence.is_real
         torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-10, atol=1e-10)
@@ -147,7 +182,9 @@ def test_greedy_decoding_takes_the_likeliest_token_of_full_passes(network: str):
     for _ in range(6):
         expected.append(int(net(x, source=source)[0, -1].argmax()))
         x = torch.cat([x, torch.tensor([[expected[-1]]])], 1)
-    decoded = hw.greedy_decode(net, torch.tensor([[1]]), max_new_tokens=6, encoder_output=net.encode(source))
+    decoded = hw.greedy_decode(
+        net, torch.tensor([[1]]), max_new_tokens=6, encoder_output=net.encode(source)
+    )
     assert decoded == [expected]
 
 
@@ -156,9 +193,13 @@ def test_without_attention_only_the_last_state_of_the_encoder_reaches_the_decode
     x, encoded = torch.randint(VOCAB, (1, T)), net.encode(torch.randint(VOCAB, (1, S)))
     states = encoded.states.clone()
     states[:, :-1] += 1.0
-    torch.testing.assert_close(net(x, source=encoded._replace(states=states)), net(x, source=encoded))
+    torch.testing.assert_close(
+        net(x, source=encoded._replace(states=states)), net(x, source=encoded)
+    )
     states[:, -1] += 1.0
-    assert not torch.allclose(net(x, source=encoded._replace(states=states)), net(x, source=encoded))
+    assert not torch.allclose(
+        net(x, source=encoded._replace(states=states)), net(x, source=encoded)
+    )
 
 
 @pytest.mark.parametrize("network", GRUS)
@@ -169,12 +210,17 @@ def test_parameters_flops_and_saved_bytes_are_those_that_torch_counts(network: s
     for attention in (module for module in net.modules() if isinstance(module, hw.Attention)):
         attention.backend_name = "dense"
     with FlopCounterMode(display=False) as counted:
-        net(x := torch.randint(VOCAB, (BATCH, TOKENS)), source=(source := torch.randint(VOCAB, (BATCH, SOURCE))))
+        net(
+            x := torch.randint(VOCAB, (BATCH, TOKENS)),
+            source=(source := torch.randint(VOCAB, (BATCH, SOURCE))),
+        )
     assert count_step_flops(spec, Batch(x, x, source=source)) == 3 * counted.get_total_flops()
     load = hw.Workload(BATCH, TOKENS, "fp32", "cpu", source=SOURCE)
     assert estimate_cost(spec, load).counted_flops["prefill"] == counted.get_total_flops()
     way = hw.ActivationSettings(backend_profile(spec), source=SOURCE)
-    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(spec, torch.float32, way)
+    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(
+        spec, torch.float32, way
+    )
 
 
 def test_a_checkpointed_model_recomputes_the_products_of_its_recurrences():
@@ -185,10 +231,14 @@ def test_a_checkpointed_model_recomputes_the_products_of_its_recurrences():
         for attention in (module for module in net.modules() if isinstance(module, hw.Attention)):
             attention.backend_name = "dense"
         with FlopCounterMode(display=False) as counted:
-            net(torch.randint(VOCAB, (BATCH, TOKENS)), source=torch.randint(VOCAB, (BATCH, SOURCE))).sum().backward()
+            net(
+                torch.randint(VOCAB, (BATCH, TOKENS)), source=torch.randint(VOCAB, (BATCH, SOURCE))
+            ).sum().backward()
         totals[checkpointing] = counted.get_total_flops()
     way = hw.ActivationSettings("dense", "block", source=SOURCE)
-    done = recompute_flops(spec, hw.Workload(BATCH, TOKENS, "fp32", "cpu", source=SOURCE), way).total
+    done = recompute_flops(
+        spec, hw.Workload(BATCH, TOKENS, "fp32", "cpu", source=SOURCE), way
+    ).total
     assert done == totals["block"] - totals["none"]
 
 
@@ -203,11 +253,23 @@ def test_a_folder_and_a_document_give_the_model_again(tmp_path: Path):
 
 def test_the_command_trains_and_continues_a_recurrent_translator(tmp_path: Path, capsys: Any):
     out = str(tmp_path / "run")
-    line = ["train", "dates", "--model", "gru-dot", "--out", out, "--batch", "8", "--set", "recipe.precision=fp32"]
+    line = [
+        "train",
+        "dates",
+        "--model",
+        "gru-dot",
+        "--out",
+        out,
+        "--batch",
+        "8",
+        "--set",
+        "recipe.precision=fp32",
+    ]
     assert cli.main([*line, "--steps", "2"]) == 0
     assert cli.main([*line[:-6], "--out", out + "2", "--set", "recipe.rows=packed"]) == 2
     assert (
-        "has a recurrence or convolution, which needs a row for each text; use rows='padded'" in capsys.readouterr().err
+        "has a recurrence or convolution, which needs a row for each text; use rows='padded'"
+        in capsys.readouterr().err
     )
     assert cli.main([*line, "--steps", "3", "--resume"]) == 0
     assert "3 steps" in capsys.readouterr().out
@@ -216,7 +278,7 @@ def test_the_command_trains_and_continues_a_recurrent_translator(tmp_path: Path,
     assert [name for name, _ in spec.attention_specs()] == ["decoder.0.cross", "decoder.1.cross"]
 
 
-# --- convolutions --------------------------------------------------------------------------------------
+# --- convolutions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kernel", "dilation"), [(1, 1), (3, 1), (4, 3)])
@@ -229,7 +291,10 @@ def test_a_convolution_and_its_gradients_are_those_of_torch(kernel: int, dilatio
     conv.load_state_dict({"weight": taps, "bias": layer.get_parameter("taps_bias").detach()})
     x = torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=True)
     padded = F.pad(x.transpose(1, 2), ((kernel - 1) * dilation, 0))
-    output, expected = layer(x, hw.SequenceInfo.contiguous(0, 11, "cpu")), conv(padded).transpose(1, 2)
+    output, expected = (
+        layer(x, hw.SequenceInfo.contiguous(0, 11, "cpu")),
+        conv(padded).transpose(1, 2),
+    )
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     own, theirs = (
         torch.autograd.grad(y.square().sum(), [x, *weights], retain_graph=True)
@@ -241,9 +306,13 @@ def test_a_convolution_and_its_gradients_are_those_of_torch(kernel: int, dilatio
 
 
 def built_decoder(network: str) -> hw.Transformer:
-    net = hw.build(make_small_decoder("small", VOCAB, ModelShape(WIDTH, HEADS, 2, 10, network=network)), seed=0)
+    net = hw.build(
+        make_small_decoder("small", VOCAB, ModelShape(WIDTH, HEADS, 2, 10, network=network)), seed=0
+    )
     for parameter in net.parameters():
-        nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.numel()))
+        nn.init.normal_(
+            parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.numel())
+        )
     return net.double()
 
 
@@ -263,7 +332,11 @@ def test_cached_steps_of_padded_rows_give_the_outputs_of_each_row_alone(network:
         expected = net(x[row : row + 1, own])[0]
         torch.testing.assert_close(whole[row, own], expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(torch.cat(parts, 1)[row, own], expected, rtol=1e-10, atol=1e-10)
-    states = {"gru": 2, "conv": 2 * 3, "conv-dilated": 3 + 12}  # vectors of the model width in both layers
+    states = {
+        "gru": 2,
+        "conv": 2 * 3,
+        "conv-dilated": 3 + 12,
+    }  # vectors of the model width in both layers
     assert cache.nbytes == states[network] * 3 * WIDTH * 8 == net.spec.num_state_values * 3 * 8
     cache.rows(torch.tensor([2, 0]))
     new = net(torch.tensor([[5], [5]]), cache=cache)
@@ -278,7 +351,11 @@ def test_a_cache_holds_no_more_memory_than_its_states(network: str):
     for count in (50, 1):
         net(torch.randint(VOCAB, (3, count)), cache=cache)
         mixers = [layer["mixer"] for layer in cache.layers]
-        states = [one.state for one in mixers if isinstance(one, HiddenStateCache) and one.state is not None]
+        states = [
+            one.state
+            for one in mixers
+            if isinstance(one, HiddenStateCache) and one.state is not None
+        ]
         assert sum(state.untyped_storage().nbytes() for state in states) == cache.nbytes
 
 
@@ -293,7 +370,9 @@ def test_decoders_without_attention_count_and_generate(network: str, tmp_path: P
     load = hw.Workload(BATCH, TOKENS, "fp32", "cpu")
     assert estimate_cost(spec, load).counted_flops["prefill"] == counted.get_total_flops()
     way = hw.ActivationSettings("dense")
-    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(spec, torch.float32, way)
+    assert hw.activation_memory(spec, load, way).total == model_saved_bytes(
+        spec, torch.float32, way
+    )
     prompt, ids = torch.tensor([[1, 7, 3]]), torch.tensor([[1, 7, 3]])
     for _ in range(9):
         ids = torch.cat([ids, net(ids)[:, -1:].argmax(-1)], 1)
@@ -305,10 +384,17 @@ def test_decoders_without_attention_count_and_generate(network: str, tmp_path: P
 @pytest.mark.parametrize(("placement", "feed"), [("pre", 0), ("pre", 10), ("post", 0)])
 def test_a_checkpointed_convolution_recomputes_its_product(placement: str, feed: int):
     block = bp.BlockSpec(
-        mixer=bp.ConvolutionSpec(3), feed=bp.FeedForwardSpec(feed) if feed else None, placement=placement
+        mixer=bp.ConvolutionSpec(3),
+        feed=bp.FeedForwardSpec(feed) if feed else None,
+        placement=placement,
     )
-    stack = bp.StackSpec.from_blocks("decoder", WIDTH, [block] * 2, embedding=bp.EmbeddingSpec(VOCAB))
-    spec, totals = bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCAB),)), {}
+    stack = bp.StackSpec.from_blocks(
+        "decoder", WIDTH, [block] * 2, embedding=bp.EmbeddingSpec(VOCAB)
+    )
+    spec, totals = (
+        bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCAB),)),
+        {},
+    )
     for checkpointing in ("none", "block"):
         net = hw.build(spec, seed=0).train()
         net.checkpointing = checkpointing
@@ -321,7 +407,7 @@ def test_a_checkpointed_convolution_recomputes_its_product(placement: str, feed:
     assert done == totals["block"] - totals["none"]
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_packed_rows_and_a_missing_source_are_refused():
@@ -336,7 +422,9 @@ def test_packed_rows_and_a_missing_source_are_refused():
 def test_a_first_state_needs_an_encoder_of_the_same_width():
     block = bp.BlockSpec(mixer=bp.RecurrentSpec("source"))
     stack = bp.StackSpec.from_blocks("decoder", WIDTH, [block], embedding=bp.EmbeddingSpec(VOCAB))
-    with pytest.raises(hw.SpecError, match="decoder starts from the state of an encoder; give initial='zeros'"):
+    with pytest.raises(
+        hw.SpecError, match="decoder starts from the state of an encoder; give initial='zeros'"
+    ):
         bp.ModelSpec("small", "decoder", (stack,))
 
 
@@ -348,12 +436,18 @@ def test_a_first_state_needs_an_encoder_of_the_same_width():
             {"network": "gru-dot"},
             "is for models of kind encoder-decoder, but that of copy is decoder; use one of tr",
         ),
-        ("dates", {"network": "conv"}, "is for models of kind decoder, but that of dates is encoder-decoder"),
+        (
+            "dates",
+            {"network": "conv"},
+            "is for models of kind decoder, but that of dates is encoder-decoder",
+        ),
         ("dates", {"network": "grus"}, r"network='grus'\) is unknown; did you mean 'gru"),
         ("dates", {"positions": "learned"}, r"positions='learned'\) is unknown; use"),
     ],
 )
-def test_networks_that_do_not_fit_a_task_are_refused(task: str, changes: dict[str, Any], message: str):
+def test_networks_that_do_not_fit_a_task_are_refused(
+    task: str, changes: dict[str, Any], message: str
+):
     with pytest.raises(hw.SpecError, match=message):
         resize_model(make_task(task), changes)
 

@@ -26,12 +26,17 @@ FULL = hw.design(model=MODEL, heads=3)
 
 
 def stack(*blocks: bp.BlockSpec, name: str = "decoder", **options: Any) -> bp.StackSpec:
-    usual = {"embedding": bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 9)), "norm": bp.NormSpec()}
+    usual = {
+        "embedding": bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 9)),
+        "norm": bp.NormSpec(),
+    }
     return bp.StackSpec.from_blocks(name, MODEL, blocks, **(usual | options))
 
 
 def model(
-    *blocks: bp.BlockSpec, heads: tuple[bp.OutputHeadSpec, ...] = (bp.OutputHeadSpec("tokens", WORDS),), **options: Any
+    *blocks: bp.BlockSpec,
+    heads: tuple[bp.OutputHeadSpec, ...] = (bp.OutputHeadSpec("tokens", WORDS),),
+    **options: Any,
 ) -> bp.ModelSpec:
     return bp.ModelSpec("small", "decoder", (stack(*blocks, **options),), heads)
 
@@ -64,14 +69,18 @@ def ids(rows: int = 3, count: int = 7) -> Tensor:
     return torch.randint(0, WORDS, (rows, count))
 
 
-# --- what they hold ------------------------------------------------------------------------------------
+# --- what they hold -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "task", "draw"), TINY)
 def test_tensors_are_those_of_the_description(name: str, task: str, draw: int):
-    """Over random configs of every family: names, shapes, and which are trained. What no spec says is refused."""
+    """Over random configs of every family: names, shapes, and which are trained. What no spec says
+    is refused.
+    """
     random.seed(f"{name} {task} {draw}")
-    described = hw.families.read_model_spec(FAMILIES[name][1]() | {"model_type": name, "architectures": [task]})
+    described = hw.families.read_model_spec(
+        FAMILIES[name][1]() | {"model_type": name, "architectures": [task]}
+    )
     if described.approximation_reasons():
         with pytest.raises(hw.SpecError, match="cannot build"):
             hw.build(described)
@@ -79,7 +88,9 @@ def test_tensors_are_those_of_the_description(name: str, task: str, draw: int):
     net = hw.build(described)
     assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes()
     assert sum(p.numel() for p in net.parameters()) == costs.count_parameters(described)
-    assert {key for key, _ in net.named_parameters()} == {w.name for w in described.weights() if w.trainable}
+    assert {key for key, _ in net.named_parameters()} == {
+        w.name for w in described.weights() if w.trainable
+    }
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -117,13 +128,15 @@ def test_a_tied_head_is_the_table_of_its_stack():
     torch.testing.assert_close(net.apply_head(h), h @ net.decoder.embedding.tokens.T)
     for reader, owner in (("decoder", "encoder"), ("encoder", "decoder")):
         shared = bp.EmbeddingSpec(WORDS, table=owner)
-        stacks = tuple(replace(one, embedding=shared) if one.name == reader else one for one in PAIR.stacks)
+        stacks = tuple(
+            replace(one, embedding=shared) if one.name == reader else one for one in PAIR.stacks
+        )
         net = built(replace(PAIR, stacks=stacks, heads=()))
         assert net.stacks[reader].embedding.table is net.stacks[owner].embedding.tokens
         assert f"{reader}.embedding.tokens" not in net.state_dict()
 
 
-# --- where tokens stand --------------------------------------------------------------------------------
+# --- where tokens stand ---------------------------------------------------------------------------
 
 ROWS = ([2, 5, 3, 7], [4], [1, 0, 6])
 POSITIONS = {
@@ -165,10 +178,15 @@ def test_packed_rows_are_as_if_alone(kind: str):
 def test_sinusoids_are_added_unscaled():
     """The scale is that of the table alone (1706.03762, section 3.4)."""
     net = hw.build(
-        model(embedding=bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("sinusoidal"), scale=3.0), norm=None)
+        model(
+            embedding=bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("sinusoidal"), scale=3.0),
+            norm=None,
+        )
     )
     codes = torch.tensor([[0.0, 1.0] * 6])
-    torch.testing.assert_close(net.hidden(torch.tensor([[4]]))[0], 3 * net.decoder.embedding.tokens[4:5] + codes)
+    torch.testing.assert_close(
+        net.hidden(torch.tensor([[4]]))[0], 3 * net.decoder.embedding.tokens[4:5] + codes
+    )
 
 
 @pytest.mark.parametrize("pad", ["left", "right", "none"])
@@ -187,7 +205,9 @@ def test_heads_of_whole_rows_mind_padding(at: str, pad: str):
         h = net.hidden(alone)[0]
         read = {"first": h[0], "last": h[-1], "mean": h.mean(0)}[at]
         p = net.head["classes"]
-        inner = F.layer_norm(torch.tanh(read @ p.transform.T + p.transform_bias), (5,), p.transform_norm.weight)
+        inner = F.layer_norm(
+            torch.tanh(read @ p.transform.T + p.transform_bias), (5,), p.transform_norm.weight
+        )
         expected = 1.5 * torch.tanh((2 * inner @ p.weight.T + p.bias) / 1.5)
         torch.testing.assert_close(got[row], expected)
 
@@ -199,7 +219,7 @@ def test_a_row_of_several_texts_cannot_be_read_as_a_whole():
         net(x, sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1]])))
 
 
-# --- what enters ---------------------------------------------------------------------------------------
+# --- what enters ----------------------------------------------------------------------------------
 
 
 def vision(**options: Any) -> bp.ModelSpec:
@@ -209,22 +229,37 @@ def vision(**options: Any) -> bp.ModelSpec:
 
 
 def test_patches_are_one_linear_map():
-    net = built(vision(patches=bp.PatchSpec(2, 3, 4, 5, channels=2), first=1, positions=bp.PositionSpec("learned", 7)))
+    net = built(
+        vision(
+            patches=bp.PatchSpec(2, 3, 4, 5, channels=2),
+            first=1,
+            positions=bp.PositionSpec("learned", 7),
+        )
+    )
     x = torch.randn(2, 2, 9, 15, dtype=torch.float64)
     embedding = net.encoder.embedding
-    got = embedding.place(embedding(x), hw.SequenceInfo.contiguous(0, 7, "cpu"), None) - embedding.positions
+    got = (
+        embedding.place(embedding(x), hw.SequenceInfo.contiguous(0, 7, "cpu"), None)
+        - embedding.positions
+    )
     assert got.shape == (2, 7, MODEL)
     torch.testing.assert_close(got[1, 0], embedding.first[0])
     for row in range(2):
         for column in range(3):
             patch = x[1, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5]
-            expected = torch.einsum("mchw,chw->m", embedding.patches, patch) + embedding.patches_bias
+            expected = (
+                torch.einsum("mchw,chw->m", embedding.patches, patch) + embedding.patches_bias
+            )
             torch.testing.assert_close(got[1, 1 + 3 * row + column], expected)
 
 
 def test_frames_over_time_are_an_image_of_one_column():
-    """As many frames as there are: fewer than described are a beginning, and padding is as if it were not there."""
-    described = vision(patches=bp.PatchSpec(9, 1, 1, 5, channels=1), positions=bp.PositionSpec("sinusoidal"))
+    """As many frames as there are: fewer than described are a beginning, and padding is as if it
+    were not there.
+    """
+    described = vision(
+        patches=bp.PatchSpec(9, 1, 1, 5, channels=1), positions=bp.PositionSpec("sinusoidal")
+    )
     net = built(described)
     x = torch.randn(2, 7, 5, dtype=torch.float64)
     got = net(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 4]))
@@ -236,7 +271,9 @@ def test_vectors_enter_where_there_is_no_embedding():
     net = built(model(BLOCK, embedding=None))
     x = torch.randn(2, 5, MODEL, dtype=torch.float64)
     assert net(x).shape == (2, 5, WORDS)
-    with pytest.raises(ValueError, match=r"has no embedding and takes vectors.*\[batch, tokens, 12\]"):
+    with pytest.raises(
+        ValueError, match=r"has no embedding and takes vectors.*\[batch, tokens, 12\]"
+    ):
         net(ids())
 
 
@@ -247,7 +284,7 @@ def test_token_types_default_to_the_first():
     assert not torch.allclose(net(x), net(TokenTypeInput(x, torch.full_like(x, 2))))
 
 
-# --- feed-forwards -------------------------------------------------------------------------------------
+# --- feed-forwards --------------------------------------------------------------------------------
 
 
 def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
@@ -260,8 +297,14 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
         visible = score + (p.router_bias if experts_spec.bias == "constant" else 0)
         groups = visible.view(experts_spec.groups, -1).sort(descending=True).values
         totals = groups[:, : 2 if experts_spec.group_score == "top2" else 1].sum(-1).tolist()
-        open_groups = sorted(range(len(totals)), key=lambda group: -totals[group])[: experts_spec.active_groups]
-        members = [expert for expert in range(experts_spec.count) if expert // groups.shape[1] in open_groups]
+        open_groups = sorted(range(len(totals)), key=lambda group: -totals[group])[
+            : experts_spec.active_groups
+        ]
+        members = [
+            expert
+            for expert in range(experts_spec.count)
+            if expert // groups.shape[1] in open_groups
+        ]
         best = sorted(members, key=lambda expert: -visible[expert])[: experts_spec.active]
         share = score[best]
         kinds = {"chosen": share.softmax(0), "sigmoid": share / share.sum()}
@@ -273,11 +316,17 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
             y = y + experts_spec.scale * weight * (p.each.down[expert] @ inner)
         out.append(y)
     y = torch.stack(out).view(x.shape)
-    return y if experts_spec.shared is None else y + F.linear(F.relu(F.linear(x, p.shared.up)), p.shared.down)
+    return (
+        y
+        if experts_spec.shared is None
+        else y + F.linear(F.relu(F.linear(x, p.shared.up)), p.shared.down)
+    )
 
 
 @pytest.mark.parametrize("bias", ["", "learned", "constant"])
-@pytest.mark.parametrize("groups", [(1, 1, "max"), (3, 2, "max"), (3, 1, "top2"), (3, 2, "top2"), (2, 2, "top2")])
+@pytest.mark.parametrize(
+    "groups", [(1, 1, "max"), (3, 2, "max"), (3, 1, "top2"), (3, 2, "top2"), (2, 2, "top2")]
+)
 @pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid", "sigmoid_sum"])
 def test_experts_follow_their_router(scores: str, groups: tuple[int, int, str], bias: str):
     shared = bp.FeedForwardSpec(3, "relu") if bias else None
@@ -291,10 +340,14 @@ def test_experts_follow_their_router(scores: str, groups: tuple[int, int, str], 
     expected = brute(experts_spec, feed, x)
     share, chosen = feed.route(x.flatten(0, 1))
     for run in (feed._run_chosen_experts, feed._run_all_experts):
-        y = run(x.flatten(0, 1), share, chosen).view(x.shape) + (0 if feed.shared is None else feed.shared(x))
+        y = run(x.flatten(0, 1), share, chosen).view(x.shape) + (
+            0 if feed.shared is None else feed.shared(x)
+        )
         torch.testing.assert_close(y, expected)
     names, tensors = zip(*feed.named_parameters(), strict=True)
-    expected_gradients = torch.autograd.grad(expected.square().sum(), (x, *tensors), retain_graph=True)
+    expected_gradients = torch.autograd.grad(
+        expected.square().sum(), (x, *tensors), retain_graph=True
+    )
     got = torch.autograd.grad(feed(x).square().sum(), (x, *tensors))
     for name, ours, theirs in zip(("x", *names), got, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
@@ -304,7 +357,10 @@ def test_an_unused_expert_costs_nothing():
     """32 tokens and one expert each: as many products as one feed-forward for all of them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    feed, x = MixtureOfExperts(bp.ExpertsSpec(bp.FeedForwardSpec(16), 8, 1), 4), torch.randn(1, 32, 4)
+    feed, x = (
+        MixtureOfExperts(bp.ExpertsSpec(bp.FeedForwardSpec(16), 8, 1), 4),
+        torch.randn(1, 32, 4),
+    )
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         feed(x)
     assert counter.get_total_flops() == 2 * 32 * (4 * 8 + 2 * 4 * 16)
@@ -315,7 +371,12 @@ def test_activations_by_name(name: str):
     x = torch.linspace(-8, 8, 41, dtype=torch.float64)
     phi = 0.5 * (1 + torch.erf(x / 2**0.5))
     bent = 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    expected = {"gelu": x * phi, "gelu_tanh": x * bent, "silu": x / (1 + torch.exp(-x)), "relu": x.clamp(min=0)}
+    expected = {
+        "gelu": x * phi,
+        "gelu_tanh": x * bent,
+        "silu": x / (1 + torch.exp(-x)),
+        "relu": x.clamp(min=0),
+    }
     expected |= {"relu2": x.clamp(min=0) ** 2, "relu6": x.clamp(0, 6)}
     expected |= {"mish": x * torch.tanh(torch.log1p(torch.exp(x)))}
     feed = FeedForward(bp.FeedForwardSpec(41, name), 41).double()
@@ -338,7 +399,7 @@ def test_norms_by_their_definitions(kind: str):
         torch.testing.assert_close(norm(x), unit * weight + (norm.bias if kind == "layer" else 0))
 
 
-# --- training ------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def test_dropout_acts_in_training_alone_and_where_it_should():
@@ -396,9 +457,14 @@ def test_forward_is_one_graph():
 
 @pytest.mark.compile
 def test_forward_of_two_stacks_is_one_graph():
-    short = replace(MERGED, stacks=(MERGED.stacks[0], replace(MERGED.stacks[1], runs=(bp.LayerRun(1, (MERGING,)),))))
+    short = replace(
+        MERGED,
+        stacks=(MERGED.stacks[0], replace(MERGED.stacks[1], runs=(bp.LayerRun(1, (MERGING,)),))),
+    )
     x = ids()
-    check_one_graph(built(short), x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]), source=ids(3, 5))
+    check_one_graph(
+        built(short), x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]), source=ids(3, 5)
+    )
 
 
 def check_one_graph(net: hw.Transformer, x: Tensor, **options: Any) -> None:
@@ -414,7 +480,9 @@ def test_probes_look_into_attentions_by_name():
     x, source = ids(), ids(3, 5)
     net(x, source=source)
     assert probe.tensors["weights"].shape == (3, 3, 7, 5)
-    with pytest.raises(ValueError, match=r"no attention is called 'decoder.1.cros'; did you mean 'decoder.1.cross'"):
+    with pytest.raises(
+        ValueError, match=r"no attention is called 'decoder.1.cros'; did you mean 'decoder.1.cross'"
+    ):
         net.probes = {"decoder.1.cros": probe}
     spec = replace(CAUSAL, modifiers=(hw.Routed(always=1, active=1),))
     net = built(model(bp.BlockSpec(spec)))
@@ -424,7 +492,7 @@ def test_probes_look_into_attentions_by_name():
     assert float(aux_losses.total("balance")) > 0
 
 
-# --- how they start ------------------------------------------------------------------------------------
+# --- how they start -------------------------------------------------------------------------------
 
 
 def test_a_seed_repeats_a_start_and_leaves_the_generator_alone():
@@ -434,7 +502,9 @@ def test_a_seed_repeats_a_start_and_leaves_the_generator_alone():
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
-    assert not torch.equal(hw.build(PAIR).decoder.embedding.tokens, hw.build(PAIR).decoder.embedding.tokens)
+    assert not torch.equal(
+        hw.build(PAIR).decoder.embedding.tokens, hw.build(PAIR).decoder.embedding.tokens
+    )
 
 
 def wide(start: str, layers: int = 4) -> hw.Transformer:
@@ -445,7 +515,11 @@ def wide(start: str, layers: int = 4) -> hw.Transformer:
         [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(384, bias="ud"))] * layers,
         embedding=bp.EmbeddingSpec(99),
     )
-    return hw.build(bp.ModelSpec("wide", "decoder", (one,), (bp.OutputHeadSpec("tokens", 99),)), seed=0, init=start)
+    return hw.build(
+        bp.ModelSpec("wide", "decoder", (one,), (bp.OutputHeadSpec("tokens", 99),)),
+        seed=0,
+        init=start,
+    )
 
 
 def test_depth_scaled_start():
@@ -480,7 +554,7 @@ def test_the_usual_start():
         assert wide(start, 1)(torch.tensor([[1, 2]])).isfinite().all()
 
 
-# --- what two stacks share -----------------------------------------------------------------------------
+# --- what two stacks share ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("described", [PAIR, MERGED], ids=["plain", "merged"])
@@ -492,7 +566,9 @@ def test_encoder_outputs_are_reused(described: bp.ModelSpec):
     got = net(x, source=source, source_sequence=sequence)
     torch.testing.assert_close(net(x, source=memory), got)
     for row, length in enumerate((5, 2, 3)):
-        torch.testing.assert_close(net(x[row : row + 1], source=source[row : row + 1, :length])[0], got[row])
+        torch.testing.assert_close(
+            net(x[row : row + 1], source=source[row : row + 1, :length])[0], got[row]
+        )
     assert isinstance(memory, EncoderOutput)
     order = torch.tensor([2, 0, 2])
     torch.testing.assert_close(net(x[order], source=memory.rows(order)), got[order])
@@ -508,7 +584,9 @@ def test_rows_of_caches_can_be_taken(described: bp.ModelSpec):
     order = torch.tensor([1, 1, 2])
     cache.rows(order)
     memory = memory and memory.rows(order)
-    after = torch.cat([net(x[order, t : t + 1], cache=cache, source=memory) for t in range(4, 7)], 1)
+    after = torch.cat(
+        [net(x[order, t : t + 1], cache=cache, source=memory) for t in range(4, 7)], 1
+    )
     whole = net(x, source=None if memory is None else source)
     torch.testing.assert_close(after, whole[order, 4:])
     assert (cache.used, cache.batch) == (7, 3)
@@ -528,7 +606,9 @@ def test_a_merged_block_is_the_block_of_attentions():
     from headwise.models.block import LayerInputs
 
     torch.testing.assert_close(layer(x, LayerInputs(at, None, z, sequence, {})), expected)
-    assert net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8  # of 3 heads of 4 a sum and a count
+    assert (
+        net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8
+    )  # of 3 heads of 4 a sum and a count
     for wrong in ({"attention": CAUSAL, "cross": FULL}, {}):
         with pytest.raises(hw.SpecError, match="give cross=, and no attention"):
             bp.BlockSpec(**wrong, form="merged")
@@ -546,7 +626,7 @@ def test_a_merged_block_is_the_block_of_attentions():
         assert read(write(MERGED)) == MERGED
 
 
-# --- generation ----------------------------------------------------------------------------------------
+# --- generation -----------------------------------------------------------------------------------
 
 
 def test_rows_stop_before_the_end():
@@ -572,7 +652,7 @@ def test_generation_leaves_the_model_as_it_was():
     assert [module.training for module in net.modules()] == before
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -583,7 +663,10 @@ def test_generation_leaves_the_model_as_it_was():
             model(bp.BlockSpec(bp.ApproximateAttention(CAUSAL, "it bends"))),
             r"cannot build decoder\.0\.attention: it bends",
         ),
-        (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "gelo"))), "no activation 'gelo'; did you mean 'gelu'"),
+        (
+            model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "gelo"))),
+            "no activation 'gelo'; did you mean 'gelu'",
+        ),
         (
             model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "bounded_silu(1.0, 2.0)"))),
             "give FeedForwardSpec\\(form='gated'\\)",
@@ -601,7 +684,11 @@ def test_unbuildable_specs_give_reasons(described: Any, words: str):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"dropout": 1.0}, "dropout=1.0"), ({"dropout": "much"}, "dropout='much'"), ({"init": "xavir"}, "mean 'xavier'")],
+    [
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": "much"}, "dropout='much'"),
+        ({"init": "xavir"}, "mean 'xavier'"),
+    ],
 )
 def test_invalid_build_arguments_give_reasons(options: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
@@ -614,7 +701,11 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
 @pytest.mark.parametrize(
     ("described", "call", "words"),
     [
-        (DECODER, {"x": STRANGE}, r"ids hold 11, but the table has 11 rows; give numbers in 0\.\.10"),
+        (
+            DECODER,
+            {"x": STRANGE},
+            r"ids hold 11, but the table has 11 rows; give numbers in 0\.\.10",
+        ),
         (DECODER, {"x": -STRANGE}, r"ids hold -11"),
         (DECODER, {"x": STRANGE.float()}, r"ids are torch.float32 \[1, 2\]; give integers"),
         (DECODER, {"x": [[1, 2]]}, "ids are list; give integers"),
@@ -662,12 +753,16 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
 )
 def test_invalid_cached_calls_give_reasons(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        hw.greedy_decode(hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | options))
+        hw.greedy_decode(
+            hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | options)
+        )
 
 
 @pytest.mark.parametrize("has_source", [False, True])
 def test_a_decoder_without_self_attention_decodes(has_source: bool):
-    """All heads of its self-attention may have been pruned; the cache counts tokens. Equal to uncached passes."""
+    """All heads of its self-attention may have been pruned; the cache counts tokens. Equal to
+    uncached passes.
+    """
     block = bp.BlockSpec(cross=FULL if has_source else None, feed=bp.FeedForwardSpec(17))
     pair = replace(PAIR, stacks=(PAIR.stacks[0], stack(block, block)))
     net = hw.build(pair if has_source else model(block), seed=1).eval()
@@ -676,14 +771,19 @@ def test_a_decoder_without_self_attention_decodes(has_source: bool):
     for _ in range(4):
         ids = torch.cat([ids, net(ids, **encoded)[:, -1:].argmax(-1)], 1)
     memory = net.encode(encoded["source"]) if has_source else None
-    assert hw.greedy_decode(net, prompt, max_new_tokens=4, encoder_output=memory) == ids[:, 3:].tolist()
+    assert (
+        hw.greedy_decode(net, prompt, max_new_tokens=4, encoder_output=memory)
+        == ids[:, 3:].tolist()
+    )
 
 
 def test_caches_without_self_attention_are_checked():
     net = hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3))))
     with pytest.raises(hw.SpecError, match="capacity=0; capacity must be at least 1"):
         net.cache(batch=1, capacity=0)
-    with pytest.raises(hw.SpecError, match="stores no keys or values; leave storage_format='int8' out"):
+    with pytest.raises(
+        hw.SpecError, match="stores no keys or values; leave storage_format='int8' out"
+    ):
         net.cache(batch=1, capacity=5, storage_format="int8")
     with pytest.raises(hw.SpecError, match="this model has none in the stack that generates"):
         Engine(net, budget=10**6)
@@ -692,7 +792,9 @@ def test_caches_without_self_attention_are_checked():
 def test_a_model_without_vocabulary_has_no_token_outputs():
     with pytest.raises(hw.SpecError, match=r"its first head must be Head\('tokens', 11\)"):
         hw.greedy_decode(
-            hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], max_new_tokens=2
+            hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))),
+            LONG[:, :3],
+            max_new_tokens=2,
         )
     with pytest.raises(ValueError, match="has an encoder, which needs an input"):
         hw.greedy_decode(hw.build(PAIR), LONG[:, :3], max_new_tokens=2)
@@ -701,6 +803,11 @@ def test_a_model_without_vocabulary_has_no_token_outputs():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_beyond_all_memory_is_refused_before_it_is_built(device: str):
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 10}
-    described = hw.families.read_model_spec(config | {"intermediate_size": 10**18, "num_hidden_layers": 1})
-    with torch.device(device), pytest.raises(hw.SpecError, match=r"cannot build llama: its weights need .* GB"):
+    described = hw.families.read_model_spec(
+        config | {"intermediate_size": 10**18, "num_hidden_layers": 1}
+    )
+    with (
+        torch.device(device),
+        pytest.raises(hw.SpecError, match=r"cannot build llama: its weights need .* GB"),
+    ):
         hw.build(described)

@@ -1,7 +1,8 @@
 """The three lists of mutation testing, in TOML files beside this one.
 
 - tests_of_module.toml: the modules that samples are taken from, and the tests that cover each.
-- guards.toml: mutants that the named tests must kill. Each stands for a law or for a bug that was once made.
+- guards.toml: mutants that the named tests must kill. Each stands for a law or for a bug that was
+  once made.
 - equivalent.toml: mutants that change nothing that a test could see, each with its reason.
 """
 
@@ -28,7 +29,9 @@ DOCTESTS = "house/test_house.py::test_doctests"
 
 @dataclass(frozen=True)
 class Trial:
-    """One mutant to test: its name, its address, and the tests to run, as pytest node ids relative to tests/."""
+    """One mutant to test: its name, its address, and the tests to run, as pytest node ids relative
+    to tests/.
+    """
 
     name: str
     address: Address
@@ -47,7 +50,10 @@ def address_of(entry: dict[str, Any]) -> Address:
 
 def guards() -> list[Trial]:
     """All entries of guards.toml."""
-    return [Trial(entry["name"], address_of(entry), tuple(entry["tests"])) for entry in load("guards.toml", "guard")]
+    return [
+        Trial(entry["name"], address_of(entry), tuple(entry["tests"]))
+        for entry in load("guards.toml", "guard")
+    ]
 
 
 def tests_of_module() -> dict[str, tuple[str, ...]]:
@@ -71,15 +77,19 @@ def equivalents() -> dict[Address, str]:
     return {address_of(entry): entry["reason"] for entry in load("equivalent.toml", "equivalent")}
 
 
-# --- whether the lists fit the repository --------------------------------------------------------------
+# --- whether the lists fit the repository ---------------------------------------------------------
 
 
 def find_errors() -> list[str]:
-    """What is wrong in the three lists: missing modules, mutation points, tests or reasons, and repeated names."""
+    """What is wrong in the three lists: missing modules, mutation points, tests or reasons, and
+    repeated names.
+    """
     addresses = [(trial.name, trial.address) for trial in guards()]
     addresses += [(f"equivalent {address}", address) for address in equivalents()]
     errors = [
-        f"{name}: the name is used twice" for name, count in Counter(n for n, _ in addresses).items() if count > 1
+        f"{name}: the name is used twice"
+        for name, count in Counter(n for n, _ in addresses).items()
+        if count > 1
     ]
     for name, address in addresses:
         path = SOURCE / PACKAGE / address.module
@@ -87,24 +97,42 @@ def find_errors() -> list[str]:
             errors.append(f"{name}: no module {address.module}")
         elif address not in points_of(path, address.module):
             errors.append(f"{name}: no mutation point {address}")
-    errors += [f"{address}: no reason is given" for address, reason in equivalents().items() if not reason.strip()]
+    errors += [
+        f"{address}: no reason is given"
+        for address, reason in equivalents().items()
+        if not reason.strip()
+    ]
     for trial in guards():
         errors += missing_tests(trial.name, trial.tests)
     modules = Counter(entry["module"] for entry in load("tests_of_module.toml", "cover"))
-    errors += [f"tests_of_module.toml: {module} has {count} entries" for module, count in modules.items() if count > 1]
+    errors += [
+        f"tests_of_module.toml: {module} has {count} entries"
+        for module, count in modules.items()
+        if count > 1
+    ]
     for module, tests in tests_of_module().items():
-        errors += [] if (SOURCE / PACKAGE / module).is_file() else [f"tests_of_module.toml: no module {module}"]
+        errors += (
+            []
+            if (SOURCE / PACKAGE / module).is_file()
+            else [f"tests_of_module.toml: no module {module}"]
+        )
         errors += missing_tests(module, tests[1:])
         errors += own_test_left_out(module, tests)
     return errors
 
 
 def own_test_left_out(module: str, tests: Iterable[str]) -> list[str]:
-    """That the test file named after a module does not cover it: mutants would survive that it kills."""
+    """That the test file named after a module does not cover it: mutants would survive that it
+    kills.
+    """
     folder, _, name = module.rpartition("/")
     own = f"{folder}/test_{name}".lstrip("/")
     listed = {test.partition("::")[0] for test in tests}
-    return [f"{module}: does not name its own tests, {own}"] if (TESTS / own).is_file() and own not in listed else []
+    return (
+        [f"{module}: does not name its own tests, {own}"]
+        if (TESTS / own).is_file() and own not in listed
+        else []
+    )
 
 
 @functools.cache
@@ -114,7 +142,9 @@ def points_of(path: Path, module: str) -> frozenset[Address]:
 
 
 def missing_tests(name: str, tests: Iterable[str]) -> list[str]:
-    """Why tests of an entry cannot run: there are none, or the file or the function does not exist."""
+    """Why tests of an entry cannot run: there are none, or the file or the
+    function does not exist.
+    """
     tests = list(tests)
     errors = [] if tests else [f"{name}: names no test"]
     for test in tests:
@@ -130,4 +160,8 @@ def missing_tests(name: str, tests: Iterable[str]) -> list[str]:
 @functools.cache
 def defined(path: Path) -> set[str]:
     """The names of all functions in a file."""
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }

@@ -1,7 +1,8 @@
-"""Mutation operators: small changes of a Python syntax tree, and the points of a module where they apply.
+"""Mutation operators: small changes of a Python syntax tree, and the points of a module where they
+apply.
 
-A mutation point is addressed by module, function, operator and number, never by source text or line, so that an
-address stays valid when code is formatted again or other functions change.
+A mutation point is addressed by module, function, operator and number, never by source text or
+line, so that an address stays valid when code is formatted again or other functions change.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ from dataclasses import dataclass
 MODULE_LEVEL = "<module>"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-COMPARISONS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
+COMPARISONS = [
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+]
 SWAPPED_COMPARISON = {a: b for pair in COMPARISONS for a, b in (pair, pair[::-1])}
 ARITHMETIC = [(ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.BitAnd, ast.BitOr)]
-SWAPPED_ARITHMETIC = {a: b for pair in ARITHMETIC for a, b in (pair, pair[::-1])} | {ast.Div: ast.Mult}
-EXTREMES = [("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("argmin", "argmax"), ("any", "all")]
+SWAPPED_ARITHMETIC = {a: b for pair in ARITHMETIC for a, b in (pair, pair[::-1])} | {
+    ast.Div: ast.Mult
+}
+EXTREMES = [
+    ("min", "max"),
+    ("minimum", "maximum"),
+    ("amin", "amax"),
+    ("argmin", "argmax"),
+    ("any", "all"),
+]
 SWAPPED_EXTREME = {a: b for pair in EXTREMES for a, b in (pair, pair[::-1])}
 
 
@@ -26,8 +41,9 @@ SWAPPED_EXTREME = {a: b for pair in EXTREMES for a, b in (pair, pair[::-1])}
 class Address:
     """The `nth` (from 1) point of `operator` within `function` of `module`.
 
-    `module` is a path relative to src/headwise, `function` a dotted name such as `Window.boxes`: a method, a class
-    (its body outside methods) or `<module>`. Functions inside functions are addressed as `outer.inner`.
+    `module` is a path relative to src/headwise, `function` a dotted name such as `Window.boxes`: a
+    method, a class (its body outside methods) or `<module>`. Functions inside functions are
+    addressed as `outer.inner`.
     """
 
     module: str
@@ -47,7 +63,7 @@ class Mutant:
     change: str
 
 
-# --- operators: a node gives the nodes that may replace it ---------------------------------------------
+# --- operators: a node gives the nodes that may replace it ----------------------------------------
 
 
 def swap_comparison(node: ast.AST) -> Iterator[ast.AST]:
@@ -94,7 +110,11 @@ def swap_extreme(node: ast.AST) -> Iterator[ast.AST]:
     """`min` and `max`, `any` and `all`, and functions and methods of tensors named like them."""
     if isinstance(node, ast.Name) and node.id in SWAPPED_EXTREME and isinstance(node.ctx, ast.Load):
         yield ast.Name(SWAPPED_EXTREME[node.id], node.ctx)
-    if isinstance(node, ast.Attribute) and node.attr in SWAPPED_EXTREME and isinstance(node.ctx, ast.Load):
+    if (
+        isinstance(node, ast.Attribute)
+        and node.attr in SWAPPED_EXTREME
+        and isinstance(node.ctx, ast.Load)
+    ):
         yield ast.Attribute(node.value, SWAPPED_EXTREME[node.attr], node.ctx)
 
 
@@ -102,9 +122,13 @@ def shift_slice(node: ast.AST) -> Iterator[ast.AST]:
     """A bound of a slice becomes larger by one."""
     if isinstance(node, ast.Slice):
         if node.lower:
-            yield ast.Slice(ast.BinOp(node.lower, ast.Add(), ast.Constant(1)), node.upper, node.step)
+            yield ast.Slice(
+                ast.BinOp(node.lower, ast.Add(), ast.Constant(1)), node.upper, node.step
+            )
         if node.upper:
-            yield ast.Slice(node.lower, ast.BinOp(node.upper, ast.Add(), ast.Constant(1)), node.step)
+            yield ast.Slice(
+                node.lower, ast.BinOp(node.upper, ast.Add(), ast.Constant(1)), node.step
+            )
 
 
 def negate_condition(node: ast.AST) -> Iterator[ast.AST]:
@@ -122,7 +146,9 @@ def flip_boolean(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def drop_operand(node: ast.AST) -> Iterator[ast.AST]:
-    """`a + b` becomes `a`, then `b`; so does every other operator, and each operand of `and` and `or` is left out."""
+    """`a + b` becomes `a`, then `b`; so does every other operator, and each operand of `and` and
+    `or` is left out.
+    """
     if isinstance(node, ast.BinOp):
         yield node.left
         yield node.right
@@ -146,7 +172,9 @@ def drop_statement(node: ast.AST) -> Iterator[ast.AST]:
     """A call, an assignment or an `if` without `else` becomes `pass`; a docstring stays."""
     if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
         yield ast.Pass()
-    if isinstance(node, ast.Assign | ast.AugAssign) or (isinstance(node, ast.If) and not node.orelse):
+    if isinstance(node, ast.Assign | ast.AugAssign) or (
+        isinstance(node, ast.If) and not node.orelse
+    ):
         yield ast.Pass()
 
 
@@ -165,11 +193,12 @@ OPERATORS: dict[str, Callable[[ast.AST], Iterator[ast.AST]]] = {
     "condition": fix_condition,
     "statement": drop_statement,
 }
-# Samples leave out the last four: most of their mutants fail at once and say little about the tests.
+# Samples leave out the last four: most of their mutants fail at once and say little about the
+# tests.
 SAMPLED = tuple(OPERATORS)[:9]
 
 
-# --- where they apply ----------------------------------------------------------------------------------
+# --- where they apply -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -194,7 +223,9 @@ UNTOUCHED_METHODS = {"examples", "__repr__"}  # `examples` gives specs to the te
 
 
 def is_untouched(node: ast.AST) -> bool:
-    """Whether nothing inside this node is changed: errors, messages, examples, imports for the type checker."""
+    """Whether nothing inside this node is changed: errors, messages, examples, imports for the type
+    checker.
+    """
     if isinstance(node, ast.If):
         return ast.unparse(node.test).endswith("TYPE_CHECKING")
     if isinstance(node, Function):
@@ -203,7 +234,9 @@ def is_untouched(node: ast.AST) -> bool:
 
 
 def places(node: ast.AST, function: str = MODULE_LEVEL) -> Iterator[tuple[str, Place, ast.AST]]:
-    """Every node below this one in source order, with the name of the function or class that it belongs to."""
+    """Every node below this one in source order, with the name of the function or class that it
+    belongs to.
+    """
     for field, value in ast.iter_fields(node):
         if field in UNTOUCHED:
             continue
@@ -218,7 +251,9 @@ def places(node: ast.AST, function: str = MODULE_LEVEL) -> Iterator[tuple[str, P
 
 
 def changes(tree: ast.Module, module: str) -> Iterator[tuple[Address, Place, ast.AST, ast.AST]]:
-    """Every mutation point of a module: its address, its place, the node there and the node to put there."""
+    """Every mutation point of a module: its address, its place, the node there and the node to put
+    there.
+    """
     numbers: Counter[tuple[str, str]] = Counter()
     for function, place, node in places(tree):
         for name, operator in OPERATORS.items():

@@ -23,7 +23,8 @@ JOBS = 2  # mutants tested at the same time
 TIME_LIMIT = 300.0  # seconds for the tests of one mutant
 OUTPUT_LINES = 15  # lines of pytest's output shown for a mutant that was not killed
 
-# An editable install must not win over PYTHONPATH: check where the package comes from before running a test.
+# An editable install must not win over PYTHONPATH: check where the package comes from before
+# running a test.
 WRONG_SOURCE = 97
 CANNOT_IMPORT = 98
 # The mutated module is imported before tests/conftest.py, which sets the same policy of kernels.
@@ -71,22 +72,36 @@ class Result:
         return f"{self.verdict:8}  {self.seconds:6.1f} s  {self.trial.name}: {self.change}{reason}"
 
 
-def sample(tests: Mapping[str, tuple[str, ...]], skipped: Mapping[Address, str], size: int, seed: int) -> list[Trial]:
-    """`size` mutation points of these modules, chosen at random by `seed`, without those in `skipped`."""
+def sample(
+    tests: Mapping[str, tuple[str, ...]], skipped: Mapping[Address, str], size: int, seed: int
+) -> list[Trial]:
+    """`size` mutation points of these modules, chosen at random by `seed`, without those in
+    `skipped`.
+    """
     found: list[Address] = []
     for module in sorted(tests):
         source = (SOURCE / PACKAGE / module).read_text()
-        found += [point for point in points(source, module) if point.operator in SAMPLED and point not in skipped]
+        found += [
+            point
+            for point in points(source, module)
+            if point.operator in SAMPLED and point not in skipped
+        ]
     chosen = random.Random(seed).sample(found, min(size, len(found)))
     return [Trial(str(point), point, tests[point.module]) for point in chosen]
 
 
-def run_tests(source: Path, module: str, tests: Sequence[str], time_limit: float | None) -> tuple[int | None, str]:
-    """Exit status (None after the time limit) and output of pytest with the package imported from `source`."""
+def run_tests(
+    source: Path, module: str, tests: Sequence[str], time_limit: float | None
+) -> tuple[int | None, str]:
+    """Exit status (None after the time limit) and output of pytest with the package imported from
+    `source`.
+    """
     args = ["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
     environment = {**os.environ, **TEST_ENVIRONMENT, "PYTHONPATH": str(source)}
     if module.startswith("kernels/"):
-        environment["NUMBA_CACHE_DIR"] = str(source.parent / "cache")  # mutants leave nothing in the user's cache
+        environment["NUMBA_CACHE_DIR"] = str(
+            source.parent / "cache"
+        )  # mutants leave nothing in the user's cache
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_PYTEST, str(source), dotted(module), *args],
         cwd=ROOT,
@@ -123,7 +138,9 @@ def run_trial(trial: Trial, time_limit: float = TIME_LIMIT) -> Result:
     return Result(trial, verdict, reason, mutant.change, time.perf_counter() - begun, output)
 
 
-def run_trials(trials: Sequence[Trial], time_limit: float = TIME_LIMIT, jobs: int = JOBS) -> Iterator[Result]:
+def run_trials(
+    trials: Sequence[Trial], time_limit: float = TIME_LIMIT, jobs: int = JOBS
+) -> Iterator[Result]:
     """Results of all trials in their order, `jobs` of them at the same time."""
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(lambda trial: run_trial(trial, time_limit), trials)
@@ -132,7 +149,8 @@ def run_trials(trials: Sequence[Trial], time_limit: float = TIME_LIMIT, jobs: in
 def kill_rate(results: Sequence[Result]) -> float:
     """Share of mutants that a failing test killed.
 
-    A timeout is no kill, because a busy machine causes it too. Broken mutants test nothing and count neither way.
+    A timeout is no kill, because a busy machine causes it too. Broken mutants test nothing and
+    count neither way.
     """
     counts = Counter(result.verdict for result in results)
     tested = len(results) - counts["broken"]
@@ -140,7 +158,9 @@ def kill_rate(results: Sequence[Result]) -> float:
 
 
 def passes_unchanged(trials: Sequence[Trial]) -> bool:
-    """Whether all tests of these mutants pass on the package as it is; prints the end of pytest's output if not."""
+    """Whether all tests of these mutants pass on the package as it is; prints the end of pytest's
+    output if not.
+    """
     tests = list(dict.fromkeys(test for trial in trials for test in trial.tests))
     status, output = run_tests(SOURCE, "__init__.py", tests, time_limit=None)
     if status != 0:
@@ -149,7 +169,9 @@ def passes_unchanged(trials: Sequence[Trial]) -> bool:
     return status == 0
 
 
-def report(trials: Sequence[Trial], aim: float, time_limit: float = TIME_LIMIT, jobs: int = JOBS) -> int:
+def report(
+    trials: Sequence[Trial], aim: float, time_limit: float = TIME_LIMIT, jobs: int = JOBS
+) -> int:
     """Print one line for each mutant and the kill rate; 0 if it reaches `aim`, else 1.
 
     With an aim of 1 every mutant must be killed, and none may be broken or reach the time limit.
@@ -162,7 +184,9 @@ def report(trials: Sequence[Trial], aim: float, time_limit: float = TIME_LIMIT, 
             print(*(f"    {line}" for line in result.output.splitlines()[-OUTPUT_LINES:]), sep="\n")
     counts = Counter(result.verdict for result in results)
     rate = kill_rate(results)
-    total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("killed", "survived", "timeout", "broken"))
+    total = ", ".join(
+        f"{counts[verdict]} {verdict}" for verdict in ("killed", "survived", "timeout", "broken")
+    )
     print(f"{len(results)} mutants: {total}; kill rate {rate:.2f}, aim {aim:.2f}")
     short = counts["killed"] < len(results) if aim == 1 else rate < aim
     return 1 if short else 0

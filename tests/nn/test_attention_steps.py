@@ -1,4 +1,6 @@
-"""The numbered steps of a layer: those of multi-head attention as it is taught, with the names of its tensors."""
+"""The numbered steps of a layer: those of multi-head attention as it is taught, with the names of
+its tensors.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def test_keys_and_values_have_their_own_names():
     shapes = {(step.number, step.tensor): step.shape for step in steps}
     assert shapes[0, "source"] == (3, 7, 24)
     assert (shapes[1, "Q"], shapes[1, "K"], shapes[1, "V"]) == ((3, 5, 24), (3, 7, 12), (3, 7, 20))
-    assert (shapes[2, "Q"], shapes[2, "K"], shapes[2, "V"]) == ((3, 5, 4, 6), (3, 7, 2, 6), (3, 7, 2, 10))
+    assert (shapes[2, "Q"], shapes[2, "K"], shapes[2, "V"]) == (
+        (3, 5, 4, 6),
+        (3, 7, 2, 6),
+        (3, 7, 2, 10),
+    )
     assert shapes[8, "output"] == (3, 5, 24)
 
 
@@ -54,9 +60,9 @@ def test_other_parts_stand_between_without_a_number():
     rotary = names.index((0, "transform: Rotary"))
     assert {number for number, _ in names[:rotary]} == {0, 1, 2}
     assert names[rotary + 1][0] == 3
-    assert [step.tensor for step in AttentionSteps(hw.walk(hw.design(preset="talking"))).steps].count(
-        "mix: TalkingHeads"
-    ) == 2
+    assert [
+        step.tensor for step in AttentionSteps(hw.walk(hw.design(preset="talking"))).steps
+    ].count("mix: TalkingHeads") == 2
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -77,6 +83,12 @@ def test_the_command_prints_steps_and_with_ops_operations(capsys: pytest.Capture
     assert "masked_fill" not in page
     assert cli.main(["walk", "mha", "--json"]) == 0
     steps = json.loads(capsys.readouterr().out)["steps"]
-    assert steps[1] == {"number": 1, "name": "project", "tensor": "Q", "shape": [5, 10, 512], "memory": "copy"}
+    assert steps[1] == {
+        "number": 1,
+        "name": "project",
+        "tensor": "Q",
+        "shape": [5, 10, 512],
+        "memory": "copy",
+    }
     assert cli.main(["walk", "mha", "--ops"]) == 0
     assert "masked_fill" in capsys.readouterr().out

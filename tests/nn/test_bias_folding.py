@@ -1,4 +1,6 @@
-"""Key biases do not change outputs and value biases add a constant, exactly where that holds; folding of both."""
+"""Key biases do not change outputs and value biases add a constant, exactly where that holds;
+folding of both.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ UNEQUAL = {
 
 
 def built(bias: str, **options: object) -> tuple[hw.Attention, hw.Attention]:
-    """A layer with every number random but for the bias, which is zero; and its twin with a random bias."""
+    """A layer with every number random but for the bias, which is zero; and its twin with a random
+    bias.
+    """
     words = {"model": 10, "heads": 6, "dim": 4, "bias": bias} | options
     plain = hw.Attention(hw.design(**words)).double()
     with torch.no_grad():
@@ -65,14 +69,16 @@ def change(plain: hw.Attention, biased: hw.Attention, x: Tensor, **call: object)
 
 
 def gradient(layer: hw.Attention, x: Tensor, bias: str) -> float:
-    """How much any loss can feel the bias, beside how much it feels the weight that it is added to."""
+    """How much any loss can feel the bias, beside how much it feels the weight
+    that it is added to.
+    """
     layer.zero_grad()
     (layer(x) * numbers(*x.shape)).sum().backward()
     felt, usual = (layer.project[name].grad.abs().max().item() for name in (f"{bias}_bias", bias))
     return felt / usual
 
 
-# --- b_K -----------------------------------------------------------------------------------------------
+# --- b_K ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -112,18 +118,22 @@ def test_a_bias_before_the_turn_of_a_single_position_is_forgotten():
     assert change(plain, biased, x, source=z[:, :1]) < ROUNDING
 
 
-# --- b_V -----------------------------------------------------------------------------------------------
+# --- b_V ------------------------------------------------------------------------------------------
 
 
 def constant(layer: hw.Attention) -> Tensor:
-    """b_V W_O by heads: each output head adds the bias of the value head that it reads, through its own W_O."""
+    """b_V W_O by heads: each output head adds the bias of the value head that it reads, through its
+    own W_O.
+    """
     heads, out = layer.spec.heads, layer.output["o"].view(10, layer.spec.heads.q, -1)
     bias = layer.project["v_bias"].view(heads.num_value_heads, heads.vdim)
     return sum(out[:, h] @ bias[heads.value_head_of_row[h]] for h in range(heads.q))
 
 
 UNEVEN = {"uneven": hw.Heads(q=6, kv=3, dim=4, vdim=5, kv_head_of_query=(2, 0, 0, 1, 0, 0))}
-SEPARATE_GROUPS = {"values-apart": hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 2, 0, 1, 2))}
+SEPARATE_GROUPS = {
+    "values-apart": hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 2, 0, 1, 2))
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -136,7 +146,9 @@ def test_a_bias_of_values_adds_a_constant(value: str, shape: str):
     assert added.abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("heads", [*UNEVEN.values(), *SEPARATE_GROUPS.values()], ids=[*UNEVEN, *SEPARATE_GROUPS])
+@pytest.mark.parametrize(
+    "heads", [*UNEVEN.values(), *SEPARATE_GROUPS.values()], ids=[*UNEVEN, *SEPARATE_GROUPS]
+)
 def test_the_constant_follows_the_pattern(heads: hw.Heads):
     spec = hw.AttentionSpec(
         model=10,
@@ -165,7 +177,9 @@ def test_a_bias_of_values_adds_no_constant(why: str):
 
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
 def test_a_query_without_a_key_gets_no_constant(backend: str):
-    """Fully masked rows read zero, so there b_V is not handed on; the others in the same call get all of it."""
+    """Fully masked rows read zero, so there b_V is not handed on; the others in the same call get
+    all of it.
+    """
     plain, biased = built("v", kv=2)
     for layer in (plain, biased):
         layer.backend_name = backend
@@ -173,35 +187,48 @@ def test_a_query_without_a_key_gets_no_constant(backend: str):
     tokens = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 5])
     added = biased(x, sequence=tokens) - plain(x, sequence=tokens)
     live = tokens.is_real
-    torch.testing.assert_close(added[live], constant(biased).expand_as(added[live]), rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(
+        added[live], constant(biased).expand_as(added[live]), rtol=0, atol=ROUNDING
+    )
     assert (added[~live] == 0).all()
 
 
-# --- how many ------------------------------------------------------------------------------------------
+# --- how many -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("model", "heads"), [(10, 5), (14, 7), (512, 8)])
 def test_multi_head_biases_are_four_times_the_width(model: int, heads: int):
-    with_all, without = (hw.costs.count_parameters(hw.design(model=model, heads=heads, bias=b)) for b in ("qkvo", ""))
+    with_all, without = (
+        hw.costs.count_parameters(hw.design(model=model, heads=heads, bias=b)) for b in ("qkvo", "")
+    )
     assert with_all - without == 4 * model
     assert without == 4 * model**2
 
 
-@pytest.mark.parametrize(("h", "g", "d_k", "d_v", "d"), [(6, 2, 4, 5, 10), (6, 6, 4, 3, 11), (5, 1, 2, 7, 13)])
+@pytest.mark.parametrize(
+    ("h", "g", "d_k", "d_v", "d"), [(6, 2, 4, 5, 10), (6, 6, 4, 3, 11), (5, 1, 2, 7, 13)]
+)
 def test_biases_in_general(h: int, g: int, d_k: int, d_v: int, d: int):
     def counted(bias: str) -> int:
-        return hw.costs.count_parameters(hw.design(model=d, heads=h, kv=g, dim=d_k, vdim=d_v, bias=bias))
+        return hw.costs.count_parameters(
+            hw.design(model=d, heads=h, kv=g, dim=d_k, vdim=d_v, bias=bias)
+        )
 
     assert counted("qkvo") - counted("") == h * d_k + g * (d_k + d_v) + d
     each = {"q": h * d_k, "k": g * d_k, "v": g * d_v, "o": d}
     assert {letter: counted(letter) - counted("") for letter in each} == each
 
 
-# --- folding -------------------------------------------------------------------------------------------
+# --- folding --------------------------------------------------------------------------------------
 
 FOLDED = {
     "plain": ({}, "q", "o", ()),
-    "grouped": ({"kv": 2, "vdim": 5, "pattern": "causal()", "modifiers": (hw.Alibi(),)}, "q", "o", ()),
+    "grouped": (
+        {"kv": 2, "vdim": 5, "pattern": "causal()", "modifiers": (hw.Alibi(),)},
+        "q",
+        "o",
+        (),
+    ),
     "with an output bias": ({"bias": "qkvo", "kv": 3}, "q", "o", ()),
     "talking scores": ({"modifiers": (hw.TalkingHeads(),)}, "q", "o", ()),
     "turned": ({"modifiers": (hw.Rotary(),)}, "qk", "o", ("k",)),
@@ -211,7 +238,12 @@ FOLDED = {
     "mixed weights": ({"modifiers": (hw.TalkingHeads(on="weights"),)}, "qv", "", ("v",)),
     "a sink": ({"normaliser": hw.SinkSoftmax()}, "qkv", "", ("k", "v")),
     "no competition": ({"normaliser": hw.Sigmoid()}, "qkv", "", ("k", "v")),
-    "sums of features": ({"similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, "qk", "o", ("k",)),
+    "sums of features": (
+        {"similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+        "qk",
+        "o",
+        ("k",),
+    ),
     "sums that may be zero": (
         {"similarity": hw.FeatureMap(kind="relu"), "normaliser": hw.Sum(), "dim": 1},
         "qkv",
@@ -224,12 +256,18 @@ FOLDED = {
 @pytest.mark.parametrize("case", FOLDED)
 def test_folding_removes_foldable_biases_and_reports_the_others(case: str):
     options, inner, outer, stayed = FOLDED[case]
-    layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "bias": "qkv"} | options))).double()
+    layer = hw.Attention(
+        hw.design(**({"model": 10, "heads": 6, "dim": 4, "bias": "qkv"} | options))
+    ).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()
     folded = hw.fold_bias(layer.spec, layer.state_dict())
-    assert (folded.spec.project.bias, folded.spec.merge.bias, tuple(folded.reasons_kept)) == (inner, outer, stayed)
+    assert (folded.spec.project.bias, folded.spec.merge.bias, tuple(folded.reasons_kept)) == (
+        inner,
+        outer,
+        stayed,
+    )
     other = hw.Attention(folded.spec).double()
     other.load_state_dict(folded.weights)
     x = numbers(BATCH, TOKENS, 10)

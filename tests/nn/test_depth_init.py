@@ -12,14 +12,25 @@ import headwise as hw
 from support.layer_cases import base
 
 WIDE, HIGH = 96, 160  # enough numbers that their spread is known to 2 %
-EVERY = (hw.QKNorm(), hw.Alibi(), hw.T5Bias(buckets=8), hw.Shaw(), hw.TalkingHeads(), hw.HeadGate(start=1.0))
+EVERY = (
+    hw.QKNorm(),
+    hw.Alibi(),
+    hw.T5Bias(buckets=8),
+    hw.Shaw(),
+    hw.TalkingHeads(),
+    hw.HeadGate(start=1.0),
+)
 
 
 def changed(module: nn.Module, **options) -> set[str]:
     """The names of what a depth-scaled start draws."""
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     hw.depth_scaled_init(module, depth=4, **options)
-    return {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
+    return {
+        name
+        for name, tensor in module.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    }
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.25, 0.5])
@@ -38,7 +49,9 @@ def test_paper_and_code_at_layer_16(options: dict[str, float], factor: float):
     """The released code's interval at depth 16 is twice as wide as the paper's."""
     first, deep = nn.Linear(WIDE, HIGH), nn.Linear(WIDE, HIGH)
     for linear, depth in ((first, 1), (deep, 16)):
-        hw.depth_scaled_init(linear, depth=depth, generator=torch.Generator().manual_seed(3), **options)
+        hw.depth_scaled_init(
+            linear, depth=depth, generator=torch.Generator().manual_seed(3), **options
+        )
     torch.testing.assert_close(deep.weight, first.weight * factor)
 
 
@@ -56,7 +69,11 @@ def test_projections_of_one_input_count_as_one_matrix_if_they_are_joined(source:
     layer = hw.Attention(hw.design(model=WIDE, heads=8, kv=2, dim=24, source=source))
     hw.depth_scaled_init(layer, depth=9, fans="joined")
     q, k = (192 + 48 + 48,) * 2 if source is None else (192, 48 + 48)
-    fans = {"project.q": WIDE + q, "project.k": (source or WIDE) + k, "project.v": (source or WIDE) + k}
+    fans = {
+        "project.q": WIDE + q,
+        "project.k": (source or WIDE) + k,
+        "project.v": (source or WIDE) + k,
+    }
     for name, tensor in layer.state_dict().items():
         bound = math.sqrt(6 / fans.get(name, WIDE + 192) / 9)
         assert 0.99 * bound <= tensor.abs().max().item() <= bound * (1 + 1e-6), name
@@ -80,14 +97,28 @@ def test_biases_norms_tables_and_constants_stay():
 
 def test_any_module():
     foreign = nn.TransformerEncoderLayer(10, 2, 13)
-    weights = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
+    weights = {
+        "self_attn.in_proj_weight",
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "linear2.weight",
+    }
     assert changed(foreign) == weights
     bound = math.sqrt(6 / 20 / 4)  # three square maps, not one of 30 rows
     assert 0.9 * bound < foreign.self_attn.in_proj_weight.abs().max().item() <= bound
     multihead_attention = nn.MultiheadAttention(10, 2, kdim=7, vdim=5)
-    assert changed(multihead_attention) == {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"}
-    mixed = nn.ModuleDict({"embed": nn.Embedding(5, 10), "norm": nn.LayerNorm(10), "attend": hw.Attention(base())})
-    assert changed(mixed) == {f"attend.{name}" for name in ("project.q", "project.k", "project.v", "output.o")}
+    assert changed(multihead_attention) == {
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "out_proj.weight",
+    }
+    mixed = nn.ModuleDict(
+        {"embed": nn.Embedding(5, 10), "norm": nn.LayerNorm(10), "attend": hw.Attention(base())}
+    )
+    assert changed(mixed) == {
+        f"attend.{name}" for name in ("project.q", "project.k", "project.v", "output.o")
+    }
 
 
 def test_shared_weights_are_sampled_once():

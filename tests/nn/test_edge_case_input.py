@@ -26,7 +26,9 @@ def numbers(*shape: int) -> Tensor:
 PATTERNS = ("full()", "causal()", "window(2)", "first(2)")
 TOKENS = {
     "whole": lambda x: hw.SequenceInfo.contiguous(0, 7, "cpu"),
-    "packed": lambda x: hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3)),
+    "packed": lambda x: hw.SequenceInfo.from_batch(
+        x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3)
+    ),
     "padded": lambda x: hw.SequenceInfo.from_batch(x, lengths=[7, 5, 3]),
 }
 
@@ -37,7 +39,8 @@ TOKENS = {
 def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
     """Who may read it shows it, and so does whoever asks with it; other rows never do.
 
-    Between the two (the same row, but no right to read) 0 times NaN is NaN, and no backend replaces it.
+    Between the two (the same row, but no right to read) 0 times NaN is NaN, and no backend replaces
+    it.
     """
     used, x = layer(backend, pattern=pattern, kv=2), numbers(3, 7, 10)
     at = TOKENS[tokens](x)
@@ -52,7 +55,9 @@ def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
 
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
 def test_a_nan_query_affects_its_own_output_only(backend: str):
-    """Keys and values are sound; the NaN comes in by the scores of one query, and goes out by its output."""
+    """Keys and values are sound; the NaN comes in by the scores of one query, and goes out by its
+    output.
+    """
     used, x = layer(backend, kv=2, source=13), numbers(3, 7, 10)
     x[1, 4] = NAN
     y = used(x, source=numbers(3, 11, 13))
@@ -75,17 +80,27 @@ EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax()), ("grouped", h
 @pytest.mark.parametrize("mask", [False, True], ids=["padding", "mask"])
 @pytest.mark.parametrize(("backend", "normaliser"), EVERYWHERE, ids=str)
 def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: object, mask: bool):
-    """Then y is the bias of the output; every normaliser, fused or not, and no gradient is a NaN."""
+    """Then y is the bias of the output; every normaliser, fused or not, and no
+    gradient is a NaN.
+    """
     if mask and backend != "dense":
-        with pytest.raises(hw.NoBackend, match=r"does not support a mask given by the caller; dense does"):
+        with pytest.raises(
+            hw.NoBackend, match=r"does not support a mask given by the caller; dense does"
+        ):
             layer(backend, kv=2)(X[:2, :1], mask=torch.ones(2, 1, 1, 1, dtype=torch.bool))
         return
     similarity = hw.FeatureMap() if isinstance(normaliser, hw.Sum) else hw.Dot()
     used = layer(backend, normaliser=normaliser, similarity=similarity, bias="qkvo", kv=2)
     z = numbers(2, 7, 10)
     x = numbers(2, 1, 10) if backend == "grouped" else z
-    hidden = torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7) if mask else None
-    sequence = used.project_source(z, sequence=None if mask else hw.SequenceInfo.from_batch(z, lengths=[7, 0]))
+    hidden = (
+        torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7)
+        if mask
+        else None
+    )
+    sequence = used.project_source(
+        z, sequence=None if mask else hw.SequenceInfo.from_batch(z, lengths=[7, 0])
+    )
     with torch.no_grad():
         used.output["o_bias"].normal_()
     y, o = used(x, source=sequence, mask=hidden), used.head_outputs(x, source=sequence, mask=hidden)
@@ -100,14 +115,20 @@ def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: objec
 @pytest.mark.parametrize("shape", [(0, 7), (2, 0), (2, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize("keys", [11, 1, 0])
 def test_empty_inputs_are_legal(keys: int, shape: tuple[int, int], backend: str | None):
-    """No row, no query, one token, no key: the same shapes as ever, and zero where nothing could be read."""
+    """No row, no query, one token, no key: the same shapes as ever, and zero where nothing could be
+    read.
+    """
     used = layer(backend, kv=2, vdim=5, source=13)
     y = used.head_outputs(numbers(*shape, 10), source=numbers(shape[0], keys, 13))
     assert y.shape == (*shape, 6, 5)
     assert keys or (y == 0).all()
     own = layer(backend, kv=2, pattern="causal()")
     cache = own.cache(batch=shape[0], capacity=9)
-    assert own(numbers(*shape, 10)).shape == own(numbers(*shape, 10), cache=cache).shape == (*shape, 10)
+    assert (
+        own(numbers(*shape, 10)).shape
+        == own(numbers(*shape, 10), cache=cache).shape
+        == (*shape, 10)
+    )
 
 
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
@@ -153,7 +174,9 @@ def test_output_heads_with_a_state_may_have_any_order(who: str):
     torch.testing.assert_close(result, chosen(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"pattern": "window(3)"}, {"pattern": "dilated(3, 2)"}], ids=["window", "dilated"])
+@pytest.mark.parametrize(
+    "options", [{"pattern": "window(3)"}, {"pattern": "dilated(3, 2)"}], ids=["window", "dilated"]
+)
 def test_every_causal_spec_can_be_decoded(options: dict[str, object]):
     """A similarity that has a state, in a layer that cannot use one, keeps its tokens instead."""
     used, x = layer(**(STATED | options)), numbers(2, 7, 10)
@@ -170,7 +193,9 @@ def test_a_later_document_may_not_be_forgotten():
     used, x = layer(pattern="causal()"), numbers(1, 3, 10)
     cache = used.cache(batch=1, capacity=9)
     used(x, cache=cache, sequence=at([0, 1, 0], [0, 0, 1]))
-    with pytest.raises(ValueError, match=r"went back to an earlier position or segment; .*goes forward"):
+    with pytest.raises(
+        ValueError, match=r"went back to an earlier position or segment; .*goes forward"
+    ):
         used(x[:, :1], cache=cache, sequence=at([2], [0]))
 
 
@@ -183,30 +208,44 @@ def test_a_recurrent_state_cannot_separate_documents():
 def test_a_later_prefix_must_come_at_once_too():
     """The first keys of a second document are read by queries that were there before them."""
     used, x = layer(pattern="prefix(3)"), numbers(1, 9, 10)
-    cache, whole_row = used.cache(batch=1, capacity=9), at([0, 1, 2, 3, 0, 1, 2, 3, 4], [0] * 4 + [1] * 5)
+    cache, whole_row = (
+        used.cache(batch=1, capacity=9),
+        at([0, 1, 2, 3, 0, 1, 2, 3, 4], [0] * 4 + [1] * 5),
+    )
     cut = hw.SequenceInfo(whole_row.position[:, :6], whole_row.segment[:, :6])
     with pytest.raises(ValueError, match="first 3 tokens"):
         used(x[:, :6], cache=cache, sequence=cut)
 
 
 def test_a_start_claimed_by_the_caller_is_ignored():
-    """`start` is what the library knows; handed in from outside it says nothing, and a list will do for a tensor."""
-    claimed = hw.SequenceInfo(torch.arange(3)[None] + 5, torch.zeros(1, 3, dtype=torch.int64), start=0)
+    """`start` is what the library knows; handed in from outside it says nothing, and a list will do
+    for a tensor.
+    """
+    claimed = hw.SequenceInfo(
+        torch.arange(3)[None] + 5, torch.zeros(1, 3, dtype=torch.int64), start=0
+    )
     assert claimed.start is None
     x = numbers(2, 7, 10)
-    assert torch.equal(hw.SequenceInfo.from_batch(x, segments=[[0] * 7] * 2).position, torch.arange(7).expand(2, 7))
+    assert torch.equal(
+        hw.SequenceInfo.from_batch(x, segments=[[0] * 7] * 2).position, torch.arange(7).expand(2, 7)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
 def test_positions_of_small_types_are_positions(dtype: torch.dtype):
     """A window reaches back by subtraction, which small unsigned numbers cannot take."""
-    for options in ({"pattern": "window(3)"}, {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())}):
+    for options in (
+        {"pattern": "window(3)"},
+        {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())},
+    ):
         used, x = layer(**options), numbers(2, 7, 10)
         small = hw.SequenceInfo(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
         torch.testing.assert_close(used(x, sequence=small), used(x), rtol=0, atol=1e-12)
         cache = used.cache(batch=2, capacity=9)
         packed = hw.SequenceInfo.from_batch(x, segments=torch.zeros(2, 7, dtype=torch.int32))
-        torch.testing.assert_close(used(x, sequence=packed, cache=cache), used(x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            used(x, sequence=packed, cache=cache), used(x), rtol=0, atol=1e-12
+        )
 
 
 def test_segments_may_be_any_numbers():
@@ -220,7 +259,9 @@ def test_segments_may_be_any_numbers():
 
 
 def test_a_state_keeps_sums_that_its_inputs_could_not():
-    spec = hw.design(model=16, heads=2, pattern="causal", similarity=hw.FeatureMap(), normaliser=hw.Sum())
+    spec = hw.design(
+        model=16, heads=2, pattern="causal", similarity=hw.FeatureMap(), normaliser=hw.Sum()
+    )
     used = hw.Attention(spec).to(torch.bfloat16).eval()
     x = torch.randn(1, 600, 16).to(torch.bfloat16)
     cache = used.cache(batch=1, capacity=1)
@@ -240,7 +281,9 @@ def test_caches_work_under_autocast(kind: str):
     cache = used.cache(batch=2, capacity=9)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         whole = used(x)
-        first = used(x[:, :3], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :3], lengths=[3, 3]))
+        first = used(
+            x[:, :3], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :3], lengths=[3, 3])
+        )
         rest = [used(x[:, 3:5], cache=cache), *(used(x[:, t : t + 1], cache=cache) for t in (5, 6))]
     torch.testing.assert_close(torch.cat([first, *rest], 1), whole, rtol=0.05, atol=0.05)
 

@@ -1,4 +1,6 @@
-"""Random features are sampled again, in place and in training, and a saved model keeps those it had."""
+"""Random features are sampled again, in place and in training, and a saved model keeps those it
+had.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ class RandomFeatures(Echo):
 
 
 def directions(net: torch.nn.Module) -> list[torch.Tensor]:
-    return [constant.clone() for name, constant in net.named_buffers() if name.endswith("similarity.directions")]
+    return [
+        constant.clone()
+        for name, constant in net.named_buffers()
+        if name.endswith("similarity.directions")
+    ]
 
 
 def test_every_layer_gets_new_features_of_its_own():
     net = hw.build(RandomFeatures().model())
-    weights, before = {name: p.detach().clone() for name, p in net.named_parameters()}, directions(net)
+    weights, before = (
+        {name: p.detach().clone() for name, p in net.named_parameters()},
+        directions(net),
+    )
     assert hw.redraw_features(net, 5) == 2
     after = directions(net)
     assert all(not torch.equal(*pair) for pair in [*zip(before, after, strict=True), after])
-    expected = sample_orthogonal_gaussian(5 * 1_000_003 + 1, tuple(after[1].shape)).to(after[1].dtype)
+    expected = sample_orthogonal_gaussian(5 * 1_000_003 + 1, tuple(after[1].shape)).to(
+        after[1].dtype
+    )
     torch.testing.assert_close(after[1], expected)
     assert all(torch.equal(p, weights[name]) for name, p in net.named_parameters())
     hw.redraw_features(net, 6)
@@ -64,6 +75,10 @@ def test_training_redraws_features_and_a_resumed_run_ends_with_the_same_bits(tmp
     hw.redraw_features(expected, 3 + 5)  # before steps 3 and 5
     assert all(map(torch.equal, directions(whole), directions(expected)))
     again = hw.load(tmp_path / "whole")
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
-    fixed = train(RandomFeatures(), recipe=short_recipe(steps=6, seed=3), out=tmp_path / "fixed").net
+    assert all(
+        torch.equal(again.state_dict()[name], tensor) for name, tensor in whole.state_dict().items()
+    )
+    fixed = train(
+        RandomFeatures(), recipe=short_recipe(steps=6, seed=3), out=tmp_path / "fixed"
+    ).net
     assert all(map(torch.equal, directions(fixed), directions(hw.build(RandomFeatures().model()))))

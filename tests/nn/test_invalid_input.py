@@ -1,4 +1,6 @@
-"""Invalid input gives one error with the fact, the values and the remedy, and leaves everything unchanged."""
+"""Invalid input gives one error with the fact, the values and the remedy, and leaves everything
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +251,7 @@ def test_an_unsupported_call_lists_the_reason_of_each_backend():
     assert "cannot show weights" in str(caught.value)
 
 
-# --- what was refused has done nothing -----------------------------------------------------------------
+# --- what was refused has done nothing ------------------------------------------------------------
 
 CACHES = {
     "plain": {"pattern": "causal()"},
@@ -283,7 +285,11 @@ def test_a_full_cache_raises_and_keeps_its_tokens(ragged: bool):
     used, x = causal(), numbers(2, 7, 10)
     cache = used.cache(batch=2, capacity=7)
     lengths = [5, 4] if ragged else [5, 5]
-    used(x[:, :5], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :5], lengths=lengths) if ragged else None)
+    used(
+        x[:, :5],
+        cache=cache,
+        sequence=hw.SequenceInfo.from_batch(x[:, :5], lengths=lengths) if ragged else None,
+    )
     with pytest.raises(hw.CacheFull, match=r"8 tokens do not fit in 7 slots; .*capacity=8"):
         used(x[:, :3], cache=cache)
     torch.testing.assert_close(used(x[:, 5:], cache=cache)[0], used(x)[0, 5:], rtol=0, atol=1e-12)

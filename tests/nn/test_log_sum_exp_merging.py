@@ -31,7 +31,9 @@ SPECS = {
 
 
 def built(**options: object) -> hw.Attention:
-    layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "source": WIDTH} | options))).double()
+    layer = hw.Attention(
+        hw.design(**({"model": 10, "heads": 6, "dim": 4, "source": WIDTH} | options))
+    ).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -58,19 +60,29 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return above / total.masked_fill(total == 0, 1.0)[..., None]
 
 
-def in_parts(layer: hw.Attention, x: Tensor, z: Tensor, at: hw.SequenceInfo, sizes: tuple[int, ...]) -> list[object]:
-    """The memory cut into slices, each remembered on its own with the positions it has in the whole."""
+def in_parts(
+    layer: hw.Attention, x: Tensor, z: Tensor, at: hw.SequenceInfo, sizes: tuple[int, ...]
+) -> list[object]:
+    """The memory cut into slices, each remembered on its own with the positions it has in the
+    whole.
+    """
     first, slices = 0, []
     for size in sizes:
         last = first + size
         position, segment = at.position[:, first:last], at.segment[:, first:last]
-        slices.append(layer.project_source(z[:, first:last], sequence=hw.SequenceInfo(position, segment)))
+        slices.append(
+            layer.project_source(z[:, first:last], sequence=hw.SequenceInfo(position, segment))
+        )
         first = last
     return slices
 
 
-def check_merges(layer: hw.Attention, sizes: tuple[int, ...], at: hw.SequenceInfo, **call: object) -> list[Tensor]:
-    """One pass over the whole memory equals the merge of passes over its slices; gives the slices' lse."""
+def check_merges(
+    layer: hw.Attention, sizes: tuple[int, ...], at: hw.SequenceInfo, **call: object
+) -> list[Tensor]:
+    """One pass over the whole memory equals the merge of passes over its slices; gives the slices'
+    lse.
+    """
     x, z = numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
     whole, lse = read(layer, x, layer.project_source(z, sequence=at), **call)
     parts = [read(layer, x, keep, **call) for keep in in_parts(layer, x, z, at, sizes)]
@@ -98,14 +110,19 @@ def test_slices_of_the_sequence_itself_merge():
     layer = built(source=10, pattern="causal()", modifiers=(hw.Alibi(),), kv=2)
     x = numbers(BATCH, TOKENS, 10)
     parts = [
-        read(layer, x, keep) for keep in in_parts(layer, x, x, hw.SequenceInfo.contiguous(0, TOKENS, "cpu"), (3, 2, 2))
+        read(layer, x, keep)
+        for keep in in_parts(layer, x, x, hw.SequenceInfo.contiguous(0, TOKENS, "cpu"), (3, 2, 2))
     ]
     torch.testing.assert_close(merged(parts), layer.head_outputs(x), rtol=0, atol=1e-11)
 
 
 def test_a_slice_without_allowed_keys():
-    """Under a causal pattern the early queries see none of the last slice: lse minus infinity, weight zero."""
-    lse = check_merges(built(pattern="causal()"), (5, 12), hw.SequenceInfo.contiguous(0, SOURCE, "cpu"))
+    """Under a causal pattern the early queries see none of the last slice: lse minus infinity,
+    weight zero.
+    """
+    lse = check_merges(
+        built(pattern="causal()"), (5, 12), hw.SequenceInfo.contiguous(0, SOURCE, "cpu")
+    )
     assert (lse[1][:, :5] == -torch.inf).all()
     assert torch.isfinite(lse[1][:, 5:]).all()
     assert torch.isfinite(lse[0]).all()
@@ -120,7 +137,10 @@ def test_a_query_without_allowed_keys_in_any_slice():
     assert all((lse[1, 4:] == -torch.inf).all() for _, lse in parts)
     assert (merged(parts)[1, 4:] == 0).all()
     torch.testing.assert_close(
-        merged(parts), read(layer, x, layer.project_source(z), sequence=queries)[0], rtol=0, atol=1e-11
+        merged(parts),
+        read(layer, x, layer.project_source(z), sequence=queries)[0],
+        rtol=0,
+        atol=1e-11,
     )
 
 
@@ -133,9 +153,14 @@ def test_slices_with_padding_merge():
 
 
 def test_the_order_of_slices_does_not_matter():
-    layer, x, z = built(modifiers=(hw.Rotary(),)), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
+    layer, x, z = (
+        built(modifiers=(hw.Rotary(),)),
+        numbers(BATCH, TOKENS, 10),
+        numbers(BATCH, SOURCE, WIDTH),
+    )
     parts = [
-        read(layer, x, keep) for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))
+        read(layer, x, keep)
+        for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))
     ]
     torch.testing.assert_close(merged(parts[::-1]), merged(parts), rtol=0, atol=1e-12)
 
@@ -144,7 +169,8 @@ def test_the_mean_of_slices_is_not_the_whole():
     """What the log-sum-exp is for: without it, slices count alike however much weight they hold."""
     layer, x, z = built(), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
     parts = [
-        read(layer, x, keep)[0] for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))
+        read(layer, x, keep)[0]
+        for keep in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))
     ]
     assert (torch.stack(parts).mean(0) - layer.head_outputs(x, source=z)).abs().max() > 1e-2
 
@@ -155,4 +181,6 @@ def test_the_log_sum_exp_is_that_of_the_scores_read():
     layer(x, probe=probe)
     for t in range(TOKENS):
         read_here = probe.tensors["scores"][:, :, t, max(0, t - 2) : t + 1]
-        torch.testing.assert_close(probe.tensors["lse"][:, :, t], read_here.exp().sum(-1).log(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            probe.tensors["lse"][:, :, t], read_here.exp().sum(-1).log(), rtol=0, atol=1e-12
+        )

@@ -30,7 +30,11 @@ KINDS = {
     "dilated heads": base(
         pattern=hw.PerHead.from_heads(
             hw.masking.patterns.parse_pattern(f"{near} | global((0, 4))")
-            for near in ("window(3, after=1)", *["dilated(3, 2, after=1)"] * 2, *["window(3, after=1)"] * 3)
+            for near in (
+                "window(3, after=1)",
+                *["dilated(3, 2, after=1)"] * 2,
+                *["window(3, after=1)"] * 3,
+            )
         )
     ),
     "latent": base(pattern=PATTERN, project=hw.Latent(rank=8, rope=2), modifiers=(hw.Rotary(),)),
@@ -49,7 +53,10 @@ def truth(block: hw.LongformerAttention, x: Tensor, tokens: hw.SequenceInfo) -> 
     """Each layer by the reference, on every token; the second's where a token is global."""
     near = reference.reference_attention(block.local, x, tokens=tokens)
     spec = replace(block.local.spec, pattern=hw.Full(), source=block.local.spec.model)
-    shares = {name: (block.overall if name == "project" else block.local).weights[name] for name, _ in spec.parts()}
+    shares = {
+        name: (block.overall if name == "project" else block.local).weights[name]
+        for name, _ in spec.parts()
+    }
     overall = hw.Attention(spec, shared=shares).eval()
     far = reference.reference_attention(overall, x, source=x, tokens=tokens, source_tokens=tokens)
     chosen = torch.isin(tokens.position, torch.tensor(block.positions)) & tokens.is_real
@@ -95,7 +102,9 @@ LEARNED = {
 def test_only_the_projections_come_twice(kind: str):
     block = hw.LongformerAttention(base(pattern=PATTERN, **LEARNED[kind]))
     names = [name for name, _ in block.named_parameters()]
-    assert [name for name in names if name.startswith("overall.")] == [f"overall.project.{side}" for side in "qkv"]
+    assert [name for name in names if name.startswith("overall.")] == [
+        f"overall.project.{side}" for side in "qkv"
+    ]
     block.train()(torch.randn(BATCH, TOKENS, 10)).sum().backward()
     assert all(p.grad is not None for p in block.parameters())
 
@@ -104,7 +113,10 @@ def test_only_the_projections_come_twice(kind: str):
 def test_a_fresh_block_is_the_plain_layer_while_training_too(kind: str):
     """A gate is drawn once a call, and its term tells all of it."""
     spec = base(pattern=PATTERN, **LEARNED[kind])
-    block, plain = hw.LongformerAttention(spec).double().train(), hw.Attention(spec).double().train()
+    block, plain = (
+        hw.LongformerAttention(spec).double().train(),
+        hw.Attention(spec).double().train(),
+    )
     plain.load_state_dict(block.local.state_dict())
     x, recorded = torch.randn(BATCH, TOKENS, 10).double(), []
     for built in (block, plain):
@@ -127,14 +139,18 @@ def test_positions_count_from_where_the_tokens_stand(start: int):
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "mixed"])
 def test_only_global_tokens_have_second_queries(kind: str):
-    """The products of a call: the local layer's, and the second's with two queries to all keys, without its merge."""
+    """The products of a call: the local layer's, and the second's with two queries to all keys,
+    without its merge.
+    """
     spec = KINDS[kind]
     block = hw.LongformerAttention(spec).eval()
     block.local.backend_name = block.overall.backend_name = "dense"
     x = torch.randn(BATCH, TOKENS, 10)
     merge = 2 * BATCH * len(block.positions) * 10 * len(spec.score_head_of_output) * spec.heads.vdim
     local = costs.counted_flops(spec, hw.CallSize(BATCH, TOKENS, TOKENS, TOKENS))
-    overall = costs.counted_flops(block.overall.spec, hw.CallSize(BATCH, len(block.positions), TOKENS, TOKENS))
+    overall = costs.counted_flops(
+        block.overall.spec, hw.CallSize(BATCH, len(block.positions), TOKENS, TOKENS)
+    )
     assert torch_flops(block, x) == local + overall - merge
 
 
@@ -144,7 +160,9 @@ def test_no_global_token_no_second_layer():
     assert torch_flops(block, x, sequence=run) == torch_flops(block.local, x, sequence=run)
     for empty in (x[:0], x[:, :0]):
         assert block(empty).shape == empty.shape
-        tokens = hw.SequenceInfo.from_batch(empty, segments=torch.zeros(empty.shape[:2], dtype=torch.int64))
+        tokens = hw.SequenceInfo.from_batch(
+            empty, segments=torch.zeros(empty.shape[:2], dtype=torch.int64)
+        )
         assert block(empty, sequence=tokens).shape == empty.shape
 
 
@@ -177,7 +195,10 @@ def test_a_probe_looks_into_the_local_layer():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (base(pattern="window(3, after=1)"), r"window\(3, after=1\) has no global tokens.*\| global\(\(0,\)\)"),
+        (
+            base(pattern="window(3, after=1)"),
+            r"window\(3, after=1\) has no global tokens.*\| global\(\(0,\)\)",
+        ),
         (base(pattern="window(3) | global(())"), "has no global tokens"),
         (base(pattern=f"({PATTERN}) & causal()"), "has no global tokens"),
         (base(pattern=PATTERN, source=10), "the spec has source=10; leave source out"),
@@ -191,7 +212,9 @@ def test_patterns_without_global_tokens_are_refused(spec: hw.AttentionSpec, word
 
 def test_decoding_is_refused():
     block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 1, 10)
-    cache = hw.Attention(replace(KINDS["plain"], pattern=hw.Causal())).cache(batch=BATCH, capacity=9)
+    cache = hw.Attention(replace(KINDS["plain"], pattern=hw.Causal())).cache(
+        batch=BATCH, capacity=9
+    )
     with pytest.raises(ValueError, match="cache= is not supported; pass whole sequences"):
         block(x, cache=cache)
 

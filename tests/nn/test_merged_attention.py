@@ -23,12 +23,16 @@ KINDS = {
     "plain": base(),
     "grouped": base(kv=2, vdim=5, bias="qkvo"),
     "values apart": replace(base(bias="v"), heads=SEPARATE_GROUPS),
-    "pruned": replace(base(vdim=5), heads=hw.Heads(q=6, kv=6, dim=4, vdim=5, score_head_of_output=(0, 2, 5))),
+    "pruned": replace(
+        base(vdim=5), heads=hw.Heads(q=6, kv=6, dim=4, vdim=5, score_head_of_output=(0, 2, 5))
+    ),
 }
 POSITIONED = {
     "turned": base(kv=3, source=10, modifiers=(hw.Rotary(),)),
     "mixed": base(kv=3, source=10, modifiers=(hw.TalkingHeads(on="weights"),)),
-    "biased and gated": base(kv=2, vdim=5, source=10, bias="v", modifiers=(hw.Alibi(), hw.HeadGate())),
+    "biased and gated": base(
+        kv=2, vdim=5, source=10, bias="v", modifiers=(hw.Alibi(), hw.HeadGate())
+    ),
 }
 EVERY = KINDS | POSITIONED
 CHUNKS = {
@@ -65,7 +69,10 @@ def numbers() -> tuple[Tensor, Tensor]:
 
 def rendered(block: hw.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndarray:
     """y of one row as the formula says, head by head and token by token."""
-    heads, tensors = block.cross.spec.heads, {name: t.numpy() for name, t in block.state_dict().items()}
+    heads, tensors = (
+        block.cross.spec.heads,
+        {name: t.numpy() for name, t in block.state_dict().items()},
+    )
 
     def head(side: str, h: int, width: int, token: np.ndarray) -> np.ndarray:
         rows = slice(h * width, (h + 1) * width)
@@ -76,11 +83,16 @@ def rendered(block: hw.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndar
     for t in range(len(x)):
         for o, h in enumerate(heads.score_head_of_output or range(heads.q)):
             k, v = heads.kv_head_of_query[h], heads.value_head_of_row[h]
-            scores = [head("q", h, heads.dim, x[t]) @ head("k", k, heads.dim, s) / heads.dim**0.5 for s in z]
+            scores = [
+                head("q", h, heads.dim, x[t]) @ head("k", k, heads.dim, s) / heads.dim**0.5
+                for s in z
+            ]
             weights = np.exp(scores) / np.exp(scores).sum()
             cross = sum(w * head("v", v, heads.vdim, s) for w, s in zip(weights, z, strict=True))
             average = sum(head("v", v, heads.vdim, x[before]) for before in range(t + 1)) / (t + 1)
-            y[t] += tensors["cross.output.o"][:, o * heads.vdim : (o + 1) * heads.vdim] @ (cross + average)
+            y[t] += tensors["cross.output.o"][:, o * heads.vdim : (o + 1) * heads.vdim] @ (
+                cross + average
+            )
         y[t] += tensors.get("cross.output.o_bias", 0.0)
     return y
 
@@ -99,7 +111,9 @@ def test_the_formula(kind: str):
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_outputs_and_gradients_are_sums_of_two_layers(kind: str):
-    """Two layers of their own, with equal weights: what they share gets the sum of their gradients."""
+    """Two layers of their own, with equal weights: what they share gets the sum
+    of their gradients.
+    """
     block, (x, z) = built(EVERY[kind]), numbers()
     cross, mean = (hw.Attention(spec).double() for spec in (block.cross.spec, block.average.spec))
     cross.load_state_dict(block.cross.state_dict())
@@ -132,14 +146,23 @@ def test_padded_rows_come_out_as_if_alone(kind: str, pad: str):
     block, (x, z) = built(EVERY[kind]), numbers()
     lengths, result = [TOKENS, 3, 5], [4, SOURCE, 7]
     at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
-    memory = block.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=result, pad=pad))
+    memory = block.project_source(
+        z, sequence=hw.SequenceInfo.from_batch(z, lengths=result, pad=pad)
+    )
     with torch.no_grad():
         y = block(x, source=memory, sequence=at)
         for b in range(BATCH):
-            mine, its = (slice(-n, None) if pad == "left" else slice(n) for n in (lengths[b], result[b]))
+            mine, its = (
+                slice(-n, None) if pad == "left" else slice(n) for n in (lengths[b], result[b])
+            )
             check_close(y[b : b + 1, mine], block(x[b : b + 1, mine], source=z[b : b + 1, its]))
             padding = y[b][~at.is_real[b]]
-            check_close(padding, block.cross.merge_heads(torch.zeros(1, len(padding), *block_heads(block)).double())[0])
+            check_close(
+                padding,
+                block.cross.merge_heads(torch.zeros(1, len(padding), *block_heads(block)).double())[
+                    0
+                ],
+            )
 
 
 def block_heads(block: hw.MergedAttention) -> tuple[int, int]:
@@ -150,14 +173,23 @@ def block_heads(block: hw.MergedAttention) -> tuple[int, int]:
 @pytest.mark.parametrize("pad", ["right", "left"])
 @pytest.mark.parametrize("kind", EVERY)
 def test_padded_prompts_decode_on(kind: str, pad: str):
-    """Rows of different lengths in one prefill; then steps, where the cache knows where each row stands."""
+    """Rows of different lengths in one prefill; then steps, where the cache knows where each row
+    stands.
+    """
     block, (x, z) = built(EVERY[kind]), numbers()
     lengths, memory = [4, 1, 3], block.project_source(z)
     prompt, rest = x[:, :4], x[:, 4:]
     cache = block.cache(batch=BATCH, capacity=1)
     with torch.no_grad():
-        block(prompt, source=memory, cache=cache, sequence=hw.SequenceInfo.from_batch(prompt, lengths=lengths, pad=pad))
-        steps = torch.cat([block(token, source=memory, cache=cache) for token in rest.split(1, 1)], 1)
+        block(
+            prompt,
+            source=memory,
+            cache=cache,
+            sequence=hw.SequenceInfo.from_batch(prompt, lengths=lengths, pad=pad),
+        )
+        steps = torch.cat(
+            [block(token, source=memory, cache=cache) for token in rest.split(1, 1)], 1
+        )
         for b, n in enumerate(lengths):
             own = prompt[b : b + 1, -n:] if pad == "left" else prompt[b : b + 1, :n]
             alone = block(torch.cat([own, rest[b : b + 1]], 1), source=z[b : b + 1])
@@ -172,8 +204,13 @@ def test_the_cache_does_not_grow():
         with torch.no_grad():
             block(torch.randn(BATCH, count, 10).double(), source=memory, cache=cache)
         sizes.append(cache.nbytes)
-    assert sizes == [BATCH * 6 * (5 + 1) * 8] * 4  # of each head a sum of values and how many there were
-    assert costs.cache_bytes(block.average.spec, batch=BATCH, capacity=9999, bytes_per_number=8) == sizes[0]
+    assert (
+        sizes == [BATCH * 6 * (5 + 1) * 8] * 4
+    )  # of each head a sum of values and how many there were
+    assert (
+        costs.cache_bytes(block.average.spec, batch=BATCH, capacity=9999, bytes_per_number=8)
+        == sizes[0]
+    )
 
 
 def test_rows_of_a_cache_can_be_taken():
@@ -186,14 +223,16 @@ def test_rows_of_a_cache_can_be_taken():
         check_close(torch.cat(steps, 1), block(x, source=z)[pick][:, 4:])
 
 
-# --- one W_V, one W_O ----------------------------------------------------------------------------------
+# --- one W_V, one W_O -----------------------------------------------------------------------------
 
 
 def test_merging_saves_a_self_attention():
     d = 512
     block = hw.MergedAttention(hw.design(model=d, heads=8))
     assert sum(p.numel() for p in block.parameters()) == 4 * d**2
-    assert costs.count_parameters(averaging_spec(block.cross.spec)) == 2 * d**2  # of which nothing is its own
+    assert (
+        costs.count_parameters(averaging_spec(block.cross.spec)) == 2 * d**2
+    )  # of which nothing is its own
     assert not list(block.average.parameters())
     assert len({p.data_ptr() for p in block.parameters()}) == len(block.state_dict()) == 4
 
@@ -234,7 +273,10 @@ def test_weights_that_differ_cannot_be_shared():
     owner = hw.Attention(base())
     with pytest.raises(
         hw.SpecError,
-        match=r"cannot share project.k: it is \[8, 10\] in this layer and \[24, 10\] in the layer that owns it",
+        match=(
+            r"cannot share project.k: it is \[8, 10\] in this layer and \[24, 10\] in the layer "
+            r"that owns it"
+        ),
     ):
         hw.Attention(base(kv=2), shared={"project": owner.weights["project"]})
     with pytest.raises(hw.SpecError, match=r"project.v_bias: it is \[24\] in this layer and None"):
@@ -243,14 +285,20 @@ def test_weights_that_differ_cannot_be_shared():
         hw.Attention(base(), shared={"outputs": owner.weights["output"]})
 
 
-# --- at the door ---------------------------------------------------------------------------------------
+# --- at the door ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (base(source=13), "W_V projects the source and x, but their widths are 13 and 10; use source=10"),
-        (base(project=hw.Latent(rank=8, rope=2)), r"Latent has no value projection W_V; use project Direct\(\)"),
+        (
+            base(source=13),
+            "W_V projects the source and x, but their widths are 13 and 10; use source=10",
+        ),
+        (
+            base(project=hw.Latent(rank=8, rope=2)),
+            r"Latent has no value projection W_V; use project Direct\(\)",
+        ),
         (base(project=hw.Collaborative()), "Collaborative has no value projection"),
         (base(project=hw.Overlapping(1), vdim=6), "Overlapping has no value projection"),
         (base(heads=3, modifiers=(hw.Differential(),)), "differential combines rows"),
@@ -270,7 +318,11 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
     with pytest.raises(ValueError, match="source has 2 rows but x has 3"):
         block(x, source=z[:2], cache=cache)
     with pytest.raises(ValueError, match="made for another spec"):
-        block(x, source=z, cache=hw.Attention(base(pattern="causal()")).double().cache(batch=BATCH, capacity=9))
+        block(
+            x,
+            source=z,
+            cache=hw.Attention(base(pattern="causal()")).double().cache(batch=BATCH, capacity=9),
+        )
     with pytest.raises(ValueError, match="x has shape"):
         block(x[0], source=z, cache=cache)
     assert cache.used == 0
@@ -279,7 +331,9 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
 
 
 def test_autocast_decodes_from_its_cache():
-    """A memory of bfloat16 is read by a decoder whose own tokens are float32; outside autocast that is refused."""
+    """A memory of bfloat16 is read by a decoder whose own tokens are float32; outside autocast that
+    is refused.
+    """
     block, (x, z) = built(KINDS["grouped"]).float(), (t.float() for t in numbers())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         memory, cache = block.project_source(z), block.cache(batch=BATCH, capacity=1)
@@ -288,7 +342,9 @@ def test_autocast_decodes_from_its_cache():
     exact = block(x, source=z)
     for y in (steps, whole):
         assert (y - exact).abs().max() < 0.03 * exact.abs().max()
-    with pytest.raises(ValueError, match=r"source was projected in torch.bfloat16 on cpu but x is torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"source was projected in torch.bfloat16 on cpu but x is torch.float32"
+    ):
         block(x, source=memory)
 
 
@@ -296,4 +352,6 @@ def test_autocast_decodes_from_its_cache():
 def test_one_graph_holds_the_whole_block():
     block, (x, z) = built(KINDS["grouped"]), numbers()
     torch._dynamo.reset()
-    check_close(torch.compile(block, fullgraph=True, backend="eager")(x, source=z), block(x, source=z))
+    check_close(
+        torch.compile(block, fullgraph=True, backend="eager")(x, source=z), block(x, source=z)
+    )

@@ -1,4 +1,6 @@
-"""`MultiHeadAttention` against the published formula, and `MultiheadAttention` against torch's class."""
+"""`MultiHeadAttention` against the published formula, and `MultiheadAttention` against torch's
+class.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ from headwise.nn import MultiHeadAttention, MultiheadAttention
 B, T, S, D, H = 2, 5, 7, 24, 4
 
 
-def published(layer: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Concat(head_1 ... head_h) W^O with head_i = softmax(Q_i K_i^T / sqrt(d_k)) V_i, head by head (1706.03762)."""
+def published(
+    layer: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Concat(head_1 ... head_h) W^O with head_i = softmax(Q_i K_i^T / sqrt(d_k)) V_i, head by head
+    (1706.03762).
+    """
     dim = D // layer.heads
     heads: list[Tensor] = []
     for i in range(layer.heads):
@@ -28,7 +34,9 @@ def published(layer: MultiHeadAttention, query: Tensor, key: Tensor, value: Tens
         k = key @ layer.key.weight[kv].T + layer.key.bias[kv]
         v = value @ layer.value.weight[kv].T + layer.value.bias[kv]
         scores = q @ k.transpose(1, 2) / dim**0.5
-        heads.append((scores if mask is None else scores.masked_fill(mask == 0, -torch.inf)).softmax(-1) @ v)
+        heads.append(
+            (scores if mask is None else scores.masked_fill(mask == 0, -torch.inf)).softmax(-1) @ v
+        )
     return torch.cat(heads, -1) @ layer.output.weight.T + layer.output.bias
 
 
@@ -41,7 +49,9 @@ def test_three_sequences_give_what_the_paper_defines(kv_heads: int, masked: bool
     query, key, value = query.double(), key.double(), value.double()
     mask = (torch.rand(B, 1, S) > 0.3).int() if masked else None
     output = layer(query, key, value, mask, need_weights=True)
-    torch.testing.assert_close(output, published(layer, query, key, value, mask), rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(
+        output, published(layer, query, key, value, mask), rtol=1e-8, atol=1e-9
+    )
     assert layer.attn is not None
     assert layer.attn.shape == (B, H, T, S)
     torch.testing.assert_close(layer.attn.sum(-1).double(), torch.ones(B, H, T).double())
@@ -49,7 +59,9 @@ def test_three_sequences_give_what_the_paper_defines(kv_heads: int, masked: bool
     assert layer.attn is None
 
 
-@pytest.mark.parametrize(("d_model", "heads", "kv_heads"), [(10, 4, None), (8, 4, 3), (8, 0, None), (0, 1, None)])
+@pytest.mark.parametrize(
+    ("d_model", "heads", "kv_heads"), [(10, 4, None), (8, 4, 3), (8, 0, None), (0, 1, None)]
+)
 def test_sizes_that_do_not_divide_are_refused(d_model: int, heads: int, kv_heads: int | None):
     with pytest.raises(ValueError, match="heads must divide d_model, and kv_heads heads"):
         MultiHeadAttention(d_model, heads, kv_heads=kv_heads)
@@ -92,7 +104,10 @@ MASKS = {
 def test_results_are_those_of_torch(options: dict[str, Any], mask: str):
     theirs, ours = both(**options)
     widths = D, options.get("kdim", D), options.get("vdim", D)
-    inputs = [torch.randn(B, n, width, dtype=torch.float64) for n, width in zip((T, S, S), widths, strict=True)]
+    inputs = [
+        torch.randn(B, n, width, dtype=torch.float64)
+        for n, width in zip((T, S, S), widths, strict=True)
+    ]
     if not options.get("batch_first"):
         inputs = [tensor.transpose(0, 1) for tensor in inputs]
     for need_weights, average in itertools.product((True, False), (True, False)):
@@ -120,24 +135,40 @@ def draw_arguments(seed: int) -> tuple[dict[str, Any], list[Tensor], dict[str, A
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     options: dict[str, Any] = choose(WIDTHS) | {flag: choose((True, False)) for flag in FLAGS}
-    batch, queries, keys, batched = choose((1, B)), choose((1, T)), choose((1, S)), choose((True, True, False))
+    batch, queries, keys, batched = (
+        choose((1, B)),
+        choose((1, T)),
+        choose((1, S)),
+        choose((True, True, False)),
+    )
     batch = batch if batched else 1
     widths = D, options.get("kdim", D), options.get("vdim", D)
-    inputs = [normal(batch, n, width) for n, width in zip((queries, keys, keys), widths, strict=True)]
-    inputs = [x[0] if not batched else x if options["batch_first"] else x.transpose(0, 1) for x in inputs]
+    inputs = [
+        normal(batch, n, width) for n, width in zip((queries, keys, keys), widths, strict=True)
+    ]
+    inputs = [
+        x[0] if not batched else x if options["batch_first"] else x.transpose(0, 1) for x in inputs
+    ]
     padding, mask = torch.zeros(batch, keys), torch.zeros(batch * H, queries, keys)
     padding[0, keys // 2 + 1 :] = 1  # the first key stays, so that torch gives no NaN
     mask = torch.rand(mask.shape, generator=generator) < 0.3
     mask[..., 0] = False
     mask = choose((mask, mask[0], None))
-    call: dict[str, Any] = {"need_weights": choose((True, False)), "average_attn_weights": choose((True, False))}
+    call: dict[str, Any] = {
+        "need_weights": choose((True, False)),
+        "average_attn_weights": choose((True, False)),
+    }
     is_added = choose((True, False))
     if mask is not None:
-        added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf) + normal(*mask.shape)
+        added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf) + normal(
+            *mask.shape
+        )
         call["attn_mask"] = added if is_added else mask
     if choose((True, False)):
         padding = padding if batched else padding[0]
-        added = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding.bool(), -torch.inf)
+        added = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(
+            padding.bool(), -torch.inf
+        )
         call["key_padding_mask"] = added if is_added else padding.bool()
     return options, inputs, call
 
@@ -150,7 +181,9 @@ def test_any_arguments_give_outputs_weights_and_gradients_of_torch(start: int):
         for layer in layers:
             own = [tensor.clone().requires_grad_() for tensor in inputs]
             output, weights = layer(*own, **call)
-            (output.square().sum() + (0 if weights is None else weights.double().square().sum())).backward()
+            (
+                output.square().sum() + (0 if weights is None else weights.double().square().sum())
+            ).backward()
             gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
             results.append((output, weights, [tensor.grad for tensor in own], gradients))
         (theirs, their_weights, *their_gradients), (ours, our_weights, *our_gradients) = results
@@ -167,7 +200,11 @@ def test_the_drawn_arguments_cover_every_choice():
         assert {options[flag] for options, _, _ in drawn} == {True, False}
     for name in ("attn_mask", "key_padding_mask"):
         masks = [call.get(name) for _, _, call in drawn]
-        assert {None if mask is None else mask.dtype for mask in masks} == {None, torch.bool, torch.float64}
+        assert {None if mask is None else mask.dtype for mask in masks} == {
+            None,
+            torch.bool,
+            torch.float64,
+        }
     assert {call["attn_mask"].dim() for _, _, call in drawn if "attn_mask" in call} == {2, 3}
     assert {inputs[0].dim() for _, inputs, _ in drawn} == {2, 3}
     assert {(options.get("kdim"), options.get("vdim")) for options, _, _ in drawn} == set(
@@ -177,7 +214,9 @@ def test_the_drawn_arguments_cover_every_choice():
 
 def test_inputs_of_the_own_tests_of_torch_give_its_results():
     script = Path(__file__).parents[1] / "support" / "torch_module_inputs.py"
-    ran = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout.split()[-1]) == 128  # 64 inputs in two dtypes
 
@@ -210,15 +249,22 @@ def test_weights_load_in_both_directions():
         }
         again = nn.MultiheadAttention(D, H, **options).double()
         again.load_state_dict(ours.state_dict())
-        assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in again.state_dict().items())
+        assert all(
+            torch.equal(tensor, theirs.state_dict()[name])
+            for name, tensor in again.state_dict().items()
+        )
 
 
 def test_gradients_are_those_of_torch():
     theirs, ours = both(batch_first=True)
     x = torch.randn(B, T, D, dtype=torch.float64)
     for layer in (theirs, ours):
-        layer(x, x, x, attn_mask=torch.ones(T, T, dtype=torch.bool).triu(1))[0].square().sum().backward()
-    for (name, expected), parameter in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        layer(x, x, x, attn_mask=torch.ones(T, T, dtype=torch.bool).triu(1))[
+            0
+        ].square().sum().backward()
+    for (name, expected), parameter in zip(
+        theirs.named_parameters(), ours.parameters(), strict=True
+    ):
         assert expected.grad is not None
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-6, atol=1e-8, msg=name)
@@ -258,7 +304,10 @@ def test_a_query_without_keys_gets_the_output_of_zeros():
         ({"is_causal": True}, "is_causal=True needs attn_mask"),
         ({"attn_mask": torch.ones(T, T).int()}, "attn_mask is torch.int32"),
         ({"attn_mask": torch.ones(T, T + 1)}, r"attn_mask \[5, 6\]: give \[5, 5\] or \[8, 5, 5\]"),
-        ({"key_padding_mask": torch.ones(B, T + 1, dtype=torch.bool)}, r"key_padding_mask \[2, 6\]: give \[2, 5\]"),
+        (
+            {"key_padding_mask": torch.ones(B, T + 1, dtype=torch.bool)},
+            r"key_padding_mask \[2, 6\]: give \[2, 5\]",
+        ),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(options: dict[str, Any], message: str):

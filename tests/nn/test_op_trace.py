@@ -11,7 +11,8 @@ import headwise as hw
 from headwise.nn.op_trace import walk
 from support import layer_cases as cases
 
-# d = 512, h = 8, batch 5, 10 tokens: the steps of multi-head attention as they are usually taught, of one stream.
+# d = 512, h = 8, batch 5, 10 tokens: the steps of multi-head attention as they are usually taught,
+# of one stream.
 TAUGHT = [
     ("project_query", "linear", (5, 10, 512)),
     ("project_query", None, (5, 10, 8, 64)),
@@ -25,7 +26,8 @@ TAUGHT = [
     ("merge", "linear", (5, 10, 512)),
 ]
 
-# Where a step may belong: the methods of the seams, the backend, the layer itself, and what was given.
+# Where a step may belong: the methods of the seams, the backend, the layer itself, and what was
+# given.
 SEAMS = {
     "x",
     "source",
@@ -57,7 +59,12 @@ def test_multi_head_attention_walks_as_it_is_taught():
     steps = iter(walk(hw.design(model=512, heads=8)).steps)
     for interface, operation, shape in TAUGHT:
         found = next(
-            (s for s in steps if (s.interface, s.shape) == (interface, shape) and operation in (None, *s.operations)),
+            (
+                s
+                for s in steps
+                if (s.interface, s.shape) == (interface, shape)
+                and operation in (None, *s.operations)
+            ),
             None,
         )
         assert found is not None, (interface, operation, shape)
@@ -67,7 +74,12 @@ def test_copies_and_views_are_distinguished():
     steps = walk(hw.design(model=512, heads=8)).steps
     memory = {(s.interface, s.operations[-1]): s.memory for s in steps}
     assert memory["attend", "transpose"] == memory["merge", "view"] == "view"
-    assert memory["merge", "contiguous"] == memory["project_query", "linear"] == memory["scores", "matmul"] == "copy"
+    assert (
+        memory["merge", "contiguous"]
+        == memory["project_query", "linear"]
+        == memory["scores", "matmul"]
+        == "copy"
+    )
     moved = next(s for s in steps if s.interface == "merge" and s.operations == ("contiguous",))
     assert moved.strides == (5120, 512, 64, 1)
 
@@ -91,7 +103,10 @@ def test_every_modifier_is_seen_acting():
     named = {type(m).__name__: spec for spec in cases.EXAMPLES.values() for m in spec.modifiers}
     for name, spec in named.items():
         acting = {step.part for step in walk(spec, 3, 7, 11 if spec.source else None).steps}
-        silent = name in ("WeightDropout", "Concrete")  # a walk is not training, and no token has a say in a gate
+        silent = name in (
+            "WeightDropout",
+            "Concrete",
+        )  # a walk is not training, and no token has a say in a gate
         assert (name in acting) != silent, name
 
 
@@ -107,7 +122,9 @@ def test_a_walk_leaves_no_trace():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"tokens": -1}, {"source_tokens": 0}, {"batch": True}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"tokens": -1}, {"source_tokens": 0}, {"batch": True}]
+)
 def test_sizes_that_cannot_be_walked_are_refused(sizes: dict):
     with pytest.raises(ValueError, match="at least 1"):
         walk(hw.design(model=12, heads=3), **sizes)

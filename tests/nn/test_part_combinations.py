@@ -1,4 +1,6 @@
-"""Combinations of parts: pruned rows and values, states, forms, query blocks, ring caches and sources."""
+"""Combinations of parts: pruned rows and values, states, forms, query blocks, ring caches and
+sources.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,14 @@ def test_a_cut_behind_another_number_of_rows(heads, rows, keep, merge, on):
 @pytest.mark.parametrize("rank", [4, 7])
 def test_an_average_of_latent_values_is_no_sum_of_them(rank):
     latent = hw.Latent(rank=rank, rope=0)
-    layer = cases.layer(hw.design(model=8, heads=2, project=latent, normaliser=hw.Average(), pattern="causal"))
+    layer = cases.layer(
+        hw.design(model=8, heads=2, project=latent, normaliser=hw.Average(), pattern="causal")
+    )
     x, cache = torch.randn(1, 6, 8, dtype=torch.float64), layer.cache(batch=1, capacity=9)
-    parts = [layer(x[:, :3], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in (3, 4, 5))]
+    parts = [
+        layer(x[:, :3], cache=cache),
+        *(layer(x[:, t : t + 1], cache=cache) for t in (3, 4, 5)),
+    ]
     check_close(torch.cat(parts, 1), layer(x))
 
 
@@ -57,7 +64,10 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
     ("words", "message"),
     [
         ({"modifiers": (hw.TalkingHeads(heads=2), hw.Shaw(reach=2))}, "Shaw has parameters for"),
-        ({"modifiers": (hw.Dynamic(groups=3), hw.TalkingHeads(heads=2))}, "does not divide 4 heads"),
+        (
+            {"modifiers": (hw.Dynamic(groups=3), hw.TalkingHeads(heads=2))},
+            "does not divide 4 heads",
+        ),
         ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "mixes no heads"),
         ({"preset": "diff", "heads": 0}, "design needs heads"),
         ({"preset": "collaborative", "heads": None}, "design needs heads"),
@@ -80,7 +90,9 @@ def test_a_depth_is_a_whole_number(layer, layers):
 
 def test_the_order_of_writing_is_the_order_of_phases():
     late, early = hw.TalkingHeads(on="weights", heads=5), hw.TalkingHeads(heads=2)
-    one, other = (hw.design(model=12, heads=3, modifiers=both) for both in ((late, early), (early, late)))
+    one, other = (
+        hw.design(model=12, heads=3, modifiers=both) for both in ((late, early), (early, late))
+    )
     assert one == other
 
 
@@ -92,9 +104,13 @@ def test_impossible_conversions_give_reasons():
 
 @pytest.mark.parametrize("kv", [1, 2, 4])
 def test_no_rows_at_all(kv):
-    layer = hw.Attention(hw.design(model=8, heads=4, kv=kv, pattern="causal", modifiers=(hw.Alibi(),)))
+    layer = hw.Attention(
+        hw.design(model=8, heads=4, kv=kv, pattern="causal", modifiers=(hw.Alibi(),))
+    )
     assert layer(torch.randn(0, 1, 8)).shape == (0, 1, 8)
-    latent = hw.Attention(hw.design(model=8, heads=2, project=hw.Latent(rank=4, rope=2), pattern="causal"))
+    latent = hw.Attention(
+        hw.design(model=8, heads=2, project=hw.Latent(rank=4, rope=2), pattern="causal")
+    )
     assert latent(torch.randn(0, 1, 8), cache=latent.cache(batch=0, capacity=4)).shape == (0, 1, 8)
 
 
@@ -104,7 +120,12 @@ def test_no_rows_at_all(kv):
         ("linear", {"preset": "linear"}, 1, None),
         ("linear", {"preset": "average"}, 1, None),
         ("linear", {"preset": "linear", "source": 12}, 5, 9),
-        ("chunked", {"pattern": "causal", "modifiers": (hw.TalkingHeads(),), "source": 12}, 300, 280),
+        (
+            "chunked",
+            {"pattern": "causal", "modifiers": (hw.TalkingHeads(),), "source": 12},
+            300,
+            280,
+        ),
         ("block_sparse", {"pattern": "window(20)", "source": 12}, 300, 280),
     ],
 )
@@ -119,7 +140,9 @@ def test_flops_of_a_source_and_of_a_single_query(backend, words, tokens, source)
     if hasattr(BACKENDS[backend], "count_formed_pairs"):
         work = replace(work, pairs=BACKENDS[backend].count_formed_pairs(job, work))
     result = BACKENDS[backend].executed_flops(job, work)
-    assert torch_flops(layer, torch.randn(1, tokens, 16), source=z) == costs.executed_flops(spec, work, result)
+    assert torch_flops(layer, torch.randn(1, tokens, 16), source=z) == costs.executed_flops(
+        spec, work, result
+    )
 
 
 def test_a_ring_returns_its_tokens_in_order():

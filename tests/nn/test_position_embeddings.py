@@ -33,9 +33,13 @@ def laid_out(position: np.ndarray, model: int, layout: str, base: float = 10_000
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 def test_sines_are_those_of_the_formula(layout: str, model: int, base: float):
     position = np.array([0, 1, 2, 5, 100, 4095])
-    result = hw.nn.position_embeddings.sinusoidal_table(torch.from_numpy(position), model, layout, base)
+    result = hw.nn.position_embeddings.sinusoidal_table(
+        torch.from_numpy(position), model, layout, base
+    )
     assert result.shape == (6, model)
-    np.testing.assert_allclose(result.numpy(), laid_out(position, model, layout, base), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        result.numpy(), laid_out(position, model, layout, base), rtol=0, atol=1e-6
+    )
 
 
 def test_the_layouts_hold_the_same_numbers_in_another_order():
@@ -57,17 +61,25 @@ def test_one_position_by_hand():
 def test_a_shift_is_a_rotation(layout: str):
     """PE(t + 3) is a fixed linear map of PE(t): each pair turns by 3 of its rate."""
     code = hw.nn.position_embeddings.sinusoidal_table(torch.arange(40), 6, layout).double()
-    sines, cosines = (code[:, 0::2], code[:, 1::2]) if layout == "interleaved" else code.chunk(2, -1)
+    sines, cosines = (
+        (code[:, 0::2], code[:, 1::2]) if layout == "interleaved" else code.chunk(2, -1)
+    )
     rate = 3 * 10_000.0 ** -(torch.arange(3, dtype=torch.float64) / 3)
-    torch.testing.assert_close(sines[3:], (sines * rate.cos() + cosines * rate.sin())[:-3], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        sines[3:], (sines * rate.cos() + cosines * rate.sin())[:-3], rtol=0, atol=1e-6
+    )
 
 
 def test_sines_follow_the_tokens():
-    """Left padding, packing and a run that starts later: what counts is where a token stands, not its column."""
+    """Left padding, packing and a run that starts later: what counts is where a token stands, not
+    its column.
+    """
     add, x = hw.SinusoidalPositions(6), torch.randn(2, TOKENS, 6)
     for tokens in (
         hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4], pad="left"),
-        hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2]])),
+        hw.SequenceInfo.from_batch(
+            x, segments=torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2]])
+        ),
         hw.SequenceInfo.contiguous(11, TOKENS, "cpu"),
     ):
         position = tokens.position.expand(2, -1).numpy()
@@ -85,7 +97,9 @@ def test_sines_keep_the_dtype_of_x(dtype: torch.dtype):
 
 def test_sines_in_float64_are_exact_in_float64():
     result = hw.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[0].numpy()
-    np.testing.assert_allclose(result, laid_out(np.arange(TOKENS), 6, "interleaved"), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        result, laid_out(np.arange(TOKENS), 6, "interleaved"), rtol=0, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +107,10 @@ def test_sines_in_float64_are_exact_in_float64():
     [
         ({"model": 7}, "come in pairs.*model=7.*even width"),
         ({"model": 0}, "model=0"),
-        ({"model": 6, "layout": "halfs"}, "'halfs' is unknown.*(interleaved, halves|did you mean 'halves')"),
+        (
+            {"model": 6, "layout": "halfs"},
+            "'halfs' is unknown.*(interleaved, halves|did you mean 'halves')",
+        ),
     ],
 )
 def test_sines_refuse_invalid_widths_and_layouts(options: dict[str, object], message: str):
@@ -101,7 +118,7 @@ def test_sines_refuse_invalid_widths_and_layouts(options: dict[str, object], mes
         hw.SinusoidalPositions(**options)
 
 
-# --- learned -------------------------------------------------------------------------------------------
+# --- learned --------------------------------------------------------------------------------------
 
 
 def test_learned_positions_add_the_row_of_their_position():
@@ -110,7 +127,9 @@ def test_learned_positions_add_the_row_of_their_position():
     later = hw.SequenceInfo.contiguous(2, TOKENS, "cpu")
     torch.testing.assert_close(add(x, sequence=later), x + add.table[2:9], rtol=0, atol=0)
     left = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4], pad="left")
-    torch.testing.assert_close(add(x, sequence=left)[1, 3:], x[1, 3:] + add.table[:4], rtol=0, atol=0)
+    torch.testing.assert_close(
+        add(x, sequence=left)[1, 3:], x[1, 3:] + add.table[:4], rtol=0, atol=0
+    )
 
 
 def test_learned_positions_end_where_they_end():
@@ -122,7 +141,9 @@ def test_learned_positions_end_where_they_end():
     with pytest.raises(ValueError, match=message):
         add(torch.zeros(1, 1, 5), sequence=hw.SequenceInfo.contiguous(TOKENS, 1, "cpu"))
     x = torch.zeros(2, 3, 5)
-    far = hw.SequenceInfo(torch.tensor([[0, 1, 2], [5, 6, 7]]), torch.zeros(2, 3, dtype=torch.int64))
+    far = hw.SequenceInfo(
+        torch.tensor([[0, 1, 2], [5, 6, 7]]), torch.zeros(2, 3, dtype=torch.int64)
+    )
     with pytest.raises(ValueError, match=message):
         add(x, sequence=far)
 
@@ -149,14 +170,18 @@ def test_an_empty_table_is_refused(model: int, length: int):
         hw.LearnedPositions(model, length=length)
 
 
-@pytest.mark.parametrize("add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
+@pytest.mark.parametrize(
+    "add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"]
+)
 @pytest.mark.parametrize("shape", [(1, 3, 1), (1, 3, 5), (3, 4)])
 def test_x_of_another_width_is_refused(add: torch.nn.Module, shape: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"shape.*4"):
         add(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
+@pytest.mark.parametrize(
+    "add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"]
+)
 def test_tokens_of_another_batch_are_refused(add: torch.nn.Module):
     with pytest.raises(ValueError, match=r"sequence is \[1, 1\] but x is \[2, 3\]"):
         add(torch.zeros(2, 3, 4), sequence=hw.SequenceInfo.contiguous(0, 1, "cpu"))

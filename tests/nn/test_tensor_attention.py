@@ -27,10 +27,15 @@ def render(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The formula, head by head and query by query."""
-    output, weights = torch.zeros(B, H, T, V, dtype=torch.float64), torch.zeros(B, H, T, S, dtype=torch.float64)
+    output, weights = (
+        torch.zeros(B, H, T, V, dtype=torch.float64),
+        torch.zeros(B, H, T, S, dtype=torch.float64),
+    )
     for b, h, t in [(b, h, t) for b in range(B) for h in range(H) for t in range(T)]:
         group = h // (H // G)
-        scores = torch.stack([query[b, h, t].dot(key[b, group, s]) * scale + bias[b, h, t, s] for s in range(S)])
+        scores = torch.stack(
+            [query[b, h, t].dot(key[b, group, s]) * scale + bias[b, h, t, s] for s in range(S)]
+        )
         powers = torch.where(allowed[b, h, t], (scores - scores.max()).exp(), 0.0)
         if powers.sum() > 0:
             weights[b, h, t] = powers / powers.sum()
@@ -69,7 +74,9 @@ def test_outputs_and_weights_are_those_of_the_formula(options: dict[str, Any], n
     torch.testing.assert_close(output, expected[0], rtol=1e-9, atol=1e-9)
     assert (weights is not None) == need_weights
     if weights is not None:
-        torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-7)  # weights of a probe are float32 or more
+        torch.testing.assert_close(
+            weights, expected[1], rtol=1e-6, atol=1e-7
+        )  # weights of a probe are float32 or more
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -77,15 +84,21 @@ def test_outputs_and_weights_are_those_of_the_formula(options: dict[str, Any], n
 def test_errors_are_about_those_of_torch(case: str, dtype: torch.dtype):
     """Both against the formula in float64 of the same rounded inputs."""
     query, key, value = tensors(dtype)
-    visible = MASK | ~MASK.any(-1, keepdim=True)  # torch gives NaN for a query that may attend to nothing
+    visible = MASK | ~MASK.any(
+        -1, keepdim=True
+    )  # torch gives NaN for a query that may attend to nothing
     later = torch.ones(1, 1, T, S, dtype=torch.bool).tril(S - T)
     allowed = {"causal": later, "mask": visible}.get(case, torch.ones(1, 1, T, S, dtype=torch.bool))
     added = BIAS.to(dtype) if case == "bias" else torch.zeros(1, 1, 1, 1, dtype=dtype)
     scale = 0.3 if case == "scale" else K**-0.5
-    options = {"causal": {"causal": True}, "mask": {"mask": visible}, "bias": {"bias": added}}.get(case, {})
+    options = {"causal": {"causal": True}, "mask": {"mask": visible}, "bias": {"bias": added}}.get(
+        case, {}
+    )
     ours = hw.attend(query, key, value, scale=scale, **options)[0].double()
     attn_mask = added if case == "bias" else allowed
-    theirs = F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=True).double()
+    theirs = F.scaled_dot_product_attention(
+        query, key, value, attn_mask, scale=scale, enable_gqa=True
+    ).double()
     doubles, shape = (query.double(), key.double(), value.double()), (B, H, T, S)
     exact, _ = render(*doubles, allowed.expand(shape), added.double().expand(shape), scale)
     bound = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
@@ -94,7 +107,8 @@ def test_errors_are_about_those_of_torch(case: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mask": MASK[..., :T] | torch.eye(T, dtype=torch.bool)}, {"bias": BIAS[..., :T].float()}]
+    "options",
+    [{}, {"mask": MASK[..., :T] | torch.eye(T, dtype=torch.bool)}, {"bias": BIAS[..., :T].float()}],
 )
 def test_gradients_are_those_of_torch(options: dict[str, Any]):
     leaves = [torch.randn(B, H, T, K).requires_grad_() for _ in range(3)]
@@ -112,13 +126,19 @@ def test_gradients_are_those_of_torch(options: dict[str, Any]):
 
 def test_heads_and_batch_can_be_left_out():
     query, key, value = tensors()
-    output, weights = hw.attend(query[:, 0], key[:, 0], value[:, 0], mask=MASK[:, 0], need_weights=True)
-    whole, whole_weights = hw.attend(query[:, :1], key[:, :1], value[:, :1], mask=MASK, need_weights=True)
+    output, weights = hw.attend(
+        query[:, 0], key[:, 0], value[:, 0], mask=MASK[:, 0], need_weights=True
+    )
+    whole, whole_weights = hw.attend(
+        query[:, :1], key[:, :1], value[:, :1], mask=MASK, need_weights=True
+    )
     assert weights is not None
     assert whole_weights is not None
     assert torch.equal(output, whole[:, 0])
     assert torch.equal(weights, whole_weights[:, 0])
-    torch.testing.assert_close(hw.attend(query[0, 0], key[0, 0], value[0, 0], mask=MASK[0, 0])[0], output[0])
+    torch.testing.assert_close(
+        hw.attend(query[0, 0], key[0, 0], value[0, 0], mask=MASK[0, 0])[0], output[0]
+    )
 
 
 def test_dropped_weights_are_scaled_up():
@@ -150,7 +170,10 @@ def test_dropout_may_be_a_module():
         (lambda q, k, v: {"query": q[:, :5]}, "5 query heads are not a multiple of 2"),
         (lambda q, k, v: {"query": q[:1]}, "the batches have different sizes"),
         (lambda q, k, v: {"value": v.float()}, "three tensors of one floating-point dtype"),
-        (lambda q, k, v: {"mask": torch.ones(T, S + 1)}, r"mask \[5, 8\] does not broadcast to \[2, 6, 5, 7\]"),
+        (
+            lambda q, k, v: {"mask": torch.ones(T, S + 1)},
+            r"mask \[5, 8\] does not broadcast to \[2, 6, 5, 7\]",
+        ),
         (lambda q, k, v: {"bias": torch.ones(3, T, S)}, r"bias \[3, 5, 7\] does not broadcast"),
         (lambda q, k, v: {"mask": torch.full((T, S), -1e9)}, "give additive values as bias="),
         (

@@ -17,7 +17,9 @@ def test_the_dropout_rate_is_the_given_one(rate):
     torch.manual_seed(0)
     y = dropout(torch.ones(COUNT), rate, training=True)
     stay = (y != 0).double()
-    assert abs(stay.mean().item() - (1 - rate)) < 4 * math.sqrt(rate * (1 - rate) / COUNT) + 1 / 2**17
+    assert (
+        abs(stay.mean().item() - (1 - rate)) < 4 * math.sqrt(rate * (1 - rate) / COUNT) + 1 / 2**17
+    )
     assert y.max().item() == pytest.approx(1 / (1 - rate), rel=1e-3)
     assert y.double().mean().item() == pytest.approx(1.0, abs=0.02)
 

@@ -44,7 +44,12 @@ def test_every_number_is_the_sum_of_its_products(width, dtype):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 200), min_size=1, max_size=4), st.booleans())
+@given(
+    st.integers(1, 9),
+    st.integers(1, 60),
+    st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    st.booleans(),
+)
 def test_any_shape_is_its_product(tokens, lanes, rows, single):
     dtype = torch.float32 if single else torch.bfloat16
     x = random_tensor(0, tokens, 16 * lanes, dtype=dtype)
@@ -69,7 +74,9 @@ def test_a_token_does_not_see_those_beside_it_nor_the_threads(dtype):
 
 
 def test_tokens_are_multiplied_in_passes_that_leave_no_trace():
-    """Packed tokens fill half of the second-level cache; more of them are multiplied in several passes."""
+    """Packed tokens fill half of the second-level cache; more of them are multiplied in several
+    passes.
+    """
     count = 2 * small_batch_ops._tokens_per_pass(4096) + 3
     x, w = random_tensor(0, count, 4096), random_tensor(1, 9, 4096)
     together = multiply_small_batch(x, [w])
@@ -86,7 +93,9 @@ def test_bits_of_every_place_are_read():
 
 
 def test_memory_around_the_result_is_untouched():
-    """Four rows are read at once: where fewer are left, no others are, and nothing beyond them is written."""
+    """Four rows are read at once: where fewer are left, no others are, and nothing beyond them is
+    written.
+    """
     for rows in range(1, 10):
         around = random_tensor(1, rows + 6, 48)
         w = around[:rows]
@@ -97,8 +106,13 @@ def test_memory_around_the_result_is_untouched():
 
 
 def test_results_are_rounded_as_in_torch():
-    """bfloat16: to the nearest, between two to the even one; NaN stays NaN, and what is too large is infinite."""
-    low, step = torch.tensor([1.0, 1.0, -3.0, 0.0]), torch.tensor([2**-8, 3 * 2**-8, 2**-7, 2.0**-133])
+    """bfloat16: to the nearest, between two to the even one; NaN stays NaN, and what is too large
+    is infinite.
+    """
+    low, step = (
+        torch.tensor([1.0, 1.0, -3.0, 0.0]),
+        torch.tensor([2**-8, 3 * 2**-8, 2**-7, 2.0**-133]),
+    )
     x = torch.zeros(4, 16, dtype=torch.bfloat16)
     x[:, 0], x[:, 1], x[:, 2] = low, step, torch.tensor([0.0, 2**-9, -(2**-9), 0.0])
     w = torch.ones(5, 16, dtype=torch.bfloat16)
@@ -106,7 +120,11 @@ def test_results_are_rounded_as_in_torch():
     x[1, 5], x[2, 3] = torch.nan, 3e38
     x[2, 4] = 3e38
     torch.testing.assert_close(
-        multiply_small_batch(x, [w]), (x.float() @ w.float().T).bfloat16(), equal_nan=True, rtol=0, atol=0
+        multiply_small_batch(x, [w]),
+        (x.float() @ w.float().T).bfloat16(),
+        equal_nan=True,
+        rtol=0,
+        atol=0,
     )
 
 
@@ -120,7 +138,10 @@ def test_infinities_stay_in_their_token():
 
 
 def test_gradients_are_those_of_the_product():
-    x, w = random_tensor(0, 3, 48).requires_grad_(), [random_tensor(n, 5 + n, 48).requires_grad_() for n in (1, 2)]
+    x, w = (
+        random_tensor(0, 3, 48).requires_grad_(),
+        [random_tensor(n, 5 + n, 48).requires_grad_() for n in (1, 2)],
+    )
     result = random_tensor(9, 3, 13)
     ours = torch.autograd.grad(multiply_small_batch(x, w), [x, *w], result)
     theirs = torch.autograd.grad(torch.cat([F.linear(x, one) for one in w], 1), [x, *w], result)
@@ -137,7 +158,7 @@ def test_torch_knows_its_shape_and_flops():
     assert counted.get_total_flops() == 2 * 3 * 48 * 12
 
 
-# --- who takes what ------------------------------------------------------------------------------------
+# --- who takes what -------------------------------------------------------------------------------
 
 
 WIDE = 1024
@@ -219,7 +240,9 @@ def test_a_bias_is_added_and_views_are_those_of_each_matrix():
     x, w = random_tensor(1, 2, 2, WIDE), [random_tensor(0, TALL, WIDE), random_tensor(2, 3, WIDE)]
     bias = random_tensor(3, TALL)
     with torch.no_grad():
-        torch.testing.assert_close(linear(x, w[0], bias), F.linear(x, w[0], bias), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            linear(x, w[0], bias), F.linear(x, w[0], bias), rtol=1e-4, atol=1e-4
+        )
         for y, one in zip(linear_many(x, w), w, strict=True):
             torch.testing.assert_close(y, F.linear(x, one), rtol=1e-4, atol=1e-4)
 
@@ -227,9 +250,15 @@ def test_a_bias_is_added_and_views_are_those_of_each_matrix():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_of_a_model_whose_matrices_are_large_are_one_pass(dtype):
     config = {
-        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "intermediate_size": 1040, "vocab_size": 1100, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1040,
+        "vocab_size": 1100,
+        "max_position_embeddings": 64,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).to(dtype).eval()
     ids = torch.randint(1100, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -259,7 +288,10 @@ def test_matrices_that_are_converted_anyway_are_one_product():
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_other_linears_are_not_joined(frozen):
-    x, w = random_tensor(0, 9, 48), [random_tensor(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)]
+    x, w = (
+        random_tensor(0, 9, 48),
+        [random_tensor(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)],
+    )
     assert not linear_ops.should_concatenate(x, w)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear_ops.should_concatenate(x, w) == (not frozen)
@@ -286,7 +318,9 @@ def test_a_layer_in_mixed_precision_learns_the_same_and_keeps_no_more(modifiers,
         ):
             y = layer(x)
         result = sum(tensor.untyped_storage().nbytes() for tensor in recorded.values())
-        found.append((result, [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]))
+        found.append(
+            (result, [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))])
+        )
     assert found[0][0] <= found[1][0]
     for ours, theirs in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2 * theirs.abs().max().item())

@@ -1,4 +1,6 @@
-"""`hw.check_part`: parts that keep the contract pass, and each way to break it fails the check for it and no other."""
+"""`hw.check_part`: parts that keep the contract pass, and each way to break it fails the check for
+it and no other.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def failed(report: hw.part_checks.PartReport) -> set[str]:
     return {result.name for result in report.results if result.outcome == "failed"}
 
 
-# --- Parts that keep the contract ----------------------------------------------------------------------
+# --- Parts that keep the contract -----------------------------------------------------------------
 
 KEEP = {
     "project": lambda: hw.Overlapping(overlap=1),
@@ -58,7 +60,7 @@ def test_parts_of_every_slot_pass(kind: str):
     assert {"dense"} <= set(report.backends) <= set(BACKENDS)
 
 
-# --- Parts that break it -------------------------------------------------------------------------------
+# --- Parts that break it --------------------------------------------------------------------------
 
 
 class _Temperature(ScoreStep):
@@ -90,7 +92,9 @@ def gradient_is_lost() -> Part:
     @part
     class Detached(_Temperature):
         def score(self, s, position, factors, p):
-            return super().score(s, position, factors, {"log": p["log"].detach() if s.dim() == 4 else p["log"]})
+            return super().score(
+                s, position, factors, {"log": p["log"].detach() if s.dim() == 4 else p["log"]}
+            )
 
     return Detached()
 
@@ -99,7 +103,9 @@ def depends_on_the_number_of_queries() -> Part:
     @part
     class Hasty(_Temperature):
         def score(self, s, position, factors, p):
-            return super().score(s, position, factors, p) * (2 if s.dim() == 4 and s.shape[-2] == 1 else 1)
+            return super().score(s, position, factors, p) * (
+                2 if s.dim() == 4 and s.shape[-2] == 1 else 1
+            )
 
     return Hasty()
 
@@ -141,8 +147,16 @@ BREAK: dict[str, tuple[Callable[[], Part], set[str], str]] = {
         {"definition", "gradients", "decoding"},
         "whole rows, backend dense: error",
     ),
-    "gradients": (gradient_is_lost, {"gradients"}, "gradient of detached.log, backend dense: error"),
-    "decoding": (depends_on_the_number_of_queries, {"decoding"}, "chunks of 1, 1, 1, 1, 1, 1, 1 tokens: error"),
+    "gradients": (
+        gradient_is_lost,
+        {"gradients"},
+        "gradient of detached.log, backend dense: error",
+    ),
+    "decoding": (
+        depends_on_the_number_of_queries,
+        {"decoding"},
+        "chunks of 1, 1, 1, 1, 1, 1, 1 tokens: error",
+    ),
     "pruning": (declares_no_dependencies, {"pruning"}, "all keys: "),
     "counts": (declares_no_flops, {"counts"}, "all keys: FLOPs: "),
     "saving": (changes_when_it_is_read, {"saving"}, "all keys: TOML: "),
@@ -168,7 +182,9 @@ def test_every_check_is_seen_to_fail():
 def test_an_undeclared_product_is_counted_exactly():
     report = hw.check_part(declares_no_flops())
     (whole,) = [f for f in report.results[4].failures if f.startswith("all keys: FLOPs")]
-    counted, real = (int(number) for number in whole.removeprefix("all keys: FLOPs: ").split(", expected "))
+    counted, real = (
+        int(number) for number in whole.removeprefix("all keys: FLOPs: ").split(", expected ")
+    )
     batch, heads, tokens = 3, 6, 7
     assert real - counted == 2 * batch * heads * tokens**3
 
@@ -184,7 +200,7 @@ def test_errors_of_a_part_are_reported():
     assert "all keys: ValueError: no scores today" in str(report)
 
 
-# --- The report ----------------------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------------------
 
 
 def test_the_report_is_a_table_and_plain_values():
@@ -196,13 +212,20 @@ def test_the_report_is_a_table_and_plain_values():
     data = json.loads(json.dumps(report.data))
     assert data["passed"] is True
     num_backends = len(report.backends)
-    assert data["results"][0]["comparisons"] == 4 * len(report.specs) * num_backends  # four ways to fill a batch
-    assert all(result["largest_error"] is None or result["largest_error"] < 1e-12 for result in data["results"])
+    assert (
+        data["results"][0]["comparisons"] == 4 * len(report.specs) * num_backends
+    )  # four ways to fill a batch
+    assert all(
+        result["largest_error"] is None or result["largest_error"] < 1e-12
+        for result in data["results"]
+    )
 
 
 def test_a_report_depends_on_the_seed_alone_and_leaves_the_generator():
     state = torch.get_rng_state()
-    first, other, again = (hw.check_part(hw.Softcap(limit=2.0), seed=seed).data for seed in (1, 2, 1))
+    first, other, again = (
+        hw.check_part(hw.Softcap(limit=2.0), seed=seed).data for seed in (1, 2, 1)
+    )
     assert first == again
     assert first != other
     assert torch.equal(state, torch.get_rng_state())
@@ -230,12 +253,19 @@ def test_checks_that_do_not_apply_are_listed_with_the_reason():
     reason = "Bidirectional needs future keys; use full()"
     assert report.impossible == (f"causal, 2 key-value heads: {reason}",)
     outcomes = {result.name: result.skipped for result in report.results}
-    assert outcomes["decoding"] == outcomes["counts"] == [f"all keys: {reason}", f"cross-attention: {reason}"]
+    assert (
+        outcomes["decoding"]
+        == outcomes["counts"]
+        == [f"all keys: {reason}", f"cross-attention: {reason}"]
+    )
     assert f"skipped    decoding: all keys: {reason}" in str(report)
 
 
 def test_what_is_no_part_is_refused():
-    with pytest.raises(hw.SpecError, match=r"is not a part; give an object of a class with @part, such as Softcap\(\)"):
+    with pytest.raises(
+        hw.SpecError,
+        match=r"is not a part; give an object of a class with @part, such as Softcap\(\)",
+    ):
         hw.check_part(hw.Softcap)
     with pytest.raises(hw.SpecError, match="is not a part"):
         hw.check_part(hw.PI(factor=2.0))
@@ -246,16 +276,28 @@ def test_what_is_no_part_is_refused():
             yield "Picky fits nothing; use another"
 
     with pytest.raises(
-        hw.SpecError, match=r"fits none of the layers .*: Picky fits nothing; use another; add specs to"
+        hw.SpecError,
+        match=r"fits none of the layers .*: Picky fits nothing; use another; add specs to",
     ):
         hw.check_part(Picky())
 
 
 def test_errors_are_relative_and_never_hide_what_is_not_finite():
     nan, inf = float("nan"), float("inf")
-    assert measure_error(torch.tensor([3.0]), torch.tensor([2.9], dtype=torch.float64)) == pytest.approx(0.1 / 3.0)
-    assert measure_error(torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])) == pytest.approx(0.5 / 0.1)
-    for actual, expected in [(nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (nan, nan), (inf, -inf)]:
+    assert measure_error(
+        torch.tensor([3.0]), torch.tensor([2.9], dtype=torch.float64)
+    ) == pytest.approx(0.1 / 3.0)
+    assert measure_error(torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])) == pytest.approx(
+        0.5 / 0.1
+    )
+    for actual, expected in [
+        (nan, 1.0),
+        (1.0, nan),
+        (inf, 1.0),
+        (1.0, inf),
+        (nan, nan),
+        (inf, -inf),
+    ]:
         assert measure_error(torch.tensor([1.0, actual]), torch.tensor([1.0, expected])) == inf
     result = CheckResult("a", "b")
     result.compare("shapes", torch.zeros(2, 3), torch.zeros(3, 2))

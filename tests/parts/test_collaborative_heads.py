@@ -1,4 +1,6 @@
-"""Conversion of a trained layer to collaborative heads: exact where possible, with the error reported otherwise."""
+"""Conversion of a trained layer to collaborative heads: exact where possible, with the error
+reported otherwise.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,13 @@ def sharing(width: int, spec) -> hw.Attention:
     shared = torch.randn(2, width, spec.model, dtype=torch.float64)
     with torch.no_grad():
         for h in range(heads.q):
-            basis = torch.linalg.qr(torch.randn(heads.dim, heads.dim, dtype=torch.float64))[0][:, :width]
+            basis = torch.linalg.qr(torch.randn(heads.dim, heads.dim, dtype=torch.float64))[0][
+                :, :width
+            ]
             rows = slice(h * heads.dim, (h + 1) * heads.dim)
-            layer.project["q"][rows] = basis @ (torch.randn(width, 1, dtype=torch.float64) * shared[0])
+            layer.project["q"][rows] = basis @ (
+                torch.randn(width, 1, dtype=torch.float64) * shared[0]
+            )
             layer.project["k"][rows] = basis @ shared[1]
     return layer
 
@@ -63,7 +69,11 @@ def sharing(width: int, spec) -> hw.Attention:
         {"bias": "qkvo"},
         {"bias": "qv", "kv": 2, "vdim": 5},
         {"bias": "q", "kv": 1, "source": 13},
-        {"pattern": "causal()", "kv": 3, "modifiers": (hw.Alibi(), hw.TalkingHeads(), hw.HeadGate())},
+        {
+            "pattern": "causal()",
+            "kv": 3,
+            "modifiers": (hw.Alibi(), hw.TalkingHeads(), hw.HeadGate()),
+        },
         {"heads": 3, "modifiers": (hw.Differential(),)},
         {"similarity": hw.Dot(scale=0.3), "bias": "k"},
     ],
@@ -73,7 +83,9 @@ def test_full_width_is_exact(options):
     layer = cases.layer(base(**options))
     x, z = cases.tensors(layer.spec)
     heads = layer.spec.heads
-    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), heads.q * heads.dim)
+    to_collaborative = hw.convert_to_collaborative(
+        layer.spec, layer.state_dict(), heads.q * heads.dim
+    )
     check_close(layer_from_weights(to_collaborative)(x, source=z), layer(x, source=z))
     assert to_collaborative.sweeps == 0
     assert to_collaborative.relative_error < 1e-15
@@ -95,12 +107,18 @@ def test_a_space_that_is_shared_is_found(width):
     check_close(
         scores(layer_from_weights(to_collaborative), x), scores(layer, x), atol=1e-4, rtol=1e-5
     )  # at the scale they had
-    assert hw.convert_to_collaborative(layer.spec, layer.state_dict(), width - 1).relative_error > 0.01
+    assert (
+        hw.convert_to_collaborative(layer.spec, layer.state_dict(), width - 1).relative_error > 0.01
+    )
 
 
 def test_bands_that_overlap_are_found():
-    """Overlapping heads compare in the channels of a shared space: twelve, where plain heads would keep 24."""
-    torch.manual_seed(0)  # the fit is not convex: from about half of the seeds it ends in a local minimum
+    """Overlapping heads compare in the channels of a shared space: twelve, where plain heads would
+    keep 24.
+    """
+    torch.manual_seed(
+        0
+    )  # the fit is not convex: from about half of the seeds it ends in a local minimum
     spec = base(model=40)
     layer = cases.layer(spec)
     shared = torch.randn(2, 12, 40, dtype=torch.float64)
@@ -119,8 +137,12 @@ def test_bands_that_overlap_are_found():
 def test_the_error_is_that_of_the_tensor(options, width):
     layer = cases.layer(base(**options))
     for sweeps in (0, 3):
-        to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width, max_sweeps=sweeps)
-        assert to_collaborative.relative_error == pytest.approx(brute(layer, to_collaborative), rel=1e-9, abs=1e-14)
+        to_collaborative = hw.convert_to_collaborative(
+            layer.spec, layer.state_dict(), width, max_sweeps=sweeps
+        )
+        assert to_collaborative.relative_error == pytest.approx(
+            brute(layer, to_collaborative), rel=1e-9, abs=1e-14
+        )
         assert to_collaborative.sweeps <= sweeps
 
 
@@ -128,23 +150,31 @@ def test_sweeps_and_ranks_never_make_it_worse():
     layer = cases.layer(base(kv=3, vdim=5))
     weights = layer.state_dict()
     swept = [
-        hw.convert_to_collaborative(layer.spec, weights, 9, max_sweeps=n, tolerance=0.0).relative_error
+        hw.convert_to_collaborative(
+            layer.spec, weights, 9, max_sweeps=n, tolerance=0.0
+        ).relative_error
         for n in range(25)
     ]
     assert all(after <= before + 1e-12 for before, after in pairwise(swept))
     assert swept[-1] < 0.98 * swept[0]
     for sweeps in (0, 500):
         ranks = [
-            hw.convert_to_collaborative(layer.spec, weights, width, max_sweeps=sweeps).relative_error
+            hw.convert_to_collaborative(
+                layer.spec, weights, width, max_sweeps=sweeps
+            ).relative_error
             for width in (1, 4, 9, 14, 19, 24)
         ]
         assert all(after < before for before, after in pairwise(ranks))
 
 
 def test_each_step_is_the_best_for_the_others():
-    """After many sweeps no factor can be bettered alone: a least-squares fit of each on the tensor finds it again."""
+    """After many sweeps no factor can be bettered alone: a least-squares fit of each on the tensor
+    finds it again.
+    """
     layer = cases.layer(base())
-    to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 5, max_sweeps=3000, tolerance=0.0)
+    to_collaborative = hw.convert_to_collaborative(
+        layer.spec, layer.state_dict(), 5, max_sweeps=3000, tolerance=0.0
+    )
     q, m, k = (to_collaborative.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
     whole = forms(layer)
     design = np.einsum("rd,re->der", q, k).reshape(-1, 5)
@@ -159,14 +189,18 @@ def test_initialisation_uses_singular_triples():
     layer = cases.layer(base())
     whole = forms(layer)
     sizes = np.sort(np.concatenate([np.linalg.svd(form, compute_uv=False)[:4] for form in whole]))
-    started = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9, max_sweeps=0).relative_error
+    started = hw.convert_to_collaborative(
+        layer.spec, layer.state_dict(), 9, max_sweeps=0
+    ).relative_error
     assert started == pytest.approx(np.linalg.norm(sizes[:-9]) / np.linalg.norm(whole), rel=1e-9)
     rng = np.random.default_rng(0)
     for _ in range(20):  # random vectors, with the very best mixing of them
         q, k = rng.standard_normal((2, 9, 10))
         design = np.einsum("rd,re->der", q, k).reshape(-1, 9)
         mixing = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0]
-        assert started < np.linalg.norm(design @ mixing - whole.reshape(6, -1).T) / np.linalg.norm(whole)
+        assert started < np.linalg.norm(design @ mixing - whole.reshape(6, -1).T) / np.linalg.norm(
+            whole
+        )
 
 
 def test_the_same_twice_and_in_the_dtype_it_had():
@@ -178,7 +212,9 @@ def test_the_same_twice_and_in_the_dtype_it_had():
 
 
 def test_heads_wider_than_the_shared_space():
-    """Two heads of 11 on 10 channels have 20 products at most; the rest of the width is empty, and exact."""
+    """Two heads of 11 on 10 channels have 20 products at most; the rest of the width is empty, and
+    exact.
+    """
     form = BilinearForm(*torch.randn(2, 2, 11, 10, dtype=torch.float64))
     q, mixing, k = factorise_truncated_svd(form, 21)
     assert q.shape == k.shape == (21, 10)
@@ -216,13 +252,18 @@ def test_nan_weights_are_refused(reason):
 
 
 @pytest.mark.parametrize(
-    "times", [{"q": 1e-200}, {"q": 1e-160, "k": 1e-140}, {"q": 1e80, "k": 1e80}, {"k": 1e-310}], ids=str
+    "times",
+    [{"q": 1e-200}, {"q": 1e-160, "k": 1e-140}, {"q": 1e80, "k": 1e80}, {"k": 1e-310}],
+    ids=str,
 )
 def test_the_error_does_not_depend_on_size(times):
     layer = cases.layer(base())
     weights, x = layer.state_dict(), torch.randn(3, 7, 10, dtype=torch.float64)
     plain = hw.convert_to_collaborative(layer.spec, weights, 7)
-    scaled = {name: tensor * times.get(name.removeprefix("project."), 1.0) for name, tensor in weights.items()}
+    scaled = {
+        name: tensor * times.get(name.removeprefix("project."), 1.0)
+        for name, tensor in weights.items()
+    }
     to_collaborative = hw.convert_to_collaborative(layer.spec, scaled, 7)
     assert to_collaborative.relative_error == pytest.approx(plain.relative_error, rel=1e-6)
     assert hw.convert_to_collaborative(layer.spec, scaled, 24).relative_error == 0
@@ -258,12 +299,15 @@ def test_heads_with_zero_scores(heads, sides, width):
     if heads == 6 or width == 24:
         check_close(layer_from_weights(to_collaborative)(x), layer(x))
     assert (
-        scores(layer_from_weights(to_collaborative), x)[:, :heads].abs() <= 0.1 * scores(layer, x).abs().max()
+        scores(layer_from_weights(to_collaborative), x)[:, :heads].abs()
+        <= 0.1 * scores(layer, x).abs().max()
     ).all()
 
 
 def test_sums_of_features_have_no_place_for_a_content_bias():
-    with pytest.raises(hw.SpecError, match=r"needs a dot product .*, unlike FeatureMap; use similarity Dot"):
+    with pytest.raises(
+        hw.SpecError, match=r"needs a dot product .*, unlike FeatureMap; use similarity Dot"
+    ):
         base(project=hw.Collaborative(width=8), similarity=hw.FeatureMap(), normaliser=hw.Sum())
 
 
@@ -276,9 +320,14 @@ def test_unsupported_layers_are_refused(reason):
 
 
 def test_the_query_bias_needs_no_softmax():
-    layer = cases.layer(base(bias="qv", normaliser=hw.Sigmoid(), modifiers=(hw.Softcap(limit=3.0),)))
+    layer = cases.layer(
+        base(bias="qv", normaliser=hw.Sigmoid(), modifiers=(hw.Softcap(limit=3.0),))
+    )
     x, _ = cases.tensors(layer.spec)
-    check_close(layer_from_weights(hw.convert_to_collaborative(layer.spec, layer.state_dict(), 24))(x), layer(x))
+    check_close(
+        layer_from_weights(hw.convert_to_collaborative(layer.spec, layer.state_dict(), 24))(x),
+        layer(x),
+    )
 
 
 def test_a_converted_layer_can_be_cut():
@@ -286,15 +335,21 @@ def test_a_converted_layer_can_be_cut():
     to_collaborative = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9)
     x, _ = cases.tensors(layer.spec)
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
-    silenced = layer_from_weights(to_collaborative)(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
-    spec, weights = hw.nn.head_axis_ops.keep_heads(to_collaborative.spec, to_collaborative.weights, [1, 3, 4])
+    silenced = layer_from_weights(to_collaborative)(
+        x, probe=hw.Probe("heads", callback=lambda _, o: o * loud)
+    )
+    spec, weights = hw.nn.head_axis_ops.keep_heads(
+        to_collaborative.spec, to_collaborative.weights, [1, 3, 4]
+    )
     cut = hw.Attention(spec).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)
 
 
 def test_the_forward_formula():
-    """s = D^-1/2 (x W_Q diag(m_i) W_K^T z^T + z c_i), softmax over keys, values per head, merged: in numpy."""
+    """s = D^-1/2 (x W_Q diag(m_i) W_K^T z^T + z c_i), softmax over keys, values per head, merged:
+    in numpy.
+    """
     layer = cases.layer(base(project=hw.Collaborative(width=9, bias="v"), kv=3, vdim=5, source=13))
     x, z = cases.tensors(layer.spec)
     w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
@@ -302,18 +357,28 @@ def test_the_forward_formula():
     v = (z.numpy() @ w["project.v"].T + w["project.v_bias"]).reshape(3, 11, 3, 5)
     y = np.zeros((3, 7, 10))
     for i in range(6):
-        s = (q * w["project.mixing"][i]) @ k.transpose(0, 2, 1) + (z.numpy() @ w["project.content"][i])[:, None]
+        s = (q * w["project.mixing"][i]) @ k.transpose(0, 2, 1) + (
+            z.numpy() @ w["project.content"][i]
+        )[:, None]
         e = np.exp(s / 2 - (s / 2).max(-1, keepdims=True))
-        y += (e / e.sum(-1, keepdims=True)) @ v[:, :, i // 2] @ w["output.o"][:, 5 * i : 5 * i + 5].T
+        y += (
+            (e / e.sum(-1, keepdims=True)) @ v[:, :, i // 2] @ w["output.o"][:, 5 * i : 5 * i + 5].T
+        )
     check_close(layer(x, source=z), torch.from_numpy(y))
 
 
 def test_initialisation_of_the_mixing():
     def started(start, heads, width):
-        spec = hw.design(model=10, heads=heads, dim=4, project=hw.Collaborative(width=width, start=start))
+        spec = hw.design(
+            model=10, heads=heads, dim=4, project=hw.Collaborative(width=width, start=start)
+        )
         return hw.Attention(spec).project["mixing"].detach()
 
-    assert started("blocks", 3, 7).tolist() == [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+    assert started("blocks", 3, 7).tolist() == [
+        [1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1],
+    ]
     assert started("ones", 3, 7).tolist() == [[1.0] * 7] * 3
     assert started("normal", 50, 200).std().item() == pytest.approx(0.2, rel=0.05)
     with pytest.raises(hw.SpecError, match=r"start='uniform'.*'normal', 'ones' or 'blocks'"):

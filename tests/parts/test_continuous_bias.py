@@ -1,4 +1,6 @@
-"""Continuous position bias: Swin v2 of transformers, and MoH-ViT written out for one query at a time."""
+"""Continuous position bias: Swin v2 of transformers, and MoH-ViT written out for one query at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ def randomised(spec: hw.AttentionSpec) -> hw.Attention:
 
 
 def swin_layer(trained: tuple[int, int]) -> hw.Attention:
-    bias = hw.ContinuousBias(rows=ROWS, columns=COLUMNS, trained_rows=trained[0], trained_columns=trained[1])
+    bias = hw.ContinuousBias(
+        rows=ROWS, columns=COLUMNS, trained_rows=trained[0], trained_columns=trained[1]
+    )
     modifiers, similarity = (hw.QKNorm(kind="l2", eps=1e-12), bias), hw.Dot(scale=1.0)
-    return randomised(hw.design(model=WIDTH, heads=HEADS, modifiers=modifiers, similarity=similarity, bias="qv"))
+    return randomised(
+        hw.design(model=WIDTH, heads=HEADS, modifiers=modifiers, similarity=similarity, bias="qv")
+    )
 
 
 @pytest.mark.parametrize("trained", [(0, 0), (3, 6)])
@@ -39,7 +45,9 @@ def swin_layer(trained: tuple[int, int]) -> hw.Attention:
 def test_heads_are_those_of_swin_v2(trained: tuple[int, int]):
     swin = pytest.importorskip("transformers.models.swinv2.modeling_swinv2")
     config = swin.Swinv2Config(attention_probs_dropout_prob=0.0)
-    theirs = swin.Swinv2SelfAttention(config, WIDTH, HEADS, (ROWS, COLUMNS), trained).double().eval()
+    theirs = (
+        swin.Swinv2SelfAttention(config, WIDTH, HEADS, (ROWS, COLUMNS), trained).double().eval()
+    )
     ours = swin_layer(trained)
     state = ours.state_dict()
     for side, module in (("q", theirs.query), ("k", theirs.key), ("v", theirs.value)):
@@ -48,7 +56,8 @@ def test_heads_are_those_of_swin_v2(trained: tuple[int, int]):
             module.bias.copy_(state[f"project.{side}_bias"])
     theirs.logit_scale.copy_(state["qk_norm.temperature"].abs().log()[:, None, None])
     ours.load_state_dict(
-        state | {"qk_norm.temperature": state["qk_norm.temperature"].abs(), "output.o": torch.eye(WIDTH)}
+        state
+        | {"qk_norm.temperature": state["qk_norm.temperature"].abs(), "output.o": torch.eye(WIDTH)}
     )
     first, _, second = theirs.continuous_position_bias_mlp
     first.weight.copy_(state["continuous_bias.hidden"])
@@ -59,7 +68,9 @@ def test_heads_are_those_of_swin_v2(trained: tuple[int, int]):
     torch.testing.assert_close(ours(x), theirs(x)[0], atol=1e-6, rtol=1e-6)
 
 
-def moh_vit_by_hand(state: dict[str, Tensor], x: Tensor, query: int, always: int, active: int) -> Tensor:
+def moh_vit_by_hand(
+    state: dict[str, Tensor], x: Tensor, query: int, always: int, active: int
+) -> Tensor:
     """The output of one query, from the formulas of 2410.11842 (its code) and 2311.17132."""
 
     def spaced(offset: int, size: int) -> float:
@@ -72,10 +83,17 @@ def moh_vit_by_hand(state: dict[str, Tensor], x: Tensor, query: int, always: int
     routed = torch.softmax(state["routed.router"] @ x[query], 0)
     best = sorted(range(HEADS - always), key=lambda head: -routed[head])[:active]
     kinds = 2 * torch.softmax(state["routed.kind"] @ x[query], 0)
-    shared = torch.ones(1) if always == 1 else always * torch.softmax(state["routed.shared"] @ x[query], 0)
+    shared = (
+        torch.ones(1)
+        if always == 1
+        else always * torch.softmax(state["routed.shared"] @ x[query], 0)
+    )
     gates = [kinds[0] * gate for gate in shared]
     total = sum(routed[head] for head in best)
-    gates += [kinds[1] * active * routed[head] / total if head in best else 0.0 for head in range(HEADS - always)]
+    gates += [
+        kinds[1] * active * routed[head] / total if head in best else 0.0
+        for head in range(HEADS - always)
+    ]
     heads = list[Tensor]()
     for head in range(HEADS):
         q = project("q", query, head)
@@ -90,11 +108,18 @@ def moh_vit_by_hand(state: dict[str, Tensor], x: Tensor, query: int, always: int
                 ],
                 dtype=torch.float64,
             )
-            hidden = torch.relu(state["continuous_bias.hidden"] @ offset + state["continuous_bias.hidden_bias"])
-            bias = state["continuous_bias.out"][head] @ hidden + state["continuous_bias.out_bias"][head]
+            hidden = torch.relu(
+                state["continuous_bias.hidden"] @ offset + state["continuous_bias.hidden_bias"]
+            )
+            bias = (
+                state["continuous_bias.out"][head] @ hidden
+                + state["continuous_bias.out_bias"][head]
+            )
             scores.append(q @ k / k.norm() + bias)
         weights = torch.softmax(torch.stack(scores), 0)
-        heads.append(gates[head] * sum(weights[token] * project("v", token, head) for token in range(TOKENS)))
+        heads.append(
+            gates[head] * sum(weights[token] * project("v", token, head) for token in range(TOKENS))
+        )
     return state["output.o"] @ torch.cat(heads) + state["output.o_bias"]
 
 
@@ -104,10 +129,19 @@ def test_the_preset_of_moh_vit_is_its_formula(always: int, active: int):
     spec = hw.design(preset="moh_vit", model=WIDTH, heads=HEADS, rows=ROWS, columns=COLUMNS)
     modifiers = (*spec.modifiers[:-1], hw.Routed(always=always, active=active))
     layer = randomised(
-        hw.design(preset="moh_vit", model=WIDTH, heads=HEADS, rows=ROWS, columns=COLUMNS, modifiers=modifiers)
+        hw.design(
+            preset="moh_vit",
+            model=WIDTH,
+            heads=HEADS,
+            rows=ROWS,
+            columns=COLUMNS,
+            modifiers=modifiers,
+        )
     )
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
-    expected = torch.stack([moh_vit_by_hand(layer.state_dict(), x, query, always, active) for query in range(TOKENS)])
+    expected = torch.stack(
+        [moh_vit_by_hand(layer.state_dict(), x, query, always, active) for query in range(TOKENS)]
+    )
     check_close(layer(x[None])[0], expected)
     check_close(reference.reference_attention(layer, x[None])[0], expected)
 
@@ -129,7 +163,9 @@ def test_parameters_and_flops_are_those_of_the_network():
 
 def test_offsets_beyond_the_grid_count_as_the_largest():
     part = hw.ContinuousBias(rows=2, columns=4)
-    pair = SimpleNamespace(i=torch.tensor([0, 4, 8, 40]), j=torch.tensor(0), take=lambda factors, index: index)
+    pair = SimpleNamespace(
+        i=torch.tensor([0, 4, 8, 40]), j=torch.tensor(0), take=lambda factors, index: index
+    )
     assert part.score(torch.zeros(4), pair, torch.empty(0), {}).tolist() == [10, 17, 17, 17]
 
 

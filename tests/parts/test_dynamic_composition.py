@@ -56,7 +56,9 @@ def merged(layer, part, x, z):
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-@pytest.mark.parametrize(("sides", "static", "rank"), [("both", "full", 2), ("query", "none", 1), ("key", "full", 3)])
+@pytest.mark.parametrize(
+    ("sides", "static", "rank"), [("both", "full", 2), ("query", "none", 1), ("key", "full", 3)]
+)
 def test_one_matrix_for_every_pair(on, groups, sides, static, rank):
     part = hw.Dynamic(on=on, rank=rank, static=static, groups=groups, sides=sides)
     layer = cases.layer(base(modifiers=(part,), kv=2, source=13))
@@ -130,19 +132,38 @@ def test_outputs_in_another_order(groups):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_the_cache_grows_by_ten_numbers_per_head(groups):
-    """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing for queries."""
+    """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing
+    for queries.
+    """
     plain = hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8))
-    for rank, sides, each in [(2, "both", 10), (2, "key", 10), (2, "query", 0), (3, "both", 14), (1, "both", 6)]:
-        parts = tuple(hw.Dynamic(on=on, rank=rank, sides=sides, groups=groups) for on in ("scores", "weights"))
-        assert hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts)) == plain + each * 8
+    for rank, sides, each in [
+        (2, "both", 10),
+        (2, "key", 10),
+        (2, "query", 0),
+        (3, "both", 14),
+        (1, "both", 6),
+    ]:
+        parts = tuple(
+            hw.Dynamic(on=on, rank=rank, sides=sides, groups=groups) for on in ("scores", "weights")
+        )
+        assert (
+            hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts))
+            == plain + each * 8
+        )
 
 
-@pytest.mark.parametrize(("groups", "sides", "branches"), [(1, "both", 2), (4, "both", 2), (2, "query", 1)])
+@pytest.mark.parametrize(
+    ("groups", "sides", "branches"), [(1, "both", 2), (4, "both", 2), (2, "query", 1)]
+)
 def test_parameters_of_a_stage(groups, sides, branches):
-    spec = hw.design(model=64, heads=8, modifiers=(hw.Dynamic(groups=groups, sides=sides, static="full"),))
+    spec = hw.design(
+        model=64, heads=8, modifiers=(hw.Dynamic(groups=groups, sides=sides, static="full"),)
+    )
     d, n, r = 64, 8, 2
     branch = 2 * r * n * d + (2 * r * n) * (2 * r * n) // groups + n * d
-    extra = hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=64, heads=8))
+    extra = hw.costs.count_parameters(spec) - hw.costs.count_parameters(
+        hw.design(model=64, heads=8)
+    )
     assert extra == branches * branch + n * n // groups
 
 

@@ -23,7 +23,11 @@ SIX = torch.tensor([-3.0, -0.5, 0.0, 0.2, 1.0, 2.5], dtype=torch.float64)
 
 def gated(log_a: Tensor, options: dict[str, object] | None = None, **spec: object) -> hw.Attention:
     """A layer with one gate for each of these numbers."""
-    built = hw.Attention(base(heads=len(log_a), modifiers=(hw.Concrete(**(options or {})),), **spec)).double().eval()
+    built = (
+        hw.Attention(base(heads=len(log_a), modifiers=(hw.Concrete(**(options or {})),), **spec))
+        .double()
+        .eval()
+    )
     with torch.no_grad():
         built.concrete["log_a"].copy_(log_a)
     return built
@@ -38,9 +42,13 @@ def gates(layer: hw.Attention, aux_losses: hw.AuxLosses | None = None) -> Tensor
 
 
 def sample_gates(many: int, log_a: float, options: dict[str, float], seed: int) -> Tensor:
-    """Many gates of one log_a, drawn in training: a layer of 100 heads is called again and again."""
+    """Many gates of one log_a, drawn in training: a layer of 100 heads is
+    called again and again.
+    """
     torch.manual_seed(seed)
-    layer = hw.Attention(hw.design(model=1, heads=100, dim=1, modifiers=(hw.Concrete(start=log_a, **options),)))
+    layer = hw.Attention(
+        hw.design(model=1, heads=100, dim=1, modifiers=(hw.Concrete(start=log_a, **options),))
+    )
     layer.double().train()
     return torch.cat([gates(layer).detach().flatten() for _ in range(many // 100)])
 
@@ -53,21 +61,27 @@ def sigmoid(x: np.ndarray | float) -> np.ndarray:
     return 1 / (1 + np.exp(-np.asarray(x, dtype=np.float64)))
 
 
-def hard_concrete(u: np.ndarray, log_a: np.ndarray | float, options: dict[str, float]) -> np.ndarray:
-    """clip(low + (high - low) s, 0, 1), s = sigmoid((log u - log(1 - u) + log_a) / temperature) (1712.01312)."""
+def hard_concrete(
+    u: np.ndarray, log_a: np.ndarray | float, options: dict[str, float]
+) -> np.ndarray:
+    """clip(low + (high - low) s, 0, 1), s = sigmoid((log u - log(1 - u) + log_a) / temperature)
+    (1712.01312).
+    """
     temperature, low, high = limits(options)
     s = sigmoid((np.log(u) - np.log(1 - u) + log_a) / temperature)
     return np.clip(low + (high - low) * s, 0, 1)
 
 
-# --- what is drawn -------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", LIMITS, ids=str)
 def test_a_gate_is_the_formula_of_its_sample(options, monkeypatch):
     uniform = torch.tensor([0.0, 0.03, 0.4, 0.61, 0.97, 1.0], dtype=torch.float64)
     soft, hard = (gated(SIX, {**options, "sample": sample}).train() for sample in ("soft", "hard"))
-    monkeypatch.setattr(torch, "rand", lambda shape, dtype, device: uniform.to(dtype).reshape(shape))
+    monkeypatch.setattr(
+        torch, "rand", lambda shape, dtype, device: uniform.to(dtype).reshape(shape)
+    )
     u = 1e-6 + (1 - 2e-6) * uniform.numpy()
     expected = torch.from_numpy(hard_concrete(u, SIX.numpy(), options))
     check_close(gates(soft), expected)
@@ -81,7 +95,9 @@ def test_gates_are_distributed_as_published(value, log_a):
     found = sample_gates(many, log_a, value, seed=7)
     temperature, low, high = limits(value)
     near = 4 * 0.5 / math.sqrt(many)  # four standard deviations of the widest fraction
-    assert (found == 0).double().mean() == pytest.approx(sigmoid(temperature * math.log(-low / high) - log_a), abs=near)
+    assert (found == 0).double().mean() == pytest.approx(
+        sigmoid(temperature * math.log(-low / high) - log_a), abs=near
+    )
     open_at = temperature * math.log((1 - low) / (high - 1))
     assert (found == 1).double().mean() == pytest.approx(sigmoid(log_a - open_at), abs=near)
     for below in (0.2, 0.5, 0.9):
@@ -119,7 +135,7 @@ def test_one_draw_for_each_head_and_call():
     assert torch.equal(layer(x), layer(x))
 
 
-# --- evaluation ----------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", LIMITS, ids=str)
@@ -162,7 +178,7 @@ def test_shut_gates_equal_ablated_and_pruned_heads(mode):
     check_close(cut(x), silenced)
 
 
-# --- gradients -----------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def test_gradients_reach_every_gate():
@@ -172,8 +188,12 @@ def test_gradients_reach_every_gate():
         torch.manual_seed(3)
         layer = gated(SIX * 0, {"sample": sample, "temperature": 2.0}).train()
         weight = torch.linspace(1, 2, 6, dtype=torch.float64)
-        slopes.append(torch.autograd.grad((gates(layer) * weight).sum(), layer.concrete["log_a"])[0])
-        assert torch.autograd.grad(layer(x).square().sum(), layer.concrete["log_a"])[0].abs().sum() > 0
+        slopes.append(
+            torch.autograd.grad((gates(layer) * weight).sum(), layer.concrete["log_a"])[0]
+        )
+        assert (
+            torch.autograd.grad(layer(x).square().sum(), layer.concrete["log_a"])[0].abs().sum() > 0
+        )
     assert (slopes[0] != 0).sum() >= 4
     check_close(slopes[0], slopes[1])  # rounding passes the gradient on as if it were not there
 
@@ -182,7 +202,10 @@ def test_gradients_reach_every_gate():
 @pytest.mark.parametrize("layers", [1, 4])
 def test_the_gradient_of_the_penalty_is_in_closed_form(options, layers):
     ends = torch.cat([SIX, torch.tensor([-60.0, 60.0])])
-    layer, aux_losses = gated(ends, {**options, "regulariser": "mean", "layers": layers}), hw.AuxLosses()
+    layer, aux_losses = (
+        gated(ends, {**options, "regulariser": "mean", "layers": layers}),
+        hw.AuxLosses(),
+    )
     gates(layer, aux_losses)
     temperature, low, high = limits(options)
     chance = sigmoid(ends.numpy() - temperature * math.log(-low / high))
@@ -190,10 +213,12 @@ def test_the_gradient_of_the_penalty_is_in_closed_form(options, layers):
     slope[-2:] = 0  # where the probability is held
     ours = torch.autograd.grad(aux_losses.total("l0"), layer.concrete["log_a"])[0]
     check_close(ours, torch.from_numpy(slope))
-    assert aux_losses.total("l0").item() == pytest.approx(np.clip(chance, 1e-6, 1 - 1e-6).sum() / layers)
+    assert aux_losses.total("l0").item() == pytest.approx(
+        np.clip(chance, 1e-6, 1 - 1e-6).sum() / layers
+    )
 
 
-# --- the ledger ----------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", ["train", "eval"])
@@ -203,7 +228,9 @@ def test_aux_losses_of_two_layers_add_up(regulariser, training):
     x, aux_losses = cases.tensors(base())[0], hw.AuxLosses()
     expected = []
     for depth, heads in enumerate((6, 4)):
-        spec = base(heads=heads, modifiers=(hw.Concrete(start=0.5 - depth, regulariser=regulariser),))
+        spec = base(
+            heads=heads, modifiers=(hw.Concrete(start=0.5 - depth, regulariser=regulariser),)
+        )
         layer = hw.Attention(spec.at_depth(depth, 2)).double()
         getattr(layer, training)()
         aux_losses.layer = str(depth)
@@ -216,14 +243,19 @@ def test_aux_losses_of_two_layers_add_up(regulariser, training):
 
 def test_only_a_mean_has_to_know_the_depth():
     assert hw.Concrete().at_depth(3, 12) == hw.Concrete()
-    assert hw.Concrete(regulariser="mean").at_depth(3, 12) == hw.Concrete(regulariser="mean", layers=12)
+    assert hw.Concrete(regulariser="mean").at_depth(3, 12) == hw.Concrete(
+        regulariser="mean", layers=12
+    )
 
 
 def test_recomputing_a_layer_draws_the_same():
     x = cases.tensors(base())[0].requires_grad_()
     layer = gated(SIX).train()
     found = []
-    for run in (layer, lambda *args, **kwargs: checkpoint(layer, *args, use_reentrant=False, **kwargs)):
+    for run in (
+        layer,
+        lambda *args, **kwargs: checkpoint(layer, *args, use_reentrant=False, **kwargs),
+    ):
         torch.manual_seed(11)
         aux_losses = hw.AuxLosses()
         loss = run(x, probe=hw.Probe(aux_losses=aux_losses)).square().sum() + aux_losses.total("l0")
@@ -246,7 +278,7 @@ def test_one_graph_holds_the_draw(sample):
     assert torch.autograd.grad(traced(x).sum(), layer.concrete["log_a"])[0].abs().sum() > 0
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Exact conversion of layers to multi-head latent attention and to mixture-of-heads attention, or a refusal."""
+"""Exact conversion of layers to multi-head latent attention and to mixture-of-heads attention, or a
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,23 @@ def layer_from_weights(spec, weights, dtype=torch.float64) -> hw.Attention:
     return layer
 
 
-# What a latent is no other form of: other projects, products that are none, turns and steps that see heads as wide
-# as they were, values that are grouped apart.
+# What a latent is no other form of: other projects, products that are none, turns and steps that
+# see heads as wide as they were, values that are grouped apart.
 NO_LATENT = {
-    "Additive", "Collaborative", "Differential", "DifferentialV", "FeatureMap", "Gaussian", "Knocking", "Latent",
-    "Overlapping", "QKNorm", "Shaw", "Sum", "Value",
-}  # fmt: skip
+    "Additive",
+    "Collaborative",
+    "Differential",
+    "DifferentialV",
+    "FeatureMap",
+    "Gaussian",
+    "Knocking",
+    "Latent",
+    "Overlapping",
+    "QKNorm",
+    "Shaw",
+    "Sum",
+    "Value",
+}
 ONES = {"Concrete4", "ContinuousBias1", "Routed4", "TalkingHeads2", "TalkingHeads3"}
 
 
@@ -74,8 +87,12 @@ def test_the_latent_of_a_token_holds_its_keys_and_values(options):
     read = x if z is None else z
     ours, theirs = shared.project_source(read).entry, layer.project_source(read).entry
     latents = torch.cat([ours["c"], ours["r"]], -1).sort(-1).values
-    check_close(latents, torch.cat([theirs["k"].flatten(2), theirs["v"].flatten(2)], -1).sort(-1).values)
-    half = convert_to_latent(spec, {name: tensor.float() for name, tensor in layer.state_dict().items()})
+    check_close(
+        latents, torch.cat([theirs["k"].flatten(2), theirs["v"].flatten(2)], -1).sort(-1).values
+    )
+    half = convert_to_latent(
+        spec, {name: tensor.float() for name, tensor in layer.state_dict().items()}
+    )
     check_close(
         layer_from_weights(*half, torch.float32)(x.float(), source=z if z is None else z.float()),
         layer(x, source=z),
@@ -99,7 +116,10 @@ def test_why_a_layer_is_no_latent():
             "qk_norm and rotary on queries and keys have no form for concatenated heads",
         ),
         ({"modifiers": (hw.Knocking(),)}, "Knocking needs queries, keys and values"),
-        ({"project": hw.Overlapping(overlap=0)}, "project Overlapping; give one with project Direct"),
+        (
+            {"project": hw.Overlapping(overlap=0)},
+            "project Overlapping; give one with project Direct",
+        ),
         ({"similarity": hw.Gaussian()}, "use Dot"),
         (
             {"kv": 3, "modifiers": (hw.Concrete(per="kv"),)},
@@ -114,7 +134,7 @@ def test_why_a_layer_is_no_latent():
             hw.design(model=8, heads=2, project=hw.Latent(rank=4, rope=0, bias=bias))
 
 
-# --- heads that tokens choose ---------------------------------------------------------------------------
+# --- heads that tokens choose ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [(), (2,), (5, 0, 3), (0, 1, 2, 3, 4, 5)], ids=str)
@@ -123,7 +143,10 @@ def test_all_heads_routed_to_are_the_same_layer(shared):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     check_close(
-        layer_from_weights(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 6 - len(shared)))(x), layer(x)
+        layer_from_weights(
+            *convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 6 - len(shared))
+        )(x),
+        layer(x),
     )
 
 
@@ -140,9 +163,13 @@ def test_a_token_closes_the_heads_with_the_smallest_query_norms(shared):
     for silent in range(len(others) - 2):
         np.put_along_axis(gate, np.array(others)[order[..., silent : silent + 1]], 0.0, -1)
     heads = layer.head_outputs(x).detach().numpy() * gate[..., None]
-    result = np.einsum("btov,dov->btd", heads, tensors["output.o"].reshape(10, 6, 4)) + tensors["output.o_bias"]
+    result = (
+        np.einsum("btov,dov->btd", heads, tensors["output.o"].reshape(10, 6, 4))
+        + tensors["output.o_bias"]
+    )
     check_close(
-        layer_from_weights(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x), torch.tensor(result)
+        layer_from_weights(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x),
+        torch.tensor(result),
     )
 
 
@@ -160,7 +187,12 @@ def test_unroutable_layers_are_refused():
         ({}, [1, 1], 1, "each at most once"),
         ({}, [0], 6, "needs more than the 6 heads there are"),
         ({}, [0], 0, "never uses 5 heads"),
-        ({"modifiers": (hw.QKNorm(),)}, [0], 2, "needs queries of different lengths, unlike qk_norm"),
+        (
+            {"modifiers": (hw.QKNorm(),)},
+            [0],
+            2,
+            "needs queries of different lengths, unlike qk_norm",
+        ),
         ({"modifiers": (hw.Routed(),)}, [0], 2, "routed already"),
         ({"project": hw.Latent(rank=8, rope=0)}, [0], 2, "heads.dim channels, unlike Latent"),
     ):

@@ -1,4 +1,6 @@
-"""Routing of mixture-of-heads attention, against the formulas of arXiv:2410.11842 and its code, in float64."""
+"""Routing of mixture-of-heads attention, against the formulas of arXiv:2410.11842 and its code, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def plain(layer):
 
 
 def learned(x, p, always, active, norm):
-    """g [B, T, heads] by the formulas: eq. 5 and 6 as printed, or as the released code scales them."""
+    """g [B, T, heads] by the formulas: eq. 5 and 6 as printed, or as the
+    released code scales them.
+    """
     parts = []
     if always:
         shared = softmax(x @ p["shared"].T) if "shared" in p else np.ones((*x.shape[:2], 1))
@@ -82,21 +86,31 @@ def by_norm(x, weight, first, active):
 @pytest.mark.parametrize("turns", [(), (hw.Rotary(),), (hw.QKNorm(scope="full"),)], ids=str)
 @pytest.mark.parametrize(("always", "active"), [(2, 1), (1, 3), (0, 6), (4, 2)])
 def test_gates_by_the_length_of_queries(always, active, turns):
-    layer = cases.layer(base(modifiers=(*turns, hw.Routed(always, active, router="norm")), kv=3, pattern="causal()"))
+    layer = cases.layer(
+        base(modifiers=(*turns, hw.Routed(always, active, router="norm")), kv=3, pattern="causal()")
+    )
     x, _ = cases.tensors(layer.spec)
     weight = layer.project["q"].detach().numpy()
-    if turns and turns[0] == hw.QKNorm(scope="full"):  # one scale for all channels of a token, then one of each
+    if turns and turns[0] == hw.QKNorm(
+        scope="full"
+    ):  # one scale for all channels of a token, then one of each
         weight = weight * layer.qk_norm["q"].detach().numpy()[:, None]
     _, chosen = by_norm(x.numpy(), weight, always, active)
     gates = torch.from_numpy(np.concatenate([np.ones((3, 7, always)), chosen], -1))
-    assert torch.equal(heads_of(layer, x), heads_of(plain(layer), x) * gates[..., None])  # 0 or 1, not close to it
+    assert torch.equal(
+        heads_of(layer, x), heads_of(plain(layer), x) * gates[..., None]
+    )  # 0 or 1, not close to it
 
 
 def test_a_grouped_layer_is_converted_without_a_weight():
-    """As Llama 3: 8 query heads on 2 keys, the first half shared, a quarter of all chosen, 75 % active."""
+    """As Llama 3: 8 query heads on 2 keys, the first half shared, a quarter of all chosen, 75 %
+    active.
+    """
     start = hw.design(model=20, heads=8, dim=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
     trained = cases.layer(start)
-    spec = cases.change_spec(start, modifiers=(*start.modifiers, hw.Routed(always=4, active=2, router="norm")))
+    spec = cases.change_spec(
+        start, modifiers=(*start.modifiers, hw.Routed(always=4, active=2, router="norm"))
+    )
     assert hw.costs.count_parameters(spec) == hw.costs.count_parameters(start)
     layer = hw.Attention(spec).double().eval()
     missing = layer.load_state_dict(trained.state_dict(), strict=False).missing_keys
@@ -107,12 +121,16 @@ def test_a_grouped_layer_is_converted_without_a_weight():
     result = (ours[:, :, 4:] == theirs[:, :, 4:]).all(-1)
     assert (result.sum(-1) == 2).all()
     assert (ours[:, :, 4:][~result] == 0).all()
-    assert len({tuple(row) for row in result.flatten(0, 1).tolist()}) > 1  # by token, and not by head
+    assert (
+        len({tuple(row) for row in result.flatten(0, 1).tolist()}) > 1
+    )  # by token, and not by head
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_gradients_go_straight_through(training):
-    """Eq. 10: what comes to the gate of a routed head, chosen or not, is handed to its p as it is."""
+    """Eq. 10: what comes to the gate of a routed head, chosen or not, is handed
+    to its p as it is.
+    """
     layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),))).train(training)
     x, _ = cases.tensors(layer.spec)
     c = torch.randn(3, 7, 10, dtype=torch.float64)
@@ -126,14 +144,23 @@ def test_gradients_go_straight_through(training):
     _, chosen = by_norm(x.numpy(), other.project["q"].detach().numpy(), 2, 1)
     gates = torch.from_numpy(np.concatenate([np.ones((3, 7, 2)), chosen], -1)).requires_grad_()
     loss = (other.merge_heads(o * gates[..., None]) * c).sum()
-    through_heads, to_gates = torch.autograd.grad(loss, (other.project["q"], gates), retain_graph=True)
+    through_heads, to_gates = torch.autograd.grad(
+        loss, (other.project["q"], gates), retain_graph=True
+    )
     through_p = torch.autograd.grad((p * to_gates[:, :, 2:]).sum(), other.project["q"])[0]
-    assert (to_gates[:, :, 2:][torch.from_numpy(chosen) == 0].abs() > 1e-3).any()  # the others are not left out
+    assert (
+        to_gates[:, :, 2:][torch.from_numpy(chosen) == 0].abs() > 1e-3
+    ).any()  # the others are not left out
     check_close(ours, through_heads + through_p)
 
 
 def test_without_a_preference_all_heads_are_plain_ones():
-    for routed in (hw.Routed(2, 4), hw.Routed(2, 4, router="norm"), hw.Routed(0, 6), hw.Routed(6, 0, router="norm")):
+    for routed in (
+        hw.Routed(2, 4),
+        hw.Routed(2, 4, router="norm"),
+        hw.Routed(0, 6),
+        hw.Routed(6, 0, router="norm"),
+    ):
         layer = cases.layer(base(modifiers=(routed,)))
         x, _ = cases.tensors(layer.spec)
         with torch.no_grad():
@@ -217,15 +244,21 @@ def test_queries_of_no_length_are_no_trouble():
 
 
 def test_a_pair_is_routed_by_its_first_head():
-    layer = cases.layer(base(heads=3, modifiers=(hw.Differential(), hw.Routed(1, 1, router="norm"))))
+    layer = cases.layer(
+        base(heads=3, modifiers=(hw.Differential(), hw.Routed(1, 1, router="norm")))
+    )
     x, _ = cases.tensors(layer.spec)
-    _, chosen = by_norm(x.numpy(), layer.project["q"].detach().numpy().reshape(6, 4, 10)[::2].reshape(12, 10), 1, 1)
+    _, chosen = by_norm(
+        x.numpy(), layer.project["q"].detach().numpy().reshape(6, 4, 10)[::2].reshape(12, 10), 1, 1
+    )
     result = heads_of(layer, x).abs().sum(-1) > 0
     assert result[:, :, 1:].tolist() == (chosen == 1).tolist()
 
 
 def test_a_pruned_head_still_takes_part_in_routing():
-    """Cut the head that would win: the others are silent where it was chosen, as if it had only been silenced."""
+    """Cut the head that would win: the others are silent where it was chosen, as if it had only
+    been silenced.
+    """
     layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),)))
     x, _ = cases.tensors(layer.spec)
     small, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
@@ -242,14 +275,23 @@ def test_a_pruned_head_still_takes_part_in_routing():
 NORM = hw.Routed(2, 2, router="norm")
 PRUNED = {
     "each head its own keys": ({"modifiers": (NORM,)}, [1, 3, 4]),
-    "a whole group, rotated": ({"modifiers": (hw.Rotary(), NORM), "kv": 2, "pattern": "causal"}, [3, 4, 5]),
+    "a whole group, rotated": (
+        {"modifiers": (hw.Rotary(), NORM), "kv": 2, "pattern": "causal"},
+        [3, 4, 5],
+    ),
     "slopes of heads": ({"modifiers": (hw.Alibi(), NORM), "pattern": "causal", "vdim": 5}, [0, 4]),
     "sinks": ({"modifiers": (NORM,), "normaliser": hw.SinkSoftmax()}, [2, 5]),
-    "a table and relative keys": ({"modifiers": (hw.T5Bias(buckets=8, reach=9), hw.Shaw(reach=2), NORM)}, [1, 5]),
+    "a table and relative keys": (
+        {"modifiers": (hw.T5Bias(buckets=8, reach=9), hw.Shaw(reach=2), NORM)},
+        [1, 5],
+    ),
     "learned scores": ({"modifiers": (hw.Learned(length=9, kind="factorised"), NORM)}, [1, 2, 4]),
     "scores from the input": ({"modifiers": (hw.Learned(length=9, kind="dense"), NORM)}, [1, 2, 4]),
     "sum of parameters": ({"modifiers": (NORM,), "similarity": hw.Additive()}, [0, 3]),
-    "linear attention": ({"modifiers": (NORM,), "similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, [0, 3]),
+    "linear attention": (
+        {"modifiers": (NORM,), "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+        [0, 3],
+    ),
 }
 
 
@@ -279,7 +321,9 @@ def test_a_pruned_routed_layer_runs_on_the_same_backends(name):
         )
         assert before == after
     expected = reference.reference_attention(cut, x)
-    for backend in backends.make_dispatch(backends.CallSignature(cut.spec, cut.spec.core)).backend_names:
+    for backend in backends.make_dispatch(
+        backends.CallSignature(cut.spec, cut.spec.core)
+    ).backend_names:
         cut.backend_name = backend
         check_close(cut(x), expected)
         check_close(heads_of(cut, x), heads_of(layer, x)[:, :, keep])
@@ -307,7 +351,9 @@ def test_a_pruned_routed_layer_costs_what_its_core_computes(name):
     work = hw.CallSize(1, 7, 7, 7)
 
     def core_flops(spec):
-        return {t.name: t.value for t in forward_flops(spec, work).terms if t.name.startswith("core")}
+        return {
+            t.name: t.value for t in forward_flops(spec, work).terms if t.name.startswith("core")
+        }
 
     whole, own = core_flops(layer.spec), core_flops(cut.spec)
     assert 6 * own["core (scores)"] == len(cut.spec.core_score_heads) * whole["core (scores)"]
@@ -320,7 +366,9 @@ def test_a_pruned_routed_layer_costs_what_its_core_computes(name):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["each head its own keys", "slopes of heads", "a table and relative keys"])
+@pytest.mark.parametrize(
+    "name", ["each head its own keys", "slopes of heads", "a table and relative keys"]
+)
 def test_a_pruned_routed_layer_is_one_graph(name):
     _, cut, _ = pruned(name)
     x, _ = cases.tensors(cut.spec)
@@ -359,12 +407,16 @@ def test_all_scores_are_computed_where_keys_belong_to_a_removed_head_alone():
 
 REFUSED = {
     "router='query'.*'learned' or 'norm'": {"modifiers": (hw.Routed(router="query"),)},
-    "not 1; use always=4, or always=6 and active=0": {"modifiers": (hw.Routed(5, 1, router="norm"),)},
+    "not 1; use always=4, or always=6 and active=0": {
+        "modifiers": (hw.Routed(5, 1, router="norm"),)
+    },
     "unlike Latent": {
         "project": hw.Latent(rank=8, rope=0),
         "modifiers": (hw.Routed(router="norm"),),
     },
-    "different lengths, unlike qk_norm; use router='learned'": {"modifiers": (hw.QKNorm(), hw.Routed(router="norm"))},
+    "different lengths, unlike qk_norm; use router='learned'": {
+        "modifiers": (hw.QKNorm(), hw.Routed(router="norm"))
+    },
 }
 
 

@@ -25,7 +25,9 @@ ROTARY = (hw.Rotary(),)
 
 
 def scheduled(schedule: str, **options) -> hw.AttentionSpec:
-    return cases.base(project=hw.Overlapping(overlap=2, schedule=schedule), pattern="causal()", **options)
+    return cases.base(
+        project=hw.Overlapping(overlap=2, schedule=schedule), pattern="causal()", **options
+    )
 
 
 @pytest.mark.parametrize("schedule", BY_DEPTH)
@@ -34,7 +36,9 @@ def test_the_overlap_at_every_depth(schedule):
     assert spec.project.overlap == 2
     for layer, overlap in enumerate(BY_DEPTH[schedule]):
         placed = spec.at_depth(layer, 6)
-        assert placed == cases.base(project=hw.Overlapping(overlap=overlap), pattern="causal()", modifiers=ROTARY)
+        assert placed == cases.base(
+            project=hw.Overlapping(overlap=overlap), pattern="causal()", modifiers=ROTARY
+        )
         assert placed.heads.vdim == 4 + 2 * overlap
         assert placed.at_depth(0, 9) == placed
         assert hw.from_toml(str(placed)) == placed
@@ -48,7 +52,9 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
     x, _ = cases.tensors(spec)
     check_close(layer(x), hw.nn.reference.reference_attention(layer, x))
     cache = layer.cache(batch=cases.BATCH, capacity=9)
-    check_close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1), layer(x))
+    check_close(
+        torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1), layer(x)
+    )
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
     silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
     small, weights = hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 3, 4])
@@ -81,7 +87,10 @@ def test_other_layers_stay_as_they_are_when_placed():
         ),
         (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; did you mean 'L-l"),
         (lambda: scheduled("depth"), r"schedule='depth'\) is unknown; .*fixed"),
-        (lambda: scheduled("l").at_depth(6, 6), "no layer 6 of 6; give integers with 0 <= layer < layers"),
+        (
+            lambda: scheduled("l").at_depth(6, 6),
+            "no layer 6 of 6; give integers with 0 <= layer < layers",
+        ),
         (lambda: scheduled("l").at_depth(-1, 6), "no layer -1 of 6"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The serving engine: a request gets the result it gets alone, and a failing request fails alone."""
+"""The serving engine: a request gets the result it gets alone, and a failing
+request fails alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from headwise.serving.requests import split_by_size, split_prefill
 
 TOKENS, MODEL = 13, 16
 ROOMY = 40_000_000
-FEW = settings(max_examples=settings().max_examples // 8, deadline=None)  # of the profile that was asked for
+FEW = settings(
+    max_examples=settings().max_examples // 8, deadline=None
+)  # of the profile that was asked for
 
 
 def causal(preset: str) -> hw.AttentionSpec:
@@ -35,9 +39,15 @@ def causal(preset: str) -> hw.AttentionSpec:
 
 
 def stack(*specs: hw.AttentionSpec, **embedding: object) -> bp.StackSpec:
-    blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs]
+    blocks = [
+        bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs
+    ]
     return bp.StackSpec.from_blocks(
-        "decoder", MODEL, blocks, embedding=bp.EmbeddingSpec(TOKENS, **embedding), norm=bp.NormSpec("rms")
+        "decoder",
+        MODEL,
+        blocks,
+        embedding=bp.EmbeddingSpec(TOKENS, **embedding),
+        norm=bp.NormSpec("rms"),
     )
 
 
@@ -46,29 +56,45 @@ def random_model(net: hw.Transformer) -> hw.Transformer:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.0 if parameter.dim() > 1 else 0.3))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator)
+                * (1.0 if parameter.dim() > 1 else 0.3)
+            )
     return net.eval()
 
 
 def language(*specs: hw.AttentionSpec, **embedding: object) -> hw.Transformer:
     layers = stack(*specs, **embedding)
     return random_model(
-        hw.build(bp.ModelSpec("tiny", "decoder", (layers,), heads=(bp.OutputHeadSpec("tokens", TOKENS),)), seed=1)
+        hw.build(
+            bp.ModelSpec(
+                "tiny", "decoder", (layers,), heads=(bp.OutputHeadSpec("tokens", TOKENS),)
+            ),
+            seed=1,
+        )
     )
 
 
 def plain(**options: object) -> hw.AttentionSpec:
     return hw.design(
-        **{"model": MODEL, "heads": 3, "dim": 4, "pattern": "causal()", "modifiers": (hw.Rotary(),)} | options
+        **{"model": MODEL, "heads": 3, "dim": 4, "pattern": "causal()", "modifiers": (hw.Rotary(),)}
+        | options
     )
 
 
 STREAMING = "perhead((window(4) | first(2), causal()), (0, 0, 1, 1))"
 MODELS = {
-    **{name: functools.partial(lambda name: language(causal(name), causal(name)), name) for name in PRESETS},
+    **{
+        name: functools.partial(lambda name: language(causal(name), causal(name)), name)
+        for name in PRESETS
+    },
     "window": lambda: language(plain(pattern="window(5)"), plain(pattern="window(5)")),
-    "streaming heads": lambda: language(*[plain(heads=4, kv=2, pattern=STREAMING)] * 2, plain(pattern="window(5)")),
-    "sinks": lambda: language(plain(pattern="window(4) | first(2)", kv=1), plain(pattern="window(4) | first(2)", kv=1)),
+    "streaming heads": lambda: language(
+        *[plain(heads=4, kv=2, pattern=STREAMING)] * 2, plain(pattern="window(5)")
+    ),
+    "sinks": lambda: language(
+        plain(pattern="window(4) | first(2)", kv=1), plain(pattern="window(4) | first(2)", kv=1)
+    ),
     "mixed": lambda: language(plain(pattern="window(3)"), plain(pattern="window(3)"), plain(kv=1)),
     "state and tokens": lambda: language(causal("linear"), plain()),
     "prefix": lambda: language(plain(pattern="prefix(3)"), plain(pattern="prefix(3)")),
@@ -86,7 +112,7 @@ def alone(net: hw.Transformer, prompt: list[int], count: int) -> list[int]:
     return hw.greedy_decode(net, torch.tensor([prompt]), max_new_tokens=count)[0]
 
 
-# --- alone and together --------------------------------------------------------------------------------
+# --- alone and together ---------------------------------------------------------------------------
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # of three tokens: many begin alike
 REQUESTS = st.tuples(PROMPTS, st.integers(1, 8))
@@ -104,14 +130,20 @@ CONFIGS = st.builds(
 @pytest.mark.parametrize("name", MODELS)
 @FEW
 @given(
-    requests=st.lists(REQUESTS, min_size=1, max_size=5), events=EVENTS, way=CONFIGS, tight=st.booleans(), data=st.data()
+    requests=st.lists(REQUESTS, min_size=1, max_size=5),
+    events=EVENTS,
+    way=CONFIGS,
+    tight=st.booleans(),
+    data=st.data(),
 )
 def test_a_request_gets_the_tokens_it_gets_alone(
     name: str, requests, events, way: hw.BatchingConfig, tight: bool, data
 ):
     net = model(name)
     if name == "prefix":
-        requests = [([*prompt, 1, 2, 0][: max(3, len(prompt))], count) for prompt, count in requests]
+        requests = [
+            ([*prompt, 1, 2, 0][: max(3, len(prompt))], count) for prompt, count in requests
+        ]
     engine = hw.Engine(net, budget=smallest(net, way, requests) if tight else ROOMY, batching=way)
     streams, coming = [], list(requests)
     for event in events:
@@ -123,7 +155,9 @@ def test_a_request_gets_the_tokens_it_gets_alone(
         if event == "step":
             engine.step()
         assert engine.memory.used <= engine.memory.nbytes <= engine.memory.budget
-    streams += [(engine.submit(prompt, max_new_tokens=count), prompt, count) for prompt, count in coming]
+    streams += [
+        (engine.submit(prompt, max_new_tokens=count), prompt, count) for prompt, count in coming
+    ]
     for stream, prompt, count in reversed(streams):
         expected, result = alone(net, prompt, count), stream.result()
         assert result == (expected[: len(result)] if stream.ended == "cancelled" else expected)
@@ -132,7 +166,9 @@ def test_a_request_gets_the_tokens_it_gets_alone(
     assert engine.memory.pool.block_tables.pages.num_allocated == 0
 
 
-def smallest(net: hw.Transformer, way: hw.BatchingConfig, requests: list[tuple[list[int], int]]) -> int:
+def smallest(
+    net: hw.Transformer, way: hw.BatchingConfig, requests: list[tuple[list[int], int]]
+) -> int:
     """The least budget in which each of these fits when it is alone, found from what is refused."""
     budget = 1
     while True:
@@ -160,7 +196,8 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model_runner, "sample_tokens", watched)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3, page=4, chunk=7))
     values = [
-        ([n * n % 5 for n in range(length)], count) for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2))
+        ([n * n % 5 for n in range(length)], count)
+        for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2))
     ]
     streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in values]
     engine.run()
@@ -177,19 +214,38 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
     engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.BatchingConfig(chunk=8))
-    short, long = engine.submit([1, 2], max_new_tokens=20), engine.submit(list(range(13)) * 3, max_new_tokens=4)
+    short, long = (
+        engine.submit([1, 2], max_new_tokens=20),
+        engine.submit(list(range(13)) * 3, max_new_tokens=4),
+    )
     recorded = []
     while engine.step():
         recorded.append((len(short.ids), len(long.ids)))
-    assert [step.tokens for step in engine.report().steps][:6] == [8, 8, 8, 8, 8, 0]  # a last token alone is a row
-    assert recorded[:6] == [(2, 0), (3, 0), (4, 0), (5, 0), (6, 1), (7, 2)]  # the short one was never kept waiting
+    assert [step.tokens for step in engine.report().steps][:6] == [
+        8,
+        8,
+        8,
+        8,
+        8,
+        0,
+    ]  # a last token alone is a row
+    assert recorded[:6] == [
+        (2, 0),
+        (3, 0),
+        (4, 0),
+        (5, 0),
+        (6, 1),
+        (7, 2),
+    ]  # the short one was never kept waiting
 
 
-# --- what is remembered --------------------------------------------------------------------------------
+# --- what is remembered ---------------------------------------------------------------------------
 
 
 def test_the_first_rows_of_a_burst_wait_until_half_of_it_is_read():
-    """A step of few rows costs almost as much as one of many; rows past their first token are never delayed."""
+    """A step of few rows costs almost as much as one of many; rows past their first token are never
+    delayed.
+    """
     net = MODELS["mixed"]()
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(chunk=4))
     prompts = [[n + 1, 2, 3, n] for n in range(6)]
@@ -225,16 +281,22 @@ def test_the_first_rows_of_a_burst_do_not_wait_for_ever(monkeypatch: pytest.Monk
 
 
 def test_beginnings_are_read_once():
-    """A common beginning of 40 tokens, asked by all at once: one reads it, the others wait a step and share."""
+    """A common beginning of 40 tokens, asked by all at once: one reads it, the others wait a step
+    and share.
+    """
     net, begin = model("mixed"), [n % 7 for n in range(40)]
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=4, chunk=64))
     prompts = [[*begin, *[8 + n % 5] * (1 + n)] for n in range(6)]
     streams = [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]
     assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
-    shared = 24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
+    shared = (
+        24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
+    )
     assert engine.report().shared == 5 * shared
     assert engine.memory.pool.block_tables.pages.num_allocated == 0
-    again = engine.submit([*begin, 9, 9, 9], max_new_tokens=2)  # nobody holds those pages, but they are still known
+    again = engine.submit(
+        [*begin, 9, 9, 9], max_new_tokens=2
+    )  # nobody holds those pages, but they are still known
     assert again.result() == alone(net, [*begin, 9, 9, 9], 2)
     assert engine.report().shared == 6 * shared
 
@@ -259,7 +321,9 @@ def test_a_shared_prefix_depends_on_its_source():
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=1, chunk=16))
     sources = [[3, 4, 5], [5, 4, 3, 6, 7], [3, 4, 5], [6]]
     streams = [engine.submit(source, max_new_tokens=7) for source in sources]
-    assert [stream.result() for stream in streams] == [generated(net, source, max_new_tokens=7) for source in sources]
+    assert [stream.result() for stream in streams] == [
+        generated(net, source, max_new_tokens=7) for source in sources
+    ]
     assert len({tuple(stream.ids) for stream in streams}) == 3
     assert engine.report().shared == 7  # of the third, whose source is that of the first
 
@@ -270,13 +334,20 @@ def translator(form: str) -> hw.Transformer:
     first = bp.BlockSpec(own, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms"))
     cross = hw.design(model=MODEL, heads=4)
     attention = {"form": "merged"} if form == "merged" else {"attention": plain()}
-    second = bp.BlockSpec(**attention, cross=cross, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms"))
+    second = bp.BlockSpec(
+        **attention, cross=cross, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")
+    )
     stacks = (
         bp.StackSpec.from_blocks("encoder", MODEL, [first] * 2, embedding=bp.EmbeddingSpec(TOKENS)),
-        bp.StackSpec.from_blocks("decoder", MODEL, [second] * 2, embedding=bp.EmbeddingSpec(TOKENS, table="encoder")),
+        bp.StackSpec.from_blocks(
+            "decoder", MODEL, [second] * 2, embedding=bp.EmbeddingSpec(TOKENS, table="encoder")
+        ),
     )
     described = bp.ModelSpec(
-        "tiny", "encoder-decoder", stacks, heads=(bp.OutputHeadSpec("tokens", TOKENS, table="encoder"),)
+        "tiny",
+        "encoder-decoder",
+        stacks,
+        heads=(bp.OutputHeadSpec("tokens", TOKENS, table="encoder"),),
     )
     net = random_model(hw.build(described, seed=1))
     net.usage = hw.ProcessorSpec(begin=(1, 2), end=(0,))
@@ -289,12 +360,17 @@ def generated(net: hw.Transformer, prompt: object, **options: object):
 
 @pytest.mark.parametrize("form", ["seq", "merged"])
 @FEW
-@given(sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=7), way=CONFIGS)
+@given(
+    sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=7),
+    way=CONFIGS,
+)
 def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw.BatchingConfig):
     net = translator(form)
     engine = hw.Engine(net, budget=ROOMY, batching=way)
     streams = [engine.submit(source, max_new_tokens=6) for source in sources]
-    assert [stream.result() for stream in streams] == [generated(net, source, max_new_tokens=6) for source in sources]
+    assert [stream.result() for stream in streams] == [
+        generated(net, source, max_new_tokens=6) for source in sources
+    ]
     assert engine.memory.used == 0
 
 
@@ -302,7 +378,9 @@ def test_the_budget_holds_and_requests_wait_for_free_pages():
     spec = plain()
     net, way = language(spec), hw.BatchingConfig(page=4, chunk=16)
     each = hw.kv_cache_bytes(spec, hw.RequestBatch.uniform(1, 20), "paged(4)", "fp32")
-    engine = hw.Engine(net, budget=3 * 2 * each, batching=way)  # as much again for the buffer, of one layer
+    engine = hw.Engine(
+        net, budget=3 * 2 * each, batching=way
+    )  # as much again for the buffer, of one layer
     streams = [engine.submit([n] * 13, max_new_tokens=8) for n in range(9)]
     most = 0
     while engine.step():
@@ -338,7 +416,10 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mincore")
 def test_pages_take_memory_when_they_are_needed():
     net = language(plain(dim=64), plain(dim=64))
-    engine, slack = hw.Engine(net, budget=400_000_000), 2 * 2**21  # the system may hand out pages of 2 MiB
+    engine, slack = (
+        hw.Engine(net, budget=400_000_000),
+        2 * 2**21,
+    )  # the system may hand out pages of 2 MiB
     storage = engine.memory.pool.storage
     assert storage.nbytes > 100_000_000
     written, taken = (
@@ -355,11 +436,13 @@ def test_pages_take_memory_when_they_are_needed():
 
 
 def test_a_budget_beyond_all_memory_is_refused():
-    with pytest.raises(ValueError, match=r"the system refuses to reserve .* bytes of memory; give a smaller budget"):
+    with pytest.raises(
+        ValueError, match=r"the system refuses to reserve .* bytes of memory; give a smaller budget"
+    ):
         hw.Engine(model("gqa"), budget=10**19)
 
 
-# --- who is next ---------------------------------------------------------------------------------------
+# --- who is next ----------------------------------------------------------------------------------
 
 
 def order_of(batching: hw.BatchingConfig, counts: list[int]) -> list[int]:
@@ -376,7 +459,9 @@ def test_requests_run_in_order_of_arrival():
 
 def test_short_requests_overtake_without_starvation():
     assert order_of(hw.BatchingConfig(rows=1, order="shortest"), [5, 1, 3, 2]) == [1, 3, 2, 0]
-    assert order_of(hw.BatchingConfig(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]) == [1, 2, 0, 3, 4, 5]
+    assert order_of(
+        hw.BatchingConfig(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]
+    ) == [1, 2, 0, 3, 4, 5]
 
 
 def test_a_long_one_is_not_passed_by_short_ones_while_it_waits_for_room():
@@ -416,13 +501,16 @@ def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening:
     assert all(n == count for n, count in zip(chunks[:-1], pending, strict=False))
 
 
-# --- one request's end is its own ----------------------------------------------------------------------
+# --- one request's end is its own -----------------------------------------------------------------
 
 
 def test_cancelled_requests_free_their_pages_at_once():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
-    removed, other = engine.submit([1, 2, 3], max_new_tokens=20), engine.submit([4], max_new_tokens=20)
+    removed, other = (
+        engine.submit([1, 2, 3], max_new_tokens=20),
+        engine.submit([4], max_new_tokens=20),
+    )
     waiting = engine.submit([5], max_new_tokens=3)
     waiting.cancel()
     assert waiting.ended == "cancelled"
@@ -461,7 +549,9 @@ def broken_at(token: int) -> hw.Transformer:
 def test_a_failing_request_fails_alone():
     net = broken_at(11)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
-    fine, bad, later = (engine.submit(prompt, max_new_tokens=6) for prompt in ([1, 2, 3], [4, 11, 5], [6, 7]))
+    fine, bad, later = (
+        engine.submit(prompt, max_new_tokens=6) for prompt in ([1, 2, 3], [4, 11, 5], [6, 7])
+    )
     with pytest.raises(ValueError, match="the model produced NaN logits"):
         bad.result()
     assert bad.ended == "failed"
@@ -470,11 +560,15 @@ def test_a_failing_request_fails_alone():
     sound = model("gqa")
     assert fine.result() == alone(sound, [1, 2, 3], 6)
     assert later.result() == alone(sound, [6, 7], 6)
-    assert engine.submit([4, 5], max_new_tokens=3).result() == alone(sound, [4, 5], 3)  # in the pages of who failed
+    assert engine.submit([4, 5], max_new_tokens=3).result() == alone(
+        sound, [4, 5], 3
+    )  # in the pages of who failed
     assert engine.memory.used == 0
 
 
-def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """What goes wrong inside the model for all rows at once is tried again row by row."""
     for name in ("gqa", "linear", "sinks"):
         net = MODELS[name]()
@@ -488,7 +582,9 @@ def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(monkeypatc
             return h
 
         monkeypatch.setattr(net, "hidden", fussy)
-        streams = [engine.submit(prompt, max_new_tokens=4) for prompt in ([1, 2, 3, 4], [4, 11], [6, 7, 8])]
+        streams = [
+            engine.submit(prompt, max_new_tokens=4) for prompt in ([1, 2, 3, 4], [4, 11], [6, 7, 8])
+        ]
         with pytest.raises(RuntimeError, match="eleven is too much"):
             streams[1].result()
         monkeypatch.setattr(net, "hidden", hidden)
@@ -534,9 +630,24 @@ SMALL = 30_000
         ("gqa", [1], {"config": hw.DecodingConfig(beams=2)}, "hw.generate"),
         ("gqa", "text", {}, "has no tokenizer"),
         ("learned", [1] * 65, {}, "a prompt of 65 tokens is 1 longer than the 64 positions"),
-        ("learned", [1] * 60, {"max_new_tokens": 6}, "60 tokens and 6 new are 1 more than the 64 positions"),
-        ("prefix", [1, 2], {}, "the prompt has 2 tokens, but this attention pattern needs at least 3"),
-        ("gqa", [1] * 900, {}, r"a request of 963 tokens needs 61 pages of 1,024 bytes and the budget of 30,000 bytes"),
+        (
+            "learned",
+            [1] * 60,
+            {"max_new_tokens": 6},
+            "60 tokens and 6 new are 1 more than the 64 positions",
+        ),
+        (
+            "prefix",
+            [1, 2],
+            {},
+            "the prompt has 2 tokens, but this attention pattern needs at least 3",
+        ),
+        (
+            "gqa",
+            [1] * 900,
+            {},
+            r"a request of 963 tokens needs 61 pages of 1,024 bytes and the budget of 30,000 bytes",
+        ),
     ],
 )
 def test_impossible_requests_are_refused_at_once(name: str, prompt, options: dict, fact: str):
@@ -562,7 +673,9 @@ def test_an_engine_that_cannot_be_is_refused():
     for budget in (0, -1, True, 1e9):
         with pytest.raises(ValueError, match="budget must be a positive integer of bytes"):
             hw.Engine(net, budget=budget)
-    with pytest.raises(ValueError, match=r"holds no request: states and sources of 64 rows take 0 and a page"):
+    with pytest.raises(
+        ValueError, match=r"holds no request: states and sources of 64 rows take 0 and a page"
+    ):
         hw.Engine(net, budget=100)
     with pytest.raises(ValueError, match=r"give a model from hw\.build"):
         hw.Engine(net.decoder, budget=100)
@@ -570,10 +683,12 @@ def test_an_engine_that_cannot_be_is_refused():
         with pytest.raises(hw.SpecError, match="BatchingConfig"):
             hw.BatchingConfig(**options)
     with pytest.raises(ValueError, match="the source of 9 tokens exceeds the limit of 8"):
-        hw.Engine(translator("seq"), budget=ROOMY, batching=hw.BatchingConfig(source=8)).submit([1] * 9)
+        hw.Engine(translator("seq"), budget=ROOMY, batching=hw.BatchingConfig(source=8)).submit(
+            [1] * 9
+        )
 
 
-# --- how tokens are chosen -----------------------------------------------------------------------------
+# --- how tokens are chosen ------------------------------------------------------------------------
 
 
 def test_a_request_samples_the_tokens_it_samples_alone():
@@ -610,8 +725,14 @@ def test_text_requests_get_text_up_to_their_stops():
     whole = generated(net, "cab", max_new_tokens=12)
     assert len(whole) > 4
     stop = hw.DecodingConfig(stop=(whole[3:5],))
-    streams = [engine.submit("cab", max_new_tokens=12), engine.submit("cab", max_new_tokens=12, config=stop)]
-    assert [stream.result() for stream in streams] == [whole, generated(net, "cab", max_new_tokens=12, config=stop)]
+    streams = [
+        engine.submit("cab", max_new_tokens=12),
+        engine.submit("cab", max_new_tokens=12, config=stop),
+    ]
+    assert [stream.result() for stream in streams] == [
+        whole,
+        generated(net, "cab", max_new_tokens=12, config=stop),
+    ]
     assert streams[0].text == whole
     assert streams[1].ended == "stop"
     assert list(streams[1]) == streams[1].ids
@@ -621,12 +742,17 @@ def letters() -> str:
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
 
-    tokenizer = Tokenizer(WordLevel({letter: n for n, letter in enumerate("<>abcdefghijk")}, unk_token="<"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = Tokenizer(
+        WordLevel({letter: n for n, letter in enumerate("<>abcdefghijk")}, unk_token="<")
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Split("", "isolated"),
+        decoders.Fuse(),
+    )
     return tokenizer.to_str()
 
 
-# --- who drives ----------------------------------------------------------------------------------------
+# --- who drives -----------------------------------------------------------------------------------
 
 
 def test_readers_in_many_threads_drive_together():
@@ -652,7 +778,10 @@ def test_a_thread_runs_the_engine_until_stopped():
     with engine.background_thread():
         first = engine.submit([1, 2], max_new_tokens=5)
         assert list(first) == alone(net, [1, 2], 5)
-        with pytest.raises(ValueError, match="a background thread already runs"), engine.background_thread():
+        with (
+            pytest.raises(ValueError, match="a background thread already runs"),
+            engine.background_thread(),
+        ):
             pass
         later = engine.submit([3], max_new_tokens=40)
     assert later.result() == alone(net, [3], 40)  # whoever reads goes on where the thread left it

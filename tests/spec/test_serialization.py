@@ -46,7 +46,11 @@ def test_every_legal_spec_comes_back(spec: hw.AttentionSpec):
 @given(specs())
 def test_all_forms_are_equal(spec: hw.AttentionSpec):
     """TOML and JSON are two spellings of one dictionary, made of plain values only."""
-    assert tomllib.loads(hw.to_toml(spec)) == json.loads(hw.to_json(spec)) == serialization.to_dict(spec)
+    assert (
+        tomllib.loads(hw.to_toml(spec))
+        == json.loads(hw.to_json(spec))
+        == serialization.to_dict(spec)
+    )
 
 
 @given(heads())
@@ -78,7 +82,7 @@ def test_two_spellings_of_one_list_are_one_spec():
     assert base(modifiers=(hw.QKNorm(), hw.Rotary())) != base(modifiers=(hw.Rotary(), hw.QKNorm()))
 
 
-# --- repr in a fresh interpreter -----------------------------------------------------------------------
+# --- repr in a fresh interpreter ------------------------------------------------------------------
 
 FRESH = """
 import os
@@ -106,15 +110,21 @@ FRESHLY = (
 @pytest.mark.lengthy
 def test_a_repr_can_be_evaluated_at_once():
     """Nothing but `import headwise` and one design has happened in that fork of an interpreter."""
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", FRESH, *FRESHLY], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FRESH, *FRESHLY], capture_output=True, text=True
+    )
     assert ran.stdout.splitlines() == [f"same {options}" for options in FRESHLY], ran.stderr
 
 
-# --- what is printed -----------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------
 
 
 def test_printed_specs_are_toml():
-    spec = base(kv=3, pattern="window(5) | first(2)", modifiers=(hw.Rotary(scaling=hw.PI(4.0)), hw.HeadGate()))
+    spec = base(
+        kv=3,
+        pattern="window(5) | first(2)",
+        modifiers=(hw.Rotary(scaling=hw.PI(4.0)), hw.HeadGate()),
+    )
     table = tomllib.loads(str(spec))
     assert table == {
         "model": 10,
@@ -140,20 +150,24 @@ def test_defaults_may_be_omitted():
 
 def test_without_defaults_every_slot_is_required():
     options = {"model": 10, "heads": {"q": 6, "dim": 4}}
-    with pytest.raises(hw.SpecError, match="the spec lacks project, similarity, pattern, normaliser, merge"):
+    with pytest.raises(
+        hw.SpecError, match="the spec lacks project, similarity, pattern, normaliser, merge"
+    ):
         serialization.from_dict(options)
 
 
 def test_values_that_look_alike_stay_apart():
     """Text keeps float from int, and what differs only in a default is left out."""
-    spec = base(modifiers=(hw.Rotary(base=50.0, dims=2), hw.Softcap(0.1 + 0.2), hw.WeightDropout(1e-05)))
+    spec = base(
+        modifiers=(hw.Rotary(base=50.0, dims=2), hw.Softcap(0.1 + 0.2), hw.WeightDropout(1e-05))
+    )
     back = hw.from_toml(hw.to_toml(spec))
     assert back == spec
     assert [type(getattr(back.modifiers[0], name)) for name in ("base", "dims")] == [float, int]
     assert "pairs" not in hw.to_toml(spec)
 
 
-# --- presets and with_heads ----------------------------------------------------------------------------
+# --- presets and with_heads -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(hw.PRESETS))
@@ -161,7 +175,11 @@ def test_presets_come_back_and_can_be_changed(name: str):
     spec = hw.design(preset=name)
     check_comes_back(spec)
     changed = hw.design(preset=name, model=56, heads=14, pattern="window(3)")
-    assert (changed.model, len(changed.score_head_of_output), changed.pattern) == (56, 14, hw.Window(3))
+    assert (changed.model, len(changed.score_head_of_output), changed.pattern) == (
+        56,
+        14,
+        hw.Window(3),
+    )
     assert type(changed.project) is type(spec.project)
     with pytest.raises(hw.SpecError, match="model"):
         hw.design(preset=name, modell=28)
@@ -176,20 +194,32 @@ def test_presets_come_back_and_can_be_changed(name: str):
         ("mla", 16, (hw.Rotary(pairs="interleaved"),), "causal()"),
     ],
 )
-def test_presets_have_the_sizes_of_their_names(preset: str, kv: int, modifiers: tuple[object, ...], pattern: str):
+def test_presets_have_the_sizes_of_their_names(
+    preset: str, kv: int, modifiers: tuple[object, ...], pattern: str
+):
     spec = hw.design(preset=preset)
     assert (spec.heads.kv, spec.modifiers, spec.pattern.text) == (kv, modifiers, pattern)
 
 
 def test_with_heads_keeps_the_rest_and_reads_evenly_again():
     uneven = replace(
-        base(), heads=hw.Heads(q=6, kv=3, dim=4, kv_head_of_query=(0, 0, 0, 1, 2, 2), score_head_of_output=(5, 1))
+        base(),
+        heads=hw.Heads(
+            q=6, kv=3, dim=4, kv_head_of_query=(0, 0, 0, 1, 2, 2), score_head_of_output=(5, 1)
+        ),
     )
     even = uneven.with_heads(kv=2)
     assert even.heads == hw.Heads.grouped(q=6, kv=2, dim=4)
     assert replace(even, heads=uneven.heads) == uneven
     assert uneven.with_heads(dim=7).heads.kv_head_of_query == uneven.heads.kv_head_of_query
-    assert uneven.with_heads(kv=2, kv_head_of_query=(0, 1, 1, 1, 1, 1)).heads.kv_head_of_query == (0, 1, 1, 1, 1, 1)
+    assert uneven.with_heads(kv=2, kv_head_of_query=(0, 1, 1, 1, 1, 1)).heads.kv_head_of_query == (
+        0,
+        1,
+        1,
+        1,
+        1,
+        1,
+    )
 
 
 def test_with_heads_keeps_values_as_wide_as_keys_only_where_they_were():
@@ -201,7 +231,9 @@ def test_with_heads_keeps_values_as_wide_as_keys_only_where_they_were():
 @pytest.mark.lengthy
 @given(specs())
 def test_the_strategies_generate_buildable_specs(spec: hw.AttentionSpec):
-    """Every parameter of a drawn spec has a shape, every slot a part, and the sizes are the declared ones."""
+    """Every parameter of a drawn spec has a shape, every slot a part, and the sizes are the
+    declared ones.
+    """
     assert all(isinstance(getattr(spec, slot), kind) for slot, kind in serialization.SLOTS.items())
     assert {f.name for f in fields(spec)} >= set(SLOTS)
     assert all(size > 0 for shape in spec.shapes().values() for size in shape)

@@ -23,19 +23,27 @@ NUM_TEXTS, HEADS, WIDTH = 3, 5, 20
 
 
 def make_net(preset: str = "mha", layers: int = 2) -> hw.models.Transformer:
-    spec = resize_model(TASK, {"width": WIDTH, "heads": HEADS, "layers": layers, "positions": "none"})
+    spec = resize_model(
+        TASK, {"width": WIDTH, "heads": HEADS, "layers": layers, "positions": "none"}
+    )
     return hw.build(replace_self_attention(spec, preset), seed=3).eval()
 
 
 def test_scores_weights_and_tokens_by_hand():
-    """One layer without positions: scores are q k^T / sqrt(d), weights their softmax, in float64 with numpy."""
+    """One layer without positions: scores are q k^T / sqrt(d), weights their softmax, in float64
+    with numpy.
+    """
     net = make_net(layers=1)
     layer = net.stacks["decoder"].blocks[0]
     inputs: list[torch.Tensor] = []
     outputs: list[np.ndarray] = []
     hooks = [
-        layer.attentions["attention"].register_forward_pre_hook(lambda _, args: inputs.append(args[0])),
-        layer.register_forward_hook(lambda _, args, output: outputs.append(output[0].double().numpy())),
+        layer.attentions["attention"].register_forward_pre_hook(
+            lambda _, args: inputs.append(args[0])
+        ),
+        layer.register_forward_hook(
+            lambda _, args, output: outputs.append(output[0].double().numpy())
+        ),
     ]
     with torch.no_grad():
         for index in range(NUM_TEXTS):
@@ -45,7 +53,10 @@ def test_scores_weights_and_tokens_by_hand():
     parameters = {name: one.detach().double().numpy() for name, one in net.named_parameters()}
     deviations, ranks, entropies, spreads = [], [], [], []
     for x in inputs:
-        q, k = (x[0].double().numpy() @ parameters[f"decoder.0.attention.project.{name}"].T for name in "qk")
+        q, k = (
+            x[0].double().numpy() @ parameters[f"decoder.0.attention.project.{name}"].T
+            for name in "qk"
+        )
         q, k = (one.reshape(len(one), HEADS, -1).transpose(1, 0, 2) for one in (q, k))
         scores = q @ k.transpose(0, 2, 1) / np.sqrt(WIDTH // HEADS)
         weights = np.zeros_like(scores)
@@ -102,12 +113,18 @@ def test_gates_are_the_share_of_tokens():
     spec = dict(net.spec.attention_specs())["decoder.0.attention"]
     gate = next(part for _, part in spec.parts_of(Gate))
     for loads in gates.values():
-        assert sum(loads) == pytest.approx(gate.always + gate.active, abs=1e-5)  # heads that are on for a token
+        assert sum(loads) == pytest.approx(
+            gate.always + gate.active, abs=1e-5
+        )  # heads that are on for a token
 
 
 def test_long_texts_are_summarised_by_their_first_queries():
-    summary = summarise_heads(make_net(), make_task("recall", vocabulary=16, length=300, pairs=2), 2)
-    assert all(np.isfinite(summary[name]) for name in ("score_deviation", "score_rank", "score_change"))
+    summary = summarise_heads(
+        make_net(), make_task("recall", vocabulary=16, length=300, pairs=2), 2
+    )
+    assert all(
+        np.isfinite(summary[name]) for name in ("score_deviation", "score_rank", "score_change")
+    )
 
 
 def test_mixing_changes_scores_and_texts_are_needed():
@@ -125,7 +142,11 @@ def test_weights_learned_by_position_have_no_change_of_scores():
     """Their scores are 0 before the table of weights is added, so a share of them means nothing."""
     spec = resize_model(TASK, {"width": WIDTH, "heads": HEADS, "layers": 1, "positions": "none"})
     learned = hw.design(
-        model=WIDTH, heads=HEADS, pattern="causal()", project=hw.Values(), modifiers=(hw.Learned(length=16),)
+        model=WIDTH,
+        heads=HEADS,
+        pattern="causal()",
+        project=hw.Values(),
+        modifiers=(hw.Learned(length=16),),
     )
     net = hw.build(replace_self_attention(spec, lambda _: learned), seed=3).eval()
     summary = summarise_heads(net, TASK, 2)
@@ -137,7 +158,9 @@ def test_weights_learned_by_position_have_no_change_of_scores():
 def test_captions_of_findings_explain_the_columns_that_are_shown(page: Path):
     _, *sections = page.read_text(encoding="utf-8").split(", what heads do\n")
     for section in sections:
-        found = re.search(r"^\| (variant [^\n]*) \|$.*?^(Means [^\n]*)$", section, re.MULTILINE | re.DOTALL)
+        found = re.search(
+            r"^\| (variant [^\n]*) \|$.*?^(Means [^\n]*)$", section, re.MULTILINE | re.DOTALL
+        )
         assert found is not None
         header, caption = found.groups()
         assert caption == describe_columns(header.split(" | "))

@@ -16,7 +16,9 @@ from headwise.studies.study_file import parse_study
 from headwise.studies.study_runner import CellResult, run_study
 
 
-def run_one_seed(variants: dict[str, Any], task: dict[str, Any], steps: int, folder: Path) -> dict[str, CellResult]:
+def run_one_seed(
+    variants: dict[str, Any], task: dict[str, Any], steps: int, folder: Path
+) -> dict[str, CellResult]:
     """Train each variant once; results by variant."""
     table = {
         "hypothesis": "known",
@@ -32,7 +34,9 @@ def run_one_seed(variants: dict[str, Any], task: dict[str, Any], steps: int, fol
 
 @pytest.mark.slow
 def test_full_attention_recalls_and_others_do_not(tmp_path: Path):
-    near = {"options": {"pattern": "window(4)"}}  # two layers reach 6 tokens back, but pairs are up to 24 away
+    near = {
+        "options": {"pattern": "window(4)"}
+    }  # two layers reach 6 tokens back, but pairs are up to 24 away
     task = {"task": "recall", "vocabulary": 32, "length": 32, "pairs": 4}
     variants: dict[str, Any] = {"mha": {}, "near": near, "linear": {}, "average": {}}
     cells = run_one_seed(variants, task, 600, tmp_path)
@@ -44,7 +48,9 @@ def test_full_attention_recalls_and_others_do_not(tmp_path: Path):
 @pytest.mark.slow
 def test_induction_needs_two_layers(tmp_path: Path):
     task = {"task": "copy", "symbols": 16, "block": [6, 8, 10], "gap": [0, 3, 6, 9]}
-    cells = run_one_seed({"two": {"model": {"layers": 2}}, "one": {"model": {"layers": 1}}}, task, 600, tmp_path)
+    cells = run_one_seed(
+        {"two": {"model": {"layers": 2}}, "one": {"model": {"layers": 1}}}, task, 600, tmp_path
+    )
     assert cells["two"].result["metrics"]["accuracy"] > 0.95
     assert cells["one"].result["metrics"]["accuracy"] < 0.6
 
@@ -61,10 +67,16 @@ def test_permuted_tokens_leave_an_encoder_without_positions_unchanged():
     shape = ModelShape(width=32, heads=4, layers=3, feed=48, positions="none")
     spec = make_small_encoder("bag", 23, shape, OutputHeadSpec("tokens", 5, at="each"))
     net = hw.build(spec, seed=0).double().eval()
-    ids, order = torch.randint(0, 23, (4, 9), generator=torch.Generator().manual_seed(0)), torch.randperm(9)
+    ids, order = (
+        torch.randint(0, 23, (4, 9), generator=torch.Generator().manual_seed(0)),
+        torch.randperm(9),
+    )
     with torch.no_grad():
         assert torch.allclose(net(ids)[:, order], net(ids[:, order]), atol=1e-12)
         rotary = hw.build(
-            make_small_encoder("rotary", 23, ModelShape(32, 4, 3, 48), OutputHeadSpec("tokens", 5, at="each")), seed=0
+            make_small_encoder(
+                "rotary", 23, ModelShape(32, 4, 3, 48), OutputHeadSpec("tokens", 5, at="each")
+            ),
+            seed=0,
         )
         assert not torch.allclose(rotary.eval()(ids)[:, order], rotary(ids[:, order]), atol=1e-3)

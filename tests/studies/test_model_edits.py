@@ -1,4 +1,6 @@
-"""Edits of trained models in a study: the same numbers as the edits of surgery made by hand; refusals."""
+"""Edits of trained models in a study: the same numbers as the edits of surgery made by hand;
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from headwise.training.evaluation import sum_batch_metrics
 from headwise.training.recipe import Recipe
 
 TASK = make_task("recall", vocabulary=16, length=16, pairs=2)
-RECIPE = Recipe(steps=2, batch=4, seed=5, precision="fp32", compile="off", rows="padded", attention="fused")
+RECIPE = Recipe(
+    steps=2, batch=4, seed=5, precision="fp32", compile="off", rows="padded", attention="fused"
+)
 
 
 @pytest.fixture
@@ -55,9 +59,15 @@ def test_ablated_and_pruned_heads_are_rows_of_zeros(net: hw.models.Transformer, 
 
 def test_conversion_and_training_after_it(net: hw.models.Transformer, tmp_path: Path):
     pooled = evaluate_edit(net, TASK, RECIPE, ModelEdit("convert", kv=1), tmp_path)
-    assert pooled["metrics"]["loss"] == pytest.approx(loss(hw.convert(net, 1).after.eval()), rel=1e-6)
-    trained = evaluate_edit(net, TASK, RECIPE, ModelEdit("convert", kv=1, steps=3), tmp_path / "kv1")
-    again = evaluate_edit(net, TASK, RECIPE, ModelEdit("convert", kv=1, steps=3), tmp_path / "again")
+    assert pooled["metrics"]["loss"] == pytest.approx(
+        loss(hw.convert(net, 1).after.eval()), rel=1e-6
+    )
+    trained = evaluate_edit(
+        net, TASK, RECIPE, ModelEdit("convert", kv=1, steps=3), tmp_path / "kv1"
+    )
+    again = evaluate_edit(
+        net, TASK, RECIPE, ModelEdit("convert", kv=1, steps=3), tmp_path / "again"
+    )
     assert trained["metrics"]["loss"] != pooled["metrics"]["loss"]
     assert trained == again
 
@@ -77,15 +87,26 @@ def test_conversion_and_training_after_it(net: hw.models.Transformer, tmp_path: 
     ],
 )
 def test_refusals(values: Any, words: str):
-    table = {"hypothesis": "x", "variants": {"mha": {}}, "tasks": {"recall": {}}, "edits": {"e": values}}
+    table = {
+        "hypothesis": "x",
+        "variants": {"mha": {}},
+        "tasks": {"recall": {}},
+        "edits": {"e": values},
+    }
     with pytest.raises(SpecError, match=words):
         parse_study(table, "t", "small", {})
 
 
 def test_a_scale_leaves_out_what_it_sets_to_false():
-    table: dict[str, Any] = {"hypothesis": "x", "variants": {"mha": {}, "gqa": {}}, "tasks": {"recall": {}, "copy": {}}}
+    table: dict[str, Any] = {
+        "hypothesis": "x",
+        "variants": {"mha": {}, "gqa": {}},
+        "tasks": {"recall": {}, "copy": {}},
+    }
     table["edits"] = {"half": {"change": "ablate", "share": 0.5}}
-    table["scales"] = {"page": {"tasks": {"copy": False}, "variants": {"gqa": False}, "edits": {"half": False}}}
+    table["scales"] = {
+        "page": {"tasks": {"copy": False}, "variants": {"gqa": False}, "edits": {"half": False}}
+    }
     study = parse_study(table, "t", "page", {})
     assert not study.edits
     assert (list(study.variants), list(study.tasks)) == (["mha"], ["recall"])

@@ -1,4 +1,6 @@
-"""Cells and heads on Ray: the figures of one process, on a cluster of two nodes whose workers are killed; refusals."""
+"""Cells and heads on Ray: the figures of one process, on a cluster of two nodes whose workers are
+killed; refusals.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from headwise.cli import main
 from headwise.data import make_task
 from headwise.errors import SpecError
 from headwise.head_analysis.annotated_examples import Example, examples_from_task
-from headwise.head_analysis.head_measurement import MeasureOptions, MetricSums, measure_heads, sum_examples
+from headwise.head_analysis.head_measurement import (
+    MeasureOptions,
+    MetricSums,
+    measure_heads,
+    sum_examples,
+)
 from headwise.studies import ray_engine
 from headwise.studies.cell_heads import LayerDiversity
 from headwise.studies.process_engine import ProcessEngine
@@ -51,22 +58,30 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     tests = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv(dying_cells.MARKERS, str(tmp_path))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     cluster.add_node(num_cpus=1)
     yield cluster.address
     cluster.shutdown()
 
 
 @pytest.mark.lengthy
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 def test_two_nodes_and_a_killed_worker_give_the_bytes_of_the_local_engine(
     study: Study, two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ray_engine, "run_cell_elsewhere", dying_cells.run_or_die_elsewhere)
     run_study(study, tmp_path / "ray", RayEngine(two_nodes))
-    assert len(list(tmp_path.glob("died-*"))) == len(study.seeds)  # every cell lost its first worker
+    assert len(list(tmp_path.glob("died-*"))) == len(
+        study.seeds
+    )  # every cell lost its first worker
     run_study(study, tmp_path / "local", ProcessEngine(0))
-    assert (tmp_path / "ray" / RESULTS_FILE).read_bytes() == (tmp_path / "local" / RESULTS_FILE).read_bytes()
+    assert (tmp_path / "ray" / RESULTS_FILE).read_bytes() == (
+        tmp_path / "local" / RESULTS_FILE
+    ).read_bytes()
 
 
 def make_heads() -> tuple[hw.Transformer, list[Example]]:
@@ -76,14 +91,18 @@ def make_heads() -> tuple[hw.Transformer, list[Example]]:
 
 
 @pytest.mark.lengthy
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 def test_heads_of_shards_whose_workers_die_are_those_of_one_process(
     two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ray_engine, "sum_shard_elsewhere", dying_cells.sum_or_die_elsewhere)
     net, examples = make_heads()
     counts: list[int] = []
-    on_ray = measure_heads(net, examples, options=MeasureOptions(engine=RayHeads(two_nodes)), progress=counts.append)
+    on_ray = measure_heads(
+        net, examples, options=MeasureOptions(engine=RayHeads(two_nodes)), progress=counts.append
+    )
     assert len(list(tmp_path.glob("died-*"))) == 3  # every shard lost its first worker
     assert counts == [SHARD_SIZE, 2 * SHARD_SIZE, len(examples)]
     with use_threads(1):
@@ -108,7 +127,9 @@ def test_merged_sums_do_not_depend_on_the_shards():
     assert json.dumps(engine.data) == json.dumps(measure_heads(net, examples).data)
 
 
-def test_heads_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_heads_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     net, examples = make_heads()
     hw.save(net, tmp_path / "net")
     (tmp_path / "texts.txt").write_text("1 2 3\n")
@@ -120,10 +141,19 @@ def test_heads_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     ]:
         assert main([*command, *wrong]) == 2
         assert words in capsys.readouterr().err
-    parsed = ["heads", str(tmp_path / "net"), "--conllu", str(tmp_path / "texts.txt"), "--engine", "ray"]
+    parsed = [
+        "heads",
+        str(tmp_path / "net"),
+        "--conllu",
+        str(tmp_path / "texts.txt"),
+        "--engine",
+        "ray",
+    ]
     assert main(parsed) == 2
     assert "without dependencies and alignments" in capsys.readouterr().err
-    with pytest.raises(SpecError, match=r"needs Ray; pip install 'headwise\[ray\]', or use --engine local"):
+    with pytest.raises(
+        SpecError, match=r"needs Ray; pip install 'headwise\[ray\]', or use --engine local"
+    ):
         RayHeads()
     options = MeasureOptions(engine=lambda *_: MetricSums([]))
     with pytest.raises(ValueError, match="are measured in one process; leave the engine out"):
@@ -151,12 +181,19 @@ def test_heads_of_lost_tasks_are_refused_in_one_line(name: str, monkeypatch: pyt
     )
     monkeypatch.setattr(ray_engine, "_import_ray", lambda: ray)
     net, examples = make_heads()
-    with pytest.raises(SpecError, match=r"the node has too little memory[)]; use --engine local") as caught:
+    with pytest.raises(
+        SpecError, match=r"the node has too little memory[)]; use --engine local"
+    ) as caught:
         measure_heads(net, examples, options=MeasureOptions(engine=RayHeads()))
     assert "\n" not in str(caught.value)
 
 
-def test_refusals(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_refusals(
+    study: Study,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     file = tmp_path / "study.toml"
     file.write_text('hypothesis = "x"\n[variants.mha]\n[tasks.recall]\n')
     for wrong, words in [
@@ -167,7 +204,9 @@ def test_refusals(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert main(["study", str(file), "--out", str(tmp_path / "out"), *wrong]) == 2
         assert words in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(SpecError, match=r"needs Ray; pip install 'headwise\[ray\]', or use --engine local"):
+    with pytest.raises(
+        SpecError, match=r"needs Ray; pip install 'headwise\[ray\]', or use --engine local"
+    ):
         RayEngine()
     assert main(["study", str(file), "--out", str(tmp_path / "out"), "--engine", "ray"]) != 0
     assert "pip install 'headwise[ray]'" in capsys.readouterr().err
@@ -175,7 +214,9 @@ def test_refusals(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_an_unreachable_cluster_is_refused(study: Study, tmp_path: Path):
     pytest.importorskip("ray", reason="needs Ray; pip install 'headwise[ray]'")
-    with pytest.raises(SpecError, match=r"cannot reach a Ray cluster at 127.0.0.1:9: .* start one with ray start"):
+    with pytest.raises(
+        SpecError, match=r"cannot reach a Ray cluster at 127.0.0.1:9: .* start one with ray start"
+    ):
         run_study(study, tmp_path, RayEngine("127.0.0.1:9"))
     with pytest.raises(SpecError, match="leave --jobs 2 out"):
         RayEngine("127.0.0.1:9", 2)

@@ -39,7 +39,9 @@ def scores_of(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
 def test_interval_of_differences_is_scipys():
     values = np.random.default_rng(1).normal(0.2, 1, 5)
     expected = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert mean_interval(values.tolist())[1:] == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert mean_interval(values.tolist())[1:] == pytest.approx(
+        (expected.low, expected.high), rel=1e-9
+    )
 
 
 def test_paired_test_is_scipys():
@@ -50,7 +52,9 @@ def test_paired_test_is_scipys():
         assert paired_t_test(ours - theirs) == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.parametrize("differences", [[1.0], [0.0, 0.0], [0.25, 0.25], [0.1 + 0.2, 0.3, 0.3], [0.5] * 20])
+@pytest.mark.parametrize(
+    "differences", [[1.0], [0.0, 0.0], [0.25, 0.25], [0.1 + 0.2, 0.3, 0.3], [0.5] * 20]
+)
 def test_seeds_without_spread_have_no_p(differences: list[float]):
     assert math.isnan(paired_t_test(differences))
 
@@ -72,7 +76,9 @@ def test_seeds_without_spread_decide_nothing_and_are_named():
         difference_figure({"gqa": ([0.25] * 4, spans["gqa"])}, "x"),
     ]
     figures.append(
-        scatter_figure({name: (1.0 + n, span) for n, (name, span) in enumerate(spans.items())}, "a", "b", True)
+        scatter_figure(
+            {name: (1.0 + n, span) for n, (name, span) in enumerate(spans.items())}, "a", "b", True
+        )
     )
     assert not any("nan" in figure for figure in figures)
 
@@ -91,14 +97,25 @@ def make_results(values: dict[str, list[float | None]], **changes: Any) -> Study
         value = values[cell.variant][cell.seed - 1]
         result: dict[str, Any] = {"status": "diverged", "message": "step 3: the loss is nan"}
         if value is not None:
-            curve = [{"step": 4 * n, "metrics": {"accuracy": value * n / 2, "loss": 1.0}} for n in (1, 2)]
-            result = {"status": "done", "metrics": {"accuracy": value}, "counts": {"accuracy": 100}, "curve": curve}
+            curve = [
+                {"step": 4 * n, "metrics": {"accuracy": value * n / 2, "loss": 1.0}} for n in (1, 2)
+            ]
+            result = {
+                "status": "done",
+                "metrics": {"accuracy": value},
+                "counts": {"accuracy": 100},
+                "curve": curve,
+            }
         cells.append(CellResult(cell, "report", result))
     return StudyResults(grid, rates, cells)
 
 
 def test_scores_and_comparisons():
-    values = {"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.8, 0.95, 1.0, 0.65], "linear": [0.1, None, 0.35, 0.0]}
+    values = {
+        "mha": [0.5, 0.6, 0.7, 0.4],
+        "gqa": [0.8, 0.95, 1.0, 0.65],
+        "linear": [0.1, None, 0.35, 0.0],
+    }
     scores = scores_of(make_results(values))
     mha, gqa, linear = (scores[name, "recall"] for name in values)
     assert mha.comparison is None
@@ -120,26 +137,47 @@ def test_scores_and_comparisons():
 @pytest.mark.parametrize(
     ("values", "claim"),
     [
-        ({"mha": [0.5] * 4, "gqa": [0.9] * 4, "linear": [0.7] * 4}, "all seeds of all variants reach 0.5."),
-        ({"mha": [0.5] * 4, "gqa": [0.9] * 4}, "seeds that reach 0.5: mha 4 of 4, gqa 4 of 4, linear not run."),
-        ({"mha": [0.5, None, 0.1, 0.9]}, "seeds that reach 0.5: mha 2 of 4, gqa not run, linear not run."),
+        (
+            {"mha": [0.5] * 4, "gqa": [0.9] * 4, "linear": [0.7] * 4},
+            "all seeds of all variants reach 0.5.",
+        ),
+        (
+            {"mha": [0.5] * 4, "gqa": [0.9] * 4},
+            "seeds that reach 0.5: mha 4 of 4, gqa 4 of 4, linear not run.",
+        ),
+        (
+            {"mha": [0.5, None, 0.1, 0.9]},
+            "seeds that reach 0.5: mha 2 of 4, gqa not run, linear not run.",
+        ),
         ({}, "seeds that reach 0.5: mha not run, gqa not run, linear not run."),
     ],
 )
-def test_claims_about_seeds_name_variants_without_runs(values: dict[str, list[float | None]], claim: str):
+def test_claims_about_seeds_name_variants_without_runs(
+    values: dict[str, list[float | None]], claim: str
+):
     results = make_results(values)
     assert f"recall: {claim}" in list_claims(results, scores_of(results), compare_seeds(results))
 
 
 def test_contrasts_are_in_the_correction():
-    values = {"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.8, 0.95, 1.0, 0.65], "linear": [0.1, None, 0.35, 0.0]}
-    results = make_results(values, contrasts=[["linear", "gqa"], ["learning of gqa", "learning of mha"]])
+    values = {
+        "mha": [0.5, 0.6, 0.7, 0.4],
+        "gqa": [0.8, 0.95, 1.0, 0.65],
+        "linear": [0.1, None, 0.35, 0.0],
+    }
+    results = make_results(
+        values, contrasts=[["linear", "gqa"], ["learning of gqa", "learning of mha"]]
+    )
     compared = compare_seeds(results)
     name = "linear minus gqa"
     assert compared[name, "recall"].pairs == pytest.approx((0.1 - 0.8, 0.35 - 1.0, 0.0 - 0.65))
-    assert compared["learning of gqa minus learning of mha", "recall"].difference.value == pytest.approx(0.75 * 0.3)
+    assert compared[
+        "learning of gqa minus learning of mha", "recall"
+    ].difference.value == pytest.approx(0.75 * 0.3)
     raw = {key: one.p for key, one in compared.items()}
-    assert raw[name, "recall"] == pytest.approx(scipy.stats.ttest_1samp([-0.7, -0.65, -0.65], 0).pvalue)
+    assert raw[name, "recall"] == pytest.approx(
+        scipy.stats.ttest_1samp([-0.7, -0.65, -0.65], 0).pvalue
+    )
     assert len(raw) == 4
     smallest = min(raw, key=lambda key: raw[key])
     assert compared[smallest].corrected_p == pytest.approx(min(1.0, 4 * raw[smallest]))
@@ -153,7 +191,10 @@ def test_readouts():
         "edits": {"half": {"metrics": {"accuracy": 0.7}}},
         "curve": [{"metrics": {"accuracy": 0.1}}, {"metrics": {"accuracy": 0.5}}],
         "heads": {"measures": {"entropy": 1.5}, "diversity": 0.25, "residual": [1.0, 0.75, 0.625]},
-        "heads_at": {"step 0": {"measures": {"entropy": 2.0}}, "test longer": {"measures": {"entropy": 2.5}}},
+        "heads_at": {
+            "step 0": {"measures": {"entropy": 2.0}},
+            "test longer": {"measures": {"entropy": 2.5}},
+        },
     }
     expected = {
         "a": 0.9,
@@ -168,23 +209,40 @@ def test_readouts():
         "diversity of a": 0.25,
         "residual of a": 0.625,
     }
-    assert {text: Readout.parse(text).read(cell, "accuracy") for text in expected} == pytest.approx(expected)
-    assert all(Readout.parse(text).read(cell, "accuracy") is None for text in ("a on other", "entropy of a at step 9"))
+    assert {text: Readout.parse(text).read(cell, "accuracy") for text in expected} == pytest.approx(
+        expected
+    )
+    assert all(
+        Readout.parse(text).read(cell, "accuracy") is None
+        for text in ("a on other", "entropy of a at step 9")
+    )
 
 
 def test_best_needs_significance():
-    equal = scores_of(make_results({"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.9, 0.2, 0.8, 0.4], "linear": [0.1] * 4}))
+    equal = scores_of(
+        make_results(
+            {"mha": [0.5, 0.6, 0.7, 0.4], "gqa": [0.9, 0.2, 0.8, 0.4], "linear": [0.1] * 4}
+        )
+    )
     assert not equal["gqa", "recall"].is_best  # a larger mean, but not significantly
     assert not equal["mha", "recall"].is_best
     spread = [0.1, 0.12, 0.11, 0.1]
-    beaten = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.3, 0.2, 0.3], "linear": spread}))
+    beaten = scores_of(
+        make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.3, 0.2, 0.3], "linear": spread})
+    )
     assert beaten["mha", "recall"].is_best
-    close = scores_of(make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": spread}))
-    assert not close["mha", "recall"].is_best  # the best mean, but one variant is not significantly worse
+    close = scores_of(
+        make_results({"mha": [0.9] * 4, "gqa": [0.2, 0.9, 0.9, 0.9], "linear": spread})
+    )
+    assert not close[
+        "mha", "recall"
+    ].is_best  # the best mean, but one variant is not significantly worse
 
 
 def test_a_metric_that_is_measured_only_at_the_end():
-    results = make_results({"mha": [0.9, 0.3], "gqa": [0.3, 0.3], "linear": [0.3, 0.3]}, seeds=[1, 2])
+    results = make_results(
+        {"mha": [0.9, 0.3], "gqa": [0.3, 0.3], "linear": [0.3, 0.3]}, seeds=[1, 2]
+    )
     late = {"curve": [{"step": 4, "metrics": {"loss": 1.0}}], "steps": 8}  # as of generated texts
     results.cells = [replace(one, result={**one.result, **late}) for one in results.cells]
     mha = scores_of(results)["mha", "recall"]
@@ -202,7 +260,9 @@ def test_learning_rates_are_chosen_on_validation():
     grid = CellGrid(parse_study(TABLE, "t", "small", {}))
     valid = {("mha", 0.001): 0.4, ("mha", 0.003): 0.6, ("gqa", 0.001): 0.3}
     tuned = [
-        CellResult(cell, "tune", {"status": "done", "valid": {"accuracy": valid[cell.variant, cell.rate]}})
+        CellResult(
+            cell, "tune", {"status": "done", "valid": {"accuracy": valid[cell.variant, cell.rate]}}
+        )
         if (cell.variant, cell.rate) in valid
         else CellResult(cell, "tune", {"status": "diverged"})
         for cell in grid.tuning_cells()

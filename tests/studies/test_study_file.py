@@ -1,4 +1,6 @@
-"""Study files: what they mean, how scales and overrides change them, and the message for each mistake."""
+"""Study files: what they mean, how scales and overrides change them, and the message for each
+mistake.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ TABLE: dict[str, Any] = {
     "seeds": [1, 2],
     "recipe": {"steps": 8, "batch": 4, "lr": [0.001, 0.003]},
     "variants": {"mha": {}, "few": {"preset": "gqa", "options": {"kv": 2}, "lr": 0.002}},
-    "tasks": {"recall": {**RECALL, "threshold": 0.5, "tests": {"longer": {"length": 64, "pairs": 8}}}},
+    "tasks": {
+        "recall": {**RECALL, "threshold": 0.5, "tests": {"longer": {"length": 64, "pairs": 8}}}
+    },
     "scales": {"smoke": {"seeds": [1], "recipe": {"steps": 2}}},
 }
 
@@ -44,7 +48,9 @@ def test_what_a_file_says(tmp_path: Path):
     assert study.rates == (0.001, 0.003)
     assert study.variants["few"].rates == (0.002,)
     assert study.tasks["recall"].task == make_task("recall", **RECALL)
-    assert study.tasks["recall"].tests["longer"] == make_task("recall", vocabulary=32, length=64, pairs=8)
+    assert study.tasks["recall"].tests["longer"] == make_task(
+        "recall", vocabulary=32, length=64, pairs=8
+    )
     smoke = parse_study(TABLE, "few", "smoke", {"recipe.batch": 2, "tasks.recall.pairs": 2})
     assert (smoke.seeds, smoke.recipe) == ((1,), {"steps": 2, "batch": 2})
     assert smoke.tasks["recall"].task == make_task("recall", vocabulary=32, length=32, pairs=2)
@@ -55,7 +61,10 @@ def test_what_a_file_says(tmp_path: Path):
 def test_cells_of_a_study():
     grid = CellGrid(parse_study(TABLE, "few", "small", {}))
     tuning = grid.tuning_cells()
-    assert [(cell.variant, cell.rate, cell.seed) for cell in tuning] == [("mha", 0.001, 0), ("mha", 0.003, 0)]
+    assert [(cell.variant, cell.rate, cell.seed) for cell in tuning] == [
+        ("mha", 0.001, 0),
+        ("mha", 0.003, 0),
+    ]
     report = grid.report_cells({("mha", "recall"): 0.003, ("few", "recall"): 0.002})
     assert [(cell.variant, cell.rate, cell.seed) for cell in report] == [
         ("mha", 0.003, 1),
@@ -74,13 +83,20 @@ def test_cells_of_a_study():
 def test_matched_sizes_are_near_the_baseline(match: str):
     variants = {name: {} for name in ("mha", "gqa", "collaborative", "diff2")}
     if match == "kv":
-        del variants["collaborative"]  # its keys cannot grow to the baseline's cache within the tolerance
+        del variants[
+            "collaborative"
+        ]  # its keys cannot grow to the baseline's cache within the tolerance
     grid = CellGrid(parse_study({**TABLE, "match": match, "variants": variants}, "t", "small", {}))
     for variant in variants:
-        own, like = (next(iter(grid.models[name, "recall"].spec.attention_specs()))[1] for name in (variant, "mha"))
+        own, like = (
+            next(iter(grid.models[name, "recall"].spec.attention_specs()))[1]
+            for name in (variant, "mha")
+        )
         count = {
             "params": lambda spec: sum(one.numel() for one in hw.Attention(spec).parameters()),
-            "flops": lambda spec: hw.cost(spec, hw.Workload(context=32)).estimates[0].prefill_flops.total,
+            "flops": lambda spec: (
+                hw.cost(spec, hw.Workload(context=32)).estimates[0].prefill_flops.total
+            ),
             "kv": lambda spec: hw.cost(spec, hw.Workload(context=32)).estimates[0].cache_bytes,
         }[match]
         assert abs(count(own) / count(like) - 1) <= 0.1, variant
@@ -109,16 +125,31 @@ MISTAKES = {
     "contrast after an edit": ({"contrasts": [["few after half", "mha"]]}, "not in edits"),
     "measure": ({"contrasts": [["entropi of few", "mha"]]}, "did you mean 'entropy'"),
     "place": ({"contrasts": [["change of few", "mha"]]}, "is not measured there"),
-    "step in words": ({"contrasts": [["entropy of few at step seven", "entropy of few"]]}, 'write a number, as in "at'),
-    "padded step": ({"contrasts": [["entropy of few at step 07", "entropy of few"]]}, "has the step '07'"),
-    "unlike measures": ({"contrasts": [["entropy of few", "mha"]]}, "takes the metric of the task from entropy"),
+    "step in words": (
+        {"contrasts": [["entropy of few at step seven", "entropy of few"]]},
+        'write a number, as in "at',
+    ),
+    "padded step": (
+        {"contrasts": [["entropy of few at step 07", "entropy of few"]]},
+        "has the step '07'",
+    ),
+    "unlike measures": (
+        {"contrasts": [["entropy of few", "mha"]]},
+        "takes the metric of the task from entropy",
+    ),
     "itself": ({"contrasts": [["few", "few"]]}, "compares 'few' with itself"),
-    "made anyway": ({"contrasts": [["mha", "few"]]}, "compares a variant with the baseline 'mha', as the report does"),
-    "repeated": ({"contrasts": [["few on longer", "mha"], ["mha", "few on longer"]]}, "twice, perhaps in another"),
+    "made anyway": (
+        {"contrasts": [["mha", "few"]]},
+        "compares a variant with the baseline 'mha', as the report does",
+    ),
+    "repeated": (
+        {"contrasts": [["few on longer", "mha"], ["mha", "few on longer"]]},
+        "twice, perhaps in another",
+    ),
     "single contrast": ({"contrasts": ["few"]}, "no pair of texts"),
     "words": ({"contrasts": [["few in half", "mha"]]}, "VARIANT after EDIT"),
     "empty": ({"variants": {}}, "0 variants and 1 tasks"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -141,17 +172,34 @@ def test_mistakes_give_one_line(name: str):
 )
 def test_models_that_cannot_be_made(variants: dict[str, Any], words: str):
     with pytest.raises(SpecError, match=words):
-        CellGrid(parse_study({**TABLE, "variants": variants, "match": "params"}, "few", "small", {}))
+        CellGrid(
+            parse_study({**TABLE, "variants": variants, "match": "params"}, "few", "small", {})
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"variants": {"mha": {}, "few": {"preset": "gqa", "recipe": {"init": "depht"}}}}, "'few' .* init='depht'"),
-        ({"recipe": {"steps": 8, "aux_losses": {"balance": 0.1}}}, "'mha' on 'recall' .* loss 'balance'"),
-        ({"tasks": {"recall": {**RECALL, "tests": {"more": {"vocabulary": 64}}}}}, "'mha' .* test 'more': .* 64 ids"),
-        ({"edits": {"three": {"change": "convert", "kv": 3}}}, "'mha' .* edit 'three': .* cannot split 4"),
-        ({"recipe": {"steps": 8, "sample_every": 4}}, "'mha' on 'recall' .* sample_prompts is missing"),
+        (
+            {"variants": {"mha": {}, "few": {"preset": "gqa", "recipe": {"init": "depht"}}}},
+            "'few' .* init='depht'",
+        ),
+        (
+            {"recipe": {"steps": 8, "aux_losses": {"balance": 0.1}}},
+            "'mha' on 'recall' .* loss 'balance'",
+        ),
+        (
+            {"tasks": {"recall": {**RECALL, "tests": {"more": {"vocabulary": 64}}}}},
+            "'mha' .* test 'more': .* 64 ids",
+        ),
+        (
+            {"edits": {"three": {"change": "convert", "kv": 3}}},
+            "'mha' .* edit 'three': .* cannot split 4",
+        ),
+        (
+            {"recipe": {"steps": 8, "sample_every": 4}},
+            "'mha' on 'recall' .* sample_prompts is missing",
+        ),
     ],
 )
 def test_cells_that_cannot_begin(changes: dict[str, Any], words: str):
@@ -172,11 +220,17 @@ def test_unknown_scale_and_unreadable_files(tmp_path: Path):
 
 
 def test_a_scale_leaves_out_contrasts():
-    table = {**TABLE, "contrasts": [["few on longer", "mha on longer"], ["entropy of few", "entropy of mha"]]}
+    table = {
+        **TABLE,
+        "contrasts": [["few on longer", "mha on longer"], ["entropy of few", "entropy of mha"]],
+    }
     table["variants"] = {**TABLE["variants"], "mqa": {}}
     names = [one.name for one in parse_study(table, "few", "small", {}).contrasts]
     assert names == ["few on longer minus mha on longer", "entropy of few minus entropy of mha"]
-    table["scales"] = {"page": {"tasks": {"recall": {"tests": {"longer": False}}}}, "two": {"variants": {"few": False}}}
+    table["scales"] = {
+        "page": {"tasks": {"recall": {"tests": {"longer": False}}}},
+        "two": {"variants": {"few": False}},
+    }
     assert [one.name for one in parse_study(table, "few", "page", {}).contrasts] == names[1:]
     assert parse_study(table, "few", "two", {}).contrasts == ()
     table["tasks"] = {**TABLE["tasks"], "copy": {}}
@@ -188,13 +242,26 @@ def test_a_scale_leaves_out_contrasts():
     ("recipe", "step", "words"),
     [
         ({}, 0, ""),
-        ({}, 200, "with recipe.keep = 1 heads are only measured at step 0; set recipe.keep = 2, or use step 0"),
+        (
+            {},
+            200,
+            "with recipe.keep = 1 heads are only measured at step 0; set recipe.keep = 2, or use "
+            "step 0",
+        ),
         ({"keep": 2}, 200, ""),
         ({"keep": 9}, 60, "every 50 steps and at the last, 200; use one of these, or step 0"),
         ({"keep": 9}, 250, "every 50 steps and at the last, 200"),
-        ({"keep": 6}, 100, "up to 6 later ones replace it; set recipe.keep = 7"),  # 120, 140, 150, 160, 180 and 200
+        (
+            {"keep": 6},
+            100,
+            "up to 6 later ones replace it; set recipe.keep = 7",
+        ),  # 120, 140, 150, 160, 180 and 200
         ({"keep": 7}, 100, ""),
-        ({"keep": 2, "checkpoint_every": 60, "evaluate_every": 90}, 120, "up to 2 later ones"),  # 180 (of both) and 200
+        (
+            {"keep": 2, "checkpoint_every": 60, "evaluate_every": 90},
+            120,
+            "up to 2 later ones",
+        ),  # 180 (of both) and 200
         ({"keep": 4, "checkpoint_every": 60, "evaluate_every": 150}, 120, ""),  # 150, 180 and 200
     ],
 )
@@ -210,17 +277,27 @@ def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int,
 
 
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_cell_of_every_study_can_begin_at_every_scale(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_cell_of_every_study_can_begin_at_every_scale(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Models that only take more steps at another scale begin once."""
     begun: set[object] = set()
     check_training = cells.check_training
 
     def check_once(
-        study: Study, variant: Variant, task: StudyTask, spec: hw.model_spec.ModelSpec, recipe: Recipe
+        study: Study,
+        variant: Variant,
+        task: StudyTask,
+        spec: hw.model_spec.ModelSpec,
+        recipe: Recipe,
     ) -> None:
         edits = tuple((name, str(edit)) for name, edit in study.edits.items())
         tests = tuple((name, str(test)) for name, test in task.tests.items())
-        begins = replace(recipe, steps=1, **dict.fromkeys(("evaluate_every", "checkpoint_every", "keep", "batch"), 1))
+        begins = replace(
+            recipe,
+            steps=1,
+            **dict.fromkeys(("evaluate_every", "checkpoint_every", "keep", "batch"), 1),
+        )
         key = str(task.task), spec, begins, edits, tests
         if key not in begun:
             check_training(study, variant, task, spec, recipe)
@@ -235,11 +312,16 @@ def test_every_cell_of_every_study_can_begin_at_every_scale(path: Path, monkeypa
 
 
 def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):
-    (tmp_path / "mine.toml").write_text(hw.to_toml(hw.design(model=32, heads=2, pattern="window(5)")))
+    (tmp_path / "mine.toml").write_text(
+        hw.to_toml(hw.design(model=32, heads=2, pattern="window(5)"))
+    )
     table = {
         **TABLE,
         "model": {"width": 32, "layers": 3, "feed": 48},
-        "variants": {"mha": {"model": {"heads": 8}}, "mine": {"spec": "mine.toml", "options": {"kv": 1}}},
+        "variants": {
+            "mha": {"model": {"heads": 8}},
+            "mine": {"spec": "mine.toml", "options": {"kv": 1}},
+        },
     }
     grid = CellGrid(parse_study(table, "t", "small", {}, tmp_path))
     specs = [spec for _, spec in grid.models["mine", "recall"].spec.attention_specs()]
@@ -249,14 +331,36 @@ def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):
     assert next(iter(grid.models["mha", "recall"].spec.attention_specs()))[1].heads.q == 8
 
 
-# --- Values of other types -----------------------------------------------------------------------------
+# --- Values of other types ------------------------------------------------------------------------
 
-WRONG = ["x", "", {"a": 1}, {}, [], [0], ["x"], [[0]], [["x", 1]], [{"a": 1}], 1.5, -1, True, 10**30, math.nan]
+WRONG = [
+    "x",
+    "",
+    {"a": 1},
+    {},
+    [],
+    [0],
+    ["x"],
+    [[0]],
+    [["x", 1]],
+    [{"a": 1}],
+    1.5,
+    -1,
+    True,
+    10**30,
+    math.nan,
+]
 
 
 def paths_of(value: Any) -> Iterator[tuple[Any, ...]]:
     """The paths of all values inside tables and lists."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield (key,)
         yield from ((key, *path) for path in paths_of(item))
@@ -271,7 +375,11 @@ def change_at(table: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 def list_wrong_studies() -> Iterator[dict[str, Any]]:
     """Studies with a wrong value in each place of a table, a recipe, a model and a task."""
-    table = {**TABLE, "edits": {"half": {"change": "prune", "share": 0.5}}, "scales": {"smoke": {"seeds": [2]}}}
+    table = {
+        **TABLE,
+        "edits": {"half": {"change": "prune", "share": 0.5}},
+        "scales": {"smoke": {"seeds": [2]}},
+    }
     paths = list(paths_of(table)) + [("recipe", field.name) for field in fields(Recipe)]
     paths += [("model", field.name) for field in fields(ModelShape)]
     table |= {name: table.get(name, {}) for name in ("recipe", "model")}

@@ -1,4 +1,6 @@
-"""Runs of a study: the same bytes after kill -9, killed processes, cells that fail, and the report."""
+"""Runs of a study: the same bytes after kill -9, killed processes, cells that
+fail, and the report.
+"""
 
 from __future__ import annotations
 
@@ -71,16 +73,22 @@ def study(study_file: Path) -> Study:
 
 
 @pytest.fixture(scope="module")
-def finished(study: Study, tmp_path_factory: pytest.TempPathFactory) -> tuple[StudyResults, StudyReport, Path]:
+def finished(
+    study: Study, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[StudyResults, StudyReport, Path]:
     folder = tmp_path_factory.mktemp("finished")
     results = run_study(study, folder, ProcessEngine(IN_THIS_PROCESS))
     return results, write_report(results, folder), folder
 
 
-def test_a_finished_study_is_not_run_again(study: Study, finished: tuple[StudyResults, StudyReport, Path], monkeypatch):
+def test_a_finished_study_is_not_run_again(
+    study: Study, finished: tuple[StudyResults, StudyReport, Path], monkeypatch
+):
     _, _, folder = finished
     before = (folder / RESULTS_FILE).read_bytes()
-    monkeypatch.setattr(process_engine, "run_cell", lambda *_: pytest.fail("a finished cell was run again"))
+    monkeypatch.setattr(
+        process_engine, "run_cell", lambda *_: pytest.fail("a finished cell was run again")
+    )
     again = run_study(study, folder, ProcessEngine(IN_THIS_PROCESS))
     assert (folder / RESULTS_FILE).read_bytes() == before
     assert len(again.cells) == 4 + 9  # learning rates of two variants, three seeds of three
@@ -114,21 +122,32 @@ def test_kill_and_resume_give_the_same_bytes(
         "--jobs",
         "2",
     ]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     cells = tmp_path / "out" / "cells"
     deadline = time.monotonic() + 120
-    while len(list(cells.glob("*/result.json"))) < 2 and time.monotonic() < deadline and process.poll() is None:
+    while (
+        len(list(cells.glob("*/result.json"))) < 2
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     done = len(list(cells.glob("*/result.json")))
     assert 2 <= done < 13
     run_study(study, tmp_path / "out", ProcessEngine(IN_THIS_PROCESS))
-    assert (tmp_path / "out" / RESULTS_FILE).read_bytes() == (finished[2] / RESULTS_FILE).read_bytes()
+    assert (tmp_path / "out" / RESULTS_FILE).read_bytes() == (
+        finished[2] / RESULTS_FILE
+    ).read_bytes()
 
 
 def test_killed_processes_are_replaced(
-    study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Study,
+    finished: tuple[StudyResults, StudyReport, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(process_engine, "_run_marked", dying_cells.run_or_die)
     cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:2]
@@ -139,8 +158,12 @@ def test_killed_processes_are_replaced(
     assert "3 times" in results[2]["message"]
 
 
-def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def run_in_pool(_: ProcessEngine, pending: dict[str, Cell], folder: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def run_in_pool(
+        _: ProcessEngine, pending: dict[str, Cell], folder: Path
+    ) -> Iterator[tuple[Cell, dict[str, Any]]]:
         for cell in pending.values():
             (folder / cell.id).mkdir(exist_ok=True)
             (folder / cell.id / process_engine.STARTED_FILE).touch()
@@ -151,12 +174,16 @@ def test_a_cell_that_runs_beside_one_that_dies_is_not_blamed(tmp_path: Path, mon
 
     monkeypatch.setattr(ProcessEngine, "_run_in_pool", run_in_pool)
     cells = [Cell("gqa", "recall", 1e-3, seed, {"seed": seed}) for seed in (1, 2)]
-    results = {cell.seed: result["status"] for cell, result in ProcessEngine(2).run(cells, tmp_path)}
+    results = {
+        cell.seed: result["status"] for cell, result in ProcessEngine(2).run(cells, tmp_path)
+    }
     assert results == {1: "done", 2: "killed"}
 
 
 def test_workers_that_cannot_start(
-    finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[StudyResults, StudyReport, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(process_engine, "_run_marked", dying_cells.die_before_the_cell)
     cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:1]
@@ -167,10 +194,17 @@ def test_workers_that_cannot_start(
         list(engine.run(cells, tmp_path))
 
 
-def test_cells_that_fail_are_recorded(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for error, status in [(MemoryError(), "out of memory"), (SpecError("no such option"), "failed")]:
+def test_cells_that_fail_are_recorded(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for error, status in [
+        (MemoryError(), "out of memory"),
+        (SpecError("no such option"), "failed"),
+    ]:
         monkeypatch.setattr("headwise.studies.run_cell._train_and_test", _raising(error))
-        results = run_study(study, tmp_path / status.replace(" ", ""), ProcessEngine(IN_THIS_PROCESS))
+        results = run_study(
+            study, tmp_path / status.replace(" ", ""), ProcessEngine(IN_THIS_PROCESS)
+        )
         assert {one.result["status"] for one in results.cells} == {status}
         report = write_report(results, tmp_path / status.replace(" ", ""))
         assert len(report.failures) == len(results.cells)
@@ -183,9 +217,14 @@ def _raising(error: Exception) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def test_a_cell_that_diverges(study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path):
+def test_a_cell_that_diverges(
+    study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path
+):
     cell = finished[0].report_cells("mha", "recall")[0].cell
-    config = {**cell.config, "recipe": {**cell.config["recipe"], "lr": 1.0, "clip": 0.0, "steps": 60}}
+    config = {
+        **cell.config,
+        "recipe": {**cell.config["recipe"], "lr": 1.0, "clip": 0.0, "steps": 60},
+    }
     result = run_cell(config, str(tmp_path))
     assert result["status"] in ("done", "diverged")
     assert read_result(tmp_path) == result
@@ -193,7 +232,10 @@ def test_a_cell_that_diverges(study: Study, finished: tuple[StudyResults, StudyR
 
 def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     results, report, folder = finished
-    page, text = (folder / "report" / "report.html").read_text(), (folder / "report" / "report.md").read_text()
+    page, text = (
+        (folder / "report" / "report.html").read_text(),
+        (folder / "report" / "report.md").read_text(),
+    )
     mean = report.scores["mha", "recall"].mean.value
     assert f"{mean:.4g}" in text
     assert f"{mean:.4g}" in page
@@ -214,7 +256,10 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     assert f"recall: {name}: {difference:+.3f} ({low:+.3f} to {high:+.3f}), p " in text
     assert f"| {name} | {difference:+.3f} ({low:+.3f} to {high:+.3f}) | 3 | " in text
     assert page.count(name) == 4  # a claim, a row, and a label and a title in the figure
-    assert "recall: seeds that reach 0.1: mha " in text or "recall: all seeds of all variants reach 0.1" in text
+    assert (
+        "recall: seeds that reach 0.1: mha " in text
+        or "recall: all seeds of all variants reach 0.1" in text
+    )
     rows = (folder / "report" / "results.csv").read_text().splitlines()
     cell = results.report_cells("gqa", "recall")[0]
     value = cell.result["metrics"]["accuracy"]
@@ -253,7 +298,17 @@ def test_command(
     printed = capsys.readouterr()
     assert "recall: mha reaches accuracy" in printed.out
     assert "report  9/9" in printed.err
-    only = ["study", str(study_file), "--out", str(tmp_path), "--jobs", "0", "--only", "recall/gqa/1", "--json"]
+    only = [
+        "study",
+        str(study_file),
+        "--out",
+        str(tmp_path),
+        "--jobs",
+        "0",
+        "--only",
+        "recall/gqa/1",
+        "--json",
+    ]
     assert main(only) == 0
     assert json.loads(capsys.readouterr().out)["failures"] == []
     assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 1
@@ -270,4 +325,7 @@ def test_command(
 
 def test_a_cell_has_one_id(finished: tuple[StudyResults, StudyReport, Path]):
     cell = finished[0].cells[0].cell
-    assert Cell(cell.variant, cell.task, cell.rate, cell.seed, dict(reversed(cell.config.items()))).id == cell.id
+    assert (
+        Cell(cell.variant, cell.task, cell.rate, cell.seed, dict(reversed(cell.config.items()))).id
+        == cell.id
+    )

@@ -1,1 +1,3 @@
-"""Helpers of several test files: specs, models and data to test with, checks, and processes of several ranks."""
+"""Helpers of several test files: specs, models and data to test with, checks, and processes of
+several ranks.
+"""

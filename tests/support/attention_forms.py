@@ -1,4 +1,6 @@
-"""One attention layer written in many ways: the same weights and outputs, other operations and modules."""
+"""One attention layer written in many ways: the same weights and outputs, other operations and
+modules.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ compiled_flex_attention = torch.compile(flex_attention, backend="eager")
 
 
 class Layer(nn.Module):
-    """q, k and v of a fused projection, [B, H, T, K] each, and `mix` between them and the output projection.
+    """q, k and v of a fused projection, [B, H, T, K] each, and `mix` between them and the output
+    projection.
 
     Its name and its children's names say nothing, so only a run shows what it is.
     """
@@ -84,12 +87,18 @@ def batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def heads_and_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (y.transpose(0, 1).flatten(0, 1) for y in (q, k, v))
-    return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v).unflatten(0, (HEADS, -1)).permute(1, 2, 0, 3)
+    return (
+        torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+        .unflatten(0, (HEADS, -1))
+        .permute(1, 2, 0, 3)
+    )
 
 
 def fused_on_three_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (y.flatten(0, 1) for y in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, scale=1.0).unflatten(0, (-1, HEADS)).transpose(1, 2)
+    return (
+        F.scaled_dot_product_attention(q, k, v, scale=1.0).unflatten(0, (-1, HEADS)).transpose(1, 2)
+    )
 
 
 def causal_on_three_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -196,7 +205,9 @@ def expected_weights(name: str, layer: nn.Module, x: Tensor) -> Tensor:
     else:
         weight, bias = layer.one.weight.double(), layer.one.bias.double()
         starts = [(DIM * h, WIDE + DIM * h) for h in range(HEADS)]
-        rows = [[x @ weight[at : at + DIM].T + bias[at : at + DIM] for at in pair] for pair in starts]
+        rows = [
+            [x @ weight[at : at + DIM].T + bias[at : at + DIM] for at in pair] for pair in starts
+        ]
     weights = torch.zeros(len(x), HEADS, x.shape[1], x.shape[1], dtype=torch.float64)
     for h, (q, k) in enumerate(rows):
         for t in range(x.shape[1]):

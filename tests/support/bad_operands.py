@@ -1,8 +1,10 @@
-"""Calls of every registered operation of the kernels with operands that do not fit, run as a script in its own process.
+"""Calls of every registered operation of the kernels with operands that do not fit, run as a script
+in its own process.
 
     python -m support.bad_operands [--skip N]   prints the name of each call before it, and what it raised after it
 
-An operand that reaches a kernel unchecked may end the process, so the caller of the script reads how far it came.
+An operand that reaches a kernel unchecked may end the process, so the caller of the script reads
+how far it came.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from headwise.kernels import (
     varlen_attention,
 )
 
-REGISTERED_BY = (flash_attention, head_mixing, row_normalisers, varlen_attention)  # importing them registers operations
+REGISTERED_BY = (
+    flash_attention,
+    head_mixing,
+    row_normalisers,
+    varlen_attention,
+)  # importing them registers operations
 OPS = torch.ops.headwise
 FAR = 2**40  # an index far outside
 
@@ -39,7 +46,8 @@ class Call(NamedTuple):
     tensors: dict[str, Tensor]
     free_axes: tuple[str, ...] = ()  # "name.axis": axes whose size may change, or "name.dtype", ...
     tables: tuple[str, ...] = ()  # tensors of indices
-    is_direct: bool = False  # a function behind `is_small_batch`, which leaves out tensors that need the dispatcher
+    # a function behind `is_small_batch`, which leaves out tensors that need the dispatcher
+    is_direct: bool = False
 
 
 def _random(*shape: int) -> Tensor:
@@ -52,14 +60,25 @@ def _ints(*rows: Any) -> Tensor:
 
 def _head_mixing() -> Iterator[Call]:
     factors = {
-        "qs": _random(2, 3, 2, 4), "qt": _random(2, 3, 2, 5), "qg": _random(2, 3, 5),
-        "ks": _random(2, 3, 4, 17), "kt": _random(2, 3, 5, 17), "kg": _random(2, 1, 5, 17),
-    }  # fmt: skip
+        "qs": _random(2, 3, 2, 4),
+        "qt": _random(2, 3, 2, 5),
+        "qg": _random(2, 3, 5),
+        "ks": _random(2, 3, 4, 17),
+        "kt": _random(2, 3, 5, 17),
+        "kg": _random(2, 1, 5, 17),
+    }
     tensors = {"a": _random(2, 4, 3, 17), "head_of_output": _ints(0, 1, 2, 3, 1)} | factors
     tables = ("head_of_output",)
-    yield Call(lambda a, head_of_output, **f: OPS.head_mixing(a, head_of_output, 4, [*f.values()]), tensors, (), tables)
     yield Call(
-        lambda grad, a, head_of_output, **f: OPS.head_mixing_backward(grad, a, head_of_output, 4, [*f.values()]),
+        lambda a, head_of_output, **f: OPS.head_mixing(a, head_of_output, 4, [*f.values()]),
+        tensors,
+        (),
+        tables,
+    )
+    yield Call(
+        lambda grad, a, head_of_output, **f: OPS.head_mixing_backward(
+            grad, a, head_of_output, 4, [*f.values()]
+        ),
         {"grad": _random(2, 5, 3, 17)} | tensors,
         (),
         tables,
@@ -76,7 +95,9 @@ def _varlen_attention() -> Iterator[Call]:
         ("sequences",),
     )
     yield Call(
-        lambda grad, q, k, v, sequences: OPS.varlen_attention_backward(grad, [q, k, v], sequences, 19, True, 0.3),
+        lambda grad, q, k, v, sequences: OPS.varlen_attention_backward(
+            grad, [q, k, v], sequences, 19, True, 0.3
+        ),
         {"grad": _random(28, 4, 19)} | tensors,
         ("sequences.0",),
         ("sequences",),
@@ -87,8 +108,12 @@ def _row_normalisers() -> Iterator[Call]:
     s, allowed, v = _random(2, 3, 4, 17), torch.rand(2, 1, 4, 17) > 0.4, _random(2, 2, 17, 13)
     alpha = torch.full((3,), 1.5)
     _, state = OPS.masked_entmax(s, allowed, alpha, v, [0, 1, 1])
-    yield Call(lambda s, allowed: OPS.masked_softmax(s, allowed), {"s": s, "allowed": allowed}, ("s.1",))
-    yield Call(lambda grad, w: OPS.masked_softmax_backward(grad, w), {"grad": s, "w": s.softmax(-1)})
+    yield Call(
+        lambda s, allowed: OPS.masked_softmax(s, allowed), {"s": s, "allowed": allowed}, ("s.1",)
+    )
+    yield Call(
+        lambda grad, w: OPS.masked_softmax_backward(grad, w), {"grad": s, "w": s.softmax(-1)}
+    )
     tensors = {"s": s, "allowed": allowed, "alpha": alpha}
     yield Call(lambda s, allowed, alpha: OPS.masked_entmax(s, allowed, alpha, None, []), tensors)
     yield Call(
@@ -101,7 +126,9 @@ def _row_normalisers() -> Iterator[Call]:
         lambda grad, s, allowed, alpha, state, v, heads: OPS.masked_entmax_backward(
             grad, [s, allowed, alpha, state, v], heads.tolist()
         ),
-        {"grad": _random(2, 3, 4, 13)} | tensors | {"state": state, "v": v, "heads": _ints(0, 1, 1)},
+        {"grad": _random(2, 3, 4, 13)}
+        | tensors
+        | {"state": state, "v": v, "heads": _ints(0, 1, 1)},
         ("v.1", "heads.dtype", "s.zeros", "alpha.zeros"),
         ("heads",),
     )
@@ -120,7 +147,9 @@ def _flash_attention() -> Iterator[Call]:
         ("ends",),
     )
     yield Call(
-        lambda grad, q, k, v, o, lse, ends: OPS.flash_attention_backward(grad, [q, k, v, o, lse], ends, None, 0.4),
+        lambda grad, q, k, v, o, lse, ends: OPS.flash_attention_backward(
+            grad, [q, k, v, o, lse], ends, None, 0.4
+        ),
         grad | qkv | saved | {"ends": ends},
         (),
         ("ends",),
@@ -130,15 +159,21 @@ def _flash_attention() -> Iterator[Call]:
     backward = {"items": _ints(*[[n, n, 1, 0, 7, 0] for n in range(4)])}
     tables = ("rows", "ranges", "items")
     yield Call(
-        lambda q, k, v, rows, ranges, items: OPS.gathered_attention(q, k, v, [rows, ranges, items, items], 0.5, 1),
+        lambda q, k, v, rows, ranges, items: OPS.gathered_attention(
+            q, k, v, [rows, ranges, items, items], 0.5, 1
+        ),
         qkv | rows | forward,
         ("v.3", "ranges.0", "items.0"),
         tables,
     )
 
-    def run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **tables: Tensor) -> Any:
+    def run_backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **tables: Tensor
+    ) -> Any:
         rows, ranges, items = tables.values()
-        return OPS.gathered_attention_backward(grad, [q, k, v, o, lse], [rows, ranges, items, items], 0.5, 1)
+        return OPS.gathered_attention_backward(
+            grad, [q, k, v, o, lse], [rows, ranges, items, items], 0.5, 1
+        )
 
     yield Call(run_backward, grad | qkv | saved | rows | backward, ("ranges.0",), tables)
 
@@ -149,7 +184,9 @@ def _paged_decode() -> Iterator[Call]:
     more = {"bias": _random(3, 4, 8), "sink": _random(4)}
     empty = torch.empty(0)
     yield Call(
-        lambda q, k, v, spans, bias, sink: OPS.paged_decode(q, k, v, spans, [bias, sink, empty, empty], 0.0),
+        lambda q, k, v, spans, bias, sink: OPS.paged_decode(
+            q, k, v, spans, [bias, sink, empty, empty], 0.0
+        ),
         tensors | spans | more,
         ("v.3", "bias.dtype", "sink.dtype"),
         ("spans",),
@@ -165,10 +202,16 @@ def _paged_decode() -> Iterator[Call]:
         ("spans",),
     )
 
-    def decode(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
-        return attend_paged(q, k, v, spans, scale=0.5, options=PagedDecodeOptions(bias=bias, sink=sink))[0]
+    def decode(
+        q: Tensor, k: Tensor, v: Tensor, spans: Tensor, bias: Tensor, sink: Tensor
+    ) -> Tensor:
+        return attend_paged(
+            q, k, v, spans, scale=0.5, options=PagedDecodeOptions(bias=bias, sink=sink)
+        )[0]
 
-    yield Call(decode, tensors | spans | more, ("v.3", "q.dtype", "bias.dtype", "sink.dtype"), ("spans",))
+    yield Call(
+        decode, tensors | spans | more, ("v.3", "q.dtype", "bias.dtype", "sink.dtype"), ("spans",)
+    )
 
 
 def _small_batch() -> Iterator[Call]:
@@ -184,11 +227,20 @@ def _small_batch() -> Iterator[Call]:
     )
     halves = {"gate": _random(2, 32), "up": _random(2, 32)}
     yield Call(
-        lambda gate, up: small_batch_ops.silu_and_multiply(gate, up), halves, ("gate.rank", "up.rank"), is_direct=True
+        lambda gate, up: small_batch_ops.silu_and_multiply(gate, up),
+        halves,
+        ("gate.rank", "up.rank"),
+        is_direct=True,
     )
     x = {"x": _random(2, 3, 32)}
-    yield Call(lambda x: small_batch_ops.scale_to_float32(x, 0.5), x, ("x.0", "x.1"), is_direct=True)
-    heads = {"x": _random(2, 3, 2, 32), "position": _ints([0, 1, 2], [3, 4, 5]), "frequency": torch.rand(16).double()}
+    yield Call(
+        lambda x: small_batch_ops.scale_to_float32(x, 0.5), x, ("x.0", "x.1"), is_direct=True
+    )
+    heads = {
+        "x": _random(2, 3, 2, 32),
+        "position": _ints([0, 1, 2], [3, 4, 5]),
+        "frequency": torch.rand(16).double(),
+    }
     yield Call(
         lambda x, position, frequency: small_batch_ops.apply_rotary(x, position, frequency, 1.0),
         heads,
@@ -206,11 +258,13 @@ GROUPS: list[Callable[[], Iterator[Call]]] = [
     _small_batch,
 ]
 
-# --- Operands that do not fit ---------------------------------------------------------------------------
+# --- Operands that do not fit ---------------------------------------------------------------------
 
 
 def change_axis(tensor: Tensor, axis: int) -> Tensor:
-    """Return a tensor with one element less along an axis, or one more along an axis of one or two."""
+    """Return a tensor with one element less along an axis, or one more along an
+    axis of one or two.
+    """
     size = tensor.shape[axis]
     if size > 2:
         return tensor.narrow(axis, 0, size - 1).contiguous()
@@ -280,7 +334,11 @@ def make_equal_operands(call: Call, name: str) -> Iterator[tuple[str, Tensor, Te
     yield EQUAL_PROBLEMS[2], torch.stack([tensor, tensor.roll(1)], -1)[..., 0], tensor
     if tensor.dtype == torch.float32 and not call.is_direct:
         yield EQUAL_PROBLEMS[0], torch._neg_view(-tensor), tensor
-    if tensor.dtype == torch.float32 and not call.is_direct and f"{name}.zeros" not in call.free_axes:
+    if (
+        tensor.dtype == torch.float32
+        and not call.is_direct
+        and f"{name}.zeros" not in call.free_axes
+    ):
         yield EQUAL_PROBLEMS[1], torch._efficientzerotensor(tensor.shape), torch.zeros_like(tensor)
 
 
@@ -301,7 +359,11 @@ def equality_of(call: Call, name: str, special: Tensor, plain: Tensor) -> str:
     except ValueError as error:
         return f"ValueError: {error}"
     pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
-    return "equal" if all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs) else "different"
+    return (
+        "equal"
+        if all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
+        else "different"
+    )
 
 
 def make_cases() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -309,13 +371,18 @@ def make_cases() -> Iterator[tuple[str, Callable[[], str]]]:
     for group in GROUPS:
         for n, call in enumerate(group()):
             title = f"{group.__name__.strip('_')} {n}"
-            yield f"{title}: operands that fit", lambda call=call: outcome_of(lambda: call.run(**call.tensors))
+            yield (
+                f"{title}: operands that fit",
+                lambda call=call: outcome_of(lambda: call.run(**call.tensors)),
+            )
             for name in call.tensors:
                 for problem, bad in make_bad_operands(call, name):
                     operands = call.tensors | {name: bad}
                     yield (
                         f"{title}: {name}: {problem}",
-                        lambda call=call, operands=operands: outcome_of(lambda: call.run(**operands)),
+                        lambda call=call, operands=operands: outcome_of(
+                            lambda: call.run(**operands)
+                        ),
                     )
                 for problem, special, plain in make_equal_operands(call, name):
                     yield (

@@ -19,18 +19,63 @@ KINDS = {
     "ring": {"pattern": "window(3)", "kv": 3, "modifiers": (hw.Alibi(),)},
     "dilated": {"pattern": "dilated(3, 2)"},
     "sinks": {"pattern": "window(3) | first(2)", "kv": 2, "modifiers": (hw.Rotary(),)},
-    "latent": {"pattern": "causal()", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
-    "latent ring": {"pattern": "window(4)", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
-    "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "kv": 2, "vdim": 5},
+    "latent": {
+        "pattern": "causal()",
+        "project": hw.Latent(rank=8, rope=2),
+        "modifiers": (hw.Rotary(),),
+    },
+    "latent ring": {
+        "pattern": "window(4)",
+        "project": hw.Latent(rank=8, rope=2),
+        "modifiers": (hw.Rotary(),),
+    },
+    "state": {
+        "pattern": "causal()",
+        "similarity": hw.FeatureMap(),
+        "normaliser": hw.Sum(),
+        "kv": 2,
+        "vdim": 5,
+    },
 }
 
 
 ONE_DOCUMENT = {
-    "right padding": [["aaaaa", "aaa.."], ["a", "a"], ["a", "."], ["a", "a"], [".", "a"], ["aaa", ".aa"], ["a", "a"]],
-    "left padding": [["aaaaa", "..aaa"], ["a", "a"], [".", "a"], ["a", "a"], ["aa", ".a"], ["a", "a"], ["a", "a"]],
-    "a late row": [["aaa", "..."], ["a", "."], ["a", "a"], ["a", "a"], ["aa", "aa"], ["a", "a"], ["aaaa", "a..."]],
+    "right padding": [
+        ["aaaaa", "aaa.."],
+        ["a", "a"],
+        ["a", "."],
+        ["a", "a"],
+        [".", "a"],
+        ["aaa", ".aa"],
+        ["a", "a"],
+    ],
+    "left padding": [
+        ["aaaaa", "..aaa"],
+        ["a", "a"],
+        [".", "a"],
+        ["a", "a"],
+        ["aa", ".a"],
+        ["a", "a"],
+        ["a", "a"],
+    ],
+    "a late row": [
+        ["aaa", "..."],
+        ["a", "."],
+        ["a", "a"],
+        ["a", "a"],
+        ["aa", "aa"],
+        ["a", "a"],
+        ["aaaa", "a..."],
+    ],
     "holes": [["a.aa", ".a.a"], ["a", "a"], ["a..a", "aaaa"], ["a", "."], ["a", "a"]],
-    "even": [["aaa", "aaa"], ["a", "a"], ["aaaa", "aaaa"], ["a", "a"], ["a", "a"], ["aaaaaaa", "aaaaaaa"]],
+    "even": [
+        ["aaa", "aaa"],
+        ["a", "a"],
+        ["aaaa", "aaaa"],
+        ["a", "a"],
+        ["a", "a"],
+        ["aaaaaaa", "aaaaaaa"],
+    ],
     "one by one": [["a", "a"]] * 13,
     "a long start": [["a" * 11, "a" * 11], ["a", "a"], ["aa", "aa"], ["a", "a"]],
     "nothing first": [["", ""], ["aaa", "aaa"], ["", ""], ["a", "a"]],
@@ -40,7 +85,9 @@ ONE_DOCUMENT = {
 
 def build_layer(kind: str) -> hw.Attention:
     """A random layer of one kind."""
-    layer = hw.Attention(hw.design(**({"model": MODEL, "heads": 6, "dim": 4} | KINDS[kind]))).double()
+    layer = hw.Attention(
+        hw.design(**({"model": MODEL, "heads": 6, "dim": 4} | KINDS[kind]))
+    ).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -53,7 +100,9 @@ def random_tensor(*shape: int) -> Tensor:
 
 
 def stream_chunks(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
-    """x and sequence of each chunk; a token is placed after the earlier tokens of its segment in its row."""
+    """x and sequence of each chunk; a token is placed after the earlier tokens of its segment in
+    its row.
+    """
     recorded: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
     for words in stream:
         position = torch.zeros(len(words), len(words[0]), dtype=torch.int64)
@@ -67,9 +116,14 @@ def stream_chunks(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.Sequence
 
 
 def check_stream(
-    layer: hw.Attention, stream: list[list[str]], cache: hw.KVCache, *, infer_positions: bool = False
+    layer: hw.Attention,
+    stream: list[list[str]],
+    cache: hw.KVCache,
+    *,
+    infer_positions: bool = False,
 ) -> None:
-    """Outputs of each document, token by token through the cache, equal those of one pass over it alone.
+    """Outputs of each document, token by token through the cache, equal those of one pass over it
+    alone.
 
     With `infer_positions` the cache derives the positions.
     """
@@ -82,8 +136,12 @@ def check_stream(
                 outputs[b, int(at.segment[b, t])].append(y[b, t])
         for document, xs in inputs.items():
             alone = layer(torch.stack(xs)[None])[0]
-            torch.testing.assert_close(torch.stack(outputs[document]), alone, rtol=0, atol=1e-11, msg=f"{document}")
+            torch.testing.assert_close(
+                torch.stack(outputs[document]), alone, rtol=0, atol=1e-11, msg=f"{document}"
+            )
     assert len(inputs) >= len(stream[0])
 
 
-EVEN = [name for name, chunks in ONE_DOCUMENT.items() if all(set("".join(c)) <= {"a"} for c in chunks)]
+EVEN = [
+    name for name, chunks in ONE_DOCUMENT.items() if all(set("".join(c)) <= {"a"} for c in chunks)
+]

@@ -14,7 +14,11 @@ FAST = ("--seconds", "0.05", "--length", "8")
 
 
 def run_refused(
-    capsys: pytest.CaptureFixture[str], verb: str, argv: Sequence[str], names: Mapping[str, Path], room: Path
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    argv: Sequence[str],
+    names: Mapping[str, Path],
+    room: Path,
 ) -> str:
     """The error line of a refused command; names of folders are replaced by their paths."""
     out = [] if "--out" in argv else ["--out", str(room / "out")]

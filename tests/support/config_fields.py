@@ -1,4 +1,6 @@
-"""Cases of config.json for each family, and their comparison with transformers: equal, or refused with a reason."""
+"""Cases of config.json for each family, and their comparison with transformers: equal, or refused
+with a reason.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from headwise.families import get_weight_names
 from headwise.families.config_reader import find_differences
 from headwise.hub.checkpoint_weights import build_from_weights
 from headwise.hub.pretrained_models import LiveTensors, _named_as_in_files
-from support.transformers_models import BART, BERT, HEADS, LLAMA, MLA, VIT, WIDE, WORDS, transformers
+from support.transformers_models import (
+    BART,
+    BERT,
+    HEADS,
+    LLAMA,
+    MLA,
+    VIT,
+    WIDE,
+    WORDS,
+    transformers,
+)
 
 MAX_RELATIVE_ERROR = 1e-4
 LAYERS = 2
@@ -26,13 +38,34 @@ FULL = LLAMA | {"num_hidden_layers": LAYERS}
 FLAT = {key: value for key, value in FULL.items() if key != "head_dim"}
 LOCAL = {"sliding_window": 5}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LATENT = FLAT | MLA | EXPERTS | {"num_key_value_heads": HEADS, "n_routed_experts": 16, "first_k_dense_replace": 1}
+LATENT = (
+    FLAT
+    | MLA
+    | EXPERTS
+    | {"num_key_value_heads": HEADS, "n_routed_experts": 16, "first_k_dense_replace": 1}
+)
 GPT = {"n_embd": WIDE, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": WORDS, "n_positions": 64}
-OPT = {"hidden_size": WIDE, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "ffn_dim": 48}
+OPT = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "ffn_dim": 48,
+}
 OPT |= {"vocab_size": WORDS, "max_position_embeddings": 64}
 NEOX = BERT | {"rotary_pct": 0.5}
-T5 = {"d_model": WIDE, "d_kv": 8, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 48, "vocab_size": WORDS}
-T5 |= {"decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 9}
+T5 = {
+    "d_model": WIDE,
+    "d_kv": 8,
+    "num_heads": HEADS,
+    "num_layers": LAYERS,
+    "d_ff": 48,
+    "vocab_size": WORDS,
+}
+T5 |= {
+    "decoder_start_token_id": 0,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 9,
+}
 BLOOM = {"hidden_size": WIDE, "vocab_size": WORDS, "n_layer": LAYERS, "n_head": HEADS}
 
 
@@ -63,7 +96,9 @@ BASES = {
         _decoder("Qwen3", "qwen3", FULL, **LOCAL, use_sliding_window=True, max_window_layers=1),
         _decoder("Gemma", "gemma", FULL),
         _decoder("Gemma2", "gemma2", FULL, **LOCAL, query_pre_attn_scalar=5),
-        _decoder("Gemma3", "gemma3_text", FULL, **LOCAL, query_pre_attn_scalar=5, num_hidden_layers=6),
+        _decoder(
+            "Gemma3", "gemma3_text", FULL, **LOCAL, query_pre_attn_scalar=5, num_hidden_layers=6
+        ),
         _decoder("Granite", "granite", FLAT),
         _decoder("SmolLM3", "smollm3", FLAT, num_hidden_layers=4),
         _decoder("Olmo", "olmo", FLAT),
@@ -100,77 +135,223 @@ BASES = {
     ]
 }
 # Described, but not built: the gate of the shared expert.
-QWEN2_MOE = _decoder("Qwen2Moe", "qwen2_moe", FLAT, **EXPERTS, num_experts=4, shared_expert_intermediate_size=20)
-EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe")
+QWEN2_MOE = _decoder(
+    "Qwen2Moe", "qwen2_moe", FLAT, **EXPERTS, num_experts=4, shared_expert_intermediate_size=20
+)
+EXPERT_FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "olmoe",
+)
 
-# --- Values of fields ----------------------------------------------------------------------------------
+# --- Values of fields -----------------------------------------------------------------------------
 
-ACTIVATIONS = ["relu", "gelu", "gelu_new", "silu", "tanh", "quick_gelu", "gelu_fast", "sigmoid", "laplace"]
+ACTIVATIONS = [
+    "relu",
+    "gelu",
+    "gelu_new",
+    "silu",
+    "tanh",
+    "quick_gelu",
+    "gelu_fast",
+    "sigmoid",
+    "laplace",
+]
 LAYER_KINDS = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 300.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 300.0,
+}
 LONG = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.1] * 4, "long_factor": [2.0] * 4}
 ROPES: list[Any] = [
-    None, ROPE, ROPE | {"partial_rotary_factor": 0.5}, ROPE | {"factor": 8.0}, {"rope_theta": 300.0},
-    {"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5},
-    {"rope_type": "dynamic", "factor": 2.0}, LLAMA3 | {"original_max_position_embeddings": 16}, LLAMA3, YARN,
-    YARN | {"beta_fast": 4.0, "beta_slow": 2.0}, YARN | {"attention_factor": 1.7}, YARN | {"truncate": False},
-    YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}, YARN | {"mscale_all_dim": 1.5}, YARN | {"mscale": 1.5}, LONG,
-    YARN | {"partial_rotary_factor": 0.5}, {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    None,
+    ROPE,
+    ROPE | {"partial_rotary_factor": 0.5},
+    ROPE | {"factor": 8.0},
+    {"rope_theta": 300.0},
+    {"type": "linear", "factor": 4.0},
+    {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "dynamic", "factor": 2.0},
+    LLAMA3 | {"original_max_position_embeddings": 16},
+    LLAMA3,
+    YARN,
+    YARN | {"beta_fast": 4.0, "beta_slow": 2.0},
+    YARN | {"attention_factor": 1.7},
+    YARN | {"truncate": False},
+    YARN | {"mscale": 2.0, "mscale_all_dim": 0.5},
+    YARN | {"mscale_all_dim": 1.5},
+    YARN | {"mscale": 1.5},
+    LONG,
+    YARN | {"partial_rotary_factor": 0.5},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     {"full_attention": ROPE, "sliding_attention": ROPE | {"rope_theta": 50.0}},
-    {"full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": ROPE}, {"full_attention": ROPE},
+    {"full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": ROPE},
+    {"full_attention": ROPE},
     {"full_attention": ROPE | {"partial_rotary_factor": 0.5}, "sliding_attention": YARN},
-]  # fmt: skip
+]
 RATES = [0.4]
 IDS: list[Any] = [None, 0, 7, WORDS - 1]
 FIELD_VALUES: dict[str, list[Any]] = {
-    "hidden_act": ACTIVATIONS, "hidden_activation": ACTIVATIONS, "activation_function": ACTIVATIONS,
-    "pooler_act": ACTIVATIONS, "rope_parameters": ROPES, "rope_scaling": ROPES, "pad_token_id": IDS,
-    "bos_token_id": IDS, "eos_token_id": IDS, "decoder_start_token_id": IDS, "forced_eos_token_id": IDS,
-    "rope_theta": [300.0], "partial_rotary_factor": [0.5, 1.0], "rotary_pct": [0.25, 1.0], "rotary_emb_base": [300.0],
-    "rope_local_base_freq": [50.0], "rotary_dim": [None, 2, 8, 16], "original_max_position_embeddings": [16, 4096],
-    "layer_types": [["full_attention"], ["sliding_attention"], list(LAYER_KINDS), ["chunked_attention"]],
-    "sliding_window": [None, 3, 0, 4096], "use_sliding_window": [True, False], "max_window_layers": [0, 1, 9],
-    "sliding_window_pattern": [2, 3], "no_rope_layers": [[0], [1], [1, 0], []], "no_rope_layer_interval": [1, 2, 3],
+    "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
+    "activation_function": ACTIVATIONS,
+    "pooler_act": ACTIVATIONS,
+    "rope_parameters": ROPES,
+    "rope_scaling": ROPES,
+    "pad_token_id": IDS,
+    "bos_token_id": IDS,
+    "eos_token_id": IDS,
+    "decoder_start_token_id": IDS,
+    "forced_eos_token_id": IDS,
+    "rope_theta": [300.0],
+    "partial_rotary_factor": [0.5, 1.0],
+    "rotary_pct": [0.25, 1.0],
+    "rotary_emb_base": [300.0],
+    "rope_local_base_freq": [50.0],
+    "rotary_dim": [None, 2, 8, 16],
+    "original_max_position_embeddings": [16, 4096],
+    "layer_types": [
+        ["full_attention"],
+        ["sliding_attention"],
+        list(LAYER_KINDS),
+        ["chunked_attention"],
+    ],
+    "sliding_window": [None, 3, 0, 4096],
+    "use_sliding_window": [True, False],
+    "max_window_layers": [0, 1, 9],
+    "sliding_window_pattern": [2, 3],
+    "no_rope_layers": [[0], [1], [1, 0], []],
+    "no_rope_layer_interval": [1, 2, 3],
     "feed_forward_proj": ["relu", "gated-gelu", "gated-silu", "gelu", "gated-relu", "silu"],
-    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc", None], "scoring_func": ["softmax", "sigmoid"],
-    "n_group": [None, 1, 2, 3, 4, 8], "topk_group": [None, 1, 2, 3], "num_experts_per_tok": [1, 3, 4, 99],
-    "norm_topk_prob": [True, False, None], "mlp_only_layers": [[], [0], [0, 1]], "decoder_sparse_step": [1, 2, 3],
-    "moe_layer_freq": [2], "first_k_dense_replace": [0, 2], "n_shared_experts": [0, 1, 2, None],
-    "q_lora_rank": [None, 8], "position_embedding_type": ["absolute", "relative_key", "relative_key_query"],
-    "head_dim": [None, 16, 4], "num_key_value_heads": [None, 1, 2, 3, HEADS], "num_attention_heads": [2, 3, 8],
-    "attention_window": [4], "image_size": [24, [16, 24]], "patch_size": [8, [4, 8]], "num_channels": [1],
-    "tie_word_embeddings": [True, False], "per_layer_config": [{"0": {"intermediate_size": 24}}],
-    "pruned_heads": [{"0": [1]}], "id2label": [{"0": "a", "1": "b", "2": "c"}], "num_labels": [1, 5],
-    "label2id": [{"a": 0}], "problem_type": ["regression"], "dtype": ["float32"], "summary_activation": ["tanh"],
-    "summary_type": ["last"], "chunk_size_feed_forward": [1, 4], "is_encoder_decoder": [True, False],
-    "vocab_size": [80], "clip_qkv": [0.1, None], "logit_scale": [0.5, None, 1.0], "attention_multiplier": [0.3],
-    "attn_logit_softcapping": [None, 2.0], "final_logit_softcapping": [None, 2.0], "router_jitter_noise": [0.3],
-    "hidden_size": [64, 24], "n_embd": [64, 24], "d_model": [64, 24], "max_position_embeddings": [32, 8],
-    "type_vocab_size": [1, 3], "relative_attention_num_buckets": [4, 32], "relative_attention_max_distance": [5, 200],
-    "word_embed_proj_dim": [None, WIDE, 16], "embedding_size": [None, WIDE, 16], "rope_interleave": [True, False, None],
-    "use_bidirectional_attention": [True, False, None], "num_hidden_layers": [1, 3], "output_hidden_states": [True],
-    "decoder_vocab_size": [None, 40], "num_mtp_layers": [0, 2], "num_nextn_predict_layers": [1],
-    "pooler_output_size": [None, 7], "v_head_dim": [4, 16], "query_pre_attn_scalar": [3, 64, 2.5],
-    "num_experts": [2, 8], "num_local_experts": [2, 8], "n_embed": [64], "scale_decoder_outputs": [True, False],
-    "swiglu_limit": [0.5, 7.0], "swiglu_alpha": [0.5], "n_inner": [None, 24], "pretraining_tp": [2],
-}  # fmt: skip
-# Keys that some family of headwise or an older version of transformers reads, tried in every family.
+    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc", None],
+    "scoring_func": ["softmax", "sigmoid"],
+    "n_group": [None, 1, 2, 3, 4, 8],
+    "topk_group": [None, 1, 2, 3],
+    "num_experts_per_tok": [1, 3, 4, 99],
+    "norm_topk_prob": [True, False, None],
+    "mlp_only_layers": [[], [0], [0, 1]],
+    "decoder_sparse_step": [1, 2, 3],
+    "moe_layer_freq": [2],
+    "first_k_dense_replace": [0, 2],
+    "n_shared_experts": [0, 1, 2, None],
+    "q_lora_rank": [None, 8],
+    "position_embedding_type": ["absolute", "relative_key", "relative_key_query"],
+    "head_dim": [None, 16, 4],
+    "num_key_value_heads": [None, 1, 2, 3, HEADS],
+    "num_attention_heads": [2, 3, 8],
+    "attention_window": [4],
+    "image_size": [24, [16, 24]],
+    "patch_size": [8, [4, 8]],
+    "num_channels": [1],
+    "tie_word_embeddings": [True, False],
+    "per_layer_config": [{"0": {"intermediate_size": 24}}],
+    "pruned_heads": [{"0": [1]}],
+    "id2label": [{"0": "a", "1": "b", "2": "c"}],
+    "num_labels": [1, 5],
+    "label2id": [{"a": 0}],
+    "problem_type": ["regression"],
+    "dtype": ["float32"],
+    "summary_activation": ["tanh"],
+    "summary_type": ["last"],
+    "chunk_size_feed_forward": [1, 4],
+    "is_encoder_decoder": [True, False],
+    "vocab_size": [80],
+    "clip_qkv": [0.1, None],
+    "logit_scale": [0.5, None, 1.0],
+    "attention_multiplier": [0.3],
+    "attn_logit_softcapping": [None, 2.0],
+    "final_logit_softcapping": [None, 2.0],
+    "router_jitter_noise": [0.3],
+    "hidden_size": [64, 24],
+    "n_embd": [64, 24],
+    "d_model": [64, 24],
+    "max_position_embeddings": [32, 8],
+    "type_vocab_size": [1, 3],
+    "relative_attention_num_buckets": [4, 32],
+    "relative_attention_max_distance": [5, 200],
+    "word_embed_proj_dim": [None, WIDE, 16],
+    "embedding_size": [None, WIDE, 16],
+    "rope_interleave": [True, False, None],
+    "use_bidirectional_attention": [True, False, None],
+    "num_hidden_layers": [1, 3],
+    "output_hidden_states": [True],
+    "decoder_vocab_size": [None, 40],
+    "num_mtp_layers": [0, 2],
+    "num_nextn_predict_layers": [1],
+    "pooler_output_size": [None, 7],
+    "v_head_dim": [4, 16],
+    "query_pre_attn_scalar": [3, 64, 2.5],
+    "num_experts": [2, 8],
+    "num_local_experts": [2, 8],
+    "n_embed": [64],
+    "scale_decoder_outputs": [True, False],
+    "swiglu_limit": [0.5, 7.0],
+    "swiglu_alpha": [0.5],
+    "n_inner": [None, 24],
+    "pretraining_tp": [2],
+}
+# Keys that some family of headwise or an older version of transformers reads, tried in every
+# family.
 FOREIGN_FIELDS = (
-    "rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "sliding_window", "use_sliding_window",
-    "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "num_key_value_heads", "clip_qkv",
-    "logit_scale", "hidden_act", "hidden_activation", "position_embedding_type", "embedding_size", "per_layer_config",
-    "scoring_func", "moe_layer_freq", "num_labels", "tie_word_embeddings", "is_decoder", "add_cross_attention",
-    "attention_bias", "mlp_bias", "qk_layernorm", "use_qk_norm", "norm_topk_prob", "n_group", "pruned_heads",
-    "original_max_position_embeddings", "use_bidirectional_attention", "qkv_bias", "scale_embedding", "torch_dtype",
-)  # fmt: skip
-NOT_FIELDS = ("transformers_version", "architectures", "return_dict", "model_type", "quantization_config")
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "partial_rotary_factor",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "head_dim",
+    "num_key_value_heads",
+    "clip_qkv",
+    "logit_scale",
+    "hidden_act",
+    "hidden_activation",
+    "position_embedding_type",
+    "embedding_size",
+    "per_layer_config",
+    "scoring_func",
+    "moe_layer_freq",
+    "num_labels",
+    "tie_word_embeddings",
+    "is_decoder",
+    "add_cross_attention",
+    "attention_bias",
+    "mlp_bias",
+    "qk_layernorm",
+    "use_qk_norm",
+    "norm_topk_prob",
+    "n_group",
+    "pruned_heads",
+    "original_max_position_embeddings",
+    "use_bidirectional_attention",
+    "qkv_bias",
+    "scale_embedding",
+    "torch_dtype",
+)
+NOT_FIELDS = (
+    "transformers_version",
+    "architectures",
+    "return_dict",
+    "model_type",
+    "quantization_config",
+)
 NOT_FIELDS += ("auto_map", "trust_remote_code", "custom_pipelines")
 
 
 def list_fields(model_type: str) -> dict[str, str]:
-    """Return the type of each field of the config class, of its aliases, and of further keys that headwise reads."""
+    """Return the type of each field of the config class, of its aliases, and of further keys that
+    headwise reads.
+    """
     config_class = transformers.CONFIG_MAPPING[model_type]
     keys = RecordedKeys(BASES[model_type].config_json)
     hw.families.read_model_spec(keys)
@@ -183,7 +364,9 @@ def list_fields(model_type: str) -> dict[str, str]:
 def list_values(base: ConfigBase, name: str, kind: str) -> list[Any]:
     """Return values that are plausible for a field."""
     layers = base.keys.get("num_hidden_layers", LAYERS)
-    if name == "rope_scaling" or (name == "rope_parameters" and "Rope" not in kind and "dict" not in kind):
+    if name == "rope_scaling" or (
+        name == "rope_parameters" and "Rope" not in kind and "dict" not in kind
+    ):
         return ROPES[2:12:3]  # an older name of rope_parameters, or a family without RoPE
     if name in ("layer_types", "no_rope_layers"):
         return [(value * layers)[:layers] for value in FIELD_VALUES[name]]
@@ -208,7 +391,9 @@ def list_cases(model_type: str, num_pairs: int = 0, seed: int = 0) -> Iterator[d
     """Yield every value of every field alone, then random pairs of them."""
     base = BASES[model_type]
     fields = list_fields(model_type)
-    singles = [{name: value} for name, kind in fields.items() for value in list_values(base, name, kind)]
+    singles = [
+        {name: value} for name, kind in fields.items() for value in list_values(base, name, kind)
+    ]
     yield from singles
     draw = random.Random(f"{model_type} {seed}")
     for _ in range(num_pairs):
@@ -216,7 +401,7 @@ def list_cases(model_type: str, num_pairs: int = 0, seed: int = 0) -> Iterator[d
         yield first | second
 
 
-# --- Comparison ----------------------------------------------------------------------------------------
+# --- Comparison -----------------------------------------------------------------------------------
 
 
 class RecordedKeys(dict[str, Any]):
@@ -241,7 +426,9 @@ class RecordedKeys(dict[str, Any]):
 
 
 class Outcome(NamedTuple):
-    """Result of one case: "equal", "refused" by headwise, "invalid" for transformers, or "different"."""
+    """Result of one case: "equal", "refused" by headwise, "invalid" for transformers, or
+    "different".
+    """
 
     kind: str
     detail: str = ""
@@ -259,7 +446,9 @@ class FamilyComparison:
         self.usual = self.run_theirs({})[1]
 
     def compare(self, case: Mapping[str, Any]) -> Outcome:
-        """Compare the logits of transformers and headwise for the base config with the keys of a case."""
+        """Compare the logits of transformers and headwise for the base config with the keys of a
+        case.
+        """
         keys = RecordedKeys(self.base.config_json | dict(case))
         try:
             model, theirs = self.run_theirs(case)
@@ -277,28 +466,41 @@ class FamilyComparison:
         if difference:
             return Outcome("different", f"config.json as saved: {difference}", has_effect, is_read)
         if ours.shape != theirs.shape:
-            return Outcome("different", f"shape {tuple(ours.shape)}, not {tuple(theirs.shape)}", has_effect, is_read)
+            return Outcome(
+                "different",
+                f"shape {tuple(ours.shape)}, not {tuple(theirs.shape)}",
+                has_effect,
+                is_read,
+            )
         error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
         kind = "equal" if error < MAX_RELATIVE_ERROR else "different"
         return Outcome(kind, f"relative error {error:.2g}", has_effect, is_read, error)
 
     def run_theirs(self, case: Mapping[str, Any]) -> tuple[nn.Module, Tensor]:
         """Return the model of transformers and its logits."""
-        options = {"experts_implementation": "eager"} if self.base.model_type in EXPERT_FAMILIES else {}
+        options = (
+            {"experts_implementation": "eager"} if self.base.model_type in EXPERT_FAMILIES else {}
+        )
         keys = json.loads(json.dumps(self.base.keys | dict(case)))
         config = transformers.CONFIG_MAPPING[self.base.model_type].from_dict(keys)
         model_class = getattr(transformers, self.base.model_class)
-        model = model_class._from_config(config, attn_implementation="eager", **options).float().eval()
+        model = (
+            model_class._from_config(config, attn_implementation="eager", **options).float().eval()
+        )
         randomise_weights(model)
         with torch.no_grad():
             outputs = model(**make_inputs(self.base, config), return_dict=True)
         return model, outputs.logits
 
     def _find_saved_difference(self, keys: RecordedKeys, config: Any) -> str:
-        """Return a difference between a config.json and the one that transformers saves of it, or ""."""
+        """Return a difference between a config.json and the one that transformers saves of it, or
+        "".
+        """
         saved = json.loads(config.to_json_string()) | {"architectures": [self.base.model_class]}
         try:
-            one, other = (replace(hw.families.read_model_spec(values), notes=()) for values in (keys, saved))
+            one, other = (
+                replace(hw.families.read_model_spec(values), notes=()) for values in (keys, saved)
+            )
         except hw.SpecError:
             return ""
         return "" if one == other else str(next(find_differences(one, other)))
@@ -325,7 +527,11 @@ def make_inputs(base: ConfigBase, config: Any) -> dict[str, Tensor]:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         return {"pixel_values": torch.randn(2, channels, height, width, generator=draw)}
     ids = torch.randint(8, 40, (2, 11), generator=draw)
-    return {"input_ids": ids, "decoder_input_ids": ids[:, :7]} if base.inputs == "both" else {"input_ids": ids}
+    return (
+        {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+        if base.inputs == "both"
+        else {"input_ids": ids}
+    )
 
 
 RANDOM_BUFFERS = ("final_logits_bias", "e_score_correction_bias")
@@ -337,24 +543,30 @@ def randomise_weights(model: nn.Module) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.requires_grad and not name.endswith(RANDOM_BUFFERS):
                 continue
-            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
+            noise = torch.randn(
+                tensor.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))
+            )
             if tensor.ndim < 2:
                 tensor.copy_(float(name.endswith("weight")) + 0.3 * noise)
             else:
                 tensor.copy_(1.5 * noise / tensor.shape[-1] ** 0.5)
 
 
-# --- Table of fields -----------------------------------------------------------------------------------
+# --- Table of fields ------------------------------------------------------------------------------
 
 
-def list_outcomes(model_type: str, num_pairs: int, seed: int = 0) -> list[tuple[dict[str, Any], Outcome]]:
+def list_outcomes(
+    model_type: str, num_pairs: int, seed: int = 0
+) -> list[tuple[dict[str, Any], Outcome]]:
     """Compare all cases of a family."""
     comparison = FamilyComparison(model_type)
     return [(case, comparison.compare(case)) for case in list_cases(model_type, num_pairs, seed)]
 
 
 def classify_fields(outcomes: Sequence[tuple[dict[str, Any], Outcome]]) -> dict[str, list[str]]:
-    """Return the fields by their effect on a loaded model: read, refused, partly refused, none, or never valid."""
+    """Return the fields by their effect on a loaded model: read, refused, partly refused, none, or
+    never valid.
+    """
     by_field = dict[str, list[Outcome]]()
     for case, outcome in outcomes:
         if len(case) == 1:
@@ -372,4 +584,6 @@ def _classify_field(outcomes: Sequence[Outcome]) -> str:
     refused = [outcome for outcome in valid if outcome.kind == "refused"]
     if refused:
         return "refused" if len(refused) == len(valid) else "partly refused"
-    return "read" if any(outcome.is_read or outcome.has_effect for outcome in valid) else "no effect"
+    return (
+        "read" if any(outcome.is_read or outcome.has_effect for outcome in valid) else "no effect"
+    )

@@ -1,4 +1,6 @@
-"""Checks of context parallelism (tokens of each row divided over two ranks), by name; each runs on both ranks."""
+"""Checks of context parallelism (tokens of each row divided over two ranks), by name; each runs on
+both ranks.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,14 @@ def check(name: str) -> None:
         CASES[name]()
     else:
         preset, kind = name.split()
-        check_model(make_model_spec(preset, kind), ORDER[kind], steps=STEPS if kind == "decoder" else 1)
+        check_model(
+            make_model_spec(preset, kind), ORDER[kind], steps=STEPS if kind == "decoder" else 1
+        )
 
 
-def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, steps: int = 1) -> None:
+def check_model(
+    model: bp.ModelSpec, order: str, tokens=None, count: int = 7, steps: int = 1
+) -> None:
     """Check a model whose padding has no labels."""
     batch = make_batch(model, tokens or {}, count)
     if batch.labels.dim() == 2:
@@ -73,7 +79,10 @@ def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, st
 def decoder(*blocks: bp.BlockSpec, heads=None, **options) -> bp.ModelSpec:
     """A decoder of these blocks."""
     return bp.ModelSpec(
-        "one", "decoder", (make_stack("decoder", blocks, **options),), heads or (bp.OutputHeadSpec("tokens", 11),)
+        "one",
+        "decoder",
+        (make_stack("decoder", blocks, **options),),
+        heads or (bp.OutputHeadSpec("tokens", 11),),
     )
 
 
@@ -86,17 +95,29 @@ def with_context_parallel(layer, order: str):
 
 def shard_of(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
     """This rank's shard of x and of its sequence."""
-    own = shard_tokens(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), all_ranks(), order)
+    own = shard_tokens(
+        Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), all_ranks(), order
+    )
     assert own.tokens is not None
     return own.x, own.tokens
 
 
 def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, source=None) -> None:
     """Outputs and gradients of one layer equal those of the undivided layer."""
-    group, part, leaves = all_ranks(), with_context_parallel(layer, order), [x.detach().requires_grad_()]
+    group, part, leaves = (
+        all_ranks(),
+        with_context_parallel(layer, order),
+        [x.detach().requires_grad_()],
+    )
     is_real = tokens.is_real.expand(x.shape[:2])
-    grad_weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype) * is_real[..., None]
-    (own, at), (shard_grad_weights, _) = shard_of(leaves[0], tokens, order), shard_of(grad_weights, tokens, order)
+    grad_weights = (
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype)
+        * is_real[..., None]
+    )
+    (own, at), (shard_grad_weights, _) = (
+        shard_of(leaves[0], tokens, order),
+        shard_of(grad_weights, tokens, order),
+    )
     recorded, theirs = {}, {}
     if source is not None:
         z, entry = source[0].detach().requires_grad_(), source[1]
@@ -108,7 +129,9 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
         leaves.append(z)
     ours, whole = part(own, sequence=at, **recorded), layer(leaves[0], sequence=tokens, **theirs)
     named = {"msg": lambda message: f"{name} {order}: {message}"}
-    check_close(gather_token_outputs(ours, x.shape[1], group, order)[is_real], whole[is_real], **named)
+    check_close(
+        gather_token_outputs(ours, x.shape[1], group, order)[is_real], whole[is_real], **named
+    )
     first = torch.autograd.grad((whole * grad_weights).sum(), leaves, materialize_grads=True)
     second = torch.autograd.grad((ours * shard_grad_weights).sum(), leaves, materialize_grads=True)
     for grad, other in zip(first, second, strict=True):
@@ -117,7 +140,9 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
 
 @case
 def every_part() -> None:
-    """Every example of every part as one layer, with full, padded or packed rows, in both token orders."""
+    """Every example of every part as one layer, with full, padded or packed rows, in both token
+    orders.
+    """
     for n, (name, spec) in enumerate(cases.EVERY.items()):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
@@ -137,14 +162,19 @@ def every_part() -> None:
 
 @case
 def lengths() -> None:
-    """Rows of any length: fewer tokens than ranks, one more than a multiple, no label on one rank."""
+    """Rows of any length: fewer tokens than ranks, one more than a multiple, no
+    label on one rank.
+    """
     model = make_model_spec("gqa", "decoder")
     for n, count in enumerate((1, 1, 2, 2, 3, 8)):
         check_model(model, TOKEN_ORDERS[n % 2], count=count)
     net, wire = build_model(model), all_ranks()
     batch = make_batch(model)
     check_context_parallel(
-        net, wire, "runs", replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORE_INDEX))
+        net,
+        wire,
+        "runs",
+        replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORE_INDEX)),
     )
 
 
@@ -165,21 +195,32 @@ def filled() -> None:
 
 @case
 def rows_as_a_whole() -> None:
-    """Output heads that read the first token, the last token or the mean of a row that is divided."""
+    """Output heads that read the first token, the last token or the mean of a
+    row that is divided.
+    """
     for at in ("first", "last", "mean"):
         model = decoder(
-            bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),)
+            bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8)),
+            heads=(bp.OutputHeadSpec("class", 5, at=at),),
         )
         for order in TOKEN_ORDERS:
             check_model(model, order)
-            check_model(model, order, {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")})
+            check_model(
+                model,
+                order,
+                {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")},
+            )
 
 
 @case
 def pieces() -> None:
-    """Experts, merged cross-attention, a relative-position table shared by layers, all norm placements."""
+    """Experts, merged cross-attention, a relative-position table shared by layers, all norm
+    placements.
+    """
     feed = bp.ExpertsSpec(bp.FeedForwardSpec(6), count=3, active=2, shared=bp.FeedForwardSpec(8))
-    bias = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0)))
+    bias = hw.design(
+        model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0))
+    )
     check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2), "zigzag")
     one = make_model_spec("mha", "encoder-decoder")
     block = bp.BlockSpec(cross=small_spec("mha", bias="o"), form="merged")
@@ -192,7 +233,9 @@ def a_block_of_several_layers() -> None:
     x = torch.randn(3, 7, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     for positions in ((0,), (0, 5)):
         pattern = hw.Window(3, after=1) | hw.Global(positions)
-        block = hw.LongformerAttention(hw.design(model=MODEL, heads=HEADS, pattern=pattern)).double()
+        block = hw.LongformerAttention(
+            hw.design(model=MODEL, heads=HEADS, pattern=pattern)
+        ).double()
         for tensor in block.state_dict().values():
             dist.broadcast(tensor, 0)
         for order in TOKEN_ORDERS:
@@ -204,13 +247,16 @@ def a_block_of_several_layers() -> None:
 def terms() -> None:
     """Auxiliary losses over the tokens of all ranks: load balance and expected number of heads."""
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
-    model = decoder(*[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2)
+    model = decoder(
+        *[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2
+    )
     net, aux_losses = build_model(model).eval(), []
 
     def loss(one, batch) -> Tensor:
         losses = hw.AuxLosses()
         one.probes = {
-            name: hw.Probe(aux_losses=hw.AuxLosses(losses.terms, name)) for name, _ in model.attention_specs()
+            name: hw.Probe(aux_losses=hw.AuxLosses(losses.terms, name))
+            for name, _ in model.attention_specs()
         }
         out = summed_loss(one, batch) + 3 * losses.total("balance") + 5 * losses.total("l0")
         aux_losses.append(losses)
@@ -234,7 +280,9 @@ def a_mask_over_all_keys() -> None:
     part, wire = with_context_parallel(layer, "runs"), all_ranks()
     own, at = shard_of(x, None, "runs")
     mine = mask[:, :, at.start : at.start + 3]
-    check_close(gather_token_outputs(part(own, sequence=at, mask=mine), 6, wire), layer(x, mask=mask))
+    check_close(
+        gather_token_outputs(part(own, sequence=at, mask=mine), 6, wire), layer(x, mask=mask)
+    )
 
 
 @case
@@ -258,7 +306,9 @@ def without_given_positions() -> None:
     """Tokens without positions start at 0 on every rank and are refused."""
     part = with_context_parallel(build_model(decoder(bp.BlockSpec(small_spec("gqa")))), "runs")
     if all_ranks().rank:
-        with pytest.raises(ValueError, match="rank 1 of 2 got 3 tokens from position 0, not its shard; pass"):
+        with pytest.raises(
+            ValueError, match="rank 1 of 2 got 3 tokens from position 0, not its shard; pass"
+        ):
             part(torch.zeros(1, 3, dtype=torch.int64))
     x = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="two tokens of one segment have the same position"):

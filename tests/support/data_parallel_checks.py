@@ -1,4 +1,6 @@
-"""Training on several ranks by data parallelism and sharding; the tests compare it with one rank."""
+"""Training on several ranks by data parallelism and sharding; the tests compare
+it with one rank.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ def rank() -> int:
 
 @dataclass(frozen=True)
 class Irregular(Echo):
-    """A task with hard cases for ranks: a position table shared by layers, experts, two stacks with one embedding,
-    merged cross-attention, sources and targets of different lengths, most labels on the second rank.
+    """A task with hard cases for ranks: a position table shared by layers, experts, two stacks with
+    one embedding, merged cross-attention, sources and targets of different lengths, most labels on
+    the second rank.
     """
 
     name: ClassVar[str] = "odd"
@@ -53,41 +56,62 @@ class Irregular(Echo):
 
     def model(self) -> bp.ModelSpec:
         relative = (hw.T5Bias(buckets=4, reach=6),)
-        full, causal = (hw.design(model=8, heads=2, pattern=p, modifiers=relative) for p in ("full", "causal"))
+        full, causal = (
+            hw.design(model=8, heads=2, pattern=p, modifiers=relative) for p in ("full", "causal")
+        )
         cross = hw.design(model=8, heads=2)
         encoder = [bp.BlockSpec(full, feed=bp.FeedForwardSpec(13))] * 2
         feed = bp.ExpertsSpec(bp.FeedForwardSpec(5, bias="ud"), 3, 2)
-        decoder = [bp.BlockSpec(causal, cross=cross, feed=feed), bp.BlockSpec(cross=cross, feed=feed, form="merged")]
+        decoder = [
+            bp.BlockSpec(causal, cross=cross, feed=feed),
+            bp.BlockSpec(cross=cross, feed=feed, form="merged"),
+        ]
         stacks = (
-            bp.StackSpec.from_blocks("encoder", 8, encoder, embedding=bp.EmbeddingSpec(tokens=IDS), norm=bp.NormSpec()),
-            bp.StackSpec.from_blocks("decoder", 8, decoder, embedding=bp.EmbeddingSpec(tokens=IDS, table="encoder")),
+            bp.StackSpec.from_blocks(
+                "encoder", 8, encoder, embedding=bp.EmbeddingSpec(tokens=IDS), norm=bp.NormSpec()
+            ),
+            bp.StackSpec.from_blocks(
+                "decoder", 8, decoder, embedding=bp.EmbeddingSpec(tokens=IDS, table="encoder")
+            ),
         )
-        heads = (bp.OutputHeadSpec("tokens", IDS, table="encoder", bias="learned"), bp.OutputHeadSpec("unread", 3))
+        heads = (
+            bp.OutputHeadSpec("tokens", IDS, table="encoder", bias="learned"),
+            bp.OutputHeadSpec("unread", 3),
+        )
         return bp.ModelSpec("odd", "encoder-decoder", stacks, heads)
 
 
-def take_steps(task: Task, net: Transformer, recipe: Recipe, launch: ProcessInfo, parallelism: str) -> dict[str, Any]:
+def take_steps(
+    task: Task, net: Transformer, recipe: Recipe, launch: ProcessInfo, parallelism: str
+) -> dict[str, Any]:
     """Losses, norms and gathered gradients of a few steps, and the weights after them."""
     world = ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
     sharded = shard_model(net, world)
     stepper = TrainStep(sharded, recipe, StepOptions("fp32", "off"))
-    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decayed_parameters), recipe)
+    optimiser = AdamWOptimiser(
+        group_parameters(sharded.own, net.spec, recipe.decayed_parameters), recipe
+    )
     results: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for step in range(STEPS):
         net.train()
         results["losses"].append(stepper.compute_gradients(task.batch(step, recipe.batch)).item())
         results["norms"].append(sharded.norm().item())
         sharded.clip(recipe.clip, sharded.norm())
-        results["gradients"].append({name: gradient(sharded, name, p) for name, p in sharded.own.items()})
+        results["gradients"].append(
+            {name: gradient(sharded, name, p) for name, p in sharded.own.items()}
+        )
         optimiser.step(0.01)
-    return results | {"weights": {name: tensor.detach().clone() for name, tensor in sharded.tensors()}}
+    return results | {
+        "weights": {name: tensor.detach().clone() for name, tensor in sharded.tensors()}
+    }
 
 
 def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
     return None if own.grad is None else holding.whole(name, own.grad).clone()
 
 
-# Steps that every layout of ranks takes: a task, what its recipe says, and by how many parts each batch is taken.
+# Steps that every layout of ranks takes: a task, what its recipe says, and by how many parts each
+# batch is taken.
 STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
     "echo": (Echo(), {"batch": 5}),
     "odd": (Irregular(), {"batch": 6, "clip": 0.1}),
@@ -109,26 +133,40 @@ def steps_of_case(case: str, launch: ProcessInfo, parallelism: str, **also: Any)
 def steps(folder: Path) -> dict[str, Any]:
     """Steps of every case under every parallelism of this group."""
     with join_process_group() as launch:
-        return {way: {case: steps_of_case(case, launch, way) for case in STEPPED} for way in parallelisms_of(launch)}
+        return {
+            way: {case: steps_of_case(case, launch, way) for case in STEPPED}
+            for way in parallelisms_of(launch)
+        }
 
 
 def parallelisms_of(launch: ProcessInfo) -> list[str]:
-    return [f"data={launch.size}", f"shards={launch.size}", *(["data=2,shards=2"] if launch.size == 4 else [])]
+    return [
+        f"data={launch.size}",
+        f"shards={launch.size}",
+        *(["data=2,shards=2"] if launch.size == 4 else []),
+    ]
 
 
 def sent_messages(folder: Path) -> dict[str, Any]:
-    """Collectives that the gradients of one step call, under every parallelism; one model fills several messages."""
+    """Collectives that the gradients of one step call, under every parallelism; one model fills
+    several messages.
+    """
     wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
     messages: dict[str, Any] = {}
     with join_process_group() as launch:
         for parallelism in parallelisms_of(launch):
             for name, model, parts in (("wide", wide, 1), ("odd", Irregular().model(), 3)):
                 sharded = shard_model(
-                    hw.build(model, seed=3), ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
+                    hw.build(model, seed=3),
+                    ProcessMesh(launch, Parallelism.over(parallelism, launch.size)),
                 )
-                stepper = TrainStep(sharded, short_recipe(batch=6, accumulate=parts), StepOptions("fp32", "off"))
+                stepper = TrainStep(
+                    sharded, short_recipe(batch=6, accumulate=parts), StepOptions("fp32", "off")
+                )
                 with CommunicationMeter() as meter:
-                    stepper.compute_gradients((Irregular() if name == "odd" else Echo()).batch(0, 6))
+                    stepper.compute_gradients(
+                        (Irregular() if name == "odd" else Echo()).batch(0, 6)
+                    )
                 messages[parallelism, name] = [tuple(message) for message in meter.messages]
                 messages[parallelism, name, "counted"] = [
                     tuple(m) for m in count_communication(model, sharded.world.parallelism, parts)
@@ -150,7 +188,7 @@ def wait_for_silent_rank(folder: Path) -> str:
     return "nothing"
 
 
-# --- runs ----------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -178,7 +216,9 @@ def run_until(step: int, recipe: Recipe, folder: Path) -> str:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """The error message on each rank of runs that cannot work; the second rank differs in one thing each time."""
+    """The error message on each rank of runs that cannot work; the second rank differs in one thing
+    each time.
+    """
 
     def message_of(work: Callable[[], object]) -> str:
         try:
@@ -215,8 +255,12 @@ def refusals(folder: Path) -> dict[str, str]:
         "compile": run(parallelism="shards=2", compile="on"),
         "one rank": run(Missing() if second else Echo()),
         "diverged": run(described=diverging_model(), out="diverged"),
-        "diverged slices": run(described=diverging_model(), out="diverged-slices", parallelism="shards=2"),
-        "bad weight": run(described=model_with_nan_weight(), out="bad-weight", parallelism="shards=2"),
+        "diverged slices": run(
+            described=diverging_model(), out="diverged-slices", parallelism="shards=2"
+        ),
+        "bad weight": run(
+            described=model_with_nan_weight(), out="bad-weight", parallelism="shards=2"
+        ),
     }
 
 
@@ -248,7 +292,9 @@ def diverging_model() -> Transformer:
     """A model whose feed-forward returns NaN on the second rank only."""
     net = hw.build(Echo().model(), seed=0)
     if rank() == 1:
-        net.get_submodule("decoder.0.feed").register_forward_hook(lambda module, inputs, out: out * float("nan"))
+        net.get_submodule("decoder.0.feed").register_forward_hook(
+            lambda module, inputs, out: out * float("nan")
+        )
     return net
 
 
@@ -265,13 +311,17 @@ PLAIN = {"batch": 7, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
 
 
 def run_two_ranks(folder: Path) -> dict[str, Any]:
-    """Everything that needs two ranks, in one group, because starting a group takes longer than most checks."""
+    """Everything that needs two ranks, in one group, because starting a group takes longer than
+    most checks.
+    """
     with join_process_group():
         return {"steps": steps(folder), "sent": sent_messages(folder), "runs": runs(folder)}
 
 
 def runs(folder: Path) -> dict[str, Any]:
-    """Runs that complete, and runs that are interrupted and resumed, under one parallelism and under others."""
+    """Runs that complete, and runs that are interrupted and resumed, under one parallelism and
+    under others.
+    """
     random = short_recipe(**DROPPED)
     messages = {
         "whole": run_until(-1, random, folder / "whole"),
@@ -298,6 +348,8 @@ def run_compiled_then_sharded(folder: Path) -> None:
         torch.compile = lambda hidden: hidden
         run_until(1, short_recipe(**{**PLAIN, "compile": "auto"}), folder)
         torch.compile = None
-        run_until(-1, short_recipe(**{**PLAIN, "compile": "auto", "parallelism": "shards=2"}), folder)
+        run_until(
+            -1, short_recipe(**{**PLAIN, "compile": "auto", "parallelism": "shards=2"}), folder
+        )
     finally:
         torch.compile, Autotuner.choose_options = compiling, choosing

@@ -22,11 +22,17 @@ def make_stack(name: str, tokens: int, *blocks: bp.BlockSpec, positions: int = 0
     """A stack of these blocks with token embedding and positions."""
     places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
     return bp.StackSpec.from_blocks(
-        name, MODEL, blocks, embedding=bp.EmbeddingSpec(tokens, positions=places), norm=bp.NormSpec()
+        name,
+        MODEL,
+        blocks,
+        embedding=bp.EmbeddingSpec(tokens, positions=places),
+        norm=bp.NormSpec(),
     )
 
 
-def decoder_spec(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.ModelSpec:
+def decoder_spec(
+    spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0
+) -> bp.ModelSpec:
     """A decoder of two blocks."""
     block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(17))
     return bp.ModelSpec(
@@ -41,7 +47,9 @@ def encoder_decoder_spec(words: int = WORDS) -> bp.ModelSpec:
     """An encoder-decoder of one block each."""
     first = make_stack("encoder", SOURCES, bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)))
     second = make_stack("decoder", words, bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17)))
-    return bp.ModelSpec("pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", words),))
+    return bp.ModelSpec(
+        "pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", words),)
+    )
 
 
 def build_random(described: bp.ModelSpec, **usage: Any) -> hw.Transformer:

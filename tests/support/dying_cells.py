@@ -1,4 +1,6 @@
-"""Replacements of functions of the engines of studies for worker processes, which import them by name."""
+"""Replacements of functions of the engines of studies for worker processes, which import them by
+name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def run_or_die(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def run_or_die_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> dict[str, Any]:
-    """Run a cell in a worker of Ray, but end the process the first time; the folder in `MARKERS` counts them."""
+    """Run a cell in a worker of Ray, but end the process the first time; the folder in `MARKERS`
+    counts them.
+    """
     marker = Path(os.environ[MARKERS]) / f"died-{config['recipe']['seed']}"
     if not marker.exists():
         marker.touch()
@@ -40,10 +44,18 @@ def run_or_die_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -
 
 
 def sum_or_die_elsewhere(
-    model: nn.Module, examples: Sequence[Example], options: MeasureOptions, part_files: Sequence[str]
+    model: nn.Module,
+    examples: Sequence[Example],
+    options: MeasureOptions,
+    part_files: Sequence[str],
 ) -> SumsByExample:
-    """Measure a shard of texts in a worker of Ray, but end the process the first time; `MARKERS` counts them."""
-    marker = Path(os.environ[MARKERS]) / f"died-{'-'.join(map(str, examples[0].inputs['x'][0].tolist()))}"
+    """Measure a shard of texts in a worker of Ray, but end the process the first time; `MARKERS`
+    counts them.
+    """
+    marker = (
+        Path(os.environ[MARKERS])
+        / f"died-{'-'.join(map(str, examples[0].inputs['x'][0].tolist()))}"
+    )
     if not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -51,5 +63,7 @@ def sum_or_die_elsewhere(
 
 
 def die_before_the_cell(*_: object) -> Never:
-    """End the process before it marks the cell as started, as a worker that cannot import its modules does."""
+    """End the process before it marks the cell as started, as a worker that cannot import its
+    modules does.
+    """
     os._exit(1)

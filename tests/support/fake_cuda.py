@@ -1,8 +1,10 @@
-"""Calls as on a GPU, on machines without one: tensors without values, and dispatch that takes them to be on CUDA.
+"""Calls as on a GPU, on machines without one: tensors without values, and dispatch that takes them
+to be on CUDA.
 
-Tensors on torch's "meta" device have shapes and dtypes only. Reading a value, which would wait for a GPU (`.item()`,
-`bool()`, `nonzero`), raises an error, and so does every kernel of the CPU. Fake tensors on the device "cuda" would do
-the same, but builds of torch without CUDA refuse to index them or to give them gradients.
+Tensors on torch's "meta" device have shapes and dtypes only. Reading a value, which would wait for
+a GPU (`.item()`, `bool()`, `nonzero`), raises an error, and so does every kernel of the CPU. Fake
+tensors on the device "cuda" would do the same, but builds of torch without CUDA refuse to index
+them or to give them gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from headwise.backends.dispatch import CoreDispatch
 
 @dataclass
 class CudaCalls:
-    """What ran inside `calls_on_cuda`: backends in order, and the arguments of FlexAttention's kernel."""
+    """What ran inside `calls_on_cuda`: backends in order, and the arguments of FlexAttention's
+    kernel.
+    """
 
     backends: list[str] = field(default_factory=list)
     flex_options: list[dict[str, object]] = field(default_factory=list)
@@ -31,10 +35,15 @@ class CudaCalls:
 def calls_on_cuda() -> Iterator[CudaCalls]:
     """Inside the context, calls with tensors on "meta" are dispatched as on CUDA.
 
-    FlexAttention's compiled kernel is replaced by its output's shape, because it needs the device to compile.
+    FlexAttention's compiled kernel is replaced by its output's shape, because it needs the device
+    to compile.
     """
     calls = CudaCalls()
-    post_init, select, run_compiled = CallSignature.__post_init__, CoreDispatch.select, flex._run_compiled
+    post_init, select, run_compiled = (
+        CallSignature.__post_init__,
+        CoreDispatch.select,
+        flex._run_compiled,
+    )
 
     def as_cuda(self: CallSignature) -> None:
         if self.device == "meta":
@@ -53,7 +62,11 @@ def calls_on_cuda() -> Iterator[CudaCalls]:
     try:
         yield calls
     finally:
-        CallSignature.__post_init__, CoreDispatch.select, flex._run_compiled = post_init, select, run_compiled
+        CallSignature.__post_init__, CoreDispatch.select, flex._run_compiled = (
+            post_init,
+            select,
+            run_compiled,
+        )
 
 
 def meta_input(*shape: int) -> Tensor:

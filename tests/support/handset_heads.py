@@ -1,7 +1,7 @@
 """Small models in which some heads have one function, with weights set by hand, and texts for them.
 
-Tokens and positions are unit vectors in slices of their own, and a third slice is for what heads copy. Norms are RMS
-norms and all vectors have equal length, so that norms only scale.
+Tokens and positions are unit vectors in slices of their own, and a third slice is for what heads
+copy. Norms are RMS norms and all vectors have equal length, so that norms only scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ WORDS, PLACES, HEADS, DIM = 11, 23, 3, 23
 MODEL = WORDS + PLACES + WORDS
 TOKEN, PLACE, COPY = slice(0, WORDS), slice(WORDS, WORDS + PLACES), slice(WORDS + PLACES, MODEL)
 SHARP = 30.0  # the score of what is looked for, all else being at 0
-COMMON = torch.tensor([500 - 40 * one for one in range(WORDS)])  # how often each id was met: the last is the rarest
+COMMON = torch.tensor(
+    [500 - 40 * one for one in range(WORDS)]
+)  # how often each id was met: the last is the rarest
 
 
 def _stack(name: str, pattern: str, layers: int, **options: hw.AttentionSpec) -> bp.StackSpec:
@@ -46,7 +48,9 @@ def _small_random_model(described: bp.ModelSpec) -> hw.Transformer:
 
 
 def _set_score(net: hw.Transformer, site: str, head: int, q: Tensor, k: Tensor, units: int) -> None:
-    """Set the score of a head to SHARP q x . k z, [dim, model] each, where x and z are sums of `units` unit vectors."""
+    """Set the score of a head to SHARP q x . k z, [dim, model] each, where x and z are sums of
+    `units` unit vectors.
+    """
     named = dict(net.named_parameters())
     rows = slice(head * DIM, (head + 1) * DIM)
     sharp = SHARP * math.sqrt(DIM) * units / MODEL  # undoes the norm of both sides and the scale
@@ -66,24 +70,44 @@ ANY = torch.ones(1, PLACES)  # of any place 1
 
 
 def decoder() -> hw.Transformer:
-    """Head (0, 0) attends to the previous token and copies it, (0, 1) to the first token, (1, 2) to the rarest one.
+    """Head (0, 0) attends to the previous token and copies it, (0, 1) to the first token, (1, 2) to
+    the rarest one.
 
-    (1, 0) attends behind earlier equal tokens and forms an induction pair with (0, 0); (0, 2) and (1, 1) are small and
-    random.
+    (1, 0) attends behind earlier equal tokens and forms an induction pair with (0, 0); (0, 2) and
+    (1, 1) are small and random.
     """
     net = _small_random_model(
-        bp.ModelSpec("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.OutputHeadSpec("tokens", WORDS),))
+        bp.ModelSpec(
+            "handmade",
+            "decoder",
+            (_stack("decoder", "causal()", 2),),
+            (bp.OutputHeadSpec("tokens", WORDS),),
+        )
     )
     behind = torch.eye(PLACES).roll(1, 0)
     behind[0] = 0  # nobody stands behind the last
-    _set_score(net, "decoder.0.attention", 0, _map(PLACE, torch.eye(PLACES)), _map(PLACE, behind), 2)
-    _set_score(net, "decoder.0.attention", 1, _map(PLACE, ANY), _map(PLACE, torch.eye(PLACES)[:1]), 2)
-    _set_score(net, "decoder.1.attention", 0, _map(TOKEN, torch.eye(WORDS)), _map(COPY, torch.eye(WORDS)), 3)
+    _set_score(
+        net, "decoder.0.attention", 0, _map(PLACE, torch.eye(PLACES)), _map(PLACE, behind), 2
+    )
+    _set_score(
+        net, "decoder.0.attention", 1, _map(PLACE, ANY), _map(PLACE, torch.eye(PLACES)[:1]), 2
+    )
+    _set_score(
+        net,
+        "decoder.1.attention",
+        0,
+        _map(TOKEN, torch.eye(WORDS)),
+        _map(COPY, torch.eye(WORDS)),
+        3,
+    )
     rarity = torch.arange(WORDS)[None].float()
     _set_score(net, "decoder.1.attention", 2, _map(PLACE, ANY), _map(TOKEN, rarity), 3)
     named = dict(net.named_parameters())
     with torch.no_grad():  # (0, 0) copies the token as a unit vector of the third slice
-        value, output = named["decoder.0.attention.project.v"], named["decoder.0.attention.output.o"]
+        value, output = (
+            named["decoder.0.attention.project.v"],
+            named["decoder.0.attention.output.o"],
+        )
         value[:DIM] = _map(TOKEN, torch.eye(WORDS)) * math.sqrt(2 / MODEL)
         output[:, :DIM] = 0
         output[COPY, :WORDS] = torch.eye(WORDS)
@@ -97,19 +121,26 @@ def translator() -> hw.Transformer:
     net = _small_random_model(
         bp.ModelSpec("handmade", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
     )
-    _set_score(net, "decoder.0.cross", 1, _map(TOKEN, torch.eye(WORDS)), _map(TOKEN, torch.eye(WORDS)), 2)
+    _set_score(
+        net, "decoder.0.cross", 1, _map(TOKEN, torch.eye(WORDS)), _map(TOKEN, torch.eye(WORDS)), 2
+    )
     return net
 
 
 def _tokens(ids: Tensor) -> TokenAnnotations:
     flags = [torch.zeros(len(ids), dtype=torch.bool) for _ in range(3)]
-    return TokenAnnotations(ids, tuple(f"w{one}" for one in ids.tolist()), *flags, torch.arange(len(ids)), COMMON[ids])
+    return TokenAnnotations(
+        ids, tuple(f"w{one}" for one in ids.tolist()), *flags, torch.arange(len(ids)), COMMON[ids]
+    )
 
 
 def texts(count: int, seed: int = 0) -> list[Example]:
     """Texts of random tokens that all begin with the commonest."""
     draw = np.random.default_rng(seed)
-    rows = [torch.from_numpy(draw.integers(0, WORDS, draw.integers(13, PLACES + 1))) for _ in range(count)]
+    rows = [
+        torch.from_numpy(draw.integers(0, WORDS, draw.integers(13, PLACES + 1)))
+        for _ in range(count)
+    ]
     for ids in rows:
         ids[0] = 0
     return [Example(ids[None], {"text": _tokens(ids)}) for ids in rows]
@@ -125,5 +156,7 @@ def translation_pairs(count: int, seed: int = 0) -> list[Example]:
         links = [(int(order[t]), t, bool(draw.random() < 0.8)) for t in range(words)]
         text = source[order]
         streams = {"source": _tokens(source), "text": _tokens(text)}
-        examples.append(Example({"x": text[None], "source": source[None]}, streams, alignment_links=links))
+        examples.append(
+            Example({"x": text[None], "source": source[None]}, streams, alignment_links=links)
+        )
     return examples

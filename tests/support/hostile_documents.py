@@ -1,4 +1,6 @@
-"""Every parser of headwise that reads what others wrote: hostile inputs for it, and the call that reads one."""
+"""Every parser of headwise that reads what others wrote: hostile inputs for it, and the call that
+reads one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ from headwise.training import recipe
 from .hostile_values import damaged_bytes, hostile_trees, texts_of, to_toml_text
 
 SEEDS = Path(__file__).resolve().parent.parent / "hostile" / "seeds"
-GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 class Parser(NamedTuple):
@@ -59,7 +68,9 @@ def write_file(name: str, content: str | bytes) -> Path:
     """Write a file that a parser reads, in place of the one before."""
     path = scratch_folder() / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    path.write_bytes(
+        content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+    )
     return path
 
 
@@ -68,10 +79,12 @@ def reads_file(name: str, read: Callable[[Path], object]) -> Callable[[str | byt
     return lambda content: read(write_file(name, content))
 
 
-# --- Specs, models, recipes, plans --------------------------------------------------------------------------
+# --- Specs, models, recipes, plans ----------------------------------------------------------------
 
 SPECS = [
-    spec_to_dict(hw.design(model=8, heads=4, kv=2, pattern="causal() & window(3)", modifiers=(Rotary(),))),
+    spec_to_dict(
+        hw.design(model=8, heads=4, kv=2, pattern="causal() & window(3)", modifiers=(Rotary(),))
+    ),
     spec_to_dict(hw.design(preset="mla", model=16, heads=2)),
     spec_to_dict(hw.design(preset="dcmha", model=8, heads=2)),
     spec_to_dict(hw.design(preset="entmax", model=8, heads=2)),
@@ -84,39 +97,98 @@ PATTERNS = [
     "dilated(2, 3)",
     "blocks(7)",
 ]
-RECIPES = [recipe.to_dict(recipe.Recipe()), {"steps": 5, "batch": 8, "accumulate": 2, "aux_losses": {"l0": 0.5}}]
+RECIPES = [
+    recipe.to_dict(recipe.Recipe()),
+    {"steps": 5, "batch": 8, "accumulate": 2, "aux_losses": {"l0": 0.5}},
+]
 MODELS = [model_spec.to_dict(families.read_model_spec(GPT2))]
 PLAN_MODEL = families.read_model_spec(GPT2)
 PLANS = [PruningPlan.without(PLAN_MODEL, [("decoder.0.attention", 1)], "by hand").data]
 CONFIGS = [
     GPT2,
     {
-        "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 31, "rope_theta": 1e4,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 31,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
     },
-    {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "id2label": {"0": "a"}},
-    {"model_type": "t5", "d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 24, "num_layers": 2, "vocab_size": 31},
-    {"model_type": "vit", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 32},
-    {"model_type": "falcon", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "alibi": True},
     {
-        "model_type": "deepseek_v3", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2,
-        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "id2label": {"0": "a"},
     },
-    {"model_type": "gemma2", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "head_dim": 8},
-]  # fmt: skip
+    {
+        "model_type": "t5",
+        "d_model": 16,
+        "num_heads": 2,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "vocab_size": 31,
+    },
+    {
+        "model_type": "vit",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "image_size": 32,
+    },
+    {
+        "model_type": "falcon",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "alibi": True,
+    },
+    {
+        "model_type": "deepseek_v3",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+    },
+    {
+        "model_type": "gemma2",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    },
+]
 
 
 def _manifest_seeds() -> list[Any]:
-    return [tomllib.loads((SEEDS / f"{name}.headwise.toml").read_text()) for name in ("decoder", "gated")]
+    return [
+        tomllib.loads((SEEDS / f"{name}.headwise.toml").read_text())
+        for name in ("decoder", "gated")
+    ]
 
 
 def _read_config(tree: Any) -> object:
     return families.read_model_spec(tree if isinstance(tree, dict) else {"model_type": tree})
 
 
-# --- Traces -------------------------------------------------------------------------------------------------
+# --- Traces ---------------------------------------------------------------------------------------
 
 TRACE = SEEDS / "generated.trace"
 
@@ -128,11 +200,16 @@ def _trace_parts() -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def read_trace_document(text: str) -> object:
-    """Read a trace whose document was replaced, with the right checksum, and everything that its pictures need."""
+    """Read a trace whose document was replaced, with the right checksum, and everything that its
+    pictures need.
+    """
     from safetensors.numpy import save_file
 
     arrays = _trace_parts()[1]
-    metadata = {trace_file.DOCUMENT_KEY: text, trace_file.CHECKSUM_KEY: trace_file._compute_checksum(text, arrays)}
+    metadata = {
+        trace_file.DOCUMENT_KEY: text,
+        trace_file.CHECKSUM_KEY: trace_file._compute_checksum(text, arrays),
+    }
     path = scratch_folder() / "a.trace"
     save_file(arrays, path, metadata)
     trace = hw.load_trace(path)
@@ -143,30 +220,59 @@ def read_trace_document(text: str) -> object:
     return trace.data
 
 
-# --- Texts, tokenizers, data --------------------------------------------------------------------------------
+# --- Texts, tokenizers, data ----------------------------------------------------------------------
 
 CONLLU = (
-    "# text = Dogs don't bark\n1\tDogs\t_\t_\t_\t_\t3\tnsubj:pass\t_\t_\n2-3\tdon't\t_\t_\t_\t_\t_\t_\t_\t_\n"
+    "# text = Dogs don't "
+    "bark\n1\tDogs\t_\t_\t_\t_\t3\tnsubj:pass\t_\t_\n2-3\tdon't\t_\t_\t_\t_\t_\t_\t_\t_\n"
     "2\tdo\t_\t_\t_\t_\t3\taux\t_\t_\n3\tn't\t_\t_\t_\t_\t0\troot\t_\t_\n3.1\tx\t_\t_\t_\t_\t_\t_\t_\t_\n"
     "4\tbark\t_\t_\t_\t_\t3\tobj\t_\t_\n\n"
 )
 NAMES = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 TOKENIZERS = [
     {
-        "version": "1.0", "added_tokens": [], **dict.fromkeys(NAMES),
+        "version": "1.0",
+        "added_tokens": [],
+        **dict.fromkeys(NAMES),
         "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a+|b"}, "behavior": "Isolated", "invert": False},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "a+|b"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
         "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
     },
     {
-        "version": "1.0", **dict.fromkeys(NAMES), "pre_tokenizer": {"type": "Whitespace"},
-        "added_tokens": [{"id": 0, "content": "[UNK]", "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True}],
-        "model": {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "##b": 2}, "unk_token": "[UNK]",
-                  "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+        "version": "1.0",
+        **dict.fromkeys(NAMES),
+        "pre_tokenizer": {"type": "Whitespace"},
+        "added_tokens": [
+            {
+                "id": 0,
+                "content": "[UNK]",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "model": {
+            "type": "WordPiece",
+            "vocab": {"[UNK]": 0, "a": 1, "##b": 2},
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        },
     },
-]  # fmt: skip
+]
 
 
 def _read_tokenizer(text: str) -> object:
@@ -176,7 +282,9 @@ def _read_tokenizer(text: str) -> object:
         tokenizer = ModelTokenizer(text)
     except ValueError:
         raise
-    except Exception as error:  # parse_tokenizer raises what the library raises; its callers say which file it was
+    except (
+        Exception
+    ) as error:  # parse_tokenizer raises what the library raises; its callers say which file it was
         raise ValueError(str(error)) from None
     return tokenizer.text(tokenizer.ids("ab")[:3])
 
@@ -200,7 +308,10 @@ def _safetensors_bytes() -> bytes:
 
 def _read_safetensors_folder(content: bytes) -> object:
     path = write_file("weights/model.safetensors", content)
-    return [tensor.sum() for _, tensor in checkpoint_weights.SafetensorsFolder(path.parent).iter_tensors()]
+    return [
+        tensor.sum()
+        for _, tensor in checkpoint_weights.SafetensorsFolder(path.parent).iter_tensors()
+    ]
 
 
 def _read_index(text: str) -> object:
@@ -211,8 +322,10 @@ def _read_index(text: str) -> object:
 
 def _read_image_array(kind: str) -> Callable[[bytes], object]:
     readers: Mapping[str, Callable[[Path], Any]] = {
-        "npz": images.read_npz, "npy": images.open_npy, "idx": images.read_idx,
-    }  # fmt: skip
+        "npz": images.read_npz,
+        "npy": images.open_npy,
+        "idx": images.read_idx,
+    }
     return reads_file(f"array.{kind}", readers[kind])
 
 
@@ -248,14 +361,26 @@ def _read_jsonl(text: str) -> object:
 
 STUDIES = [
     {
-        "hypothesis": "a", "baseline": "mha", "match": "none", "seeds": [1, 2], "recipe": {"steps": 4},
-        "model": {"layers": 1}, "variants": {"mha": {}, "small": {"preset": "gqa", "options": {"kv": 2}, "lr": [0.01]}},
+        "hypothesis": "a",
+        "baseline": "mha",
+        "match": "none",
+        "seeds": [1, 2],
+        "recipe": {"steps": 4},
+        "model": {"layers": 1},
+        "variants": {"mha": {}, "small": {"preset": "gqa", "options": {"kv": 2}, "lr": [0.01]}},
         "tasks": {"copy": {"threshold": 0.5, "symbols": 5, "block": 4, "gap": 2}},
     }
-]  # fmt: skip
+]
 REQUESTS = [{"prompt": "ab", "max_new_tokens": 2, "temperature": 0.5, "seed": 3, "stop": ["x"]}]
 RECORDS = [json.loads((SEEDS / f"{name}.heads.json").read_text()) for name in ("pruned", "latent")]
-PROCESSORS = [{"do_normalize": True, "image_mean": [0.5], "image_std": [0.5], "size": {"height": 4, "width": 4}}]
+PROCESSORS = [
+    {
+        "do_normalize": True,
+        "image_mean": [0.5],
+        "image_std": [0.5],
+        "size": {"height": 4, "width": 4},
+    }
+]
 
 
 def _decoded(seed: str) -> st.SearchStrategy[str]:
@@ -273,9 +398,15 @@ PARSERS: dict[str, Parser] = {
         texts_of(_manifest_seeds(), to_toml_text), lambda text: ModelManifest.from_toml(text, "it")
     ),
     "config.json": Parser(hostile_trees(CONFIGS), _read_config),
-    "trace document": Parser(st.deferred(lambda: texts_of([_trace_parts()[0]])), read_trace_document),
-    "trace bytes": Parser(st.deferred(lambda: damaged_bytes(TRACE.read_bytes())), reads_file("b.trace", hw.load_trace)),
-    "pruning plan": Parser(hostile_trees(PLANS), lambda tree: PruningPlan.from_dict(PLAN_MODEL, tree)),
+    "trace document": Parser(
+        st.deferred(lambda: texts_of([_trace_parts()[0]])), read_trace_document
+    ),
+    "trace bytes": Parser(
+        st.deferred(lambda: damaged_bytes(TRACE.read_bytes())), reads_file("b.trace", hw.load_trace)
+    ),
+    "pruning plan": Parser(
+        hostile_trees(PLANS), lambda tree: PruningPlan.from_dict(PLAN_MODEL, tree)
+    ),
     "heads.json": Parser(texts_of(RECORDS), reads_file("heads.json", SurgeryRecord.from_file)),
     "CoNLL-U": Parser(_decoded(CONLLU), lambda text: list(read_conllu(text.split("\n")))),
     "word alignments": Parser(_decoded("0-0 1-2 2?1"), lambda text: parse_alignment_links(text, 1)),
@@ -285,18 +416,32 @@ PARSERS: dict[str, Parser] = {
         reads_file("tokenizer.bin", lambda path: llama2c.make_tokenizer_json(path, 6)),
     ),
     "llama2.c checkpoint": Parser(
-        damaged_bytes(_llama2c_checkpoint()), reads_file("model.bin", lambda path: llama2c.Llama2cTensors(path).infos)
+        damaged_bytes(_llama2c_checkpoint()),
+        reads_file("model.bin", lambda path: llama2c.Llama2cTensors(path).infos),
     ),
     "study TOML": Parser(texts_of(STUDIES, to_toml_text), reads_file("study.toml", read_study)),
     "safetensors": Parser(damaged_bytes(_safetensors_bytes()), _read_safetensors_folder),
     "safetensors index": Parser(
-        texts_of([{"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}]), _read_index
+        texts_of(
+            [{"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}]
+        ),
+        _read_index,
     ),
-    "request line": Parser(texts_of(REQUESTS), lambda text: requests._parse_request(text.encode("utf-8", "replace"))),
-    "preprocessor_config.json": Parser(texts_of(PROCESSORS), reads_file("a.json", tokenizer_files.read_json)),
+    "request line": Parser(
+        texts_of(REQUESTS), lambda text: requests._parse_request(text.encode("utf-8", "replace"))
+    ),
+    "preprocessor_config.json": Parser(
+        texts_of(PROCESSORS), reads_file("a.json", tokenizer_files.read_json)
+    ),
     "JSONL": Parser(texts_of([{"text": "a", "label": "b"}]), _read_jsonl),
-    "npz": Parser(st.deferred(lambda: damaged_bytes(_array_bytes("npz"))), _read_image_array("npz")),
-    "npy": Parser(st.deferred(lambda: damaged_bytes(_array_bytes("npy"))), _read_image_array("npy")),
-    "idx": Parser(st.deferred(lambda: damaged_bytes(_array_bytes("idx"))), _read_image_array("idx")),
+    "npz": Parser(
+        st.deferred(lambda: damaged_bytes(_array_bytes("npz"))), _read_image_array("npz")
+    ),
+    "npy": Parser(
+        st.deferred(lambda: damaged_bytes(_array_bytes("npy"))), _read_image_array("npy")
+    ),
+    "idx": Parser(
+        st.deferred(lambda: damaged_bytes(_array_bytes("idx"))), _read_image_array("idx")
+    ),
     "PNG": Parser(st.deferred(lambda: damaged_bytes(_png_bytes())), _read_picture),
 }

@@ -29,24 +29,67 @@ from .hostile_values import NUMBERS, TEXTS, texts_of, time_limit
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-SMALL = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 64}
+SMALL = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 256,
+    "n_positions": 64,
+}
 MAX_REQUEST_SECONDS = 20.0
 Request = dict[str, Any]
 
-# --- The page -----------------------------------------------------------------------------------------------
+# --- The page -------------------------------------------------------------------------------------
 
 PARAMETERS = {
-    "site": (0, 1), "head": (0, 2), "row": (0,), "query": (0, 5), "key": (0, 5), "q0": (0,), "q1": (3,), "k0": (0,),
-    "k1": (3,), "rows": (4,), "cols": (4,), "lens": ("weights", "model"), "pool": ("max", "mean"), "stream": ("text",),
-    "how": ("mean", "max"), "scope": ("layer", "model"), "kind": ("npz", "csv", "json"), "min_weight": (0, 0.5),
-    "cells": (8,), "revision": (0, 1),
-}  # fmt: skip
+    "site": (0, 1),
+    "head": (0, 2),
+    "row": (0,),
+    "query": (0, 5),
+    "key": (0, 5),
+    "q0": (0,),
+    "q1": (3,),
+    "k0": (0,),
+    "k1": (3,),
+    "rows": (4,),
+    "cols": (4,),
+    "lens": ("weights", "model"),
+    "pool": ("max", "mean"),
+    "stream": ("text",),
+    "how": ("mean", "max"),
+    "scope": ("layer", "model"),
+    "kind": ("npz", "csv", "json"),
+    "min_weight": (0, 0.5),
+    "cells": (8,),
+    "revision": (0, 1),
+}
 JOB_ARGUMENTS = {
-    "text": "abc", "site": 0, "head": 1, "heads": [[0, 1]], "query": 1, "key": 0, "row": 0, "by": "random", "keep": 0.5,
-    "per": "layer", "fold": "none", "max_new_tokens": 2, "temperature": 0.5, "seed": 1, "form": "kv", "kv": 1,
-    "fills": ["zero"], "name": "small", "texts": ["ab", "cd"], "context": 8, "batch": 1,
-}  # fmt: skip
-QUERY_VALUES = st.one_of(st.sampled_from(NUMBERS).map(str), st.sampled_from(TEXTS), st.text(max_size=6))
+    "text": "abc",
+    "site": 0,
+    "head": 1,
+    "heads": [[0, 1]],
+    "query": 1,
+    "key": 0,
+    "row": 0,
+    "by": "random",
+    "keep": 0.5,
+    "per": "layer",
+    "fold": "none",
+    "max_new_tokens": 2,
+    "temperature": 0.5,
+    "seed": 1,
+    "form": "kv",
+    "kv": 1,
+    "fills": ["zero"],
+    "name": "small",
+    "texts": ["ab", "cd"],
+    "context": 8,
+    "batch": 1,
+}
+QUERY_VALUES = st.one_of(
+    st.sampled_from(NUMBERS).map(str), st.sampled_from(TEXTS), st.text(max_size=6)
+)
 
 
 def open_page() -> ViewServer:
@@ -61,13 +104,22 @@ def page_client(view: ViewServer) -> TestClient:
     """Return a client that knows the token; errors of the server are answers."""
     app = SecurityMiddleware(view.app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
     headers = {"X-Session-Token": TOKEN}
-    return TestClient(app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False)
+    return TestClient(
+        app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False
+    )
 
 
 def page_routes(view: ViewServer) -> list[tuple[str, str]]:
-    """Return method and path of every route but that of jobs, whose bodies have their own strategy."""
+    """Return method and path of every route but that of jobs, whose bodies have
+    their own strategy.
+    """
     routes = [route for route in view.app().routes if isinstance(route, Route)]
-    pairs = [(method, route.path) for route in routes for method in sorted(route.methods or ()) if method != "HEAD"]
+    pairs = [
+        (method, route.path)
+        for route in routes
+        for method in sorted(route.methods or ())
+        if method != "HEAD"
+    ]
     return [pair for pair in pairs if pair != ("POST", "/api/jobs")]
 
 
@@ -79,10 +131,17 @@ def page_requests(view: ViewServer) -> st.SearchStrategy[Request]:
         method, path = draw(st.sampled_from(page_routes(view)))
         segment = quote(draw(QUERY_VALUES).encode("utf-8", "replace"), safe="")
         path = re.sub(r"\{\w+[^}]*\}", lambda _: segment, path)
-        valid = {name: str(draw(st.sampled_from(values))) for name, values in PARAMETERS.items() if draw(st.booleans())}
+        valid = {
+            name: str(draw(st.sampled_from(values)))
+            for name, values in PARAMETERS.items()
+            if draw(st.booleans())
+        }
         names = draw(st.lists(st.sampled_from([*PARAMETERS, "other"]), max_size=3))
         hostile = {name: draw(QUERY_VALUES) for name in names}
-        parameters = {name: value.encode("utf-8", "replace").decode() for name, value in (valid | hostile).items()}
+        parameters = {
+            name: value.encode("utf-8", "replace").decode()
+            for name, value in (valid | hostile).items()
+        }
         return {"method": method, "url": path, "params": parameters}
 
     return draw_request()
@@ -99,7 +158,9 @@ def job_bodies() -> st.SearchStrategy[bytes]:
 
 
 def check_page_answer(client: TestClient, request: Request) -> int:
-    """Raise AssertionError if the page answers a request with an internal error or too late; return the status."""
+    """Raise AssertionError if the page answers a request with an internal error or too late; return
+    the status.
+    """
     with time_limit(MAX_REQUEST_SECONDS):
         answer = client.request(**request)
     assert answer.status_code < 500, (request, answer.text[:500])
@@ -109,7 +170,9 @@ def check_page_answer(client: TestClient, request: Request) -> int:
 def check_job(view: ViewServer, client: TestClient, body: bytes) -> str:
     """Submit a job and wait for its end; raises if it fails with an error that is no refusal."""
     with time_limit(MAX_REQUEST_SECONDS):
-        answer = client.post("/api/jobs", content=body, headers={"content-type": "application/json"})
+        answer = client.post(
+            "/api/jobs", content=body, headers={"content-type": "application/json"}
+        )
     assert answer.status_code < 500, (body, answer.text[:500])
     if answer.status_code != 200:
         return "refused"
@@ -122,17 +185,36 @@ def check_job(view: ViewServer, client: TestClient, body: bytes) -> str:
     return job.state
 
 
-# --- Commands -----------------------------------------------------------------------------------------------
+# --- Commands -------------------------------------------------------------------------------------
 
 # A command gets one of these, so that no run begins: what it reads is not there, or is no model.
-NOTHING = ("no-such-thing", "/dev/null", "", "\x00", "a" * 300, "../..", "-", "no\nmodel", "{}", "gqa.toml")
-QUICK = ("spec", "cost", "walk", "why", "sites")  # they answer at once, so that presets in hostile sizes are tried too
+NOTHING = (
+    "no-such-thing",
+    "/dev/null",
+    "",
+    "\x00",
+    "a" * 300,
+    "../..",
+    "-",
+    "no\nmodel",
+    "{}",
+    "gqa.toml",
+)
+QUICK = (
+    "spec",
+    "cost",
+    "walk",
+    "why",
+    "sites",
+)  # they answer at once, so that presets in hostile sizes are tried too
 TIMED_OPTIONS = ("--measure",)  # measures this machine for seconds before it reads anything
 STARTS_WITHOUT_INPUT = ("demo", "learn", "bench")
 ARGUMENTS = st.one_of(
     st.sampled_from(NUMBERS).map(str),
     st.sampled_from(TEXTS),
-    st.sampled_from(("heads.kv=2", "model=7", "heads.q=65537", "a=b", "0.5", "4", "8", "16", "causal()", "bf16")),
+    st.sampled_from(
+        ("heads.kv=2", "model=7", "heads.q=65537", "a=b", "0.5", "4", "8", "16", "causal()", "bf16")
+    ),
 )
 
 
@@ -159,7 +241,10 @@ def command_lines(command: str) -> st.SearchStrategy[list[str]]:
     @st.composite
     def draw_arguments(draw: st.DrawFn) -> list[str]:
         is_preset = bool(presets) and draw(st.booleans())
-        words = [draw(st.sampled_from(presets if is_preset else NOTHING)) for _ in range(draw(st.integers(1, 2)))]
+        words = [
+            draw(st.sampled_from(presets if is_preset else NOTHING))
+            for _ in range(draw(st.integers(1, 2)))
+        ]
         for _ in range(draw(st.integers(0, 4))):
             option = draw(st.sampled_from([*options, "--no-such-option"]))
             words += [option] if draw(st.integers(0, 3)) == 0 else [option, draw(ARGUMENTS)]
@@ -181,7 +266,9 @@ def run_command(argv: list[str]) -> tuple[int, str]:
 
 
 def check_command(argv: list[str]) -> int:
-    """Raise AssertionError unless a command succeeds, or refuses its arguments in one line; return the exit code."""
+    """Raise AssertionError unless a command succeeds, or refuses its arguments in one line; return
+    the exit code.
+    """
     with time_limit(MAX_REQUEST_SECONDS):
         code, err = run_command(argv)
     assert code in (0, 1, 2), (argv, code, err[:500])

@@ -13,8 +13,12 @@ from .hostile_values import REFUSALS, check_refusal, time_limit
 FEW, MANY = 50, 1000  # inputs of each parser in `make test` and in `make slow`
 
 
-def count_inputs(inputs: st.SearchStrategy[Any], check: Callable[[Any], object], count: int, seed: int) -> int:
-    """Check `count` inputs from a seed, and return how many were tried; the smallest that fails is reported."""
+def count_inputs(
+    inputs: st.SearchStrategy[Any], check: Callable[[Any], object], count: int, seed: int
+) -> int:
+    """Check `count` inputs from a seed, and return how many were tried; the smallest that fails is
+    reported.
+    """
     tried = [0]
 
     @seeded(seed)

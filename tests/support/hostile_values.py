@@ -1,4 +1,6 @@
-"""Hypothesis strategies of hostile documents: valid ones with wrong types, sizes and depths, and damaged bytes."""
+"""Hypothesis strategies of hostile documents: valid ones with wrong types, sizes and depths, and
+damaged bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,100 @@ from hypothesis import strategies as st
 from headwise.escaping import shorten_message
 from headwise.spec.serialization import format_toml
 
-# --- Values -------------------------------------------------------------------------------------------------
+# --- Values ---------------------------------------------------------------------------------------
 
 NUMBERS = (
-    0, 1, -1, 2, 3, 7, 64, 255, 65536, 65537, 10**6, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 2**32, 2**53, 2**61 - 1,
-    2**63 - 1, 2**63, 10**30, 10**400, -(2**63), -(2**31), 0.0, -0.0, 0.5, 1e-9, 1e18, 1e308, 5e-324, -1.5,
-    math.inf, -math.inf, math.nan,
-)  # fmt: skip
-TEXTS = (
-    "", " ", "a", "causal()", "full()", "Direct", "Softmax", "Latent", "gpt2", "\n", "\t", "\x00", "\x1b[2J", "\u202e",
-    "\u200b", "\ufeff", "é", "日本", "😀", "\ud800", "../../etc/passwd", "/dev/zero", "%s%n", "{}", "[]", "{{7*7}}",
-    "<script>", "1e999", "0x10", "-", "--help", "true", "null", "a" * 5000, "(" * 200, "a.b.c", "__class__", "(a|aa)+$",
-)  # fmt: skip
-SCALARS = st.one_of(
-    st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.booleans(), st.none(), st.text(max_size=8), st.integers()
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    64,
+    255,
+    65536,
+    65537,
+    10**6,
+    2**24,
+    2**24 + 1,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**61 - 1,
+    2**63 - 1,
+    2**63,
+    10**30,
+    10**400,
+    -(2**63),
+    -(2**31),
+    0.0,
+    -0.0,
+    0.5,
+    1e-9,
+    1e18,
+    1e308,
+    5e-324,
+    -1.5,
+    math.inf,
+    -math.inf,
+    math.nan,
 )
-KEYS = st.sampled_from(("a", "model", "heads", "part", "name", "", "__class__", "self", "kind", "times", "0"))
+TEXTS = (
+    "",
+    " ",
+    "a",
+    "causal()",
+    "full()",
+    "Direct",
+    "Softmax",
+    "Latent",
+    "gpt2",
+    "\n",
+    "\t",
+    "\x00",
+    "\x1b[2J",
+    "\u202e",
+    "\u200b",
+    "\ufeff",
+    "é",
+    "日本",
+    "😀",
+    "\ud800",
+    "../../etc/passwd",
+    "/dev/zero",
+    "%s%n",
+    "{}",
+    "[]",
+    "{{7*7}}",
+    "<script>",
+    "1e999",
+    "0x10",
+    "-",
+    "--help",
+    "true",
+    "null",
+    "a" * 5000,
+    "(" * 200,
+    "a.b.c",
+    "__class__",
+    "(a|aa)+$",
+)
+SCALARS = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(TEXTS),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=8),
+    st.integers(),
+)
+KEYS = st.sampled_from(
+    ("a", "model", "heads", "part", "name", "", "__class__", "self", "kind", "times", "0")
+)
 SMALL_TREES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -52,19 +130,27 @@ VALUES = st.one_of(
     st.sampled_from(([], {}, [0] * 1000, ["a"] * 1000, [[]], [{}], {"a": {}}, [None])),
 )
 
-# --- Documents ----------------------------------------------------------------------------------------------
+# --- Documents ------------------------------------------------------------------------------------
 
 Path = tuple[Any, ...]
 
 
 def list_paths(tree: Any, path: Path = ()) -> list[Path]:
     """Return the paths of all values in a document."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [path, *(inner for key, value in items for inner in list_paths(value, (*path, key)))]
 
 
 def change(tree: Any, path: Path, operation: str, value: Any) -> Any:
-    """Return a document with the value at a path replaced, removed, doubled, renamed, or with another one beside it."""
+    """Return a document with the value at a path replaced, removed, doubled, renamed, or with
+    another one beside it.
+    """
     if not path:
         return value if operation == "replace" else tree
     owner = tree
@@ -94,7 +180,11 @@ def hostile_trees(draw: st.DrawFn, seeds: Sequence[Any]) -> Any:
     tree = copy.deepcopy(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(0, 4))):
         path = draw(st.sampled_from(list_paths(tree)))
-        operation = draw(st.sampled_from(("replace", "replace", "replace", "remove", "double", "rename", "add", "key")))
+        operation = draw(
+            st.sampled_from(
+                ("replace", "replace", "replace", "remove", "double", "rename", "add", "key")
+            )
+        )
         tree = change(tree, path, operation, copy.deepcopy(draw(VALUES)))
     return tree
 
@@ -106,7 +196,10 @@ def damaged_bytes(draw: st.DrawFn, seed: bytes, max_changes: int = 4) -> bytes:
     for _ in range(draw(st.integers(0, max_changes))):
         at = draw(st.integers(0, len(data)))
         kind = draw(st.sampled_from(("set", "insert", "remove", "cut", "double")))
-        block = draw(st.binary(min_size=1, max_size=8) | st.sampled_from((b"\xff" * 8, b"\0" * 8, b'"', b"[", b"}")))
+        block = draw(
+            st.binary(min_size=1, max_size=8)
+            | st.sampled_from((b"\xff" * 8, b"\0" * 8, b'"', b"[", b"}"))
+        )
         if kind == "set":
             data[at : at + len(block)] = block
         elif kind == "insert":
@@ -129,12 +222,20 @@ def to_toml_text(tree: Any) -> str:
     """Return a table as lines of TOML, as well as TOML can express it."""
     if not isinstance(tree, dict):
         return f"value = {_toml_value(tree)}"
-    return "\n".join(f"{json.dumps(str(key))} = {_toml_value(value)}" for key, value in tree.items())
+    return "\n".join(
+        f"{json.dumps(str(key))} = {_toml_value(value)}" for key, value in tree.items()
+    )
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml_value(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{json.dumps(str(key))} = {_toml_value(item)}" for key, item in value.items()
+            )
+            + "}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return '"null"' if value is None else format_toml(value)
@@ -142,11 +243,15 @@ def _toml_value(value: Any) -> str:
 
 def texts_of(seeds: Sequence[Any], write: Any = to_json_text) -> st.SearchStrategy[str]:
     """Draw documents as text: mostly changed in their values, sometimes in their bytes."""
-    damaged = st.one_of([damaged_bytes(write(seed).encode("utf-8", "surrogatepass")) for seed in seeds])
-    return hostile_trees(seeds).map(write) | damaged.map(lambda data: data.decode("utf-8", "replace"))
+    damaged = st.one_of(
+        [damaged_bytes(write(seed).encode("utf-8", "surrogatepass")) for seed in seeds]
+    )
+    return hostile_trees(seeds).map(write) | damaged.map(
+        lambda data: data.decode("utf-8", "replace")
+    )
 
 
-# --- Outcomes -----------------------------------------------------------------------------------------------
+# --- Outcomes -------------------------------------------------------------------------------------
 
 REFUSALS = (ValueError, OSError, OverflowError)
 MAX_MESSAGE = 2000  # characters that a command prints

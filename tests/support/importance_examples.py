@@ -13,15 +13,34 @@ from headwise.head_analysis.annotated_examples import Example
 from headwise.models import Transformer
 
 WORDS = 13
-GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": WORDS, "n_positions": 32}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": WORDS,
+    "n_positions": 32,
+}
 BERT = {
-    "model_type": "bert", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20,
-    "vocab_size": WORDS, "max_position_embeddings": 32, "architectures": ["BertForMaskedLM"],
-}  # fmt: skip
+    "model_type": "bert",
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 32,
+    "architectures": ["BertForMaskedLM"],
+}
 LLAMA = {
-    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4,
-    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": WORDS,
+}
 
 
 def with_uneven_attention(net: nn.Module, by: float = 3.0) -> Any:
@@ -41,18 +60,28 @@ def build_model(config: dict[str, Any], seed: int = 0) -> Transformer:
 def translator(seed: int = 0, placement: str = "pre") -> Transformer:
     """An encoder-decoder."""
     own = bp.BlockSpec(
-        hw.design(model=12, heads=3, bias="qkvo"), feed=bp.FeedForwardSpec(20, bias="ud"), placement=placement
+        hw.design(model=12, heads=3, bias="qkvo"),
+        feed=bp.FeedForwardSpec(20, bias="ud"),
+        placement=placement,
     )
     both = bp.BlockSpec(
-        hw.design(model=12, heads=3, pattern="causal"), cross=hw.design(model=12, heads=2, bias="v"),
-        feed=bp.FeedForwardSpec(20, "relu"), placement=placement,
-    )  # fmt: skip
+        hw.design(model=12, heads=3, pattern="causal"),
+        cross=hw.design(model=12, heads=2, bias="v"),
+        feed=bp.FeedForwardSpec(20, "relu"),
+        placement=placement,
+    )
     norm = bp.NormSpec() if placement == "pre" else None
     stacks = (
-        bp.StackSpec.from_blocks("encoder", 12, [own] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=norm),
-        bp.StackSpec.from_blocks("decoder", 12, [both] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=norm),
+        bp.StackSpec.from_blocks(
+            "encoder", 12, [own] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=norm
+        ),
+        bp.StackSpec.from_blocks(
+            "decoder", 12, [both] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=norm
+        ),
     )
-    described = bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
+    described = bp.ModelSpec(
+        "small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),)
+    )
     return with_uneven_attention(hw.build(described, seed=seed))
 
 
@@ -66,7 +95,8 @@ def make_examples(net: nn.Module, count: int = 5) -> list[Example]:
     two = isinstance(net, Transformer) and net.spec.kind == "encoder-decoder"
     name = "x" if isinstance(net, Transformer) else "input_ids"
     texts = [
-        {name: random_ids(n, 5 + n % 3)} | ({"source": random_ids(100 + n, 6)} if two else {}) for n in range(count)
+        {name: random_ids(n, 5 + n % 3)} | ({"source": random_ids(100 + n, 6)} if two else {})
+        for n in range(count)
     ]
     return [Example(text, {}) for text in texts]
 
@@ -77,7 +107,9 @@ def with_random_biases(net: Transformer) -> Transformer:
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.dim() == 1:
-                parameter += torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) * 0.3
+                parameter += (
+                    torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) * 0.3
+                )
     return net
 
 
@@ -88,17 +120,29 @@ def model_output(net: Transformer, number: int = 0) -> torch.Tensor:
 
 
 T5 = {
-    "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 2, "d_ff": 20, "vocab_size": WORDS,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
-}  # fmt: skip
+    "model_type": "t5",
+    "d_model": 12,
+    "d_kv": 5,
+    "num_heads": 3,
+    "num_layers": 2,
+    "d_ff": 20,
+    "vocab_size": WORDS,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
 
 
 def classifier(at: str) -> Transformer:
     """An encoder with one label per text."""
     block = bp.BlockSpec(hw.design(model=12, heads=3, bias="o"), feed=bp.FeedForwardSpec(20))
-    stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
+    stack = bp.StackSpec.from_blocks(
+        "encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec()
+    )
     return with_uneven_attention(
-        hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at=at),)), seed=0)
+        hw.build(
+            bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at=at),)),
+            seed=0,
+        )
     )
 
 

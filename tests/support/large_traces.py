@@ -1,4 +1,6 @@
-"""Traces of large models and long texts, made without a model: what the page must stay fast with."""
+"""Traces of large models and long texts, made without a model: what the page
+must stay fast with.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,22 @@ from headwise.traces.attention_record import AttentionCallRecord, AttentionRecor
 from headwise.traces.attention_trace import Trace, make_token_rows
 
 WAVES = 16  # channel pairs of a head that hold its positions
-CLASSES = ("previous", "sink", "broad", "rare-token", "induction", "duplicate", "obj -> governor", "punctuation")
+CLASSES = (
+    "previous",
+    "sink",
+    "broad",
+    "rare-token",
+    "induction",
+    "duplicate",
+    "obj -> governor",
+    "punctuation",
+)
 MEASURES = ("entropy", "sink", "confidence", "distance", "importance")
 
 
-def make_large_trace(layers: int, heads: int, tokens: int, *, kv_heads: int = 0, causal: bool = True) -> Trace:
+def make_large_trace(
+    layers: int, heads: int, tokens: int, *, kv_heads: int = 0, causal: bool = True
+) -> Trace:
     """A trace whose head h attends to the token h + 1 places back, with some noise."""
     rng = np.random.default_rng(0)
     kv_heads = kv_heads or heads
@@ -32,7 +45,19 @@ def make_large_trace(layers: int, heads: int, tokens: int, *, kv_heads: int = 0,
         name = f"layers.{layer}.attention"
         arrays = {"q": q, "k": k, "v": v}
         records.append(
-            AttentionRecord(name, "decoder", layer, "self", "test", heads, groups, "text", "text", (call,), arrays)
+            AttentionRecord(
+                name,
+                "decoder",
+                layer,
+                "self",
+                "test",
+                heads,
+                groups,
+                "text",
+                "text",
+                (call,),
+                arrays,
+            )
         )
     words = [f" w{number}" for number in range(tokens)]
     return Trace({"name": "large"}, {"text": make_token_rows([words])}, tuple(records))
@@ -50,10 +75,21 @@ def make_table(trace: Trace) -> HeadTable:
                 for name, value in zip(MEASURES, values.tolist(), strict=True)
             }
             name = CLASSES[int(rng.integers(len(CLASSES)))]
-            classes = (HeadClass(name, float(rng.random()), f"{name} in most texts"),) if rng.random() < 0.8 else ()
+            classes = (
+                (HeadClass(name, float(rng.random()), f"{name} in most texts"),)
+                if rng.random() < 0.8
+                else ()
+            )
             heads.append(
                 HeadMeasures(
-                    "decoder", "self", layer.layer, head, layer.kv_head_of_query[head], layer.name, measures, classes
+                    "decoder",
+                    "self",
+                    layer.layer,
+                    head,
+                    layer.kv_head_of_query[head],
+                    layer.name,
+                    measures,
+                    classes,
                 )
             )
     return HeadTable("large", "7 texts", tuple(heads))

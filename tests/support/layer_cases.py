@@ -1,4 +1,6 @@
-"""Specs of the contract tests: every example of every part, and pairs of modifiers; and layers of `part_checks`."""
+"""Specs of the contract tests: every example of every part, and pairs of modifiers; and layers of
+`part_checks`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,17 @@ from headwise.part_checks.layer_cases import (
 )
 from headwise.spec.attention_spec import AttentionSpec
 
-__all__ = ["BATCH", "SOURCE", "TOKENS", "WIDTH", "as_causal", "as_cross_attention", "base", "layer", "sequence_infos"]
+__all__ = [
+    "BATCH",
+    "SOURCE",
+    "TOKENS",
+    "WIDTH",
+    "as_causal",
+    "as_cross_attention",
+    "base",
+    "layer",
+    "sequence_infos",
+]
 __all__ += ["core_flops", "supporting_backends", "tensors"]
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
 
@@ -35,7 +47,11 @@ EXACT = {"rtol": 1e-10, "atol": 1e-11}
 def examples() -> dict[str, AttentionSpec]:
     """Every example of every part, by name and number."""
     parts = {name: cls for name, cls in hw.parts.REGISTRY.items() if issubclass(cls, Part)}
-    return {f"{name}{n}": spec for name in sorted(parts) for n, spec in enumerate(parts[name].examples(base))}
+    return {
+        f"{name}{n}": spec
+        for name in sorted(parts)
+        for n, spec in enumerate(parts[name].examples(base))
+    }
 
 
 def pairs() -> dict[str, AttentionSpec]:
@@ -57,10 +73,13 @@ def pairs() -> dict[str, AttentionSpec]:
         hw.Routed(always=2, active=2),
     ]
     ordered_pairs = [
-        (a, b) for a, b in permutations(modifiers, 2) if a.phase is b.phase and a.phase is not Phase.WEIGHTS
+        (a, b)
+        for a, b in permutations(modifiers, 2)
+        if a.phase is b.phase and a.phase is not Phase.WEIGHTS
     ]
     return {
-        f"{_name(a)}-{_name(b)}": base(kv=2, vdim=5, pattern="causal()", modifiers=(a, b)) for a, b in ordered_pairs
+        f"{_name(a)}-{_name(b)}": base(kv=2, vdim=5, pattern="causal()", modifiers=(a, b))
+        for a, b in ordered_pairs
     }
 
 
@@ -69,18 +88,26 @@ def _name(modifier: Modifier) -> str:
 
 
 def patterns_per_head() -> dict[str, AttentionSpec]:
-    """Heads with different patterns: in and out of order, within a group of query heads, cached, and mixed."""
-    dilated = hw.PerHead((hw.Window(3, after=1), hw.Dilated(3, rate=2, after=1)), (0, 0, 1, 1, 0, 1))
+    """Heads with different patterns: in and out of order, within a group of query heads, cached,
+    and mixed.
+    """
+    dilated = hw.PerHead(
+        (hw.Window(3, after=1), hw.Dilated(3, rate=2, after=1)), (0, 0, 1, 1, 0, 1)
+    )
     streaming = hw.PerHead((hw.Causal(), hw.Window(2) | hw.First(1)), (0, 1, 0, 1, 1, 1))
     windows = hw.PerHead((hw.Window(2), hw.Window(4)), (0, 0, 0, 1, 1, 1))
-    birds = hw.PerHead.from_heads(hw.BigBird(7, block=2, globals=1, random=1, seed=head) for head in range(6))
+    birds = hw.PerHead.from_heads(
+        hw.BigBird(7, block=2, globals=1, random=1, seed=head) for head in range(6)
+    )
     mixes = (hw.TalkingHeads(), hw.TalkingHeads(on="weights", bias=True))
     specs = (
         base(pattern=dilated, bias="qkvo"),
         base(pattern=streaming, kv=2, modifiers=(hw.Rotary(base=30.0),)),
         base(pattern=windows, kv=3, vdim=5),
         base(pattern=birds),
-        base(pattern=hw.PerHead((hw.Full(), hw.Window(5, after=2)), (0, 1, 1, 0, 1, 1)), source=WIDTH),
+        base(
+            pattern=hw.PerHead((hw.Full(), hw.Window(5, after=2)), (0, 1, 1, 0, 1, 1)), source=WIDTH
+        ),
         base(pattern=streaming, kv=6, modifiers=(hw.Alibi(),)),
         base(pattern=streaming, kv=3, modifiers=mixes),
     )

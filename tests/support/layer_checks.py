@@ -7,7 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from headwise.part_checks.contract import CheckResult, Comparison
-from headwise.part_checks.layer_cases import count_torch_flops as torch_flops, decode_in_chunks, layer_gradients
+from headwise.part_checks.layer_cases import (
+    count_torch_flops as torch_flops,
+    decode_in_chunks,
+    layer_gradients,
+)
 
 __all__ = ["check_comparisons", "decode_in_chunks", "layer_gradients", "saved_bytes", "torch_flops"]
 

@@ -1,4 +1,6 @@
-"""Checks of the entries of `headwise learn`, and numpy renderings of attention that they are compared with."""
+"""Checks of the entries of `headwise learn`, and numpy renderings of attention that they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,16 @@ def shown_names(entry: Entry) -> set[str]:
 
 
 def check_entry(entry: Entry, expected: Numbers, counted_elsewhere: Set[str] = frozenset()) -> None:
-    """The verdict is the documented one, and every printed number equals an independent computation.
+    """The verdict is the documented one, and every printed number equals an independent
+    computation.
 
     A test of its own bounds the numbers that are `counted_elsewhere`.
     """
     result = entry.check()
     assert result.verdict == entry.verdict, dict(result.numbers)
-    assert shown_names(entry) == set(expected) & shown_names(entry) | counted_elsewhere, shown_names(entry)
+    assert shown_names(entry) == set(expected) & shown_names(entry) | counted_elsewhere, (
+        shown_names(entry)
+    )
     for name, number in expected.items():
         found = result.numbers[name]
         if isinstance(number, float):
@@ -54,7 +59,7 @@ def check_flip(entry: Entry, changes: Mapping[str, Any]) -> None:
     assert entry.run(**changes).verdict != entry.verdict, entry.run(**changes).numbers
 
 
-# --- numpy renderings ----------------------------------------------------------------------------------
+# --- numpy renderings -----------------------------------------------------------------------------
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
@@ -66,8 +71,12 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None) -> np.ndarray:
-    return softmax(q @ np.swapaxes(k, -1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)) @ v
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None
+) -> np.ndarray:
+    return (
+        softmax(q @ np.swapaxes(k, -1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)) @ v
+    )
 
 
 def entropy(weights: np.ndarray) -> np.ndarray:
@@ -81,7 +90,9 @@ def layer_parts(
     source: np.ndarray | None = None,
     allowed: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [heads, T, S] and head outputs [T, heads, V] of a plain layer, for one row x [T, D]."""
+    """Weights [heads, T, S] and head outputs [T, heads, V] of a plain layer,
+    for one row x [T, D].
+    """
     state = {name: array(weight) for name, weight in layer.state_dict().items()}
     z = x if source is None else source
     q, k, v = (
@@ -101,7 +112,9 @@ def layer_output(layer: torch.nn.Module, x: np.ndarray, heads: int, **options: A
     return outputs.reshape(len(x), -1) @ array(layer.state_dict()["output.o"]).T
 
 
-def derivative(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, step: float = 1e-6) -> np.ndarray:
+def derivative(
+    function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, step: float = 1e-6
+) -> np.ndarray:
     """Central differences of a function of x: [outputs, inputs]."""
     columns = []
     for index in range(x.size):
@@ -113,7 +126,9 @@ def derivative(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray, step
 
 
 def longest_chain(output: torch.Tensor) -> int:
-    """Steps from an output to the furthest beginning of its graph: all nodes at a distance, one distance at a time."""
+    """Steps from an output to the furthest beginning of its graph: all nodes at a distance, one
+    distance at a time.
+    """
     assert output.grad_fn is not None
     count, nodes = 0, {output.grad_fn}
     while nodes:
@@ -127,13 +142,17 @@ def divergence(one: np.ndarray, other: np.ndarray) -> float:
     middle = (one + other) / 2
 
     def relative(p: np.ndarray) -> np.ndarray:
-        return np.where(p > 0, p * np.log(np.maximum(p, 1e-300) / np.maximum(middle, 1e-300)), 0).sum(-1)
+        return np.where(
+            p > 0, p * np.log(np.maximum(p, 1e-300) / np.maximum(middle, 1e-300)), 0
+        ).sum(-1)
 
     return float((relative(one) + relative(other)).mean() / 2)
 
 
 def heads_of_the_translator() -> dict:
-    """Divergence of pairs of heads in the layers of the bundled translator, and with the keys of one permuted."""
+    """Divergence of pairs of heads in the layers of the bundled translator, and with the keys of
+    one permuted.
+    """
     trace, pairs, chance = load_sample_trace(), [], []
     for layer in trace.layers:
         if layer.kind == "attention" and layer.stack == "decoder":
@@ -145,5 +164,11 @@ def heads_of_the_translator() -> dict:
                 generator = torch.Generator().manual_seed(len(pairs))
                 order = torch.randperm(heads[other].shape[1], generator=generator).numpy()
                 chance.append(divergence(heads[one], heads[other][:, order]))
-    numbers = {"closest": min(pairs), "mean": float(np.mean(pairs)), "chance": float(np.mean(chance))}
-    return {name: pytest.approx(value, abs=1e-6) for name, value in numbers.items()} | {"pairs": len(pairs)}
+    numbers = {
+        "closest": min(pairs),
+        "mean": float(np.mean(pairs)),
+        "chance": float(np.mean(chance)),
+    }
+    return {name: pytest.approx(value, abs=1e-6) for name, value in numbers.items()} | {
+        "pairs": len(pairs)
+    }

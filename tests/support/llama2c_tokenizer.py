@@ -21,14 +21,18 @@ def tokenizer_file(pieces: Scores) -> bytes:
 
 
 def reference_tokenize(pieces: Scores, text: str) -> list[int]:
-    """Characters or bytes, then repeatedly the adjacent pair of best score merged, leftmost first."""
+    """Characters or bytes, then repeatedly the adjacent pair of best score
+    merged, leftmost first.
+    """
     number = {piece: n for n, (piece, _) in enumerate(pieces)}
     tokens = [number[" "]] if text else []
     for char in text:
         tokens += [number[char]] if char in number else [byte + 3 for byte in char.encode()]
     while True:
         pairs = [pieces[a][0] + pieces[b][0] for a, b in pairwise(tokens)]
-        candidates = [(pieces[number[pair]][1], -at) for at, pair in enumerate(pairs) if pair in number]
+        candidates = [
+            (pieces[number[pair]][1], -at) for at, pair in enumerate(pairs) if pair in number
+        ]
         if not candidates:
             return tokens
         at = -max(candidates)[1]

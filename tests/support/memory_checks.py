@@ -1,9 +1,12 @@
-"""Calls of every kernel at odd sizes, run as a script in a process of its own, where memory errors show.
+"""Calls of every kernel at odd sizes, run as a script in a process of its own, where memory errors
+show.
 
     python -m support.memory_checks guard-pages   every tensor ends right before a page that cannot be read or written,
-                                                  then begins right behind one: an access outside ends the process
+                                                  then begins right behind one: an access outside
+                                                  ends the process
     python -m support.memory_checks debug-build   with HEADWISE_DEBUG_KERNELS=1: an access outside raises RuntimeError;
-                                                  only kernels that no fuzz test runs in a debug build
+                                                  only kernels that no fuzz test runs in a debug
+                                                  build
 
 `--plant NAME...` runs wrong calls from `PLANTED` instead, each in a fork, and prints how each ends.
 """
@@ -30,24 +33,42 @@ from headwise.kernels import (
     row_normalisers,
     small_batch_ops,
 )
-from headwise.kernels.flash_attention import attend_key_ranges, gathered_attention, gathered_attention_backward
+from headwise.kernels.flash_attention import (
+    attend_key_ranges,
+    gathered_attention,
+    gathered_attention_backward,
+)
 from headwise.kernels.varlen_attention import attend_varlen, attend_varlen_backward
 
-# --- Guard pages ---------------------------------------------------------------------------------------
+# --- Guard pages ----------------------------------------------------------------------------------
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
-LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 SCRATCH_ALIGNMENT = 64
 
 
 def allocate_guarded(size: int, alignment: int, at_end: bool) -> int:
-    """Return the address of `size` bytes between two pages without access, next to the second or to the first."""
+    """Return the address of `size` bytes between two pages without access, next to the second or to
+    the first.
+    """
     page = mmap.PAGESIZE
     body = -(-size // page) * page
     begin = LIBC.mmap(
-        None, body + 2 * page, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+        None,
+        body + 2 * page,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        -1,
+        0,
     )
     assert begin not in (None, 2**64 - 1), "mmap failed"
     for guard in (begin, begin + page + body):
@@ -99,7 +120,7 @@ PLAIN_CONTIGUOUS = Tensor.contiguous
 Place = Callable[[Tensor], Tensor]
 
 
-# --- Calls ---------------------------------------------------------------------------------------------
+# --- Calls ----------------------------------------------------------------------------------------
 
 
 def sample(place: Place, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -117,8 +138,13 @@ def call_small_batch_ops(place: Place, dtype: torch.dtype) -> None:
         small_batch_ops.rms_norm(x, sample(place, width, dtype=dtype), 1e-5)
         small_batch_ops.silu_and_multiply(sample(place, rows, 2 * width, dtype=dtype)[:, :width], x)
         small_batch_ops.scale_to_float32(x[:, None], 0.3)
-        heads, positions = sample(place, rows, 2, 3, 80, dtype=dtype), place(torch.randint(0, 99, (rows, 2)))
-        small_batch_ops.apply_rotary(heads, positions, place(torch.rand(32, dtype=torch.float64)), 1.1)
+        heads, positions = (
+            sample(place, rows, 2, 3, 80, dtype=dtype),
+            place(torch.randint(0, 99, (rows, 2))),
+        )
+        small_batch_ops.apply_rotary(
+            heads, positions, place(torch.rand(32, dtype=torch.float64)), 1.1
+        )
 
 
 ROW_SIZES = ((1, 1, 1, 1, 1), (2, 3, 4, 17, 13), (1, 2, 3, 48, 64), (1, 2, 5, 331, 80))
@@ -136,7 +162,9 @@ def call_row_normalisers(place: Place, dtype: torch.dtype) -> None:
                 row_normalisers.masked_entmax_backward(w, [scores, mask, alphas, state], [])
                 v = sample(place, batch, 2, keys, width, dtype=dtype)
                 o, state = row_normalisers.masked_entmax(scores, mask, alphas, v, value_heads)
-                row_normalisers.masked_entmax_backward(o, [scores, mask, alphas, state, v], value_heads)
+                row_normalisers.masked_entmax_backward(
+                    o, [scores, mask, alphas, state, v], value_heads
+                )
 
 
 def call_softmax(place: Place, dtype: torch.dtype) -> None:
@@ -165,9 +193,13 @@ def call_head_mixing(place: Place, dtype: torch.dtype) -> None:
             outputs = heads + extra * (group == heads)
             head_of_output = place(torch.arange(outputs) % heads)
             shapes = (
-                (batch, queries, q_ranks, heads), (batch, queries, q_ranks, outputs), (batch, queries, outputs),
-                (batch, k_ranks, heads, keys), (batch, k_ranks, outputs, keys), (batch, min(k_ranks, 1), outputs, keys),
-            )  # fmt: skip
+                (batch, queries, q_ranks, heads),
+                (batch, queries, q_ranks, outputs),
+                (batch, queries, outputs),
+                (batch, k_ranks, heads, keys),
+                (batch, k_ranks, outputs, keys),
+                (batch, min(k_ranks, 1), outputs, keys),
+            )
             factors = [sample(place, *shape, dtype=dtype) for shape in shapes]
             a = sample(place, batch, heads, queries, keys, dtype=dtype)
             mixed = head_mixing.mix_heads_by_factors(a, head_of_output, group, factors)
@@ -177,7 +209,11 @@ def call_head_mixing(place: Place, dtype: torch.dtype) -> None:
 def call_varlen_attention(place: Place, dtype: torch.dtype) -> None:
     """Packed sequences, forward and backward."""
     sequences = torch.tensor([[0, 5, 0, 7], [5, 1, 7, 1], [6, 19, 8, 19], [25, 3, 27, 0]])
-    for heads, groups, dim, vdim, causal in ((1, 1, 16, 16, True), (4, 2, 24, 7, False), (6, 2, 33, 48, True)):
+    for heads, groups, dim, vdim, causal in (
+        (1, 1, 16, 16, True),
+        (4, 2, 24, 7, False),
+        (6, 2, 33, 48, True),
+    ):
         shapes = (28, heads, dim), (27, groups, dim), (27, groups, vdim)
         qkv = [sample(place, *shape, dtype=dtype) for shape in shapes]
         o = attend_varlen(qkv, place(sequences), 19, causal, 0.3)
@@ -196,15 +232,24 @@ def call_flash_attention(place: Place, dtype: torch.dtype) -> None:
         k, v = (sample(place, batch, keys, groups, n, dtype=dtype) for n in (dim, vdim))
         first = torch.randint(0, keys, (batch, queries))
         end = (first + torch.randint(0, keys + 1, (batch, queries))).clamp(max=keys)
-        for ranges, ahead in ((None, None), (None, keys - queries), (place(torch.stack([first, end], -1)), None)):
+        for ranges, ahead in (
+            (None, None),
+            (None, keys - queries),
+            (place(torch.stack([first, end], -1)), None),
+        ):
             attend_key_ranges(q, k, v, ranges, ahead, 0.4)
             o, lse = ops.flash_attention(q, k, v, ranges, ahead, 0.4)
             ops.flash_attention_backward(o, [q, k, v, o, lse], ranges, ahead, 0.4)
     rows = torch.tensor([0, 2, 3, 7])  # four of the five queries with two heads each
-    tables = [place(t) for t in (
-        rows, torch.tensor([[[0, 3], [1, 4], [0, 0], [2, 5], [0, 5]]]),
-        torch.tensor([[0, 0, 4, 0, 5, 0]]), torch.tensor([[0, 0, 4, 0, 5, 0]]),
-    )]  # fmt: skip
+    tables = [
+        place(t)
+        for t in (
+            rows,
+            torch.tensor([[[0, 3], [1, 4], [0, 0], [2, 5], [0, 5]]]),
+            torch.tensor([[0, 0, 4, 0, 5, 0]]),
+            torch.tensor([[0, 0, 4, 0, 5, 0]]),
+        )
+    ]
     q, k, v = (sample(place, 1, n, heads, 9, dtype=dtype) for n, heads in ((5, 2), (5, 1), (5, 1)))
     o, lse = gathered_attention(q, k, v, tables, 0.5, 1)
     gathered_attention_backward(o, [q, k, v, o, lse], tables, 0.5, 1)
@@ -219,9 +264,17 @@ def call_paged_decode(place: Place, dtype: torch.dtype) -> None:
         (8, 10, 2, 16, 20, 16, 20),
     ):
         pages = batch * spans + 1
-        k, v = (place((40 * torch.randn(pages, groups, slots, n)).clamp(-127, 127).to(dtype)) for n in (dim, vdim))
+        k, v = (
+            place((40 * torch.randn(pages, groups, slots, n)).clamp(-127, 127).to(dtype))
+            for n in (dim, vdim)
+        )
         table = torch.stack(
-            [torch.arange(pages - 1), torch.zeros(pages - 1).long(), torch.full((pages - 1,), slots)], -1
+            [
+                torch.arange(pages - 1),
+                torch.zeros(pages - 1).long(),
+                torch.full((pages - 1,), slots),
+            ],
+            -1,
         )
         own = table.view(batch, spans, 3).clone()
         own[:, -1, 2] = torch.randint(0, slots + 1, (batch,))
@@ -230,10 +283,20 @@ def call_paged_decode(place: Place, dtype: torch.dtype) -> None:
         q = sample(place, batch, heads, dim, dtype=exact if dtype == torch.int8 else dtype)
         scales = {name: place(torch.rand(pages, groups, slots)) for name in ("k_scale", "v_scale")}
         options: dict[str, Any] = scales if dtype == torch.int8 else {}
-        bias, sink = sample(place, batch, heads, spans * slots, dtype=exact), sample(place, heads, dtype=exact)
+        bias, sink = (
+            sample(place, batch, heads, spans * slots, dtype=exact),
+            sample(place, heads, dtype=exact),
+        )
         for spans_BN3 in (own, shared):
             for more in ({}, {"bias": bias, "sink": sink, "softcap": 3.0}):
-                attend_paged(q, k, v, place(spans_BN3), scale=0.3, options=PagedDecodeOptions(**options, **more))
+                attend_paged(
+                    q,
+                    k,
+                    v,
+                    place(spans_BN3),
+                    scale=0.3,
+                    options=PagedDecodeOptions(**options, **more),
+                )
         if dtype != torch.int8:
             attend_paged(q, k[:batch], v[:batch], None, scale=0.3)
 
@@ -249,7 +312,7 @@ CALLS: list[tuple[Callable[[Place, torch.dtype], None], tuple[torch.dtype, ...]]
 ]
 
 
-# --- Wrong calls, which the checks must catch ----------------------------------------------------------
+# --- Wrong calls, which the checks must catch -----------------------------------------------------
 
 
 def read_behind_end(place: Place) -> None:
@@ -269,11 +332,16 @@ def write_behind_end(place: Place) -> None:
 def read_before_begin(place: Place) -> None:
     """Read the row in front of a tensor."""
     x, y = place(torch.randn(2, 16)), torch.empty(2, 16)
-    args = small_batch_ops.SiluArgs.make(gate=x, up=x, y=y, rows=2, width=16, gate_row_stride=-64, up_row_stride=64)
+    args = small_batch_ops.SiluArgs.make(
+        gate=x, up=x, y=y, rows=2, width=16, gate_row_stride=-64, up_row_stride=64
+    )
     small_batch_ops.SMALL_BATCH_KERNELS.run("silu_and_multiply", x.dtype, args)
 
 
-PLANTED = {function.__name__: function for function in (read_behind_end, write_behind_end, read_before_begin)}
+PLANTED = {
+    function.__name__: function
+    for function in (read_behind_end, write_behind_end, read_before_begin)
+}
 
 
 def check_with_guard_pages(call: Callable[[Place, torch.dtype], None], dtype: torch.dtype) -> None:
@@ -285,7 +353,9 @@ def check_with_guard_pages(call: Callable[[Place, torch.dtype], None], dtype: to
 
 
 def report_planted(name: str, check: str) -> None:
-    """Run a wrong call in a fork of this process, and print its error or the signal that ends it."""
+    """Run a wrong call in a fork of this process, and print its error or the
+    signal that ends it.
+    """
     child = os.fork()
     if child == 0:
         try:

@@ -17,7 +17,12 @@ from headwise.model_spec import (
     StackSpec,
 )
 
-LLAMA3 = {"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
+LLAMA3 = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "vocab_size": 128256,
+    "intermediate_size": 14336,
+}
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 
 
@@ -34,120 +39,308 @@ def gemma_3_1b() -> ModelSpec:
         )
         for n in range(26)
     ]
-    stack = StackSpec.from_blocks("decoder", 1152, blocks, embedding=EmbeddingSpec(262144), norm=NormSpec("offset"))
-    return ModelSpec("gemma-3-1b", "decoder", (stack,), (OutputHeadSpec("tokens", 262144, table="decoder"),))
+    stack = StackSpec.from_blocks(
+        "decoder", 1152, blocks, embedding=EmbeddingSpec(262144), norm=NormSpec("offset")
+    )
+    return ModelSpec(
+        "gemma-3-1b", "decoder", (stack,), (OutputHeadSpec("tokens", 262144, table="decoder"),)
+    )
 
 
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 
 
-YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 YARN |= {"original_max_position_embeddings": 4096}
 
 
-# Public models at full size: the keys of their config.json that say sizes, and the numbers that they are known to
-# have, where somebody says them: publishers' pages, papers, or safetensors indices.
+# Public models at full size: the keys of their config.json that say sizes, and the numbers that
+# they are known to have, where somebody says them: publishers' pages, papers, or safetensors
+# indices.
 PUBLIC: dict[str, tuple[dict[str, Any], int | None]] = {
     "gpt2": (
-        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12}
+        {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+        }
         | {"n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257},
         124_439_808,
     ),
     "gpt2-xl": (
-        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 1600, "n_layer": 48, "n_head": 25},
+        {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": 1600,
+            "n_layer": 48,
+            "n_head": 25,
+        },
         1_557_611_200,
     ),
     "llama-2-7b": (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 32000}
-        | {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
-        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": False},
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "vocab_size": 32000,
+        }
+        | {
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        }
+        | {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+        },
         6_738_415_616,
     ),
     "llama-3-8b": (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 128256}
-        | {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "vocab_size": 128256,
+        }
+        | {
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }
         | {"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
         8_030_261_248,
     ),
     "llama-3-70b": (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "vocab_size": 128256}
-        | {"intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 8192,
+            "vocab_size": 128256,
+        }
+        | {
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
         70_553_706_496,
     ),
     "mistral-7b": (
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "vocab_size": 32000}
-        | {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "hidden_size": 4096,
+            "vocab_size": 32000,
+        }
+        | {
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }
         | {"sliding_window": 4096},
         7_241_732_096,
     ),
     "qwen2.5-0.5b": (
-        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "vocab_size": 151936}
-        | {"intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+        {
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "hidden_size": 896,
+            "vocab_size": 151936,
+        }
+        | {
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+        }
         | {"max_window_layers": 24, "use_sliding_window": False, "tie_word_embeddings": True},
         494_032_768,
     ),
     "qwen3-0.6b": (
-        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "vocab_size": 151936}
-        | {"intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+        {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": 1024,
+            "vocab_size": 151936,
+        }
+        | {
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        }
         | {"head_dim": 128, "rope_theta": 1000000, "tie_word_embeddings": True},
         596_049_920,
     ),
     "gemma-2-2b": (
-        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "hidden_size": 2304, "vocab_size": 256000}
-        | {"intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
+        {
+            "model_type": "gemma2",
+            "architectures": ["Gemma2ForCausalLM"],
+            "hidden_size": 2304,
+            "vocab_size": 256000,
+        }
+        | {
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        }
         | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
         2_614_341_888,
     ),
     "bert-base": (
-        {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 768, "vocab_size": 30522}
+        {
+            "model_type": "bert",
+            "architectures": ["BertForMaskedLM"],
+            "hidden_size": 768,
+            "vocab_size": 30522,
+        }
         | {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
         109_514_298,
     ),
     "t5-small": (
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 512, "d_ff": 2048}
+        {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "d_model": 512,
+            "d_ff": 2048,
+        }
         | {"d_kv": 64, "num_heads": 8, "num_layers": 6, "vocab_size": 32128},
         60_506_624,
     ),
     "flan-t5-base": (
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 768, "d_ff": 2048}
-        | {"d_kv": 64, "num_heads": 12, "num_layers": 12, "num_decoder_layers": 12, "vocab_size": 32128}
+        {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "d_model": 768,
+            "d_ff": 2048,
+        }
+        | {
+            "d_kv": 64,
+            "num_heads": 12,
+            "num_layers": 12,
+            "num_decoder_layers": 12,
+            "vocab_size": 32128,
+        }
         | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         None,
     ),
     "bart-base": (
         {"model_type": "bart", "architectures": ["BartModel"], "d_model": 768, "vocab_size": 50265}
-        | {"encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 12, "decoder_attention_heads": 12}
+        | {
+            "encoder_layers": 6,
+            "decoder_layers": 6,
+            "encoder_attention_heads": 12,
+            "decoder_attention_heads": 12,
+        }
         | {"encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "max_position_embeddings": 1024},
         139_420_416,
     ),
     "vit-base": (
-        {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 768, "image_size": 224}
-        | {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "patch_size": 16}
+        {
+            "model_type": "vit",
+            "architectures": ["ViTForImageClassification"],
+            "hidden_size": 768,
+            "image_size": 224,
+        }
+        | {
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "patch_size": 16,
+        }
         | {"id2label": {str(n): f"class {n}" for n in range(1000)}},
         86_567_656,
     ),
     "deepseek-v2-lite": (
-        {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048}
-        | {"vocab_size": 102400, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27}
-        | {"num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1, "n_routed_experts": 64}
-        | {"n_shared_experts": 2, "num_experts_per_tok": 6, "q_lora_rank": None, "kv_lora_rank": 512}
+        {
+            "model_type": "deepseek_v2",
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "hidden_size": 2048,
+        }
+        | {
+            "vocab_size": 102400,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+        }
+        | {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 64,
+        }
+        | {
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+        }
         | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1},
         15_706_484_224,
     ),
     "deepseek-v3": (
-        {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168}
-        | {"vocab_size": 129280, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61}
-        | {"num_attention_heads": 128, "num_key_value_heads": 128, "first_k_dense_replace": 3, "n_group": 8}
-        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "q_lora_rank": 1536}
+        {
+            "model_type": "deepseek_v3",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "hidden_size": 7168,
+        }
+        | {
+            "vocab_size": 129280,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+        }
+        | {
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+        }
+        | {
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "q_lora_rank": 1536,
+        }
         | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
         | {"max_position_embeddings": 163840, "rope_scaling": YARN, "num_nextn_predict_layers": 1}
         | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
         671_026_404_352,
     ),
     "gpt-oss-20b": (
-        {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "vocab_size": 201088}
-        | {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880},
+        {
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "hidden_size": 2880,
+            "vocab_size": 201088,
+        }
+        | {
+            "num_hidden_layers": 24,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 2880,
+        },
         20_914_757_184,
     ),
 }
@@ -166,7 +359,11 @@ def grouped(**more: Any) -> dict[str, Any]:
     """Sizes of a decoder whose heads share keys and are as wide as they like."""
     kv = odd(1, 4)
     heads = kv * odd(1, 4)
-    options = depth() | {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 2 * odd(1, 9)}
+    options = depth() | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 2 * odd(1, 9),
+    }
     return options | {"hidden_size": heads * odd(2, 9), "intermediate_size": odd(3, 40)} | more
 
 
@@ -181,14 +378,30 @@ def windows(layers: int) -> dict[str, Any]:
 
 def gpt2() -> dict[str, Any]:
     heads = odd(1, 5)
-    options = {"n_embd": heads * odd(1, 9), "n_head": heads, "n_layer": odd(1, 5), "n_positions": odd(3, 40)}
-    options |= {"n_inner": some(None, odd(3, 40)), "vocab_size": odd(11, 99), "tie_word_embeddings": some(True, False)}
+    options = {
+        "n_embd": heads * odd(1, 9),
+        "n_head": heads,
+        "n_layer": odd(1, 5),
+        "n_positions": odd(3, 40),
+    }
+    options |= {
+        "n_inner": some(None, odd(3, 40)),
+        "vocab_size": odd(11, 99),
+        "tie_word_embeddings": some(True, False),
+    }
     return options | {"scale_attn_by_inverse_layer_idx": some(True, False)}
 
 
 def llama() -> dict[str, Any]:
-    rope = some(None, {"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}, LLAMA3_ROPE)
-    flags = {name: some(True, False) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")}
+    rope = some(
+        None,
+        {"rope_type": "linear", "factor": 2.0},
+        {"type": "dynamic", "factor": 2.0},
+        LLAMA3_ROPE,
+    )
+    flags = {
+        name: some(True, False) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")
+    }
     return grouped(rope_scaling=rope, **flags)
 
 
@@ -214,30 +427,70 @@ def gemma2() -> dict[str, Any]:
 
 def gpt_oss() -> dict[str, Any]:
     experts = odd(2, 6)
-    config = grouped(num_local_experts=experts, num_experts_per_tok=odd(1, experts), attention_bias=some(True, False))
+    config = grouped(
+        num_local_experts=experts,
+        num_experts_per_tok=odd(1, experts),
+        attention_bias=some(True, False),
+    )
     return config | windows(config["num_hidden_layers"])
 
 
 def deepseek() -> dict[str, Any]:
     heads, experts = odd(1, 5), odd(2, 6)
-    options = depth() | {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * odd(2, 9)}
-    options |= {"qk_nope_head_dim": odd(1, 9), "qk_rope_head_dim": 2 * odd(1, 5), "v_head_dim": odd(1, 9)}
-    options |= {"kv_lora_rank": odd(1, 9), "q_lora_rank": some(None, odd(1, 9)), "attention_bias": some(True, False)}
-    options |= {"intermediate_size": odd(3, 40), "moe_intermediate_size": odd(3, 20), "n_shared_experts": odd(1, 4)}
-    options |= {"n_group": 1, "topk_group": 1, "n_routed_experts": experts, "num_experts_per_tok": odd(1, experts)}
+    options = depth() | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": heads * odd(2, 9),
+    }
+    options |= {
+        "qk_nope_head_dim": odd(1, 9),
+        "qk_rope_head_dim": 2 * odd(1, 5),
+        "v_head_dim": odd(1, 9),
+    }
+    options |= {
+        "kv_lora_rank": odd(1, 9),
+        "q_lora_rank": some(None, odd(1, 9)),
+        "attention_bias": some(True, False),
+    }
+    options |= {
+        "intermediate_size": odd(3, 40),
+        "moe_intermediate_size": odd(3, 20),
+        "n_shared_experts": odd(1, 4),
+    }
+    options |= {
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": odd(1, experts),
+    }
     return options | {"first_k_dense_replace": odd(0, 4), "mlp_bias": some(True, False)}
 
 
 def bert() -> dict[str, Any]:
     heads = odd(1, 5)
-    options = depth() | {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "type_vocab_size": odd(1, 5)}
-    return options | {"intermediate_size": odd(3, 40), "max_position_embeddings": odd(3, 40), "num_labels": odd(1, 9)}
+    options = depth() | {
+        "num_attention_heads": heads,
+        "hidden_size": heads * odd(1, 9),
+        "type_vocab_size": odd(1, 5),
+    }
+    return options | {
+        "intermediate_size": odd(3, 40),
+        "max_position_embeddings": odd(3, 40),
+        "num_labels": odd(1, 9),
+    }
 
 
 def t5() -> dict[str, Any]:
     options = {"d_model": odd(3, 30), "d_kv": odd(1, 9), "num_heads": odd(1, 5), "d_ff": odd(3, 40)}
-    options |= {"num_layers": odd(1, 4), "num_decoder_layers": some(None, odd(1, 4)), "vocab_size": odd(11, 99)}
-    options |= {"relative_attention_num_buckets": 4 * odd(1, 9), "tie_word_embeddings": some(True, False)}
+    options |= {
+        "num_layers": odd(1, 4),
+        "num_decoder_layers": some(None, odd(1, 4)),
+        "vocab_size": odd(11, 99),
+    }
+    options |= {
+        "relative_attention_num_buckets": 4 * odd(1, 9),
+        "tie_word_embeddings": some(True, False),
+    }
     return options | {"feed_forward_proj": some("relu", "gated-gelu", "gated-silu")}
 
 
@@ -249,30 +502,56 @@ def bart() -> dict[str, Any]:
         "d_model": heads * others * odd(1, 5),
     }
     options |= {"encoder_layers": odd(1, 4), "decoder_layers": odd(1, 4), "vocab_size": odd(11, 99)}
-    options |= {"encoder_ffn_dim": odd(3, 40), "decoder_ffn_dim": odd(3, 40), "max_position_embeddings": odd(3, 40)}
+    options |= {
+        "encoder_ffn_dim": odd(3, 40),
+        "decoder_ffn_dim": odd(3, 40),
+        "max_position_embeddings": odd(3, 40),
+    }
     return options | {"num_labels": odd(1, 9)}
 
 
 def vit() -> dict[str, Any]:
     heads, patch = odd(1, 5), [odd(1, 6), odd(1, 6)]
-    options = {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "num_hidden_layers": odd(1, 5)}
-    options |= {"patch_size": patch, "image_size": [patch[0] * odd(1, 5) + patch[0] - 1, patch[1] * odd(1, 5)]}
-    options |= {"intermediate_size": odd(3, 40), "num_channels": odd(1, 4), "qkv_bias": some(True, False)}
+    options = {
+        "num_attention_heads": heads,
+        "hidden_size": heads * odd(1, 9),
+        "num_hidden_layers": odd(1, 5),
+    }
+    options |= {
+        "patch_size": patch,
+        "image_size": [patch[0] * odd(1, 5) + patch[0] - 1, patch[1] * odd(1, 5)],
+    }
+    options |= {
+        "intermediate_size": odd(3, 40),
+        "num_channels": odd(1, 4),
+        "qkv_bias": some(True, False),
+    }
     return options | {"num_labels": odd(1, 9), "pooler_output_size": some(None, 7)}
 
 
 DECODERS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
 
 
-READING = ("ForMaskedLM", "Model", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
+READING = (
+    "ForMaskedLM",
+    "Model",
+    "ForPreTraining",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
 
 
 SPEAKING = ("ForConditionalGeneration", "Model", "ForSequenceClassification")
 
 
-# Of each family: how its classes' names begin, what small configs of it look like, and what its models are for.
+# Of each family: how its classes' names begin, what small configs of it look like, and what its
+# models are for.
 FAMILIES: dict[str, tuple[str, Callable[[], dict[str, Any]], tuple[str, ...]]] = {
-    "gpt2": ("GPT2", gpt2, ("LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")),
+    "gpt2": (
+        "GPT2",
+        gpt2,
+        ("LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification"),
+    ),
     "llama": ("Llama", llama, (*DECODERS, "ForQuestionAnswering")),
     "mistral": ("Mistral", mistral, DECODERS),
     "qwen2": ("Qwen2", qwen2, DECODERS),
@@ -281,11 +560,24 @@ FAMILIES: dict[str, tuple[str, Callable[[], dict[str, Any]], tuple[str, ...]]] =
     "gpt_oss": ("GptOss", gpt_oss, DECODERS),
     "deepseek_v2": ("DeepseekV2", deepseek, ("ForCausalLM", "Model")),
     "deepseek_v3": ("DeepseekV3", deepseek, ("ForCausalLM", "Model")),
-    "bert": ("Bert", bert, (*READING, "ForNextSentencePrediction", "ForMultipleChoice", "ForQuestionAnswering")),
-    "t5": ("T5", t5, ("ForConditionalGeneration", "Model", "EncoderModel", "ForTokenClassification")),
+    "bert": (
+        "Bert",
+        bert,
+        (*READING, "ForNextSentencePrediction", "ForMultipleChoice", "ForQuestionAnswering"),
+    ),
+    "t5": (
+        "T5",
+        t5,
+        ("ForConditionalGeneration", "Model", "EncoderModel", "ForTokenClassification"),
+    ),
     "bart": ("Bart", bart, SPEAKING),
     "vit": ("ViT", vit, ("ForImageClassification", "Model")),
 }
 
 
-TINY = [(name, stem + task, draw) for name, (stem, _, tasks) in FAMILIES.items() for task in tasks for draw in range(3)]
+TINY = [
+    (name, stem + task, draw)
+    for name, (stem, _, tasks) in FAMILIES.items()
+    for task in tasks
+    for draw in range(3)
+]

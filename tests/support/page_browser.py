@@ -40,7 +40,9 @@ def served(model: OpenModel) -> Iterator[str]:
     port = listener.getsockname()[1]
     view = ViewServer(model, read_static_files())
     app: Any = SecurityMiddleware(view.app(), allowed_hosts("127.0.0.1", port), TOKEN)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="error", access_log=False, lifespan="off")
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -53,7 +55,9 @@ def served(model: OpenModel) -> Iterator[str]:
 
 
 def wait_until(page: Any, expression: str) -> None:
-    """Wait until an expression is true in the page, whose policy forbids Playwright's own way to wait."""
+    """Wait until an expression is true in the page, whose policy forbids Playwright's own way to
+    wait.
+    """
     for _ in range(200):
         if page.evaluate(expression):
             return
@@ -66,7 +70,9 @@ def examples_of_ids(opened: OpenModel, trace: Any) -> list[Example]:
     ids = torch.tensor(trace.streams["text"][0].ids)
     none = torch.zeros(len(ids), dtype=torch.bool)
     words = tuple(map(str, ids.tolist()))
-    tokens = TokenAnnotations(ids, words, none, none, none, torch.arange(len(ids)), torch.zeros_like(ids))
+    tokens = TokenAnnotations(
+        ids, words, none, none, none, torch.arange(len(ids)), torch.zeros_like(ids)
+    )
     return [Example({"x": ids[None]}, {"text": tokens})]
 
 

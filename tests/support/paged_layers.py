@@ -1,4 +1,6 @@
-"""Attention layers over a paged KV cache, and reference results of one pass and of the definition."""
+"""Attention layers over a paged KV cache, and reference results of one pass and
+of the definition.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ SPECS = {
     "gaps": {"heads": 4, "kv": 2, "pattern": "dilated(7, 3)"},
     "prefix": {"heads": 4, "kv": 2, "pattern": "prefix(3)"},
     "alibi": {"heads": 6, "kv": 3, "modifiers": MODIFIERS["alibi"]},
-    "t5 in a window": {"heads": 4, "kv": 2, "modifiers": MODIFIERS["t5"], "pattern": "window(13) | first(2)"},
+    "t5 in a window": {
+        "heads": 4,
+        "kv": 2,
+        "modifiers": MODIFIERS["t5"],
+        "pattern": "window(13) | first(2)",
+    },
     "cap": {"heads": 4, "kv": 2, "modifiers": (hw.Softcap(0.7), hw.Alibi())},
     "sink": {"heads": 4, "kv": 2, "normaliser": hw.SinkSoftmax()},
 }
@@ -40,10 +47,14 @@ def build_layer(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
     return layer.to(dtype).eval()
 
 
-def make_pool(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
+def make_pool(
+    spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int
+) -> PagePool:
     """A pool with its pages in random order; unwritten memory is NaN."""
     pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
-    pool.storage[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
+    pool.storage[:-1].fill_(
+        torch.nan
+    )  # the last is read for what is not there, where pages are gathered
     pages_taken = [pool.block_tables.pages.allocate() for _ in range(pages)]
     for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
         pool.block_tables.pages.release(pages_taken[n])
@@ -61,12 +72,18 @@ def decode_step(
     return y
 
 
-def prefilled_cache(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
+def prefilled_cache(
+    layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]
+) -> hw.KVCache:
     """A cache after a prefill of rows of these lengths."""
     cache = pool.caches(pool.batch_of([pool.block_tables.new_sequence() for _ in lengths]))[0]
     if most := max(lengths):
         with torch.no_grad():
-            layer(x[:, :most], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))
+            layer(
+                x[:, :most],
+                cache=cache,
+                sequence=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths),
+            )
     return cache
 
 
@@ -92,6 +109,8 @@ def reference_decode(q_HK, keys, values, scale, options=PagedDecodeOptions()):  
         top = max([*s.tolist(), *(r.item() for r in rest)], default=0.0)
         e = (s - top).exp()
         total = e.sum() + sum((r - top).exp() for r in rest)
-        o = (e[:, None] * values[:, h // heads_per_group].double()).sum(0) / (total if total else 1.0)
+        o = (e[:, None] * values[:, h // heads_per_group].double()).sum(0) / (
+            total if total else 1.0
+        )
         outputs.append((o, top + e.sum().log()))
     return torch.stack([o for o, _ in outputs]), torch.stack([lse for _, lse in outputs])

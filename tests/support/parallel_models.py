@@ -1,4 +1,6 @@
-"""Models for checks on several ranks, and their comparison with one rank: outputs, gradients, optimiser steps."""
+"""Models for checks on several ranks, and their comparison with one rank: outputs, gradients,
+optimiser steps.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,14 @@ from headwise.presets import PRESETS
 from support.layer_cases import check_close
 
 MODEL, HEADS, WORDS = 16, 4, 11
-# An encoder-decoder has the layers of the other kinds; these alone for presets that differ in keys, values or pattern.
+# An encoder-decoder has the layers of the other kinds; these alone for presets that differ in keys,
+# values or pattern.
 PRESET_KINDS = [(preset, "encoder-decoder") for preset in PRESETS]
-PRESET_KINDS += [(preset, kind) for preset in ("mha", "mla", "longformer", "linear") for kind in ("decoder", "encoder")]
+PRESET_KINDS += [
+    (preset, kind)
+    for preset in ("mha", "mla", "longformer", "linear")
+    for kind in ("decoder", "encoder")
+]
 STEPS = 3
 Loss = Callable[[nn.Module, Batch], Tensor]
 Grads = Mapping[str, Tensor]
@@ -36,39 +43,61 @@ Grads = Mapping[str, Tensor]
 
 def small_spec(preset: str, **changes) -> hw.AttentionSpec:
     """A preset in a small size."""
-    small = {"mla": {"dim": 6, "project": hw.Latent(rank=10, rope=4)}, "bigbird": {"pattern": "bigbird(64)"}}
-    return hw.design(preset=preset, **({"model": MODEL, "heads": HEADS} | small.get(preset, {}) | changes))
+    small = {
+        "mla": {"dim": 6, "project": hw.Latent(rank=10, rope=4)},
+        "bigbird": {"pattern": "bigbird(64)"},
+    }
+    return hw.design(
+        preset=preset, **({"model": MODEL, "heads": HEADS} | small.get(preset, {}) | changes)
+    )
 
 
 def make_stack(name: str, blocks, **changes) -> bp.StackSpec:
     """A stack with token embedding and learned positions."""
     table = bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 12))
-    return bp.StackSpec.from_blocks(name, MODEL, blocks, **({"embedding": table, "norm": bp.NormSpec()} | changes))
+    return bp.StackSpec.from_blocks(
+        name, MODEL, blocks, **({"embedding": table, "norm": bp.NormSpec()} | changes)
+    )
 
 
 def make_model_spec(preset: str, kind: str) -> bp.ModelSpec:
-    """Two layers of a preset: a decoder over vectors, an encoder with one output per row, or an encoder-decoder."""
-    feed, full = bp.FeedForwardSpec(10, bias="ud"), {} if preset in ("longformer", "bigbird") else {"pattern": "full()"}
+    """Two layers of a preset: a decoder over vectors, an encoder with one output per row, or an
+    encoder-decoder.
+    """
+    feed, full = (
+        bp.FeedForwardSpec(10, bias="ud"),
+        {} if preset in ("longformer", "bigbird") else {"pattern": "full()"},
+    )
     heads = (bp.OutputHeadSpec("tokens", WORDS, bias="learned"),)
     if kind == "decoder":
         return bp.ModelSpec(
             "one",
             kind,
-            (make_stack("decoder", [bp.BlockSpec(small_spec(preset), feed=feed)] * 2, embedding=None),),
+            (
+                make_stack(
+                    "decoder", [bp.BlockSpec(small_spec(preset), feed=feed)] * 2, embedding=None
+                ),
+            ),
             heads,
         )
     encoder = make_stack(
-        "encoder", [bp.BlockSpec(small_spec(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1)
+        "encoder",
+        [bp.BlockSpec(small_spec(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1),
     )
     if kind == "encoder":
         return bp.ModelSpec("one", kind, (encoder,), (bp.OutputHeadSpec("class", 5, at="mean"),))
     cross = small_spec(preset, pattern="full()", source=MODEL)
     return bp.ModelSpec(
-        "two", kind, (encoder, make_stack("decoder", [bp.BlockSpec(small_spec(preset), cross, feed)])), heads
+        "two",
+        kind,
+        (encoder, make_stack("decoder", [bp.BlockSpec(small_spec(preset), cross, feed)])),
+        heads,
     )
 
 
-def build_model(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> hw.Transformer:
+def build_model(
+    model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: float = 0.0
+) -> hw.Transformer:
     """The model with random values added to all parameters; equal on every rank."""
     net = hw.build(model, seed=1, dropout=dropout).to(dtype)
     draw = torch.Generator().manual_seed(2)
@@ -78,20 +107,32 @@ def build_model(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout
     return net
 
 
-def make_batch(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] = {}, count: int = 7) -> Batch:
+def make_batch(
+    model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] = {}, count: int = 7
+) -> Batch:
     """Three rows of input with labels."""
     draw = torch.Generator().manual_seed(3)
     ids, source = (torch.randint(WORDS, (3, size), generator=draw) for size in (count, 5))
     labels = ids[:, 0] % 5 if model.heads[0].at != "each" else ids.roll(-1, 1)
-    x = ids if model.stacks[-1].embedding else torch.randn(3, count, MODEL, generator=draw, dtype=torch.float64)
+    x = (
+        ids
+        if model.stacks[-1].embedding
+        else torch.randn(3, count, MODEL, generator=draw, dtype=torch.float64)
+    )
     two = len(model.stacks) > 1
-    return Batch(x, labels, tokens.get("x"), source if two else None, tokens.get("source") if two else None)
+    return Batch(
+        x, labels, tokens.get("x"), source if two else None, tokens.get("source") if two else None
+    )
 
 
 def summed_loss(net: nn.Module, batch: Batch) -> Tensor:
     """Sum of the cross entropies."""
-    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
-    return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    logits = net(
+        batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens
+    )
+    return F.cross_entropy(
+        logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
 
 
 def adamw(net: nn.Module) -> torch.optim.AdamW:
@@ -109,17 +150,28 @@ def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: flo
     theirs = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     norm = nn.utils.get_total_norm(list(theirs.values()))
     for name, grad in theirs.items():
-        check_close(ours[name] / norm, grad / norm, msg=lambda message, name=name: f"{name}: {message}", **tolerance)
+        check_close(
+            ours[name] / norm,
+            grad / norm,
+            msg=lambda message, name=name: f"{name}: {message}",
+            **tolerance,
+        )
 
 
 def model_output(net: nn.Module, batch: Batch) -> Tensor:
     """The output of a model on a batch, without gradients."""
     with torch.no_grad():
-        return net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
+        return net(
+            batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens
+        )
 
 
-def backward_on(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:
-    """Run the backward pass of each net on its batch; returns the gradients of floating-point inputs."""
+def backward_on(
+    nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss
+) -> list[Tensor | None]:
+    """Run the backward pass of each net on its batch; returns the gradients of floating-point
+    inputs.
+    """
     input_gradients = []
     for net, batch in zip(nets, batches, strict=True):
         x = batch.x.clone().requires_grad_(batch.x.is_floating_point())
@@ -129,7 +181,9 @@ def backward_on(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss)
 
 
 def check_steps(nets, steps: int, gather: Callable[[], Grads], learn: Callable[[], None]) -> None:
-    """Two nets have equal gradients at every step; `gather` returns the second's in the layout of the first."""
+    """Two nets have equal gradients at every step; `gather` returns the second's in the layout of
+    the first.
+    """
     optimisers = [adamw(net) for net in nets]
     for _ in range(steps):
         learn()
@@ -152,7 +206,9 @@ def check_tensor_parallel(
         divided.sum_replicated_gradients(dict(part.named_parameters()))
 
     def gather() -> Grads:
-        return gather_whole(divided, {name: p.grad for name, p in part.named_parameters() if p.grad is not None})
+        return gather_whole(
+            divided, {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+        )
 
     check_steps([net, part], steps, gather, learn)
     whole = gather_whole(divided, part.state_dict())
@@ -163,7 +219,10 @@ def check_tensor_parallel(
 def gather_whole(divided: TensorParallelModel, tensors: Grads) -> Grads:
     """Tensors of the whole model."""
     cut = {name for name, pieces in divided.pieces.items() if pieces[0].indices}
-    return {name: divided.whole(name, tensor) if name in cut else tensor for name, tensor in tensors.items()}
+    return {
+        name: divided.whole(name, tensor) if name in cut else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def check_context_parallel(
@@ -186,7 +245,9 @@ def check_context_parallel(
         for p in part.parameters():
             p.grad = None if p.grad is None else group.all_reduce(p.grad)
 
-    check_steps([net, part], steps, lambda: {name: p.grad for name, p in part.named_parameters()}, learn)
+    check_steps(
+        [net, part], steps, lambda: {name: p.grad for name, p in part.named_parameters()}, learn
+    )
     for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):
         check_close(ours, theirs)
 
@@ -194,4 +255,8 @@ def check_context_parallel(
 def real_tokens(batch: Batch) -> Tensor:
     """Which tokens are not padding [B, T]."""
     shape = batch.x.shape[:2]
-    return torch.ones(shape, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real.expand(shape)
+    return (
+        torch.ones(shape, dtype=torch.bool)
+        if batch.tokens is None
+        else batch.tokens.is_real.expand(shape)
+    )

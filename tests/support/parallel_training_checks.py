@@ -14,38 +14,68 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import Batch, Task
 from headwise.distributed import Parallelism, ProcessInfo, join_process_group
-from headwise.distributed.communication_volume import BatchShape, CommunicationMeter, count_communication
+from headwise.distributed.communication_volume import (
+    BatchShape,
+    CommunicationMeter,
+    count_communication,
+)
 from headwise.distributed.ranks import ProcessMesh
 from headwise.distributed.sharded_model import shard_model
 from headwise.training import train
 from headwise.training.train_step import StepOptions, TrainStep
-from support.data_parallel_checks import STEPPED, Interrupted, Irregular, run_until, steps_of_case, take_steps
+from support.data_parallel_checks import (
+    STEPPED,
+    Interrupted,
+    Irregular,
+    run_until,
+    steps_of_case,
+    take_steps,
+)
 from support.small_training import IDS, Answered, Echo, short_recipe
 
 CASES = (*STEPPED, "shared keys")
 PLAIN = StepOptions("fp32", "off")
 TWO_RANKS = ("tensor=2", "context=2")
-FOUR_RANKS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shards=2,tensor=2", "context=2,shards=2")
+FOUR_RANKS = (
+    "data=2,tensor=2",
+    "data=2,context=2",
+    "context=2,tensor=2",
+    "shards=2,tensor=2",
+    "context=2,shards=2",
+)
 
 
 def run_everything(folder: Path) -> dict[str, Any]:
-    """Everything that ranks are needed for, in one group, because starting a group takes longer than most checks."""
+    """Everything that ranks are needed for, in one group, because starting a group takes longer
+    than most checks.
+    """
     with join_process_group() as launch:
         results = {"steps": steps(launch), "sent": sent_messages(launch)}
-        return results | ({"runs": runs(folder), "refusals": refusals(folder)} if launch.size == 2 else {})
+        return results | (
+            {"runs": runs(folder), "refusals": refusals(folder)} if launch.size == 2 else {}
+        )
 
 
 def steps(launch: ProcessInfo) -> dict[str, Any]:
     """Steps of every case under every parallelism of this group."""
-    return {way: {case: steps_of_any_case(case, launch, way) for case in CASES} for way in parallelisms_of(launch)}
+    return {
+        way: {case: steps_of_any_case(case, launch, way) for case in CASES}
+        for way in parallelisms_of(launch)
+    }
 
 
 def steps_of_any_case(case: str, launch: ProcessInfo, way: str, **more: Any) -> dict[str, Any]:
-    """Steps of a case of data parallelism, or of the case with shared keys and gradient clipping."""
+    """Steps of a case of data parallelism, or of the case with shared keys and
+    gradient clipping.
+    """
     if case in STEPPED:
         return steps_of_case(case, launch, way, **more)
     return take_steps(
-        Pooled(), hw.build(Pooled().model(), seed=3).double(), short_recipe(batch=6, clip=0.05), launch, way
+        Pooled(),
+        hw.build(Pooled().model(), seed=3).double(),
+        short_recipe(batch=6, clip=0.05),
+        launch,
+        way,
     )
 
 
@@ -54,36 +84,64 @@ def parallelisms_of(launch: ProcessInfo) -> tuple[str, ...]:
 
 
 def sent_messages(launch: ProcessInfo) -> dict[str, Any]:
-    """Collectives that the gradients of one step call, and those counted, for rows without padding."""
+    """Collectives that the gradients of one step call, and those counted, for
+    rows without padding.
+    """
     found: dict[str, Any] = {}
     for parallelism in parallelisms_of(launch):
-        for name, task, parts in (("echo", Echo(), 1), ("odd", Irregular(), 2), ("pooled", Pooled(), 1)):
-            model, world = task.model(), ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
+        for name, task, parts in (
+            ("echo", Echo(), 1),
+            ("odd", Irregular(), 2),
+            ("pooled", Pooled(), 1),
+        ):
+            model, world = (
+                task.model(),
+                ProcessMesh(launch, Parallelism.over(parallelism, launch.size)),
+            )
             stepper = TrainStep(
-                shard_model(hw.build(model, seed=3), world), short_recipe(batch=8, accumulate=parts), PLAIN
+                shard_model(hw.build(model, seed=3), world),
+                short_recipe(batch=8, accumulate=parts),
+                PLAIN,
             )
             batch = replace(task.batch(0, 8), tokens=None, source_tokens=None)
-            rows = BatchShape(8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1])
+            rows = BatchShape(
+                8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1]
+            )
             with CommunicationMeter() as meter:
                 stepper.compute_gradients(batch)
             counted = count_communication(model, world.parallelism, parts, rows)
-            found[parallelism, name] = Counter(map(tuple, meter.messages)), Counter(map(tuple, counted))
+            found[parallelism, name] = (
+                Counter(map(tuple, meter.messages)),
+                Counter(map(tuple, counted)),
+            )
     return found
 
 
 def runs(folder: Path) -> dict[str, str]:
-    """A run that is resumed under another parallelism after each interrupt, and a run with auxiliary losses."""
+    """A run that is resumed under another parallelism after each interrupt, and a run with
+    auxiliary losses.
+    """
     settings = {"batch": 6, "steps": 6, "evaluate_every": 3, "lr": 0.01}
     for at, way in ((1, "tensor=2"), (3, "context=2"), (-1, "tensor=2")):
         run_until(at, short_recipe(**settings, parallelism=way), folder / "ways")
     for way in TWO_RANKS:
-        train(Balanced(), recipe=short_recipe(**BALANCED, parallelism=way), out=folder / f"balanced {way}")
-        train(Answered(), recipe=short_recipe(**settings, parallelism=way, dropout=0.3), out=folder / f"dropped {way}")
+        train(
+            Balanced(),
+            recipe=short_recipe(**BALANCED, parallelism=way),
+            out=folder / f"balanced {way}",
+        )
+        train(
+            Answered(),
+            recipe=short_recipe(**settings, parallelism=way, dropout=0.3),
+            out=folder / f"dropped {way}",
+        )
     return {"drawn": rng_states(folder)}
 
 
 def rng_states(folder: Path) -> list[float]:
-    """The random state of this rank at every step of a data-parallel run that resumes with tensor parallelism."""
+    """The random state of this rank at every step of a data-parallel run that resumes with tensor
+    parallelism.
+    """
     RecordsRng.seen.clear()
     for at, parallelism in ((2, "data=2"), (-1, "tensor=2")):
         RecordsRng.at = at
@@ -127,7 +185,13 @@ class Balanced(Echo):
         return decoder_of(hw.design(model=8, heads=4, kv=2, pattern="causal", modifiers=gates))
 
 
-BALANCED = {"batch": 6, "steps": 4, "evaluate_every": 2, "lr": 0.01, "aux_losses": (("balance", 0.5),)}
+BALANCED = {
+    "batch": 6,
+    "steps": 4,
+    "evaluate_every": 2,
+    "lr": 0.01,
+    "aux_losses": (("balance", 0.5),),
+}
 
 
 @dataclass(frozen=True)
@@ -164,14 +228,21 @@ class Pictures(Echo):
 
     def model(self) -> bp.ModelSpec:
         patches = bp.EmbeddingSpec(patches=bp.PatchSpec(2, 2, 2, 2, channels=1))
-        stack = bp.StackSpec.from_blocks("encoder", 8, [bp.BlockSpec(feed=bp.FeedForwardSpec(4))], embedding=patches)
-        return bp.ModelSpec("pictures", "vision", (stack,), (bp.OutputHeadSpec("class", 3, at="mean"),))
+        stack = bp.StackSpec.from_blocks(
+            "encoder", 8, [bp.BlockSpec(feed=bp.FeedForwardSpec(4))], embedding=patches
+        )
+        return bp.ModelSpec(
+            "pictures", "vision", (stack,), (bp.OutputHeadSpec("class", 3, at="mean"),)
+        )
 
 
 def decoder_of(spec: hw.AttentionSpec) -> bp.ModelSpec:
     """A decoder of one layer."""
     stack = bp.StackSpec.from_blocks(
-        "decoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(6))], embedding=bp.EmbeddingSpec(IDS)
+        "decoder",
+        8,
+        [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(6))],
+        embedding=bp.EmbeddingSpec(IDS),
     )
     return bp.ModelSpec("one", "decoder", (stack,), (bp.OutputHeadSpec("tokens", IDS),))
 
@@ -191,4 +262,6 @@ class Pooled(Echo):
             [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(13, bias="d"))] * 2,
             embedding=bp.EmbeddingSpec(IDS),
         )
-        return bp.ModelSpec("pooled", "encoder", (stack,), (bp.OutputHeadSpec("class", IDS, at="mean"),))
+        return bp.ModelSpec(
+            "pooled", "encoder", (stack,), (bp.OutputHeadSpec("class", IDS, at="mean"),)
+        )

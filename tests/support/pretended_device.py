@@ -3,9 +3,9 @@
     with pretended_device() as device:
         model.to(device)
 
-Results are right, forward and backward. It refuses what a GPU refuses: tensors of two devices in one operation,
-`numpy()`, and custom operators for CPUs. It needs torch >= 2.13, and does not see kernels, memory, streams or code for
-the device type "cuda".
+Results are right, forward and backward. It refuses what a GPU refuses: tensors of two devices in
+one operation, `numpy()`, and custom operators for CPUs. It needs torch >= 2.13, and does not see
+kernels, memory, streams or code for the device type "cuda".
 """
 
 from __future__ import annotations
@@ -23,10 +23,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "pretend"
 COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
-INDEXING = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index")  # take indices of the CPU
-CONSTRUCTORS = ("tensor", "as_tensor", "asarray", "new_tensor")  # fill a device without an operation
+INDEXING = (
+    "aten::index",
+    "aten::index_put_",
+    "aten::index_put",
+    "aten::_unsafe_index",
+)  # take indices of the CPU
+CONSTRUCTORS = (
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "new_tensor",
+)  # fill a device without an operation
 BUILTIN = ("aten", "prim", "prims", "profiler")
-DEVICE_KERNELS = ("CompositeExplicitAutograd", "PrivateUse1:", "CUDA:")  # of a custom operator that runs on devices
+DEVICE_KERNELS = (
+    "CompositeExplicitAutograd",
+    "PrivateUse1:",
+    "CUDA:",
+)  # of a custom operator that runs on devices
 REGISTERED: list[Any] = []
 
 
@@ -37,9 +51,15 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> DeviceTensor:
-        layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "layout": host.layout}
+        layout = {
+            "strides": host.stride(),
+            "storage_offset": host.storage_offset(),
+            "layout": host.layout,
+        }
         device = torch.device(NAME, 0)
-        wrapper = Tensor._make_wrapper_subclass(cls, host.size(), dtype=host.dtype, device=device, **layout)
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, host.size(), dtype=host.dtype, device=device, **layout
+        )
         wrapper.host = host
         return wrapper
 
@@ -58,10 +78,14 @@ class DeviceTensor(Tensor):
 
 
 def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the host; results are on the device if `device`, the tensor written or an input is."""
+    """Run an operation on the host; results are on the device if `device`, the tensor written or an
+    input is.
+    """
     name = func.name().split(".")[0]
     leaves = tree_leaves((args, kwargs))
-    target = kwargs.get("device") or next((arg for arg in args if isinstance(arg, torch.device)), None)
+    target = kwargs.get("device") or next(
+        (arg for arg in args if isinstance(arg, torch.device)), None
+    )
     if name == "aten::copy_":
         target = args[0].device
     inputs = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
@@ -75,23 +99,31 @@ def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
             return args[0]
         if target is not None and not is_on_device(target):
             return result
-        wrapped = tree_map(lambda leaf: DeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, result)
+        wrapped = tree_map(
+            lambda leaf: DeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, result
+        )
         is_new = target is not None or name in COPIES
         return wrapped if is_new else return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
 def check_operation(name: str, tensors: list[Tensor]) -> None:
-    """Raise as a GPU does if some of the tensors are on the CPU, or if the operator has no kernel for devices."""
+    """Raise as a GPU does if some of the tensors are on the CPU, or if the operator has no kernel
+    for devices.
+    """
     strangers = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim()]
     if name in INDEXING:
         strangers = [x for x in strangers if x.dtype not in (torch.int64, torch.bool, torch.uint8)]
     if strangers:
         shapes = [tuple(x.shape) for x in strangers]
-        raise RuntimeError(f"{name}: expected all tensors on one device, found {NAME}:0 and cpu {shapes}")
+        raise RuntimeError(
+            f"{name}: expected all tensors on one device, found {NAME}:0 and cpu {shapes}"
+        )
     if name.split("::")[0] not in BUILTIN:
         kernels = torch._C._dispatch_dump(name)
         if not any(kernel in kernels for kernel in DEVICE_KERNELS):
-            raise RuntimeError(f"{name}: an operator for CPUs was called with tensors of the device")
+            raise RuntimeError(
+                f"{name}: an operator for CPUs was called with tensors of the device"
+            )
 
 
 def is_on_device(device: Any) -> bool:
@@ -105,7 +137,9 @@ def to_host(value: Any) -> Any:
 
 
 class Operations(TorchDispatchMode):
-    """Runs operations that create tensors on the device, which have no tensor of it among their arguments."""
+    """Runs operations that create tensors on the device, which have no tensor of it among their
+    arguments.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_operation(func, args, kwargs or {})
@@ -125,14 +159,20 @@ class Constructors(TorchFunctionMode):
         if name == "new_tensor":
             made = torch.tensor(*args[1:], **{"dtype": args[0].dtype, **options})
         else:
-            made = func(*args, **options) if first is None else first.to(options.get("dtype", first.dtype))
+            made = (
+                func(*args, **options)
+                if first is None
+                else first.to(options.get("dtype", first.dtype))
+            )
         return made.to(device).requires_grad_(needs_grad)
 
 
 def register_device() -> None:
-    """Register the device with torch, and the two operations that torch calls below its Python modes.
+    """Register the device with torch, and the two operations that torch calls below its Python
+    modes.
 
-    It stays registered, so it is hidden from later tests of the process that look for an accelerator.
+    It stays registered, so it is hidden from later tests of the process that look for an
+    accelerator.
     """
     torch._C._get_accelerator = lambda: torch.device("cpu")
     torch.accelerator.is_available = lambda: False

@@ -1,4 +1,6 @@
-"""Small models of every kind, texts for them, and heads to keep, for tests of compression proofs."""
+"""Small models of every kind, texts for them, and heads to keep, for tests of
+compression proofs.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,36 @@ def make_model_spec(
 ) -> bp.ModelSpec:
     """A model of one kind."""
     feed = bp.FeedForwardSpec(31)
-    own = bp.BlockSpec(make_attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed)
-    patches = bp.PatchSpec(3, 5, 2, 2, channels=1)
-    embedding = bp.EmbeddingSpec(patches=patches, first=1) if kind == "vision" else bp.EmbeddingSpec(words)
-    heads = (
-        (bp.OutputHeadSpec("classes", 7, at="first"),) if kind == "vision" else (bp.OutputHeadSpec("tokens", words),)
+    own = bp.BlockSpec(
+        make_attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed
     )
-    stacks = (bp.StackSpec.from_blocks("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,  # noqa: E501 - one case a line
-                          norm=bp.NormSpec()),)  # fmt: skip
+    patches = bp.PatchSpec(3, 5, 2, 2, channels=1)
+    embedding = (
+        bp.EmbeddingSpec(patches=patches, first=1) if kind == "vision" else bp.EmbeddingSpec(words)
+    )
+    heads = (
+        (bp.OutputHeadSpec("classes", 7, at="first"),)
+        if kind == "vision"
+        else (bp.OutputHeadSpec("tokens", words),)
+    )
+    stacks = (
+        bp.StackSpec.from_blocks(
+            "encoder" if kind != "decoder" else kind,
+            24,
+            [own] * blocks,
+            embedding=embedding,
+            norm=bp.NormSpec(),
+        ),
+    )
     if kind == "encoder-decoder":
         both = bp.BlockSpec(make_attention(), cross=make_attention("full"), feed=feed)
         stacks += (
             bp.StackSpec.from_blocks(
-                "decoder", 24, [both] * blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec()
+                "decoder",
+                24,
+                [both] * blocks,
+                embedding=bp.EmbeddingSpec(words),
+                norm=bp.NormSpec(),
             ),
         )
     return bp.ModelSpec(f"small {kind}", kind, stacks, heads)
@@ -57,8 +76,10 @@ def make_examples(kind: str, count: int = 6, words: int = WORDS) -> list[Example
     draw = torch.Generator().manual_seed(5)
     if kind == "vision":
         shape = (1, 1, 6, 10)
-        return [Example({"x": torch.randn(shape, generator=draw), "labels": torch.tensor([n % 7])}, {})
-                for n in range(count)]  # fmt: skip
+        return [
+            Example({"x": torch.randn(shape, generator=draw), "labels": torch.tensor([n % 7])}, {})
+            for n in range(count)
+        ]
     examples = list[Example]()
     for n in range(count):
         text = torch.randint(3, words, (1, 6 + n % 4), generator=draw)
@@ -74,14 +95,24 @@ def make_examples(kind: str, count: int = 6, words: int = WORDS) -> list[Example
 def _tokens(ids: torch.Tensor) -> TokenAnnotations:
     none = torch.zeros(len(ids), dtype=torch.bool)
     return TokenAnnotations(
-        ids, tuple(map(str, ids.tolist())), none, none, none, torch.arange(len(ids)), torch.ones(len(ids))
+        ids,
+        tuple(map(str, ids.tolist())),
+        none,
+        none,
+        none,
+        torch.arange(len(ids)),
+        torch.ones(len(ids)),
     )
 
 
 KEEP = {
     "decoder": {"decoder.0.attention": [1, 2], "decoder.1.attention": [3]},
     "encoder": {"encoder.0.attention": [0, 1, 2], "encoder.1.attention": [2]},
-    "encoder-decoder": {"encoder.1.attention": [2, 3], "decoder.0.cross": [0], "decoder.1.attention": [1, 3]},
+    "encoder-decoder": {
+        "encoder.1.attention": [2, 3],
+        "decoder.0.cross": [0],
+        "decoder.1.attention": [1, 3],
+    },
     "vision": {"encoder.0.attention": [0, 3], "encoder.1.attention": [1]},
 }
 KINDS = tuple(KEEP)

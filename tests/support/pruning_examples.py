@@ -10,9 +10,15 @@ from headwise.surgery.attention_replacement import get_attention
 from support.importance_examples import WORDS
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
-    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": WORDS,
+}
 
 
 RANDOM_RANKING = HeadRanking("random", seed=3)
@@ -37,4 +43,6 @@ FAINT_HEADS = [
 
 
 # Texts of bytes that differ, eleven of them; an empty line among them.
-TEXTS = "\n".join(f"text {n} of {n * n} words, {'and more ' * (n % 3)}here" for n in range(11)) + "\n\n"
+TEXTS = (
+    "\n".join(f"text {n} of {n * n} words, {'and more ' * (n % 3)}here" for n in range(11)) + "\n\n"
+)

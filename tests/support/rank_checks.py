@@ -18,12 +18,18 @@ def requested_checks(request: pytest.FixtureRequest) -> list[str]:
     """Names of the checks that the selected tests of a module need: "mha decoder", "terms"."""
     items = [item for item in request.session.items if item.path == request.path]
     return [
-        " ".join(item.callspec.params[key] for key in ("preset", "kind", "name") if key in item.callspec.params)
+        " ".join(
+            item.callspec.params[key]
+            for key in ("preset", "kind", "name")
+            if key in item.callspec.params
+        )
         for item in items
     ]
 
 
-def run_checks_on_ranks(ranks: int, module: str, names: Sequence[str], folder: Path) -> dict[str, list[Any]]:
+def run_checks_on_ranks(
+    ranks: int, module: str, names: Sequence[str], folder: Path
+) -> dict[str, list[Any]]:
     """Result of every check on each rank by name: None, or a traceback."""
     folder.joinpath("names").write_text("\n".join(names))
     results = run_ranks(ranks, f"{module}.run_requested", folder)
@@ -31,7 +37,9 @@ def run_checks_on_ranks(ranks: int, module: str, names: Sequence[str], folder: P
 
 
 def run_checks(check: Callable[[str], None], folder: Path) -> dict[str, str | None]:
-    """Run the checks on this rank up to the first failure, since collectives would not match after it."""
+    """Run the checks on this rank up to the first failure, since collectives would not match after
+    it.
+    """
     failures: dict[str, str | None] = {}
     names = folder.joinpath("names").read_text().splitlines()
     with join_process_group():
@@ -42,7 +50,11 @@ def run_checks(check: Callable[[str], None], folder: Path) -> dict[str, str | No
                 failures[name] = None
             except Exception:
                 this_failure = {name: traceback.format_exc()}
-                return dict.fromkeys(names, f"not reached, for {name} failed") | failures | this_failure
+                return (
+                    dict.fromkeys(names, f"not reached, for {name} failed")
+                    | failures
+                    | this_failure
+                )
     return failures
 
 

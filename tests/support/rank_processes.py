@@ -1,4 +1,6 @@
-"""Processes of several ranks with the environment of torchrun: commands, and forks of one that has imported torch."""
+"""Processes of several ranks with the environment of torchrun: commands, and forks of one that has
+imported torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def free_port() -> int:
 
 def torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Environment variables that torchrun sets for one rank."""
-    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -53,13 +61,18 @@ def start_ranks(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
-            env=rank_environment(rank, ranks, port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=rank_environment(rank, ranks, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
 
 
-def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = MAX_SECONDS) -> list[tuple[int, str, str]]:
+def wait_for_ranks(
+    processes: list[subprocess.Popen[str]], timeout: float = MAX_SECONDS
+) -> list[tuple[int, str, str]]:
     """Exit code, standard output and standard error of each process."""
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]
@@ -69,17 +82,20 @@ def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = MAX_
     return [(process.returncode, *value) for process, value in zip(processes, outputs, strict=True)]
 
 
-# --- forked ranks --------------------------------------------------------------------------------------
+# --- forked ranks ---------------------------------------------------------------------------------
 
 
 def run_ranks(ranks: int, function: str, folder: Path) -> list[Any]:
     """Results of "module.function" on each of `ranks` ranks, called with the folder.
 
-    The ranks are forks of one new process: torch is imported once, and no thread of this process is missing in them.
+    The ranks are forks of one new process: torch is imported once, and no thread of this process is
+    missing in them.
     """
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "support.rank_processes", str(ranks), function, str(folder)]
-    ended = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
@@ -88,11 +104,17 @@ def fork_ranks(ranks: int, function: str, folder: Path) -> bool:
     """Run a function on forks of this process; False if one fails or is not done in time."""
     module, _, name = function.rpartition(".")
     call = getattr(importlib.import_module(module), name)
-    for imported_later in ("torch._dynamo", "torch.distributed.fsdp", "numba"):  # on each rank if not here
+    for imported_later in (
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "numba",
+    ):  # on each rank if not here
         importlib.import_module(imported_later)
     port, fork = free_port(), multiprocessing.get_context("fork")
     processes = [
-        fork.Process(target=run_rank, args=(call, folder, torchrun_variables(rank, ranks, port)), daemon=True)
+        fork.Process(
+            target=run_rank, args=(call, folder, torchrun_variables(rank, ranks, port)), daemon=True
+        )
         for rank in range(ranks)
     ]
     for process in processes:

@@ -41,17 +41,28 @@ def stack_input(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype)
     if patches is None:
         return torch.randint(1, stack.embedding.tokens, (BATCH, tokens))
     return torch.randn(
-        BATCH, patches.channels, patches.rows * patches.high, patches.columns * patches.wide, dtype=dtype
+        BATCH,
+        patches.channels,
+        patches.rows * patches.high,
+        patches.columns * patches.wide,
+        dtype=dtype,
     )
 
 
-def model_saved_bytes(model: hw.model_spec.ModelSpec, dtype: torch.dtype, settings: hw.ActivationSettings) -> int:
+def model_saved_bytes(
+    model: hw.model_spec.ModelSpec, dtype: torch.dtype, settings: hw.ActivationSettings
+) -> int:
     """Bytes that hooks see in one training step, without ids, pixels and labels."""
     net = hw.build(model, dropout=settings.dropout, seed=0).to(dtype).train()
     net.checkpointing = settings.checkpoint
     more = {"source": stack_input(model.stacks[0], SOURCE, dtype)} if len(model.stacks) > 1 else {}
-    x, labels = stack_input(model.stacks[-1], TOKENS, dtype), torch.zeros(BATCH * 99, dtype=torch.int64)
-    with SavedTensorRecorder([*net.parameters(), *net.buffers(), x, *more.values(), labels], {}) as watch:
+    x, labels = (
+        stack_input(model.stacks[-1], TOKENS, dtype),
+        torch.zeros(BATCH * 99, dtype=torch.int64),
+    )
+    with SavedTensorRecorder(
+        [*net.parameters(), *net.buffers(), x, *more.values(), labels], {}
+    ) as watch:
         y = net(x, **more).flatten(0, -2)
         F.cross_entropy(y, labels[: len(y)])
     return watch.total_bytes

@@ -10,7 +10,14 @@ import headwise as hw
 from headwise.data.vocabulary import ByteVocabulary
 from support.transformers_models import ZOO
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 256,
+    "n_positions": 24,
+}
 
 
 def save_models(base: Path) -> dict[str, Path]:

@@ -1,7 +1,8 @@
 """Checks that tensors have the shapes in their names.
 
-`q_BTHK` is a tensor of four dimensions, and every argument of one call with a T has one size of T. The letters are
-written once in the source, as names; here they become checks on every call of every function.
+`q_BTHK` is a tensor of four dimensions, and every argument of one call with a T has one size of T.
+The letters are written once in the source, as names; here they become checks on every call of every
+function.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def letters(name: str) -> str:
 
 
 def with_shape_checks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with checks of its tensor arguments, or itself if no argument name has letters."""
+    """The function with checks of its tensor arguments, or itself if no
+    argument name has letters.
+    """
     names = list(inspect.signature(function).parameters)
     axes_by_index = {n: (name, letters(name)) for n, name in enumerate(names) if letters(name)}
     if not axes_by_index:
@@ -43,8 +46,12 @@ def with_shape_checks(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         tensors = [(*axes_by_index[n], value) for n, value in enumerate(args) if n in axes_by_index]
-        tensors += [(name, by_name[name], value) for name, value in kwargs.items() if name in by_name]
-        _check_shapes(function.__qualname__, [row for row in tensors if isinstance(row[2], torch.Tensor)])
+        tensors += [
+            (name, by_name[name], value) for name, value in kwargs.items() if name in by_name
+        ]
+        _check_shapes(
+            function.__qualname__, [row for row in tensors if isinstance(row[2], torch.Tensor)]
+        )
         return function(*args, **kwargs)
 
     return wrapper
@@ -55,13 +62,17 @@ def _check_shapes(function_name: str, tensors: list[tuple[str, str, torch.Tensor
     for name, axes, tensor in tensors:
         if tensor.dim() != len(axes):
             raise ShapeError(
-                f"{function_name}: {name} has shape {tuple(tensor.shape)}, not one axis for each of {axes}"
+                f"{function_name}: {name} has shape {tuple(tensor.shape)}, not one axis for each "
+                f"of {axes}"
             )
         for axis, size in zip(axes, tensor.shape, strict=True):
             broadcasts = axis in _BROADCAST and 1 in (size, sizes.get(axis, size))
-            if (not broadcasts and sizes.setdefault(axis, size) != size) or (axis == "1" and size != 1):
+            if (not broadcasts and sizes.setdefault(axis, size) != size) or (
+                axis == "1" and size != 1
+            ):
                 raise ShapeError(
-                    f"{function_name}: {name} has {axis}={size}, but {axis} is {sizes.get(axis, 1)} in this call"
+                    f"{function_name}: {name} has {axis}={size}, but {axis} is "
+                    f"{sizes.get(axis, 1)} in this call"
                 )
 
 
@@ -72,7 +83,9 @@ def install_shape_checks(package: str = "headwise") -> int:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     modules = [m for name, m in sys.modules.items() if name.split(".")[0] == package]
-    wrapped: dict[Any, Any] = {}  # by the original function; a function without letters stands for itself
+    wrapped: dict[
+        Any, Any
+    ] = {}  # by the original function; a function without letters stands for itself
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__.split(".")[0] == package:

@@ -35,7 +35,9 @@ def record_sites(model):
     recorders = {one.site.name: InputRecorder() for one in attentions}
     patches = [stand for route in {one.adapter for one in attentions} for stand in route.patches()]
     overrides = [override for one in attentions for override in one.overrides]
-    with install_hooks({one.module: (recorders[one.site.name],) for one in attentions}, patches, overrides):
+    with install_hooks(
+        {one.module: (recorders[one.site.name],) for one in attentions}, patches, overrides
+    ):
         yield recorders
 
 

@@ -42,7 +42,9 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Echo(Task):
-    """Predict the previous token: rows of 3 to 7 random ids, labels shifted by one, no label for the first."""
+    """Predict the previous token: rows of 3 to 7 random ids, labels shifted by one, no label for
+    the first.
+    """
 
     name: ClassVar[str] = "echo"
     noise: float = 0.0
@@ -51,7 +53,9 @@ class Echo(Task):
         check_split(split)
         rows = []
         for n in range(index * size, (index + 1) * size):
-            generator = torch.Generator().manual_seed(1000003 * self.seed + 3 * n + SPLITS.index(split))
+            generator = torch.Generator().manual_seed(
+                1000003 * self.seed + 3 * n + SPLITS.index(split)
+            )
             length = int(torch.randint(3, LONGEST + 1, (1,), generator=generator))
             rows.append(torch.randint(1, IDS, (length,), generator=generator))
         x = torch.zeros(size, LONGEST, dtype=torch.int64)
@@ -65,9 +69,17 @@ class Echo(Task):
         spec = hw.design(model=8, heads=2, pattern="causal")
         embedding = EmbeddingSpec(tokens=IDS, positions=PositionSpec("learned", LONGEST))
         stack = StackSpec.from_blocks(
-            "decoder", 8, [BlockSpec(spec, feed=FeedForwardSpec(13, bias="ud"))], embedding=embedding
+            "decoder",
+            8,
+            [BlockSpec(spec, feed=FeedForwardSpec(13, bias="ud"))],
+            embedding=embedding,
         )
-        return ModelSpec("echo", "decoder", (stack,), (OutputHeadSpec("tokens", IDS, table="decoder", bias="learned"),))
+        return ModelSpec(
+            "echo",
+            "decoder",
+            (stack,),
+            (OutputHeadSpec("tokens", IDS, table="decoder", bias="learned"),),
+        )
 
     @property
     def chance(self) -> Mapping[str, float]:
@@ -97,7 +109,9 @@ class Routed(Echo):
 
     def model(self) -> ModelSpec:
         described = super().model()
-        spec = hw.design(model=8, heads=4, pattern="causal", modifiers=(hw.Routed(always=1, active=2),))
+        spec = hw.design(
+            model=8, heads=4, pattern="causal", modifiers=(hw.Routed(always=1, active=2),)
+        )
         stack = described.stacks[0]
         blocks = [BlockSpec(spec, feed=block.feed) for block in stack.layers * 2]
         return ModelSpec(
@@ -110,7 +124,9 @@ class Routed(Echo):
 
 def short_recipe(**options: object) -> Recipe:
     """A recipe of a few plain steps."""
-    return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **options})
+    return Recipe(
+        **{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **options}
+    )
 
 
 PLAIN = StepOptions("fp32", "off")
@@ -132,7 +148,9 @@ SHORT_RUNS = {
 
 
 def save_small_curves(folder: Path, curves: LearningCurves, title: str) -> None:
-    """Empty pictures instead of learning curves, because drawing them takes longer than most runs of tests."""
+    """Empty pictures instead of learning curves, because drawing them takes longer than most runs
+    of tests.
+    """
     for name in CURVE_FILES.values():
         write_atomically(folder / name, b"<svg/>")
 

@@ -1,8 +1,9 @@
 """Hypothesis strategies for specs: all registered parts, in combinations that the library accepts.
 
-`specs()` starts from an example of a part and changes it step by step. A change that conflicts is skipped, so that no
-example is rejected and a failing spec shrinks to a bare example. `modifier_lists()` grows a list in this manner on a
-given spec. Neither names a part: a new part is included as soon as it has examples.
+`specs()` starts from an example of a part and changes it step by step. A change that conflicts is
+skipped, so that no example is rejected and a failing spec shrinks to a bare example.
+`modifier_lists()` grows a list in this manner on a given spec. Neither names a part: a new part is
+included as soon as it has examples.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ def examples() -> list[tuple[str, hw.AttentionSpec]]:
 
 
 def slot_values(slot: str) -> list[Any]:
-    """All values that the examples have in one slot, or in the list of modifiers; each once, simplest first."""
+    """All values that the examples have in one slot, or in the list of modifiers; each once,
+    simplest first.
+    """
     examples_ = [base()] + [spec for _, spec in examples()]
     values = [
-        value for spec in examples_ for value in (spec.modifiers if slot == "modifiers" else [getattr(spec, slot)])
+        value
+        for spec in examples_
+        for value in (spec.modifiers if slot == "modifiers" else [getattr(spec, slot)])
     ]
     return list(dict.fromkeys(values))
 
@@ -48,11 +53,13 @@ def change_if_legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
         return spec
 
 
-# --- patterns ------------------------------------------------------------------------------------------
+# --- patterns -------------------------------------------------------------------------------------
 
 
 def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
-    """Patterns that are not unions or intersections; with `forward` only those that read no future token."""
+    """Patterns that are not unions or intersections; with `forward` only those that read no future
+    token.
+    """
     sizes = st.integers(1, 7)
     back = [
         st.just(hw.Causal()),
@@ -62,11 +69,21 @@ def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
     ]
     ahead = [
         st.just(hw.Full()),
-        sizes.flatmap(lambda keys: st.builds(hw.Window, keys=st.just(keys), after=st.integers(0, keys - 1))),
+        sizes.flatmap(
+            lambda keys: st.builds(hw.Window, keys=st.just(keys), after=st.integers(0, keys - 1))
+        ),
         sizes.map(hw.Prefix),
-        st.sets(st.integers(0, 6), min_size=1, max_size=3).map(lambda found: hw.Global(tuple(sorted(found)))),
+        st.sets(st.integers(0, 6), min_size=1, max_size=3).map(
+            lambda found: hw.Global(tuple(sorted(found)))
+        ),
         sizes.map(hw.Blocks),
-        st.builds(hw.BigBird, length=st.just(12), block=st.just(2), random=st.integers(0, 1), seed=st.integers(0, 3)),
+        st.builds(
+            hw.BigBird,
+            length=st.just(12),
+            block=st.just(2),
+            random=st.integers(0, 1),
+            seed=st.integers(0, 3),
+        ),
         st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5).map(
             lambda found: hw.Edges(tuple(sorted(found)))
         ),
@@ -82,12 +99,14 @@ def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
     return st.recursive(simple_patterns(forward=forward), joins, max_leaves=3)
 
 
-# --- heads ---------------------------------------------------------------------------------------------
+# --- heads ----------------------------------------------------------------------------------------
 
 
 @st.composite
 def heads(draw: st.DrawFn) -> hw.Heads:
-    """Multi-head, grouped, multi-query, unevenly grouped and pruned heads, and values narrower or wider than keys."""
+    """Multi-head, grouped, multi-query, unevenly grouped and pruned heads, and values narrower or
+    wider than keys.
+    """
     q, dim = draw(st.integers(1, 6)), draw(st.sampled_from((4, 2, 6)))
     kv = draw(st.integers(1, q))
     vdim = draw(st.sampled_from((0, 5, 3)))
@@ -110,11 +129,13 @@ def head_groupings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
     return tuple(draw(st.permutations([*range(kv), *rest])))
 
 
-# --- specs ---------------------------------------------------------------------------------------------
+# --- specs ----------------------------------------------------------------------------------------
 
 
 @st.composite
-def modifier_lists(draw: st.DrawFn, spec: hw.AttentionSpec | None = None, *, most: int = 3) -> tuple[Any, ...]:
+def modifier_lists(
+    draw: st.DrawFn, spec: hw.AttentionSpec | None = None, *, most: int = 3
+) -> tuple[Any, ...]:
     """Up to `most` modifiers, each legal after those before it on this spec (default: the base)."""
     spec = replace(base() if spec is None else spec, modifiers=())
     for modifier in draw(st.lists(st.sampled_from(slot_values("modifiers")), max_size=most)):
@@ -124,7 +145,8 @@ def modifier_lists(draw: st.DrawFn, spec: hw.AttentionSpec | None = None, *, mos
 
 @st.composite
 def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.AttentionSpec:
-    """Any layer: an example with changed heads, slots, pattern and source, and up to `most` more modifiers.
+    """Any layer: an example with changed heads, slots, pattern and source, and up to `most` more
+    modifiers.
 
     With `forward`, only patterns that can be decoded token by token.
     """
@@ -136,7 +158,10 @@ def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.Attent
         ("model", st.sampled_from((10, 14))),
         ("source", st.sampled_from((None, 13))),
         ("pattern", patterns(forward=forward)),
-        *((slot, st.sampled_from(slot_values(slot))) for slot in ("project", "similarity", "normaliser", "merge")),
+        *(
+            (slot, st.sampled_from(slot_values(slot)))
+            for slot in ("project", "similarity", "normaliser", "merge")
+        ),
     ]
     for name, values in changes:
         if draw(st.booleans()):

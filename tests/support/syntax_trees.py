@@ -11,7 +11,8 @@ import gc
 def syntax_nodes(source: str) -> list[ast.AST]:
     """All nodes of the tree, the module first.
 
-    The garbage collector stands still meanwhile and does not see the nodes afterwards: it took four fifths of the time.
+    The garbage collector stands still meanwhile and does not see the nodes afterwards: it took four
+    fifths of the time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,6 @@
-"""Take-over points in tests: the sizes of the class that tests go by, and other sizes for the length of a test."""
+"""Take-over points in tests: the sizes of the class that tests go by, and other sizes for the
+length of a test.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,10 @@ def check_model(model: bp.ModelSpec, tokens=None, steps: int = 1) -> None:
 def decoder(*blocks: bp.BlockSpec, **options) -> bp.ModelSpec:
     """A decoder of these blocks."""
     return bp.ModelSpec(
-        "one", "decoder", (make_stack("decoder", blocks, **options),), (bp.OutputHeadSpec("tokens", 11),)
+        "one",
+        "decoder",
+        (make_stack("decoder", blocks, **options),),
+        (bp.OutputHeadSpec("tokens", 11),),
     )
 
 
@@ -93,10 +96,18 @@ def every_part() -> None:
         for tensor in layer.state_dict().values():
             dist.broadcast(tensor, 0)
         small = hw.Attention(own.spec).double().eval()
-        small.load_state_dict(hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1])
+        small.load_state_dict(
+            hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1]
+        )
         set_parallel_context(small, TensorContextParallel(tensor_group=group))
-        x, z = (None if t is None else from_first_rank(t).requires_grad_() for t in cases.tensors(spec))
-        tokens = None if spec.source is None and "source" in name else SequenceInfo.from_batch(x, lengths=[7, 3, 5])
+        x, z = (
+            None if t is None else from_first_rank(t).requires_grad_() for t in cases.tensors(spec)
+        )
+        tokens = (
+            None
+            if spec.source is None and "source" in name
+            else SequenceInfo.from_batch(x, lengths=[7, 3, 5])
+        )
         grad_weights = from_first_rank(torch.randn(3, 7, spec.model, dtype=torch.float64))
         results = []
         for one in (layer, small):
@@ -117,14 +128,20 @@ def uneven_heads() -> None:
     """Five heads and seven hidden units on two ranks; one kv head is used by both."""
     heads = hw.Heads(q=5, kv=3, dim=4, kv_head_of_query=(0, 0, 1, 1, 2))
     spec = replace(small_spec("gqa"), heads=heads)
-    check_model(decoder(bp.BlockSpec(spec, feed=bp.FeedForwardSpec(7, "silu", form="gated", bias="ugd"))))
+    check_model(
+        decoder(bp.BlockSpec(spec, feed=bp.FeedForwardSpec(7, "silu", form="gated", bias="ugd")))
+    )
 
 
 @case
 def groups_of_a_mixing() -> None:
     """Heads composed in two groups, one on each rank."""
     mixed = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=2, static="full"))
-    check_model(decoder(bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=mixed))))
+    check_model(
+        decoder(
+            bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=mixed))
+        )
+    )
 
 
 @case
@@ -132,7 +149,12 @@ def experts() -> None:
     """Every expert is narrower on each rank; one is shared by all tokens."""
     each = bp.FeedForwardSpec(6, bias="ud")
     feed = bp.ExpertsSpec(
-        each, count=3, active=2, shared=bp.FeedForwardSpec(8, bias="d"), bias="learned", scores="chosen"
+        each,
+        count=3,
+        active=2,
+        shared=bp.FeedForwardSpec(8, bias="d"),
+        bias="learned",
+        scores="chosen",
     )
     check_model(decoder(*[bp.BlockSpec(small_spec("gqa"), feed=feed)] * 2))
 
@@ -141,7 +163,11 @@ def experts() -> None:
 def placements() -> None:
     """All norm placements, a table shared by layers, padding."""
     spec = hw.design(
-        model=MODEL, heads=HEADS, pattern="causal", modifiers=(hw.T5Bias(buckets=8, reach=9),), bias="qkvo"
+        model=MODEL,
+        heads=HEADS,
+        pattern="causal",
+        modifiers=(hw.T5Bias(buckets=8, reach=9),),
+        bias="qkvo",
     )
     for placement in ("post", "sandwich", "parallel"):
         model = decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(9), placement=placement)] * 2)
@@ -152,7 +178,9 @@ def placements() -> None:
 def merged() -> None:
     """Merged cross-attention: adds a mean of the past through its own projections."""
     one = make_model_spec("mha", "encoder-decoder")
-    block = bp.BlockSpec(cross=small_spec("mha", bias="o"), feed=bp.FeedForwardSpec(6), form="merged")
+    block = bp.BlockSpec(
+        cross=small_spec("mha", bias="o"), feed=bp.FeedForwardSpec(6), form="merged"
+    )
     check_model(replace(one, stacks=(one.stacks[0], make_stack("decoder", [block] * 2))))
 
 
@@ -167,7 +195,10 @@ def single_precision() -> None:
         summed_loss(one, batch).backward()
     parts.sum_replicated_gradients(dict(part.named_parameters()))
     check_gradients(
-        gather_whole(parts, {name: p.grad for name, p in part.named_parameters()}), net, rtol=1e-5, atol=1e-6
+        gather_whole(parts, {name: p.grad for name, p in part.named_parameters()}),
+        net,
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -182,7 +213,8 @@ def terms() -> None:
     aux_losses: dict[int, dict] = {id(net): {}, id(part): {}}
     for one in (net, part):
         one.probes = {
-            name: hw.Probe(aux_losses=hw.AuxLosses(aux_losses[id(one)], name)) for name, _ in model.attention_specs()
+            name: hw.Probe(aux_losses=hw.AuxLosses(aux_losses[id(one)], name))
+            for name, _ in model.attention_specs()
         }
 
     def loss(one, batch) -> Tensor:
@@ -202,8 +234,12 @@ def terms() -> None:
 @case
 def dropout() -> None:
     """Residual dropout is equal on both ranks, dropout inside heads is not."""
-    spec = hw.design(model=MODEL, heads=2, bias="o", modifiers=(hw.WeightDropout(0.5), hw.Concrete()))
-    net = build_model(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5)
+    spec = hw.design(
+        model=MODEL, heads=2, bias="o", modifiers=(hw.WeightDropout(0.5), hw.Concrete())
+    )
+    net = build_model(
+        decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5
+    )
     part, _ = split_over_ranks(net.train())
     wire, ids = all_ranks(), torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
     both = wire.all_gather(part(ids).detach())
@@ -212,7 +248,9 @@ def dropout() -> None:
     with torch.no_grad():  # the two heads are made alike
         for p in attention.parameters():
             p.copy_(from_first_rank(p))
-    read = wire.all_gather(attention.head_outputs(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
+    read = wire.all_gather(
+        attention.head_outputs(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach()
+    )
     assert not torch.allclose(read[0], read[1])
     assert not torch.equal(part(ids), part(ids))
 
@@ -246,14 +284,18 @@ def one_file_whatever_the_split() -> None:
             again = hw.build(net.spec).double()
             again.load_state_dict(tensors)
             hw.save(again, Path(folder, place))
-        first, second = (Path(folder, place, "model.safetensors").read_bytes() for place in ("one", "two"))
+        first, second = (
+            Path(folder, place, "model.safetensors").read_bytes() for place in ("one", "two")
+        )
     assert first == second
 
 
 @case
 def decoding() -> None:
     """Each rank caches its own heads; the outputs are those of one rank."""
-    net = build_model(decoder(*[bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8))] * 2)).eval()
+    net = build_model(
+        decoder(*[bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8))] * 2)
+    ).eval()
     part, _ = split_over_ranks(net)
     ids = make_batch(net.spec).x
     cache = part.cache(batch=3, capacity=7)

@@ -15,7 +15,11 @@ class TimmAttention(nn.Module):
     def __init__(self, fused: bool) -> None:
         super().__init__()
         self.fused = fused
-        self.qkv, self.q_norm, self.proj = nn.Linear(WIDE, 3 * WIDE), nn.LayerNorm(DIM), nn.Linear(WIDE, WIDE)
+        self.qkv, self.q_norm, self.proj = (
+            nn.Linear(WIDE, 3 * WIDE),
+            nn.LayerNorm(DIM),
+            nn.Linear(WIDE, WIDE),
+        )
         self.attn_drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +35,9 @@ class TimmAttention(nn.Module):
 
 
 class NanoGPTBlock(nn.Module):
-    """Causal attention of nanoGPT, with and without the fused call; by its class name it could be anything."""
+    """Causal attention of nanoGPT, with and without the fused call; by its class name it could be
+    anything.
+    """
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -41,7 +47,10 @@ class NanoGPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, wide = x.shape
-        q, k, v = (y.view(batch, length, HEADS, DIM).transpose(1, 2) for y in self.c_attn(x).split(wide, dim=2))
+        q, k, v = (
+            y.view(batch, length, HEADS, DIM).transpose(1, 2)
+            for y in self.c_attn(x).split(wide, dim=2)
+        )
         if self.fused:
             z = F.scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=True)
         else:
@@ -59,7 +68,9 @@ class AttentionCore(nn.Module):
         self.soft = nn.Softmax(-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.einsum("bhts,bhsv->bhtv", self.soft(torch.einsum("bhtk,bhsk->bhts", q, k) / DIM**0.5), v)
+        return torch.einsum(
+            "bhts,bhsv->bhtv", self.soft(torch.einsum("bhtk,bhsk->bhts", q, k) / DIM**0.5), v
+        )
 
 
 class AttentionWithCore(nn.Module):
@@ -80,7 +91,11 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.kv, self.last = nn.Linear(WIDE, 4 * 3), nn.Linear(WIDE, 2 * 2 * 3), nn.Linear(12, WIDE)
+        self.q, self.kv, self.last = (
+            nn.Linear(WIDE, 4 * 3),
+            nn.Linear(WIDE, 2 * 2 * 3),
+            nn.Linear(12, WIDE),
+        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (4, 3)).transpose(1, 2)

@@ -1,4 +1,5 @@
-"""Torch's own test inputs of nn.MultiheadAttention, run on headwise's class: a script, because they set global flags.
+"""Torch's own test inputs of nn.MultiheadAttention, run on headwise's class: a script, because they
+set global flags.
 
 `python torch_module_inputs.py` prints how many inputs were compared, or raises.
 """
@@ -17,7 +18,9 @@ from headwise.nn import MultiheadAttention
 
 
 def load_inputs(dtype: torch.dtype) -> list[Any]:
-    """The inputs of torch's tests of modules; they import expecttest only for the base class of the test cases."""
+    """The inputs of torch's tests of modules; they import expecttest only for the base class of the
+    test cases.
+    """
     if "expecttest" not in sys.modules:
         expecttest: Any = types.ModuleType("expecttest")
         expecttest.TestCase = unittest.TestCase
@@ -37,7 +40,9 @@ def run(module: nn.Module, call: Any) -> tuple[tuple[Tensor, ...], list[Tensor]]
 
 
 def compare(case: Any, dtype: torch.dtype) -> None:
-    """One of torch's inputs: outputs, weights and gradients of both classes, and torch's reference without a batch."""
+    """One of torch's inputs: outputs, weights and gradients of both classes, and torch's reference
+    without a batch.
+    """
     made, call = case.constructor_input, case.forward_input
     theirs = nn.MultiheadAttention(*made.args, **made.kwargs, dtype=dtype)
     ours = MultiheadAttention(*made.args, **made.kwargs, dtype=dtype)

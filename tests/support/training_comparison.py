@@ -42,7 +42,9 @@ def logged_results(folder: Path) -> list[Any]:
     """Results of every step and evaluation, without times."""
     events = read_lines(folder / "metrics.jsonl")
     steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in events if r["event"] == "step"]
-    return steps + [(r["step"], r["metrics"]) for r in events if r["event"] in ("evaluation", "end")]
+    return steps + [
+        (r["step"], r["metrics"]) for r in events if r["event"] in ("evaluation", "end")
+    ]
 
 
 def check_similar_runs(found: Path, other_run: Path) -> None:
@@ -52,9 +54,13 @@ def check_similar_runs(found: Path, other_run: Path) -> None:
     assert names == [name for name in first if not name.startswith("random")]
     for name in names:
         torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-5, msg=name)
-    for (step, *values), (other, *expected) in zip(logged_results(found), logged_results(other_run), strict=True):
+    for (step, *values), (other, *expected) in zip(
+        logged_results(found), logged_results(other_run), strict=True
+    ):
         assert step == other
         for value, wanted_value in zip(values, expected, strict=True):
             assert value == pytest.approx(wanted_value, rel=1e-4, abs=1e-6)
     for name, tensor in hw.load(other_run).state_dict().items():
-        torch.testing.assert_close(hw.load(found).state_dict()[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            hw.load(found).state_dict()[name], tensor, rtol=1e-3, atol=1e-5, msg=name
+        )

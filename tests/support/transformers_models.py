@@ -12,20 +12,48 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 WIDE, HEADS, DIM, WORDS = 32, 4, 8, 67
 LLAMA: dict[str, Any] = {
-    "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
-    "head_dim": DIM, "intermediate_size": 48, "vocab_size": WORDS, "max_position_embeddings": 64, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": DIM,
+    "intermediate_size": 48,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 BERT: dict[str, Any] = {
-    "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
-    "vocab_size": WORDS, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+}
 BART: dict[str, Any] = {
-    "d_model": WIDE, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": WORDS,
-    "max_position_embeddings": 64, "pad_token_id": 0, "decoder_start_token_id": 1, "eos_token_id": 2, "bos_token_id": 1,
-}  # fmt: skip
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": DIM}
+    "d_model": WIDE,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": DIM,
+}
 
 
 class TransformersModel(NamedTuple):
@@ -41,7 +69,9 @@ class TransformersModel(NamedTuple):
         """The model with random weights large enough for attention to be uneven."""
         torch.manual_seed(0)
         config = getattr(transformers, self.config)(**self.keys)
-        model = getattr(transformers, self.model)._from_config(config, attn_implementation=attention)
+        model = getattr(transformers, self.model)._from_config(
+            config, attn_implementation=attention
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
@@ -57,7 +87,10 @@ class TransformersModel(NamedTuple):
         if self.reads == "both":
             return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
         if self.reads == "sound":
-            return {"input_features": torch.randn(2, 16, 26, generator=draw), "decoder_input_ids": ids[:, :7]}
+            return {
+                "input_features": torch.randn(2, 16, 26, generator=draw),
+                "decoder_input_ids": ids[:, :7],
+            }
         return {"input_ids": ids}
 
 
@@ -71,15 +104,43 @@ def _causal(name: str, **more: Any) -> TransformersModel:
 
 
 WHISPER = _with(BART, num_mel_bins=16, max_source_positions=13, max_target_positions=32)
-GPT = {"n_embd": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+GPT = {
+    "n_embd": WIDE,
+    "n_head": HEADS,
+    "n_layer": 2,
+    "vocab_size": WORDS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 T5 = {
-    "d_model": WIDE, "d_kv": DIM, "num_heads": HEADS, "num_layers": 2, "d_ff": 48, "vocab_size": WORDS,
+    "d_model": WIDE,
+    "d_kv": DIM,
+    "num_heads": HEADS,
+    "num_layers": 2,
+    "d_ff": 48,
+    "vocab_size": WORDS,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 PICTURES = {"image_size": 16, "patch_size": 4}
-VIT = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48} | PICTURES
-FALCON = {"hidden_size": WIDE, "num_attention_heads": HEADS, "num_hidden_layers": 2, "vocab_size": WORDS}
-EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VIT = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+} | PICTURES
+FALCON = {
+    "hidden_size": WIDE,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": 2,
+    "vocab_size": WORDS,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 LOCAL = ["sliding_attention", "full_attention"]
 
 ZOO = {
@@ -90,27 +151,40 @@ ZOO = {
     "qwen3": _causal("Qwen3"),
     "mistral": _causal("Mistral", sliding_window=5),
     "gemma2": _causal("Gemma2", sliding_window=5, query_pre_attn_scalar=8),
-    "gemma3": _causal("Gemma3", sliding_window=5, layer_types=LOCAL)._replace(config="Gemma3TextConfig"),
+    "gemma3": _causal("Gemma3", sliding_window=5, layer_types=LOCAL)._replace(
+        config="Gemma3TextConfig"
+    ),
     "gpt-oss": _causal("GptOss", sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
     "t5": TransformersModel("T5ForConditionalGeneration", "T5Config", T5, ".o", "both"),
-    "bart": TransformersModel("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both"),
+    "bart": TransformersModel(
+        "BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both"
+    ),
     "marian": TransformersModel("MarianMTModel", "MarianConfig", BART, "out_proj", "both"),
-    "whisper": TransformersModel("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "out_proj", "sound"),
+    "whisper": TransformersModel(
+        "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "out_proj", "sound"
+    ),
     "vit": TransformersModel("ViTModel", "ViTConfig", VIT, "o_proj|output.dense", "pixels"),
-    "deepseek": _causal("DeepseekV3", num_key_value_heads=HEADS, **EXPERTS, **(MLA | {"head_dim": 4})),
+    "deepseek": _causal(
+        "DeepseekV3", num_key_value_heads=HEADS, **EXPERTS, **(MLA | {"head_dim": 4})
+    ),
     "olmo2": _causal("Olmo2"),
     "phi3": _causal("Phi3"),
 }
 # Those that ask no interface.
 FALLBACK = {
-    "gptj": TransformersModel("GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"),
+    "gptj": TransformersModel(
+        "GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"
+    ),
     "bloom": TransformersModel(
         "BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"
     ),
     "falcon": TransformersModel("FalconForCausalLM", "FalconConfig", FALCON, "dense"),
     "deberta-v2": TransformersModel("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
     "longformer": TransformersModel(
-        "LongformerModel", "LongformerConfig", _with(BERT, attention_window=4, pad_token_id=0), "output.dense"
+        "LongformerModel",
+        "LongformerConfig",
+        _with(BERT, attention_window=4, pad_token_id=0),
+        "output.dense",
     ),
 }
 
@@ -129,7 +203,9 @@ def without_columns(model: nn.Module, path: str, out: str, head: int, width: int
     projections = [
         module
         for name, module in model.named_modules()
-        if name.startswith(prefix) and any(name.endswith(end) for end in out.split("|")) and "mlp" not in name
+        if name.startswith(prefix)
+        and any(name.endswith(end) for end in out.split("|"))
+        and "mlp" not in name
     ]
     weight = projections[0].weight
     is_conv1d = type(projections[0]).__name__ == "Conv1D"

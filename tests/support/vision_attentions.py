@@ -1,6 +1,8 @@
-"""Attention modules of the shapes found in vision libraries, written from their formulas, with independent weights.
+"""Attention modules of the shapes found in vision libraries, written from their formulas, with
+independent weights.
 
-Every class is named, and names its children, as in the library of its comment, because names are what adapters read.
+Every class is named, and names its children, as in the library of its comment, because names are
+what adapters read.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ class Attention(nn.Module):
         self.num_heads, self.head_dim, self.attn_dim, self.scale = HEADS, DIM, WIDE, DIM**-0.5
         self.qkv = nn.Linear(WIDE, 3 * WIDE)
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        self.attn_drop, self.proj, self.proj_drop = nn.Dropout(0.0), nn.Linear(WIDE, WIDE), nn.Dropout(0.0)
+        self.attn_drop, self.proj, self.proj_drop = (
+            nn.Dropout(0.0),
+            nn.Linear(WIDE, WIDE),
+            nn.Dropout(0.0),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
@@ -64,7 +70,11 @@ class BeitAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, wide = x.shape
         bias = torch.cat([self.q_bias, torch.zeros_like(self.v_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, bias).reshape(batch, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        qkv = (
+            F.linear(x, self.qkv.weight, bias)
+            .reshape(batch, tokens, 3, HEADS, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         table = self.relative_position_bias_table[self.relative_position_index.flatten()]
         table = table.view(SIDE**2, SIDE**2, -1).permute(2, 0, 1).contiguous()[None]
         z = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], attn_mask=table, dropout_p=0.0)
@@ -72,7 +82,9 @@ class BeitAttention(nn.Module):
 
 
 class EvaAttention(nn.Module):
-    """timm's EVA02: rotated patches behind a prefix token, and a norm between the heads and their projection."""
+    """timm's EVA02: rotated patches behind a prefix token, and a norm between the heads and their
+    projection.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +97,10 @@ class EvaAttention(nn.Module):
         self.norm, self.proj = nn.LayerNorm(12), nn.Linear(12, WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one(x).unflatten(-1, (HEADS, 4)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            one(x).unflatten(-1, (HEADS, 4)).transpose(1, 2)
+            for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = (torch.cat([y[:, :, :1], rotate(y[:, :, 1:])], 2) for y in (q, k))
         z = F.scaled_dot_product_attention(q, k, v)
         return self.proj(self.norm(z.transpose(1, 2).flatten(2)))
@@ -93,14 +108,18 @@ class EvaAttention(nn.Module):
 
 def rotate(y_BHTK: Tensor) -> Tensor:
     """Neighbouring channels rotated by angles that grow with the token."""
-    angles = torch.arange(y_BHTK.shape[2], dtype=y_BHTK.dtype)[:, None] * torch.tensor([1.0, 0.1], dtype=y_BHTK.dtype)
+    angles = torch.arange(y_BHTK.shape[2], dtype=y_BHTK.dtype)[:, None] * torch.tensor(
+        [1.0, 0.1], dtype=y_BHTK.dtype
+    )
     angles = angles.repeat_interleave(2, -1)
     turned = torch.stack([-y_BHTK[..., 1::2], y_BHTK[..., ::2]], -1).flatten(-2)
     return y_BHTK * angles.cos() + turned * angles.sin()
 
 
 class AttentionCl(nn.Module):
-    """timm's MaxViT: tokens of a window on two axes, heads before q, k and v in the fused projection."""
+    """timm's MaxViT: tokens of a window on two axes, heads before q, k and v in the fused
+    projection.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +128,12 @@ class AttentionCl(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape[:-1]
-        q, k, v = self.qkv(x).view(x.shape[0], -1, self.num_heads, 3 * DIM).transpose(1, 2).chunk(3, dim=3)
+        q, k, v = (
+            self.qkv(x)
+            .view(x.shape[0], -1, self.num_heads, 3 * DIM)
+            .transpose(1, 2)
+            .chunk(3, dim=3)
+        )
         z = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
         return self.proj(z.transpose(1, 2).reshape(*shape, -1))
 
@@ -128,11 +152,17 @@ class PartitionAttentionCl(nn.Module):
 
 
 def shifted_window_attention(x: Tensor, qkv: nn.Linear, proj: nn.Linear, table: Tensor) -> Tensor:
-    """torchvision's Swin: a function gets the weights of both projections, which are never called as modules."""
+    """torchvision's Swin: a function gets the weights of both projections, which are never called
+    as modules.
+    """
     shape, shift = x.shape, WINDOW // 2
     x = torch.roll(x, (-shift, -shift), (1, 2))
     x = rearrange(x, "b (y p) (x q) c -> (b y x) (p q) c", p=WINDOW, q=WINDOW)
-    q, k, v = F.linear(x, qkv.weight, qkv.bias).reshape(*x.shape[:2], 3, HEADS, DIM).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        F.linear(x, qkv.weight, qkv.bias)
+        .reshape(*x.shape[:2], 3, HEADS, DIM)
+        .permute(2, 0, 3, 1, 4)
+    )
     attn = (q * DIM**-0.5).matmul(k.transpose(-2, -1)) + table
     areas = torch.zeros(SIDE, SIDE)
     for number, (rows, columns) in enumerate(AREAS):
@@ -169,19 +199,24 @@ class SequentialAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.heads, self.scale = HEADS, DIM**-0.5
-        self.norm, self.attend, self.dropout = nn.LayerNorm(WIDE), nn.Softmax(dim=-1), nn.Dropout(0.0)
+        self.norm, self.attend, self.dropout = (
+            nn.LayerNorm(WIDE),
+            nn.Softmax(dim=-1),
+            nn.Dropout(0.0),
+        )
         self.to_qkv = nn.Linear(WIDE, 3 * WIDE, bias=False)
         self.to_out = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Dropout(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            rearrange(y, "b n (h d) -> b h n d", h=self.heads) for y in self.to_qkv(self.norm(x)).chunk(3, dim=-1)
+            rearrange(y, "b n (h d) -> b h n d", h=self.heads)
+            for y in self.to_qkv(self.norm(x)).chunk(3, dim=-1)
         )
         attn = self.dropout(self.attend(torch.matmul(q, k.transpose(-1, -2)) * self.scale))
         return self.to_out(rearrange(torch.matmul(attn, v), "b h n d -> b n (h d)"))
 
 
-# --- Weights of the first layer in float64, computed in another way ---------------------------------------
+# --- Weights of the first layer in float64, computed in another way -------------------------------
 
 
 def softmax_by_definition(scores: Tensor) -> Tensor:
@@ -191,7 +226,10 @@ def softmax_by_definition(scores: Tensor) -> Tensor:
 
 def project_by_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[B, T, C] -> [heads, B, T, K] of consecutive rows of a weight."""
-    parts = torch.stack(weight.chunk(HEADS)), None if bias is None else torch.stack(bias.chunk(HEADS))
+    parts = (
+        torch.stack(weight.chunk(HEADS)),
+        None if bias is None else torch.stack(bias.chunk(HEADS)),
+    )
     y = torch.einsum("btc,hkc->hbtk", x, parts[0])
     return y if parts[1] is None else y + parts[1][:, None, None]
 
@@ -217,11 +255,15 @@ def weights_of_eva(layer: nn.Module, x: Tensor) -> Tensor:
     """EVA02, by complex numbers."""
     sides = []
     for one in (layer.q_proj, layer.k_proj):
-        y = torch.view_as_complex(project_by_head(x, one.weight, one.bias).unflatten(-1, (2, 2)).contiguous())
+        y = torch.view_as_complex(
+            project_by_head(x, one.weight, one.bias).unflatten(-1, (2, 2)).contiguous()
+        )
         turns = torch.outer(torch.arange(x.shape[1] - 1.0), torch.tensor([1.0, 0.1])).double()
         y[:, :, 1:] *= torch.polar(torch.ones_like(turns), turns)
         sides.append(y)
-    return softmax_by_definition(torch.einsum("hbtk,hbsk->bhts", sides[0], sides[1].conj()).real / 2)
+    return softmax_by_definition(
+        torch.einsum("hbtk,hbsk->bhts", sides[0], sides[1].conj()).real / 2
+    )
 
 
 def window_tokens(x: Tensor, shift: int) -> tuple[Tensor, list[list[tuple[int, int]]]]:
@@ -235,7 +277,9 @@ def window_tokens(x: Tensor, shift: int) -> tuple[Tensor, list[list[tuple[int, i
         for y in range(SIDE // WINDOW)
         for z in range(SIDE // WINDOW)
     ]
-    return torch.stack([torch.stack([row[at] for at in window]) for row in x for window in places]), places
+    return torch.stack(
+        [torch.stack([row[at] for at in window]) for row in x for window in places]
+    ), places
 
 
 def weights_of_maxvit(layer: nn.Module, x: Tensor) -> Tensor:
@@ -243,15 +287,21 @@ def weights_of_maxvit(layer: nn.Module, x: Tensor) -> Tensor:
     tokens, _ = window_tokens(layer.norm(x), 0)
     one = layer.attn.qkv
     y = project_by_head(tokens, one.weight, one.bias)
-    return softmax_by_definition(torch.einsum("hbtk,hbsk->bhts", y[..., :DIM], y[..., DIM : 2 * DIM]) / DIM**0.5)
+    return softmax_by_definition(
+        torch.einsum("hbtk,hbsk->bhts", y[..., :DIM], y[..., DIM : 2 * DIM]) / DIM**0.5
+    )
 
 
 def weights_of_swin(layer: nn.Module, x: Tensor) -> Tensor:
-    """Swin: tokens of a window that the shift brought together from opposite borders do not attend to each other."""
+    """Swin: tokens of a window that the shift brought together from opposite borders do not attend
+    to each other.
+    """
     tokens, places = window_tokens(x, WINDOW // 2)
     q, k = (
         project_by_head(tokens, *layer_part)
-        for layer_part in zip(layer.qkv.weight.chunk(3)[:2], layer.qkv.bias.chunk(3)[:2], strict=True)
+        for layer_part in zip(
+            layer.qkv.weight.chunk(3)[:2], layer.qkv.bias.chunk(3)[:2], strict=True
+        )
     )
     scores = torch.einsum("hbtk,hbsk->bhts", q, k) / DIM**0.5 + layer.relative_position_bias
     for number in range(len(scores)):
@@ -264,7 +314,9 @@ def weights_of_swin(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class VisionCase(NamedTuple):
-    """A layer, its independent weights, the path of its output projection, and the form of its input."""
+    """A layer, its independent weights, the path of its output projection, and the form of its
+    input.
+    """
 
     make: Callable[[], nn.Module]
     weights: Callable[[nn.Module, Tensor], Tensor]

@@ -13,16 +13,33 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.costs import published_formulas
 from headwise.surgery.attention_replacement import remove_heads
-from headwise.surgery.verification.efficiency import TimedPhase, TimingOptions, compare_cost, summarise_rounds
+from headwise.surgery.verification.efficiency import (
+    TimedPhase,
+    TimingOptions,
+    compare_cost,
+    summarise_rounds,
+)
 from headwise.surgery.verification.model_comparison import (
     OutputDifference,
     build_ablations,
     compare_ablated,
     compare_outputs,
 )
-from headwise.surgery.verification.proof import MAX_CONTINUATION_TOKENS, ProofOptions, prove, write_proof
+from headwise.surgery.verification.proof import (
+    MAX_CONTINUATION_TOKENS,
+    ProofOptions,
+    prove,
+    write_proof,
+)
 from headwise.surgery.verification.proof_report import render_proof, render_summary
-from support.pruned_models import KEEP, KINDS, build_model, make_attention, make_examples, make_model_spec
+from support.pruned_models import (
+    KEEP,
+    KINDS,
+    build_model,
+    make_attention,
+    make_examples,
+    make_model_spec,
+)
 
 QUICK = TimingOptions(length=16, steps=2, seconds=0.01)
 
@@ -30,9 +47,10 @@ QUICK = TimingOptions(length=16, steps=2, seconds=0.01)
 def two(kind):
     """A model of this kind, before and after."""
     net = build_model(make_model_spec(kind))
-    net.usage = {"encoder": hw.ProcessorSpec(mask=1), "encoder-decoder": hw.ProcessorSpec(begin=(1,), end=(2,))}.get(
-        kind, net.usage
-    )
+    net.usage = {
+        "encoder": hw.ProcessorSpec(mask=1),
+        "encoder-decoder": hw.ProcessorSpec(begin=(1,), end=(2,)),
+    }.get(kind, net.usage)
     return net, remove_heads(net, KEEP[kind])
 
 
@@ -57,9 +75,14 @@ def test_folded_means_equal_mean_ablation():
     own = net.state_dict()["decoder.1.attention.output.o"].reshape(24, 4, 6).double()
     constant = sum(own[:, head] @ means["decoder.1.attention", head] for head in (0, 3))
     after = remove_heads(net, keep, {"decoder.1.attention": constant.float()})
-    assert all(one.same for one in compare_ablated(net, after, make_examples("decoder"), keep, means)[:1])
+    assert all(
+        one.same for one in compare_ablated(net, after, make_examples("decoder"), keep, means)[:1]
+    )
     assert not compare_ablated(net, after, make_examples("decoder"), keep)[0].same
-    assert set(build_ablations(net, keep, {})) == {("decoder.1.attention", 0), ("decoder.1.attention", 3)}
+    assert set(build_ablations(net, keep, {})) == {
+        ("decoder.1.attention", 0),
+        ("decoder.1.attention", 3),
+    }
 
 
 def test_a_model_that_was_read_again_otherwise_is_found_out():
@@ -99,8 +122,14 @@ def test_the_proof_reports_small_savings_if_heads_are_mixed():
     assert proof.holds
     assert proof.savings.get_cost("cache per token").ratio == 1.0
     assert "0 of 192 cache bytes per token (0.0%)" in proof.savings.summary
-    assert "decoder.0.attention: 3 of 4 heads removed, but all 4 key-value heads are still in use" in proof.notes
-    assert proof.savings.get_cost("parameters").before - proof.savings.get_cost("parameters").after == 3 * 6 * 24
+    assert (
+        "decoder.0.attention: 3 of 4 heads removed, but all 4 key-value heads are still in use"
+        in proof.notes
+    )
+    assert (
+        proof.savings.get_cost("parameters").before - proof.savings.get_cost("parameters").after
+        == 3 * 6 * 24
+    )
 
 
 @pytest.mark.parametrize("kind", ["encoder", "vision"])
@@ -117,7 +146,9 @@ def test_flops_are_those_torch_counts_if_every_pair_is_allowed(kind):
 def test_a_decode_step_and_its_cache_have_the_counted_sizes():
     nets = two("decoder")
     found = compare_cost(*nets, length=13)
-    step, values, each = (found.get_cost(name) for name in ("decode step", "cache total", "cache per token"))
+    step, values, each = (
+        found.get_cost(name) for name in ("decode step", "cache total", "cache per token")
+    )
     for net, flops, nbytes, one in zip(nets, step[2:], values[2:], each[2:], strict=True):
         cache = net.cache(batch=1, capacity=13)
         with torch.no_grad():
@@ -126,8 +157,13 @@ def test_a_decode_step_and_its_cache_have_the_counted_sizes():
                 net(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
         assert flops == counted.get_total_flops()
         assert nbytes == cache.nbytes == 13 * one
-    for net, number, size in zip(nets, found.get_cost("parameters")[2:], found.get_cost("weights")[2:], strict=True):
-        assert (number, size) == (sum(p.numel() for p in net.parameters()), sum(p.nbytes for p in net.parameters()))
+    for net, number, size in zip(
+        nets, found.get_cost("parameters")[2:], found.get_cost("weights")[2:], strict=True
+    ):
+        assert (number, size) == (
+            sum(p.numel() for p in net.parameters()),
+            sum(p.nbytes for p in net.parameters()),
+        )
     half = compare_cost(*(net.to(torch.bfloat16) for net in nets), length=13)
     assert half.get_cost("cache per token").before * 2 == each.before
     assert half.dtype == "bfloat16"
@@ -136,18 +172,28 @@ def test_a_decode_step_and_its_cache_have_the_counted_sizes():
 def test_cross_attention_is_counted_separately():
     nets = two("encoder-decoder")
     saved = compare_cost(*nets, length=5, source_length=9)
-    found, own, whole = (saved.get_cost(f"cache {name}") for name in ("per source token", "per token", "total"))
-    assert [9 * one + 5 * each for one, each in zip(found[2:], own[2:], strict=True)] == list(whole[2:])
+    found, own, whole = (
+        saved.get_cost(f"cache {name}") for name in ("per source token", "per token", "total")
+    )
+    assert [9 * one + 5 * each for one, each in zip(found[2:], own[2:], strict=True)] == list(
+        whole[2:]
+    )
     for net, options in zip(nets, found[2:], strict=True):
         memory = net.encode(torch.zeros(1, 9, dtype=torch.int64))
-        assert options * 9 == sum(t.nbytes for tensor in memory.layers for t in tensor.entry.values())
+        assert options * 9 == sum(
+            t.nbytes for tensor in memory.layers for t in tensor.entry.values()
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     net, after = two(kind)
     how = ProofOptions(
-        "Heads were cut.", KEEP[kind], exports={"read again": lambda: after}, timing=QUICK, command="do it | again"
+        "Heads were cut.",
+        KEEP[kind],
+        exports={"read again": lambda: after},
+        timing=QUICK,
+        command="do it | again",
     )
     proof = prove(net, after, make_examples(kind), how)
     assert proof.holds
@@ -175,7 +221,10 @@ def test_layers_before_the_first_cut_agree_wholly():
     net = build_model(make_model_spec("decoder", 3))
     keep = {"decoder.1.attention": [0]}
     proof = prove(
-        net, remove_heads(net, keep), make_examples("decoder"), ProofOptions("One head was kept.", keep, timing=QUICK)
+        net,
+        remove_heads(net, keep),
+        make_examples("decoder"),
+        ProofOptions("One head was kept.", keep, timing=QUICK),
     )
     first, second, _ = proof.agreement.layers.values()
     assert first == pytest.approx((1.0, 1.0))
@@ -190,18 +239,30 @@ def test_layers_before_the_first_cut_agree_wholly():
 def test_the_examples_are_those_that_changed_most():
     net, after = two("decoder")
     texts = make_examples("decoder", 9)
-    proof = prove(net, after, [*texts, *texts], ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK))
+    proof = prove(
+        net, after, [*texts, *texts], ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK)
+    )
     moved = list[tuple[float, int]]()
     for number, one in enumerate(texts):
         ids = one.inputs["x"][0]
-        losses = [torch.nn.functional.cross_entropy(own(ids[None])[0, :-1], ids[1:]).item() for own in (net, after)]
+        losses = [
+            torch.nn.functional.cross_entropy(own(ids[None])[0, :-1], ids[1:]).item()
+            for own in (net, after)
+        ]
         moved.append((abs(losses[1] - losses[0]), number))
-    assert [one.number for one in proof.examples] == [number for _, number in sorted(moved, reverse=True)[:5]]
+    assert [one.number for one in proof.examples] == [
+        number for _, number in sorted(moved, reverse=True)[:5]
+    ]
 
 
 def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
     net, after = two("decoder")
-    proof = prove(net, after, make_examples("decoder"), ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK))
+    proof = prove(
+        net,
+        after,
+        make_examples("decoder"),
+        ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK),
+    )
     one = proof.examples[0]
     ids = make_examples("decoder")[one.number].inputs["x"][0].tolist()
     half = len(ids) // 2
@@ -218,7 +279,10 @@ def test_an_attention_that_is_gone_altogether_is_proven_too():
     net = build_model(make_model_spec("decoder"))
     keep = {"decoder.0.attention": [], "decoder.1.attention": [0, 1]}
     proof = prove(
-        net, remove_heads(net, keep), make_examples("decoder"), ProofOptions("One layer lost all.", keep, timing=QUICK)
+        net,
+        remove_heads(net, keep),
+        make_examples("decoder"),
+        ProofOptions("One layer lost all.", keep, timing=QUICK),
     )
     assert proof.holds
     assert proof.savings.sites["decoder.0.attention"][1] == (0, 0, 0, 0)
@@ -228,9 +292,17 @@ def test_an_attention_that_is_gone_altogether_is_proven_too():
 def test_a_page_carries_no_signs_of_others():
     net, after = two("decoder")
     evil = "a\x1b[2J|`<script>\u202e\n# b"
-    proof = prove(net, after, make_examples("decoder"), ProofOptions(evil, timing=QUICK, notes=(evil,), command=evil))
+    proof = prove(
+        net,
+        after,
+        make_examples("decoder"),
+        ProofOptions(evil, timing=QUICK, notes=(evil,), command=evil),
+    )
     example = replace(proof.examples[0], read=evil * 9, output_after=evil)
-    for shown in (render_proof(replace(proof, examples=(example,), model=evil)), render_summary(proof)):
+    for shown in (
+        render_proof(replace(proof, examples=(example,), model=evil)),
+        render_summary(proof),
+    ):
         assert "\x1b" not in shown
         assert "\u202e" not in shown
         assert "\n# b" not in shown
@@ -256,7 +328,9 @@ def test_a_speed_without_a_verdict_has_no_factor():
 def test_unprovable_pairs_are_refused():
     net, after = two("decoder")
     texts = make_examples("decoder")
-    with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 different texts"):
+    with pytest.raises(
+        ValueError, match="cannot compute a confidence interval over 1 different texts"
+    ):
         prove(net, after, texts[:1], ProofOptions("", timing=QUICK))
     with pytest.raises(ValueError, match="Give a model made from the first"):
         prove(net, two("encoder")[0], texts, ProofOptions("", timing=QUICK))
@@ -267,7 +341,9 @@ def test_unprovable_pairs_are_refused():
     with pytest.raises(ValueError, match="unknown target_source='mine'"):
         ProofOptions("", target_source="mine")
     with pytest.raises(ValueError, match="with 3 and 2 layers"):
-        prove(build_model(make_model_spec("decoder", 3)), net, texts, ProofOptions("", timing=QUICK))
+        prove(
+            build_model(make_model_spec("decoder", 3)), net, texts, ProofOptions("", timing=QUICK)
+        )
 
 
 def test_rounding_is_relative_to_the_largest_output():

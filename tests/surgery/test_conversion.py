@@ -24,9 +24,15 @@ from support.importance_examples import (
 )
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4,
-    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": WORDS,
+}
 ALIGNED = Pool(2, align="both", grouping="similar")
 
 
@@ -44,15 +50,27 @@ def test_pooling_takes_means_of_neighbours():
     for layer in (0, 1):
         site = f"decoder.{layer}.attention"
         for side in "kv":
-            old, new = (get_attention_parameters(one, site)[f"project.{side}"] for one in (net, done.after))
+            old, new = (
+                get_attention_parameters(one, site)[f"project.{side}"] for one in (net, done.after)
+            )
             close(new.view(3, 4, 24), old.view(3, 2, 4, 24).mean(1))
-        close(get_attention_parameters(done.after, site)["project.q"], get_attention_parameters(net, site)["project.q"])
-    assert [spec.heads.kv_head_of_query for _, spec in done.after.spec.attention_specs()] == [(0, 0, 1, 1, 2, 2)] * 2
+        close(
+            get_attention_parameters(done.after, site)["project.q"],
+            get_attention_parameters(net, site)["project.q"],
+        )
+    assert [spec.heads.kv_head_of_query for _, spec in done.after.spec.attention_specs()] == [
+        (0, 0, 1, 1, 2, 2)
+    ] * 2
     assert done.after.cache(batch=1, capacity=5).nbytes * 2 == net.cache(batch=1, capacity=5).nbytes
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: build_model(LLAMA), lambda: build_model(BERT | {"num_attention_heads": 4}), translator]
+    "build",
+    [
+        lambda: build_model(LLAMA),
+        lambda: build_model(BERT | {"num_attention_heads": 4}),
+        translator,
+    ],
 )
 def test_alignment_keeps_the_outputs_before_pooling(build):
     net = with_random_biases(build())
@@ -117,10 +135,12 @@ def test_routing_keeps_the_most_important_heads_open():
     close(model_output(done.after), model_output(net))
     found = hw.estimate_importance(net, texts, method="michel")
     first = [
-        max(range(3), key=lambda head, n=layer: found.head(f"decoder.{n}.attention", head).value) for layer in (0, 1)
+        max(range(3), key=lambda head, n=layer: found.head(f"decoder.{n}.attention", head).value)
+        for layer in (0, 1)
     ]
     slots = [
-        get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)
+        get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist()
+        for layer in (0, 1)
     ]
     assert [slot.index(0) for slot in slots] == first
     one = convert(net, ToMixtureOfHeads(1, 1, HeadRanking("michel")), texts).after
@@ -141,12 +161,22 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        (4, "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of [1, 2, 3, 6]"),
+        (
+            4,
+            "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of "
+            "[1, 2, 3, 6]",
+        ),
         (0, "cannot split 6 key-value heads into 0 equal groups"),
-        (Pool(2, grouping="similar"), "cannot collect keys and values from 0 texts. Give at least 2"),
+        (
+            Pool(2, grouping="similar"),
+            "cannot collect keys and values from 0 texts. Give at least 2",
+        ),
         (ToCollaborative(0), "width"),
         ("2", "conversion='2' is no AttentionConversion; give a number of key-value heads"),
-        (ToMixtureOfHeads(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),
+        (
+            ToMixtureOfHeads(9, 1),
+            "num_always_active must be between 0 and 6, the number of heads, got 9",
+        ),
     ],
 )
 def test_impossible_conversions_are_reported(way, message):
@@ -158,11 +188,23 @@ def test_impossible_conversions_are_reported(way, message):
 
 def test_unknown_options_are_reported():
     for make, message in [
-        (lambda: Pool(2, align="both sides"), "unknown align='both sides'; use one of both, keys, none, values"),
-        (lambda: Pool(2, grouping="alike"), "unknown grouping='alike'; use one of consecutive, similar"),
+        (
+            lambda: Pool(2, align="both sides"),
+            "unknown align='both sides'; use one of both, keys, none, values",
+        ),
+        (
+            lambda: Pool(2, grouping="alike"),
+            "unknown grouping='alike'; use one of consecutive, similar",
+        ),
         (lambda: Pool(2, score="angle"), "unknown score='angle'"),
-        (lambda: convert(build_model(GPT2), 1, kind="crosses"), "unknown kind='crosses'; did you mean 'cross'"),
-        (lambda: convert(build_model(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use kind='all'"),
+        (
+            lambda: convert(build_model(GPT2), 1, kind="crosses"),
+            "unknown kind='crosses'; did you mean 'cross'",
+        ),
+        (
+            lambda: convert(build_model(GPT2), 1, kind="cross"),
+            "gpt2 has no cross-attention; use kind='all'",
+        ),
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(message)):
             make()

@@ -1,4 +1,6 @@
-"""Distillation: packed texts have the loss of each text alone, and a student approaches its teacher."""
+"""Distillation: packed texts have the loss of each text alone, and a student approaches its
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +49,37 @@ BRIEF = {"steps": 12, "batch": 4, "every": 4, "rate": 1e-2}
 
 def listener() -> Transformer:
     """A model that reads frames, two at a time, behind a vector of its own."""
-    embedding = bp.EmbeddingSpec(patches=bp.PatchSpec(rows=6, columns=1, high=2, wide=3, channels=1), first=1)
+    embedding = bp.EmbeddingSpec(
+        patches=bp.PatchSpec(rows=6, columns=1, high=2, wide=3, channels=1), first=1
+    )
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20))
-    stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding, norm=bp.NormSpec())
+    stack = bp.StackSpec.from_blocks(
+        "encoder", 12, [block], embedding=embedding, norm=bp.NormSpec()
+    )
     return with_uneven_attention(
-        hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at="mean"),)), seed=0)
+        hw.build(
+            bp.ModelSpec(
+                "small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at="mean"),)
+            ),
+            seed=0,
+        )
     )
 
 
 def labelled(net: Transformer, count: int = 5) -> list[Example]:
-    return [Example({**example.inputs, "labels": [n % 5]}, {}) for n, example in enumerate(make_examples(net, count))]
+    return [
+        Example({**example.inputs, "labels": [n % 5]}, {})
+        for n, example in enumerate(make_examples(net, count))
+    ]
 
 
 def audio_examples(count: int = 5) -> list[Example]:
     """Frames of several lengths, one of them with half a patch."""
     draw = torch.Generator().manual_seed(3)
-    frames = [torch.randn(1, (12, 5, 8, 4, 6)[n % 5], 3, generator=draw, dtype=torch.float64) for n in range(count)]
+    frames = [
+        torch.randn(1, (12, 5, 8, 4, 6)[n % 5], 3, generator=draw, dtype=torch.float64)
+        for n in range(count)
+    ]
     return [Example({"x": one, "labels": [n % 5]}, {}) for n, one in enumerate(frames)]
 
 
@@ -70,7 +87,10 @@ def placed(net: Transformer, count: int = 5) -> list[Example]:
     """Texts that say where their tokens stand."""
     examples = make_examples(net, count)
     return [
-        Example({**one.inputs, "sequence": SequenceInfo.contiguous(2, one.inputs["x"].shape[1], "cpu")}, {})
+        Example(
+            {**one.inputs, "sequence": SequenceInfo.contiguous(2, one.inputs["x"].shape[1], "cpu")},
+            {},
+        )
         for one in examples
     ]
 
@@ -91,7 +111,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-# --- lessons -------------------------------------------------------------------------------------------
+# --- lessons --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -113,7 +133,10 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_texts_alone(name):
 def test_gradients_of_a_packed_batch_are_those_of_its_texts(name):
     net, all_examples, values = MODELS[name]()
     texts = DistillationTexts(net, all_examples, values)
-    examples = [texts.make_batch(range(len(all_examples))), *(texts.make_batch([n]) for n in range(len(all_examples)))]
+    examples = [
+        texts.make_batch(range(len(all_examples))),
+        *(texts.make_batch([n]) for n in range(len(all_examples))),
+    ]
     grads = []
     for example in examples:
         loss = example.losses(example.compute_outputs(net)).mean()
@@ -152,7 +175,8 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
 
     def order(seed: int, steps: int = 6) -> list[list[int]]:
         examples = DistillationLoader(
-            DistillationTexts(net, examples_by_number), UptrainingOptions(batch=5, held_out=0.2, seed=seed)
+            DistillationTexts(net, examples_by_number),
+            UptrainingOptions(batch=5, held_out=0.2, seed=seed),
         )
         assert len(examples.held_out_ids) == 3
         assert not set(examples.held_out_ids) & set(examples.train_ids)
@@ -160,7 +184,9 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
 
     first = order(1)
     assert first == order(1) != order(2)
-    assert sorted(first[0] + first[1]) == sorted(first[2] + first[3])  # ten are taught, each once in two steps
+    assert sorted(first[0] + first[1]) == sorted(
+        first[2] + first[3]
+    )  # ten are taught, each once in two steps
     assert first[:2] != first[2:4]
     assert len(set(first[0] + first[1])) == 10
 
@@ -168,7 +194,10 @@ def test_batches_follow_from_the_seed_and_skip_held_out_texts():
 def test_each_epoch_masks_other_tokens_but_held_out_masks_stay():
     net, examples, values = MODELS["bert"]()
     texts = DistillationTexts(net, examples, values)
-    masked = [(texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORE_INDEX).tolist() for turn in (0, 0, 1, 2)]
+    masked = [
+        (texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORE_INDEX).tolist()
+        for turn in (0, 0, 1, 2)
+    ]
     assert masked[0] == masked[1]
     assert len({str(one) for one in masked}) == 3
 
@@ -180,7 +209,7 @@ def test_texts_without_labels_are_skipped_and_reported():
     assert "left out 1 text without targets" in texts.notes[-1]
 
 
-# --- learning ------------------------------------------------------------------------------------------
+# --- learning -------------------------------------------------------------------------------------
 
 
 def other(net: Transformer, noise: float = 0.05) -> Transformer:
@@ -208,7 +237,9 @@ def test_a_student_approaches_its_unchanged_teacher(name):
     examples = audio_examples(80) if name == "frames" else make_examples(teacher, 80)
     student = other(teacher, 0.2)
     before = copy_states(teacher, student)
-    found = uptrain(student, teacher, examples, UptrainingOptions(**LONGER, alpha=1.0, objective=values))
+    found = uptrain(
+        student, teacher, examples, UptrainingOptions(**LONGER, alpha=1.0, objective=values)
+    )
     assert same(teacher, before[0])
     assert same(student, before[1])
     assert [point.step for point in found.curve] == [0, 15, 30]
@@ -222,12 +253,17 @@ def test_a_student_equal_to_its_teacher_is_unchanged():
     net = build_model(GPT2)
     found = uptrain(net, net, make_examples(net, 20), UptrainingOptions(**BRIEF))
     assert found.curve[0].held_out < found.curve[-1].held_out or found.step > 0
-    alike = uptrain(net, net, make_examples(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0))
+    alike = uptrain(
+        net, net, make_examples(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0)
+    )
     assert abs(alike.curve[0].held_out) < 1e-12
     assert alike.step == 0
     assert same(alike.net, net.state_dict())
     last = uptrain(
-        net, net, make_examples(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0, keep="last")
+        net,
+        net,
+        make_examples(net, 20),
+        UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0, keep="last"),
     )
     assert last.step == 12
     assert not same(last.net, net.state_dict())
@@ -237,7 +273,10 @@ def test_a_student_equal_to_its_teacher_is_unchanged():
 def test_a_model_without_a_head_learns_states(states):
     teacher = model_without_head()
     found = uptrain(
-        other(teacher, 0.2), teacher, make_examples(teacher, 80), UptrainingOptions(**LONGER, states=states)
+        other(teacher, 0.2),
+        teacher,
+        make_examples(teacher, 80),
+        UptrainingOptions(**LONGER, states=states),
     )
     assert found.curve[-1].held_out < 0.8 * found.curve[0].held_out
     assert "drift" in found.notes[0]
@@ -247,9 +286,18 @@ def test_one_step_is_torchs_own_adamw():
     teacher = build_model(GPT2)
     student, examples = other(teacher), make_examples(teacher, 9)
     how = UptrainingOptions(
-        steps=1, batch=4, rate=1e-2, schedule="constant", warmup=0, clip=0.3, alpha=0.3, temperature=1.5, keep="last",
-        weight_decay=0.01, seed=2,
-    )  # fmt: skip
+        steps=1,
+        batch=4,
+        rate=1e-2,
+        schedule="constant",
+        warmup=0,
+        clip=0.3,
+        alpha=0.3,
+        temperature=1.5,
+        keep="last",
+        weight_decay=0.01,
+        seed=2,
+    )
     found = uptrain(student, teacher, examples, how).net
     mine = other(teacher).train()
     example = DistillationLoader(DistillationTexts(student, examples), how).get_batch(1)
@@ -264,7 +312,11 @@ def test_one_step_is_torchs_own_adamw():
     torch.stack(losses).mean().backward()
     torch.nn.utils.clip_grad_norm_(mine.parameters(), 0.3)
     weights = mine.spec.params()
-    decayed = [p for name, p in mine.named_parameters() if p.dim() > 1 and not weights[name].name.endswith("bias")]
+    decayed = [
+        p
+        for name, p in mine.named_parameters()
+        if p.dim() > 1 and not weights[name].name.endswith("bias")
+    ]
     rest = [p for p in mine.parameters() if not any(p is one for one in decayed)]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-8).step()
@@ -275,7 +327,9 @@ def test_one_step_is_torchs_own_adamw():
 def test_attention_alone_can_learn():
     teacher = build_model(LLAMA)
     student = other(teacher)
-    found = uptrain(student, teacher, make_examples(teacher, 12), UptrainingOptions(**BRIEF, which="attention")).net
+    found = uptrain(
+        student, teacher, make_examples(teacher, 12), UptrainingOptions(**BRIEF, which="attention")
+    ).net
     for name, tensor in found.named_parameters():
         assert torch.equal(tensor, student.state_dict()[name]) == (".attention." not in name), name
 
@@ -298,7 +352,9 @@ def test_a_seed_repeats_training_and_leaves_the_rng_of_torch():
     expected = torch.rand(3)
     torch.manual_seed(11)
     nets = [
-        uptrain(student, teacher, make_examples(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)).net
+        uptrain(
+            student, teacher, make_examples(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)
+        ).net
         for seed in (4, 4, 5)
     ]
     assert torch.equal(torch.rand(3), expected)
@@ -307,7 +363,7 @@ def test_a_seed_repeats_training_and_leaves_the_rng_of_torch():
     assert nets[0].training
 
 
-# --- interruptions -------------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["signal", "raised"])
@@ -327,12 +383,14 @@ def test_an_interrupt_returns_the_best_model_so_far(how):
     assert found.stop_reason == "interrupted at step 6 of 12"
     assert found.step == {"signal": 6, "raised": 4}[how]
     assert found.curve[-1].step == found.step
-    examples = DistillationLoader(DistillationTexts(student, make_examples(teacher, 20)), uptraining_options)
+    examples = DistillationLoader(
+        DistillationTexts(student, make_examples(teacher, 20)), uptraining_options
+    )
     pupil = Student(found.net, teacher, examples, [])
     assert pupil.held_out_loss(found.net) == pytest.approx(found.curve[-1].held_out, abs=1e-12)
 
 
-# --- bad input -----------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def check_refused(what: str, *args: Any, **how: Any) -> None:
@@ -344,20 +402,36 @@ def check_refused(what: str, *args: Any, **how: Any) -> None:
 def test_unsupported_students_are_refused_before_training():
     net, none = build_model(GPT2), model_without_head()
     check_refused("no texts", net, net, [])
-    check_refused("cannot fill a batch of 4: 3 texts, 1 of them held out. Use batch=2", net, net, make_examples(net, 3))
+    check_refused(
+        "cannot fill a batch of 4: 3 texts, 1 of them held out. Use batch=2",
+        net,
+        net,
+        make_examples(net, 3),
+    )
     check_refused("no loss on these texts", none, None, make_examples(none, 9))
-    check_refused("expected a headwise model, got Linear", torch.nn.Linear(2, 2), net, make_examples(net, 9))
-    check_refused("13 outputs per position, the model 11", build_model({**GPT2, "vocab_size": 11}), net, [
-        Example({"x": random_ids(n, words=11)}, {}) for n in range(9)
-    ])  # fmt: skip
+    check_refused(
+        "expected a headwise model, got Linear", torch.nn.Linear(2, 2), net, make_examples(net, 9)
+    )
+    check_refused(
+        "13 outputs per position, the model 11",
+        build_model({**GPT2, "vocab_size": 11}),
+        net,
+        [Example({"x": random_ids(n, words=11)}, {}) for n in range(9)],
+    )
     wrong = classifier("mean")
     check_refused(
-        "text 8 has the label 7", wrong, None, [*labelled(wrong, 8), Example({"x": random_ids(1), "labels": [7]}, {})]
+        "text 8 has the label 7",
+        wrong,
+        None,
+        [*labelled(wrong, 8), Example({"x": random_ids(1), "labels": [7]}, {})],
     )
     twice = [*labelled(wrong, 8), Example({"x": random_ids(1), "labels": [1, 2]}, {})]
     check_refused("text 8 has 1 output positions and 2 labels", wrong, None, twice)
     check_refused(
-        "it has the input 'head'", net, None, [Example({"x": random_ids(n), "head": "tokens"}, {}) for n in range(9)]
+        "it has the input 'head'",
+        net,
+        None,
+        [Example({"x": random_ids(n), "head": "tokens"}, {}) for n in range(9)],
     )
 
 

@@ -26,8 +26,12 @@ READ = TimedPhase("prefill", "tokens/s", 100, lambda net: lambda: None)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_is_timed_in_its_own_phases(kind):
     net = build_model(make_model_spec(kind))
-    found = compare_speed(net, remove_heads(net, KEEP[kind]), TimingOptions(batch=2, length=9, steps=3, seconds=0.02))
-    phases = {"decoder": ["prefill", "decode"], "encoder-decoder": ["encode", "decode"]}.get(kind, ["forward"])
+    found = compare_speed(
+        net, remove_heads(net, KEEP[kind]), TimingOptions(batch=2, length=9, steps=3, seconds=0.02)
+    )
+    phases = {"decoder": ["prefill", "decode"], "encoder-decoder": ["encode", "decode"]}.get(
+        kind, ["forward"]
+    )
     assert [one.phase for one in found.phases] == ["attention", *phases]
     assert {one.unit for one in found.phases} == {"images/s" if kind == "vision" else "tokens/s"}
     assert all(one.before > 0 and one.after > 0 and one.rounds >= 1 for one in found.phases)
@@ -42,19 +46,33 @@ def test_medians_ratios_and_spread_are_those_of_the_rounds():
     assert (found.before, found.after, found.rounds, found.peak_bytes) == (25.0, 50.0, 5, (3, 2))
     assert found.speedup == 2.1
     assert (found.low, found.high) == pytest.approx((2.0, 4 / 1.9))
-    assert found.spread == pytest.approx(0.05)  # 4.2 less 4.0 over 4.0: the odd round is outside the middle half
+    assert found.spread == pytest.approx(
+        0.05
+    )  # 4.2 less 4.0 over 4.0: the odd round is outside the middle half
     assert found.verdict == "faster"
     assert summarise_rounds(READ, seconds[:, ::-1], (3, 2)).verdict == "slower"
-    assert summarise_rounds(READ, np.array([[1.0, 1.01], [1.01, 1.0]] * 3), (0, 0)).verdict == "as fast"
+    assert (
+        summarise_rounds(READ, np.array([[1.0, 1.01], [1.01, 1.0]] * 3), (0, 0)).verdict
+        == "as fast"
+    )
 
 
 def test_a_larger_model_adds_and_a_smaller_one_saves():
     def summary(parameters: int, cache: int) -> str:
-        costs = (CostPair("parameters", "", 400, parameters), CostPair("cache per token", "bytes", 64, cache))
+        costs = (
+            CostPair("parameters", "", 400, parameters),
+            CostPair("cache per token", "bytes", 64, cache),
+        )
         return CostComparison(8, None, "float32", costs, {}).summary
 
-    assert summary(300, 64) == "Saved: 100 of 400 parameters (25.0%) and 0 of 64 cache bytes per token (0.0%)."
-    assert summary(500, 32) == "Saved: 32 of 64 cache bytes per token (50.0%). Added: 100 to 400 parameters (25.0%)."
+    assert (
+        summary(300, 64)
+        == "Saved: 100 of 400 parameters (25.0%) and 0 of 64 cache bytes per token (0.0%)."
+    )
+    assert (
+        summary(500, 32)
+        == "Saved: 32 of 64 cache bytes per token (50.0%). Added: 100 to 400 parameters (25.0%)."
+    )
 
 
 def test_few_or_scattered_rounds_are_inconclusive():
@@ -63,7 +81,10 @@ def test_few_or_scattered_rounds_are_inconclusive():
         == "too few rounds: 4 in the time limit, 5 needed"
     )
     wild = np.array([[4.0, 1.0], [6.0, 1.0], [4.0, 1.0], [6.0, 1.5], [4.0, 1.0], [6.0, 1.5]])
-    assert summarise_rounds(READ, wild, (0, 0)).verdict == "no verdict: spread 40% of rounds exceeds 20%"
+    assert (
+        summarise_rounds(READ, wild, (0, 0)).verdict
+        == "no verdict: spread 40% of rounds exceeds 20%"
+    )
 
 
 def test_both_models_take_turns_in_changing_order(monkeypatch):
@@ -92,7 +113,9 @@ def test_peak_bytes_are_those_of_live_tensors():
 
 def test_generation_holds_a_smaller_cache():
     net = build_model(make_model_spec("decoder"))
-    after = remove_heads(net, {"decoder.0.attention": [0, 1], "decoder.1.attention": [0, 1]})  # half of keys and values
+    after = remove_heads(
+        net, {"decoder.0.attention": [0, 1], "decoder.1.attention": [0, 1]}
+    )  # half of keys and values
     decode = compare_speed(net, after, TimingOptions(length=400, steps=2, seconds=0.01)).phases[-1]
     assert decode.peak_bytes[0] - decode.peak_bytes[1] >= 402 * (24 + 24) * 4 // 2
 
@@ -100,7 +123,9 @@ def test_generation_holds_a_smaller_cache():
 def test_a_model_that_lost_all_attention_in_a_stack_still_runs():
     net = build_model(make_model_spec("decoder", 2))
     keep = {"decoder.0.attention": [], "decoder.1.attention": [1]}
-    found = compare_speed(net, remove_heads(net, keep), TimingOptions(length=5, steps=2, seconds=0.01))
+    found = compare_speed(
+        net, remove_heads(net, keep), TimingOptions(length=5, steps=2, seconds=0.01)
+    )
     assert [one.phase for one in found.phases] == ["attention", "prefill", "decode"]
 
 
@@ -115,7 +140,14 @@ def test_unsupported_models_are_refused():
 def test_a_model_of_few_positions_is_timed_within_them():
     import headwise as hw
 
-    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 1, "vocab_size": 11, "n_positions": 20}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 12,
+        "n_head": 3,
+        "n_layer": 1,
+        "vocab_size": 11,
+        "n_positions": 20,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0)
     found = compare_speed(net, net, TimingOptions(steps=6, seconds=0.01))
     assert (found.length, found.steps) == (14, 6)

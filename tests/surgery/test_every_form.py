@@ -1,4 +1,6 @@
-"""Every family of transformers in every form: a folder that loads with equal weights, or a refusal with its reason."""
+"""Every family of transformers in every form: a folder that loads with equal weights, or a refusal
+with its reason.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,18 @@ PER_HEAD = "transforms the queries and keys of each head"
 ROUTED = "needs queries of different lengths"
 CONCATENATED = "have no form for concatenated heads"
 PLAIN, RESIZED, OURS = "transformers", "resized", "ours"
-# What each family becomes in each form: the kind of its folder, or the reason why it cannot take the form.
+# What each family becomes in each form: the kind of its folder, or the reason why it cannot take
+# the form.
 RESULTS = {
     "bert": (RESIZED, OURS, OURS, PLAIN, OURS),
     "roberta": (RESIZED, OURS, OURS, PLAIN, OURS),
-    "gpt2": (OURS, OURS, OURS, PLAIN, OURS),  # queries, keys and values in one tensor with equal parts
+    "gpt2": (
+        OURS,
+        OURS,
+        OURS,
+        PLAIN,
+        OURS,
+    ),  # queries, keys and values in one tensor with equal parts
     "neox": (OURS, OURS, PER_HEAD, PLAIN, OURS),
     "llama": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
     "qwen3": (PLAIN, CONCATENATED, PER_HEAD, PLAIN, ROUTED),
@@ -58,15 +67,27 @@ RESULTS = {
     "bloom": (OURS, OURS, OURS, PLAIN, OURS),
     "mixtral": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
 }
-NEOX = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+NEOX = {
+    "hidden_size": WIDE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     **ZOO,
     **FALLBACK,
     "mixtral": TransformersModel("MixtralForCausalLM", "MixtralConfig", LLAMA | EXPERTS, "o_proj"),
-    "neox": TransformersModel("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX | {"vocab_size": WORDS}, "dense"),
+    "neox": TransformersModel(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX | {"vocab_size": WORDS}, "dense"
+    ),
 }
-NOT_LOADED = {"whisper", "falcon", "deberta-v2", "longformer"}  # headwise.load refuses their weights
+NOT_LOADED = {
+    "whisper",
+    "falcon",
+    "deberta-v2",
+    "longformer",
+}  # headwise.load refuses their weights
 
 
 def test_the_table_has_every_family():
@@ -105,13 +126,16 @@ def test_a_converted_model_is_a_folder_or_a_refusal(
     done = hw.convert(net, FORMS[form])
     written = write_model_folder(done.after, source, tmp_path / "new", {"operation": "convert"})
     assert written.kind == expected, written.summary
-    assert "Error" not in written.summary  # another computation is refused before a loader script fails on it
+    assert (
+        "Error" not in written.summary
+    )  # another computation is refused before a loader script fails on it
     loaded = hw.load(tmp_path / "new").state_dict()
     for name, tensor in done.after.state_dict().items():
         torch.testing.assert_close(loaded[name], tensor, msg=name)
 
 
-# Ways of pooling that read examples: "" for a folder, or the reason of the refusal; transformers loads none of them.
+# Ways of pooling that read examples: "" for a folder, or the reason of the refusal; transformers
+# loads none of them.
 OTHER_FORMS: dict[str, AttentionConversion] = {
     "two key-value heads": Pool(2),
     "two aligned ones": Pool(2, align="both"),
@@ -121,8 +145,11 @@ OTHER_REFUSALS = {
     "deepseek": "Latent needs one key-value head per query head, not kv=2; use kv=4",
     "olmo2": "cannot reorder heads",
 }
-# Every family in one of these forms, in turn; four kinds of models (encoder, rotary, two stacks, images) in all.
-FORM_OF_FAMILY = [(family, [*OTHER_FORMS][n % len(OTHER_FORMS)]) for n, family in enumerate(RESULTS)]
+# Every family in one of these forms, in turn; four kinds of models (encoder, rotary, two stacks,
+# images) in all.
+FORM_OF_FAMILY = [
+    (family, [*OTHER_FORMS][n % len(OTHER_FORMS)]) for n, family in enumerate(RESULTS)
+]
 KINDS = [(family, form) for family in ("bert", "llama", "t5", "vit") for form in OTHER_FORMS]
 
 
@@ -138,7 +165,9 @@ def random_examples(net: Any) -> list[Example]:
     return [Example({"x": ids(7), **source}, {}) for source in sources]
 
 
-@pytest.mark.parametrize(("family", "form"), dict.fromkeys(FORM_OF_FAMILY + KINDS), indirect=["family"])
+@pytest.mark.parametrize(
+    ("family", "form"), dict.fromkeys(FORM_OF_FAMILY + KINDS), indirect=["family"]
+)
 def test_every_other_form_is_a_folder_or_a_refusal(
     monkeypatch: pytest.MonkeyPatch, family: str, form: str, source: Path, net: Any, tmp_path: Path
 ):
@@ -167,7 +196,10 @@ def test_the_loader_repeats_shared_keys_where_transformers_cannot(
     record = json.loads((tmp_path / "new" / "heads.json").read_text())
     repeats = [change["repeat"] for change in record["modules"].values() if "repeat" in change]
     assert repeats == [{"count": 2, "width": 8}] * 2 * len([*done.after.spec.attention_specs()])
-    sizes = [sum(tensor.numel() for tensor in net.parameters()) for net in (done.after, hw.load(tmp_path / "new"))]
+    sizes = [
+        sum(tensor.numel() for tensor in net.parameters())
+        for net in (done.after, hw.load(tmp_path / "new"))
+    ]
     assert sizes[0] == sizes[1]
 
 

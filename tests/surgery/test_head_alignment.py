@@ -29,7 +29,17 @@ from support.layer_cases import EVERY, base, check_close
 
 # Whose heads lie in a way that something sees, by side.
 UNSUPPORTED_BY_SIDE = {
-    "k": {"Additive", "Collaborative", "FeatureMap", "Knocking", "Latent", "Overlapping", "Shaw", "Sum", "Values"},
+    "k": {
+        "Additive",
+        "Collaborative",
+        "FeatureMap",
+        "Knocking",
+        "Latent",
+        "Overlapping",
+        "Shaw",
+        "Sum",
+        "Values",
+    },
     "v": {"Knocking", "Overlapping", "OutputGate", "Shaw", "SumHeads"},
 }
 MIXING_PARTS = {"Differential0", "Differential1", "TalkingHeads2", "TalkingHeads3"}
@@ -47,7 +57,9 @@ def random_maps(free: SymmetryGroup, heads: int, width: int) -> torch.Tensor:
 
 
 def cross_products(layer: hw.Attention, z: torch.Tensor) -> dict[str, CrossProducts]:
-    return {side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, z).items()}
+    return {
+        side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, z).items()
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in MIXING_PARTS])
@@ -62,20 +74,30 @@ def test_a_rotation_is_refused_or_does_not_change_the_output(name):
             maps = random_maps(free, spec.heads.kv, width)
             assert (maps - torch.eye(width)).abs().max() > 0.1
             other = layer.state_dict() | map_heads(spec, layer.state_dict(), side, maps)
-            fixed = {"atol": 1e-5, "rtol": 1e-5} if name == "Concat1" else {}  # a constant keeps its float32
+            fixed = (
+                {"atol": 1e-5, "rtol": 1e-5} if name == "Concat1" else {}
+            )  # a constant keeps its float32
             check_close(layer_from_weights(spec, other)(x, source=z), layer(x, source=z), **fixed)
 
 
 @pytest.mark.parametrize("side", "kv")
 def test_only_heads_without_symmetry_cannot_be_rotated(side):
     recorded = {
-        name for name, spec in cases.EXAMPLES.items()
+        name
+        for name, spec in cases.EXAMPLES.items()
         if name not in MIXING_PARTS and find_symmetry(spec, cases.layer(spec).state_dict(), side)[1]
-    }  # fmt: skip
+    }
     parts = {name.rstrip("0123456789") for name in recorded}
     assert parts - {"Shaw", "QKNorm"} == UNSUPPORTED_BY_SIDE[side] - {"Shaw"}
-    norms = [part for name in recorded if "QKNorm" in name for _, part in cases.EXAMPLES[name].parts_of(hw.QKNorm)]
-    assert [part.kind for part in norms] == (["l2-embedding"] if side == "k" else [])  # its embedding has a direction
+    norms = [
+        part
+        for name in recorded
+        if "QKNorm" in name
+        for _, part in cases.EXAMPLES[name].parts_of(hw.QKNorm)
+    ]
+    assert [part.kind for part in norms] == (
+        ["l2-embedding"] if side == "k" else []
+    )  # its embedding has a direction
     assert ("Shaw0" in recorded, "Shaw1" in recorded) == (True, side == "k")
 
 
@@ -83,10 +105,18 @@ def test_only_heads_without_symmetry_cannot_be_rotated(side):
     ("options", "side", "reason"),
     [
         ({"modifiers": (hw.Shaw(reach=2),)}, "k", "Shaw depends on the basis of keys"),
-        ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "k", "QKNorm and Rotary depend on the basis of keys"),
+        (
+            {"modifiers": (hw.QKNorm(), hw.Rotary())},
+            "k",
+            "QKNorm and Rotary depend on the basis of keys",
+        ),
         ({"modifiers": (hw.OutputGate(),)}, "v", "OutputGate depends on the basis of values"),
         ({"merge": hw.SumHeads()}, "v", "SumHeads cannot absorb a matrix per head of values"),
-        ({"project": hw.Overlapping(overlap=0)}, "k", "Overlapping cannot absorb a matrix per head of keys"),
+        (
+            {"project": hw.Overlapping(overlap=0)},
+            "k",
+            "Overlapping cannot absorb a matrix per head of keys",
+        ),
     ],
     ids=str,
 )
@@ -99,12 +129,17 @@ def test_a_norm_of_keys_lets_turns_pass_where_its_weights_are_alike():
     spec = base(kv=2, modifiers=(hw.QKNorm(), hw.Rotary()))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    weights = layer.state_dict() | {f"qk_norm.{side}": torch.tensor([2.0, 3, 2, 5]).double() for side in "qk"}
+    weights = layer.state_dict() | {
+        f"qk_norm.{side}": torch.tensor([2.0, 3, 2, 5]).double() for side in "qk"
+    }
     free, reason = find_symmetry(spec, weights, "k")
     assert (free, reason) == (SymmetryGroup(planes=((0, 2),)), "")
     other = weights | map_heads(spec, weights, "k", random_maps(free, 2, 4))
     check_close(layer_from_weights(spec, other)(x), layer_from_weights(spec, weights)(x))
-    assert find_symmetry(spec, weights | {"qk_norm.q": torch.tensor([2.0, 3, 1, 5])}, "k")[0] == SymmetryGroup()
+    assert (
+        find_symmetry(spec, weights | {"qk_norm.q": torch.tensor([2.0, 3, 1, 5])}, "k")[0]
+        == SymmetryGroup()
+    )
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved"])
@@ -116,7 +151,12 @@ def test_rotary_is_invariant_to_rotations_of_pairs(pairs):
     for (a, b), angle in zip(
         {"half": [(0, 2), (1, 3)], "interleaved": [(0, 1), (2, 3)]}[pairs], (0.7, 0.07), strict=True
     ):
-        turn[[a, a, b, b], [a, b, a, b]] = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
+        turn[[a, a, b, b], [a, b, a, b]] = (
+            np.cos(angle),
+            -np.sin(angle),
+            np.sin(angle),
+            np.cos(angle),
+        )
     (own,) = random_maps(free, 1, 6).numpy()
     assert np.allclose(own @ turn, turn @ own, atol=1e-14)
     assert np.allclose(own @ own.T, np.eye(6))
@@ -126,7 +166,9 @@ def test_rotary_is_invariant_to_rotations_of_pairs(pairs):
 SPECS = {
     "plain": base(bias="qkvo", kv=3, vdim=5),
     "rotary": base(kv=3, vdim=5, bias="qkv", pattern="causal()", modifiers=(hw.Rotary(),)),
-    "partial": base(dim=7, modifiers=(hw.Rotary(dims=4, pairs="interleaved"), hw.Alibi()), bias="k"),
+    "partial": base(
+        dim=7, modifiers=(hw.Rotary(dims=4, pairs="interleaved"), hw.Alibi()), bias="k"
+    ),
     "crossed": base(source=13, bias="qkvo"),
     "paired": base(kv=2, heads=4, modifiers=(hw.DifferentialV2(), hw.Rotary()), vdim=3),
 }
@@ -144,7 +186,9 @@ def test_aligned_is_the_same_function_and_nearer_to_its_means(name, dtype):
     x, z = cases.tensors(spec, dtype)
     read, groups = x if z is None else z, groups_of(spec.heads.kv)
     built = align_heads(spec, layer.state_dict(), groups, cross_products(layer, read))
-    close = {"atol": 1e-10, "rtol": 1e-10} if dtype is torch.float64 else {"atol": 1e-5, "rtol": 1e-5}
+    close = (
+        {"atol": 1e-10, "rtol": 1e-10} if dtype is torch.float64 else {"atol": 1e-5, "rtol": 1e-5}
+    )
     new = layer_from_weights(spec, built.weights, dtype)
     check_close(new(x, source=z), layer(x, source=z), **close)
     assert not built.skip_reasons
@@ -158,12 +202,19 @@ def test_aligned_is_the_same_function_and_nearer_to_its_means(name, dtype):
                 .numpy()
                 .reshape(-1, spec.heads.kv, compute_kv_features(one, read)[side].shape[-1])
             )
-            lost = sum(((result[:, list(g)] - result[:, list(g)].mean(1, keepdims=True)) ** 2).sum() for g in groups)
-            assert share == pytest.approx(lost / (result**2).sum(), rel=1e-4 if dtype is torch.float32 else 1e-9)
+            lost = sum(
+                ((result[:, list(g)] - result[:, list(g)].mean(1, keepdims=True)) ** 2).sum()
+                for g in groups
+            )
+            assert share == pytest.approx(
+                lost / (result**2).sum(), rel=1e-4 if dtype is torch.float32 else 1e-9
+            )
 
 
 def turned_copies(spec) -> hw.Attention:
-    """A layer whose kv heads are all one, each under a turn of its own that queries and W_O undo."""
+    """A layer whose kv heads are all one, each under a turn of its own that
+    queries and W_O undo.
+    """
     layer, heads = cases.layer(spec), spec.heads
     weights = layer.state_dict()
     for side, width in (("k", heads.dim), ("v", heads.vdim)):
@@ -175,7 +226,9 @@ def turned_copies(spec) -> hw.Attention:
     return layer_from_weights(spec, weights)
 
 
-@pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),), (hw.Rotary(dims=2), hw.HeadGate())], ids=str)
+@pytest.mark.parametrize(
+    "modifiers", [(), (hw.Rotary(),), (hw.Rotary(dims=2), hw.HeadGate())], ids=str
+)
 def test_heads_that_differ_by_a_turn_are_pooled_without_loss(modifiers):
     spec = base(kv=3, vdim=5, bias="qkvo", modifiers=modifiers)
     layer = turned_copies(spec)
@@ -196,9 +249,14 @@ def test_an_unaligned_side_gives_a_reason_and_is_unchanged():
     assert built.skip_reasons == {"k": "Shaw depends on the basis of keys"}
     assert built.pooling_errors["k"][0] == built.pooling_errors["k"][1]
     assert built.pooling_errors["v"][0] > built.pooling_errors["v"][1]
-    assert [name for name, tensor in built.weights.items() if not torch.equal(tensor, layer.state_dict()[name])] == [
-        "project.v", "output.o",
-    ]  # fmt: skip
+    assert [
+        name
+        for name, tensor in built.weights.items()
+        if not torch.equal(tensor, layer.state_dict()[name])
+    ] == [
+        "project.v",
+        "output.o",
+    ]
 
 
 def brute(x: np.ndarray) -> float:
@@ -233,7 +291,9 @@ def test_means_of_turned_heads_miss_no_more(free, heads, tokens, seed, poor):
     assert pooling_error(sums, still) / whole == pytest.approx(brute(x) / whole, abs=1e-12)
     assert brute(after) <= brute(x) + 1e-12 * whole
     met = torch.einsum("ijab,jcb->iac", sums, maps) - torch.einsum("iiab,icb->iac", sums, maps)
-    pull = torch.einsum("iab,iba->i", maps, met)  # of all others on each head: none is left to give way to
+    pull = torch.einsum(
+        "iab,iba->i", maps, met
+    )  # of all others on each head: none is left to give way to
     assert (max_trace(met, free) - pull <= 1e-3 * whole).all()
 
 
@@ -254,7 +314,9 @@ def test_the_best_map_is_in_its_freedom_and_no_other_there_is_better(free, seed)
         assert np.linalg.det(own[np.ix_(plane, plane)]) == pytest.approx(1)
         angles = np.linspace(0, 2 * np.pi, 721)
         (aa, ab), (ba, bb) = p[np.ix_(plane, plane)]
-        scan = np.cos(angles) * (aa + bb) + np.sin(angles) * (ab - ba)  # trace of [[c, -s], [s, c]] P
+        scan = np.cos(angles) * (aa + bb) + np.sin(angles) * (
+            ab - ba
+        )  # trace of [[c, -s], [s, c]] P
         assert np.trace(own[np.ix_(plane, plane)] @ p[np.ix_(plane, plane)]) >= scan.max() - 1e-12
     for other in random_maps(free, 50, 4).numpy():
         assert np.trace(other @ p) <= mine + 1e-12
@@ -265,7 +327,9 @@ def test_likeness_is_that_of_rows_after_the_best_map(kind):
     rng = np.random.default_rng(3)
     x = rng.normal(size=(11, 3, 4)) + 0.5
     x[4, 1] = 0  # a head that says nothing of one token
-    found = compute_similarity(CrossProducts.from_features(torch.tensor(x)), SymmetryGroup.full(4), kind=kind).numpy()
+    found = compute_similarity(
+        CrossProducts.from_features(torch.tensor(x)), SymmetryGroup.full(4), kind=kind
+    ).numpy()
     lengths = np.linalg.norm(x, axis=-1, keepdims=True)
     rows = x / np.where(lengths > 0, lengths, 1) if kind == "cosine" else x
     for i in range(3):
@@ -278,8 +342,14 @@ def test_likeness_is_that_of_rows_after_the_best_map(kind):
                 else -((mapped - rows[:, j]) ** 2).sum(-1).mean()
             )
             assert found[i, j] == pytest.approx(score, abs=1e-12)
-    unturned = compute_similarity(CrossProducts.from_features(torch.tensor(x)), kind=kind)[0, 2].item()
-    plain = (rows[:, 0] * rows[:, 2]).sum(-1).mean() if kind == "cosine" else -((x[:, 0] - x[:, 2]) ** 2).sum(-1).mean()
+    unturned = compute_similarity(CrossProducts.from_features(torch.tensor(x)), kind=kind)[
+        0, 2
+    ].item()
+    plain = (
+        (rows[:, 0] * rows[:, 2]).sum(-1).mean()
+        if kind == "cosine"
+        else -((x[:, 0] - x[:, 2]) ** 2).sum(-1).mean()
+    )
     assert unturned == pytest.approx(plain, abs=1e-12)
     assert unturned < found[0, 2]
 
@@ -291,17 +361,26 @@ def test_features_are_projections_before_rotary_and_norms():
     tensors = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
     for side, width in (("k", 4), ("v", 5)):
         plain = x.numpy() @ tensors[f"project.{side}"].T + tensors[f"project.{side}_bias"]
-        check_close(compute_kv_features(layer, x)[side], torch.tensor(plain.reshape(3, 7, 2, width)))
+        check_close(
+            compute_kv_features(layer, x)[side], torch.tensor(plain.reshape(3, 7, 2, width))
+        )
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.sampled_from([1, 2, 3, 6]), st.permutations(range(6)), st.sampled_from(["", "qkvo"]), st.booleans())
+@given(
+    st.sampled_from([1, 2, 3, 6]),
+    st.permutations(range(6)),
+    st.sampled_from(["", "qkvo"]),
+    st.booleans(),
+)
 def test_pooling_and_splitting_equal_heads_is_exact(into, order, bias, rotary):
     spec = base(bias=bias, modifiers=(hw.Rotary(), hw.HeadGate()) if rotary else ())
     groups = [tuple(order[n : n + 6 // into]) for n in range(0, 6, 6 // into)]
     layer = cases.layer(spec)
     weights = layer.state_dict()
-    for name in [f"project.{side}" for side in "kv"] + [f"project.{side}_bias" for side in "kv" if bias]:
+    for name in [f"project.{side}" for side in "kv"] + [
+        f"project.{side}_bias" for side in "kv" if bias
+    ]:
         rows = weights[name].unflatten(0, (6, 4))
         for group in groups:
             rows[list(group)] = rows[group[0]].clone()
@@ -326,7 +405,11 @@ def test_invalid_arguments_are_refused():
         ({"products": cross_products(cases.layer(base(kv=2)), x)}, "collect them from this layer"),
     ):
         with pytest.raises(hw.SpecError, match=reason):
-            align_heads(spec, weights, **({"groups": [(0, 1, 2)], "products": recorded, "sides": "kv"} | options))
+            align_heads(
+                spec,
+                weights,
+                **({"groups": [(0, 1, 2)], "products": recorded, "sides": "kv"} | options),
+            )
     separate = replace(spec, heads=replace(spec.heads, value_heads=(0, 1, 0, 1, 0, 1)))
     with pytest.raises(hw.SpecError, match="grouped separately"):
         align_heads(separate, weights, [(0, 1, 2)], recorded)

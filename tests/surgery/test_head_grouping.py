@@ -23,7 +23,13 @@ def brute(score: np.ndarray, into: int) -> float:
     size = len(score) // into
     ends = range(0, len(score), size)
     return max(
-        sum(score[a, b] for n in ends for a in order[n : n + size] for b in order[n : n + size] if a < b)
+        sum(
+            score[a, b]
+            for n in ends
+            for a in order[n : n + size]
+            for b in order[n : n + size]
+            if a < b
+        )
         for order in permutations(range(len(score)))
     )
 
@@ -62,7 +68,9 @@ def test_hill_climbing_equals_exhaustive_search(sizes, seed):
 def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours():
     score = torch.tensor(random_scores(24, 5))
     assert head_grouping.count_groupings(24, 6) > head_grouping.MAX_EXHAUSTIVE
-    once, again = (head_grouping.group_similar_heads(score, 6, seed=2, restarts=20) for _ in range(2))
+    once, again = (
+        head_grouping.group_similar_heads(score, 6, seed=2, restarts=20) for _ in range(2)
+    )
     assert once == again
     assert head_grouping.sum_similarity_within(score, once) > head_grouping.sum_similarity_within(
         score, head_grouping.group_adjacent_heads(24, 6)
@@ -93,7 +101,11 @@ def test_ways_are_counted_as_they_are_tried():
 def test_groups_that_do_not_come_out_are_refused():
     for into in (4, 0, -1, 7, 2.0):
         with pytest.raises(
-            hw.SpecError, match=r"cannot split 6 key-value heads into .* equal groups\. Use one of \[1, 2, 3, 6\]"
+            hw.SpecError,
+            match=(
+                r"cannot split 6 key-value heads into .* equal groups\. Use one of \[1, 2, 3, "
+                r"6\]"
+            ),
         ):
             head_grouping.group_similar_heads(torch.zeros(6, 6), into)
     for score in (torch.full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
@@ -113,14 +125,17 @@ def test_another_order_is_refused_or_the_same_layer(name):
     if not spec.heads.value_heads and spec.project.supports_grouping and "Differential" not in name:
         shuffled = replace(
             spec.heads,
-            kv_head_of_query=tuple(np.random.default_rng(7).permutation(spec.heads.kv_head_of_query).tolist()),
+            kv_head_of_query=tuple(
+                np.random.default_rng(7).permutation(spec.heads.kv_head_of_query).tolist()
+            ),
         )
         spec = cases.change_spec(spec, heads=shuffled) if spec.project.uses_head_dims else spec
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     order = np.random.default_rng(1).permutation(spec.heads.q).tolist()
     mixes = any(
-        len(spec.required_score_heads(out)) > len(spec.score_head_of_row) // len(spec.score_head_of_output)
+        len(spec.required_score_heads(out))
+        > len(spec.score_head_of_row) // len(spec.score_head_of_output)
         for out in range(len(spec.score_head_of_output))
     )
     if mixes or spec.heads.value_heads:
@@ -138,16 +153,23 @@ def test_another_order_is_refused_or_the_same_layer(name):
 
 
 def test_contiguous_groups_make_sharing_regular():
-    for options in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
+    for options in (
+        {"modifiers": (hw.Alibi(), hw.HeadGate())},
+        {"heads": 3, "modifiers": (hw.DifferentialV2(),)},
+    ):
         spec = base(**({"heads": 6, "bias": "qkvo"} | options))
         spec, weights = head_axis_ops.share_kv_heads(
-            spec, cases.layer(spec).state_dict(), [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)]
+            spec,
+            cases.layer(spec).state_dict(),
+            [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)],
         )
         x, _ = cases.tensors(spec)
         even, moved = make_groups_contiguous(spec, weights)
         assert not spec.heads.is_evenly_grouped
         assert even.heads.is_evenly_grouped == (
-            spec.heads.q == 6 and spec.heads.kv == 2 and len(set(map(spec.heads.kv_head_of_query.count, (0, 1)))) == 1
+            spec.heads.q == 6
+            and spec.heads.kv == 2
+            and len(set(map(spec.heads.kv_head_of_query.count, (0, 1)))) == 1
         )
         assert list(even.heads.kv_head_of_query) == sorted(spec.heads.kv_head_of_query)
         check_close(layer_from_weights(even, moved)(x), layer_from_weights(spec, weights)(x))

@@ -33,26 +33,45 @@ from support.importance_examples import (
 )
 
 T5 = {
-    "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 3, "d_ff": 20, "vocab_size": WORDS,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
-}  # fmt: skip
+    "model_type": "t5",
+    "d_model": 12,
+    "d_kv": 5,
+    "num_heads": 3,
+    "num_layers": 3,
+    "d_ff": 20,
+    "vocab_size": WORDS,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
 PLACEMENTS = ("pre", "post", "after", "sandwich", "parallel", "abreast")
 
 
-def stacked(spec: hw.AttentionSpec, placement: str, scale: float = 1.0, layers: int = 2) -> Transformer:
+def stacked(
+    spec: hw.AttentionSpec, placement: str, scale: float = 1.0, layers: int = 2
+) -> Transformer:
     """A model of layers with this attention."""
     block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(11), placement=placement, scale=scale)
     stack = bp.StackSpec.from_blocks(
-        "decoder", spec.model, [block] * layers, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec()
+        "decoder",
+        spec.model,
+        [block] * layers,
+        embedding=bp.EmbeddingSpec(WORDS),
+        norm=bp.NormSpec(),
     )
     return with_uneven_attention(
-        hw.build(bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0), 2.0
+        hw.build(
+            bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)),
+            seed=0,
+        ),
+        2.0,
     )
 
 
 def removed_heads(net: Transformer, keep: dict[str, Any]) -> list[tuple[str, int]]:
     """The heads that a plan removes."""
-    heads = {name: range(len(spec.score_head_of_output)) for name, spec in net.spec.attention_specs()}
+    heads = {
+        name: range(len(spec.score_head_of_output)) for name, spec in net.spec.attention_specs()
+    }
     return [(site, head) for site, keep in keep.items() for head in heads[site] if head not in keep]
 
 
@@ -72,7 +91,9 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("keep", [(0, 2), ()], ids=["some", "none"])
 def test_pruned_equals_ablated_for_every_norm_placement(placement, keep):
-    net = with_random_biases(stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7))
+    net = with_random_biases(
+        stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7)
+    )
     small = check_cut(net, {"decoder.0.attention": keep})
     assert small.spec.stacks[0].layers[0].constant_sublayers == (() if keep else ("attention",))
     check_cut(small, {"decoder.1.attention": (1,)})
@@ -89,13 +110,22 @@ def test_pruned_equals_ablated_in_model_families(config):
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_cross_attention_is_cut_and_goes(placement):
     net = with_random_biases(translator(placement=placement))
-    keep = {"encoder.0.attention": (2,), "decoder.0.cross": (), "decoder.1.cross": (1,), "decoder.1.attention": ()}
+    keep = {
+        "encoder.0.attention": (2,),
+        "decoder.0.cross": (),
+        "decoder.1.cross": (1,),
+        "decoder.1.attention": (),
+    }
     small = check_cut(net, keep)
-    assert [block.sublayer_names for block in small.spec.stacks[1].layers] == [("attention", "cross", "feed")] * 2
+    assert [block.sublayer_names for block in small.spec.stacks[1].layers] == [
+        ("attention", "cross", "feed")
+    ] * 2
     source, text = random_ids(3, 6), random_ids(4, 5)
     cache, memory = small.cache(batch=1, capacity=9), small.encode(source)
     steps = [small(text[:, t : t + 1], source=memory, cache=cache) for t in range(5)]
-    torch.testing.assert_close(torch.cat(steps, 1), small(text, source=source), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        torch.cat(steps, 1), small(text, source=source), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_a_table_that_layers_share_stays_one_and_finds_another_owner():
@@ -103,10 +133,14 @@ def test_a_table_that_layers_share_stays_one_and_finds_another_owner():
     with torch.no_grad():
         get_attention(net, "encoder.0.attention").weights["t5_bias"]["table"].normal_()
     some = check_cut(net, {"encoder.0.attention": (2, 0), "encoder.2.attention": (1,)})
-    assert [n for n in some.state_dict() if "encoder" in n and "table" in n] == ["encoder.0.attention.t5_bias.table"]
+    assert [n for n in some.state_dict() if "encoder" in n and "table" in n] == [
+        "encoder.0.attention.t5_bias.table"
+    ]
     assert get_attention(some, "encoder.2.attention").weights["t5_bias"]["column"].tolist() == [1]
     late = check_cut(net, {"encoder.0.attention": ()})
-    assert [n for n in late.state_dict() if "encoder" in n and "table" in n] == ["encoder.1.attention.t5_bias.table"]
+    assert [n for n in late.state_dict() if "encoder" in n and "table" in n] == [
+        "encoder.1.attention.t5_bias.table"
+    ]
     table = get_attention_parameters(net, "encoder.1.attention")["t5_bias.table"]
     own = get_attention_parameters(net, "encoder.1.attention") | {"t5_bias.table": table + 1}
     alone = AttentionChange(get_attention(net, "encoder.1.attention").spec, own)
@@ -133,19 +167,29 @@ def test_pruned_equals_ablated_for_any_spec(data):
 
 
 def test_a_vector_replaces_removed_attention():
-    net = with_random_biases(stacked(hw.design(model=12, heads=3, bias="", pattern="causal"), "pre"))
-    means = {"decoder.0.attention": torch.arange(12.0).double(), "decoder.1.attention": torch.ones(12).double()}
+    net = with_random_biases(
+        stacked(hw.design(model=12, heads=3, bias="", pattern="causal"), "pre")
+    )
+    means = {
+        "decoder.0.attention": torch.arange(12.0).double(),
+        "decoder.1.attention": torch.ones(12).double(),
+    }
     small = remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}, means)
     specs = dict(small.spec.attention_specs())
     assert specs["decoder.0.attention"].merge.bias == "o"
     assert torch.equal(
-        get_attention_parameters(small, "decoder.0.attention")["output.o_bias"], means["decoder.0.attention"]
+        get_attention_parameters(small, "decoder.0.attention")["output.o_bias"],
+        means["decoder.0.attention"],
     )
-    assert torch.equal(small.state_dict()["decoder.1.attention.constant"], means["decoder.1.attention"])
+    assert torch.equal(
+        small.state_dict()["decoder.1.attention.constant"], means["decoder.1.attention"]
+    )
 
 
 def test_a_description_with_attentions_that_went_is_read_back():
-    small = remove_heads(build_model(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)})
+    small = remove_heads(
+        build_model(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)}
+    )
     assert bp.from_toml(bp.to_toml(small.spec)) == small.spec
     assert "one vector" in str(bp.ModelTable(small.spec))
 
@@ -156,8 +200,14 @@ def test_a_description_with_attentions_that_went_is_read_back():
         ({"decoder.0.attention": (3,)}, r"decoder.0.attention has no head 3; its heads are 0..2"),
         ({"decoder.0.attention": (-1,)}, r"has no head -1; its heads are 0..2"),
         ({"decoder.0.attention": (1, 1)}, r"head 1 of decoder.0.attention is listed twice"),
-        ({"decoder.0.attentio": (1,)}, r"no attention 'decoder.0.attentio'; did you mean 'decoder.0.attention'"),
-        ({"decoder.0.attention": (), "decoder.1.attention": ()}, r"cannot remove all heads of gpt2. Keep at least one"),
+        (
+            {"decoder.0.attentio": (1,)},
+            r"no attention 'decoder.0.attentio'; did you mean 'decoder.0.attention'",
+        ),
+        (
+            {"decoder.0.attention": (), "decoder.1.attention": ()},
+            r"cannot remove all heads of gpt2. Keep at least one",
+        ),
     ],
 )
 def test_impossible_removals_are_reported(keep, message):
@@ -173,7 +223,10 @@ def test_a_mean_that_rides_on_the_same_heads_is_not_cut():
         bp.StackSpec.from_blocks("encoder", 12, [own], embedding=bp.EmbeddingSpec(WORDS)),
         bp.StackSpec.from_blocks("decoder", 12, [merged], embedding=bp.EmbeddingSpec(WORDS)),
     )
-    net = hw.build(bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),)), seed=0)
+    net = hw.build(
+        bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),)),
+        seed=0,
+    )
     with pytest.raises(hw.SpecError, match=r"for cross-attention and for its running mean"):
         remove_heads(net, {"decoder.0.cross": (0,)})
     with pytest.raises(hw.SpecError, match=r"cannot remove all heads|merged block"):

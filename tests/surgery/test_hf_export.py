@@ -36,12 +36,22 @@ from headwise.surgery.attention_replacement import (
 )
 from headwise.surgery.hf_export import model_folder, resized_modules
 from headwise.surgery.hf_export.shard_rewrite import replace_specs, to_canonical_form
-from support.transformers_models import FALLBACK, LLAMA, ZOO, TransformersModel, run_model, transformers
+from support.transformers_models import (
+    FALLBACK,
+    LLAMA,
+    ZOO,
+    TransformersModel,
+    run_model,
+    transformers,
+)
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 OWN, NEXT = "decoder.0.attention", "decoder.1.attention"
 MIXTRAL = TransformersModel(
-    "MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}, "o_proj"
+    "MixtralForCausalLM",
+    "MixtralConfig",
+    {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "o_proj",
 )
 MODELS = {**ZOO, "bloom": FALLBACK["bloom"], "gptj": FALLBACK["gptj"], "mixtral": MIXTRAL}
 transformers.utils.logging.disable_progress_bar()
@@ -76,7 +86,9 @@ def inputs_and_outputs(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
 def check_same(model: torch.nn.Module, net: Transformer) -> None:
     """A model of transformers says what ours says."""
     inputs, expected = inputs_and_outputs(net)
-    assert (run_model(model, inputs) - expected).abs().max() <= 3e-5 * expected.abs().max().clamp(min=1)
+    assert (run_model(model, inputs) - expected).abs().max() <= 3e-5 * expected.abs().max().clamp(
+        min=1
+    )
 
 
 def loaded(folder: Path) -> torch.nn.Module:
@@ -102,34 +114,82 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / RECORD_FILE).read_text())
 
 
-# --- plain checkpoints ---------------------------------------------------------------------------------
+# --- plain checkpoints ----------------------------------------------------------------------------
 
 
 def shared(net: Transformer, groups: list[list[int]]) -> Transformer:
     changes = {
-        site: AttentionChange(*head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, site), groups))
+        site: AttentionChange(
+            *head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, site), groups)
+        )
         for site, spec in net.spec.attention_specs()
     }
     return replace_attentions(net, changes)
 
 
 ALONE = {"num_key_value_heads": 4}
-UNIFORM: dict[str, tuple[str, dict[str, Any], Callable[[Transformer], Transformer], dict[str, Any]]] = {
-    "llama": ("llama", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"num_attention_heads": 2}),
-    "llama by groups": ("llama", {}, lambda n: remove_heads(n, everywhere(n, (2, 3))), {"num_key_value_heads": 1}),
-    "llama shared": ("llama", ALONE, lambda n: shared(n, [[0, 1], [2, 3]]), {"num_key_value_heads": 2}),
-    "llama shared by likeness": ("llama", ALONE, lambda n: shared(n, [[0, 2], [3, 1]]), {"num_key_value_heads": 2}),
-    "llama of three heads": ("llama", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 1, 3))), {"model_type": "mistral"}),  # noqa: E501 - one case a line
-    "mistral": ("mistral", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 2, 3))), {"num_attention_heads": 3}),
-    "qwen3": ("qwen3", {}, lambda n: remove_heads(n, everywhere(n, (1, 2))), {"num_attention_heads": 2}),
-    "gemma2": ("gemma2", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"num_key_value_heads": 2}),
+UNIFORM: dict[
+    str, tuple[str, dict[str, Any], Callable[[Transformer], Transformer], dict[str, Any]]
+] = {
+    "llama": (
+        "llama",
+        ALONE,
+        lambda n: remove_heads(n, everywhere(n, (0, 3))),
+        {"num_attention_heads": 2},
+    ),
+    "llama by groups": (
+        "llama",
+        {},
+        lambda n: remove_heads(n, everywhere(n, (2, 3))),
+        {"num_key_value_heads": 1},
+    ),
+    "llama shared": (
+        "llama",
+        ALONE,
+        lambda n: shared(n, [[0, 1], [2, 3]]),
+        {"num_key_value_heads": 2},
+    ),
+    "llama shared by likeness": (
+        "llama",
+        ALONE,
+        lambda n: shared(n, [[0, 2], [3, 1]]),
+        {"num_key_value_heads": 2},
+    ),
+    "llama of three heads": (
+        "llama",
+        ALONE,
+        lambda n: remove_heads(n, everywhere(n, (0, 1, 3))),
+        {"model_type": "mistral"},
+    ),
+    "mistral": (
+        "mistral",
+        ALONE,
+        lambda n: remove_heads(n, everywhere(n, (0, 2, 3))),
+        {"num_attention_heads": 3},
+    ),
+    "qwen3": (
+        "qwen3",
+        {},
+        lambda n: remove_heads(n, everywhere(n, (1, 2))),
+        {"num_attention_heads": 2},
+    ),
+    "gemma2": (
+        "gemma2",
+        ALONE,
+        lambda n: remove_heads(n, everywhere(n, (0, 3))),
+        {"num_key_value_heads": 2},
+    ),
     "t5": ("t5", {}, lambda n: remove_heads(n, everywhere(n, (1, 3))), {"num_heads": 2}),
     "t5 of other heads": (
-        "t5", {}, lambda n: remove_heads(n, {s: (0, 3) if s.startswith("e") else (1, 2) for s in everywhere(n, ())}),
+        "t5",
+        {},
+        lambda n: remove_heads(
+            n, {s: (0, 3) if s.startswith("e") else (1, 2) for s in everywhere(n, ())}
+        ),
         {"num_heads": 2},
     ),
     "deepseek": ("deepseek", {}, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"head_dim": 4}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", UNIFORM)
@@ -140,13 +200,21 @@ def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: No
     assert notes.kind == "transformers", notes.summary
     assert notes.summary.startswith("A transformers checkpoint: ")
     check_same(loaded(tmp_path / "cut"), net)
-    before, after = (json.loads((tmp_path / where / CONFIG).read_text()) for where in ("source", "cut"))
+    before, after = (
+        json.loads((tmp_path / where / CONFIG).read_text()) for where in ("source", "cut")
+    )
     assert {key: after[key] for key in expected} == expected
     if after["model_type"] == before["model_type"]:
         assert {key for key in after if after[key] != before.get(key)} <= {
-            "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"
-        }  # fmt: skip
-    assert hw.load(tmp_path / "cut").spec.stacks == hw.families.read_model_spec(tmp_path / "cut").stacks
+            "num_attention_heads",
+            "num_key_value_heads",
+            "num_heads",
+            "head_dim",
+        }
+    assert (
+        hw.load(tmp_path / "cut").spec.stacks
+        == hw.families.read_model_spec(tmp_path / "cut").stacks
+    )
 
 
 def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path, here: None):
@@ -161,25 +229,52 @@ def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path, here: None):
     assert where[0]["weight_map"] == where[1]["weight_map"]
     stored = 0
     for file in sorted(set(where[0]["weight_map"].values())):
-        old, new = (safetensors.torch.load_file(tmp_path / folder / file) for folder in ("source", "cut"))
+        old, new = (
+            safetensors.torch.load_file(tmp_path / folder / file) for folder in ("source", "cut")
+        )
         assert list(old) == list(new)
-        assert {name: t.dtype for name, t in old.items()} == {name: t.dtype for name, t in new.items()}
+        assert {name: t.dtype for name, t in old.items()} == {
+            name: t.dtype for name, t in new.items()
+        }
         assert all(torch.equal(old[name], new[name]) or "self_attn" in name for name in old)
         stored += sum(tensor.nbytes for tensor in new.values())
     assert where[1]["metadata"]["total_size"] == stored
     assert len(set(where[0]["weight_map"].values())) > 3
-    keep = sorted(path.relative_to(tmp_path / "cut").as_posix() for path in (tmp_path / "cut").rglob("*.*"))
+    keep = sorted(
+        path.relative_to(tmp_path / "cut").as_posix() for path in (tmp_path / "cut").rglob("*.*")
+    )
     assert [name for name in keep if "safetensors" not in name] == [
-        "1_Pooling/config.json", CONFIG, "generation_config.json", RECORD_FILE, "merges.txt", "modules.json",
-        "tokenizer_config.json", "vocab.json",
-    ]  # fmt: skip
+        "1_Pooling/config.json",
+        CONFIG,
+        "generation_config.json",
+        RECORD_FILE,
+        "merges.txt",
+        "modules.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    ]
 
 
 def besides(folder: Path) -> None:
-    """What lies beside weights: files that belong to the model, and some that must not travel on."""
+    """What lies beside weights: files that belong to the model, and some that
+    must not travel on.
+    """
     (folder / "1_Pooling").mkdir()
-    expected = ("1_Pooling/config.json", "modules.json", "vocab.json", "merges.txt", "tokenizer_config.json")
-    for name in (*expected, "training_args.bin", "modeling_own.py", "optimizer.pt", "1_Pooling/own.py", "scores.json"):
+    expected = (
+        "1_Pooling/config.json",
+        "modules.json",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer_config.json",
+    )
+    for name in (
+        *expected,
+        "training_args.bin",
+        "modeling_own.py",
+        "optimizer.pt",
+        "1_Pooling/own.py",
+        "scores.json",
+    ):
         (folder / name).write_text("{}")
     tensors = safetensors.torch.load_file(folder / first_shard(folder))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(3.0)
@@ -193,7 +288,7 @@ def first_shard(folder: Path) -> str:
     return sorted(path.name for path in folder.glob("*-of-*"))[0]
 
 
-# --- checkpoints with a loader of their own ------------------------------------------------------------
+# --- checkpoints with a loader of their own -------------------------------------------------------
 
 A, B, C = (0, 2), (1,), (0, 1, 3)
 UNEVEN: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]], tuple[str, ...]]] = {
@@ -201,21 +296,61 @@ UNEVEN: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]], tuple[s
     "bert without one": ("bert", {}, {"encoder.0.attention": (), "encoder.1.attention": B}, ()),
     "gpt2": ("gpt2", {}, {OWN: C, NEXT: C}, ()),
     "gpt2 without one": ("gpt2", {}, {OWN: (), NEXT: A}, (OWN, NEXT)),
-    "bart": ("bart", {}, {"encoder.1.attention": C, "decoder.0.cross": (), NEXT: (), "decoder.1.cross": A}, (NEXT,)),
-    "t5": ("t5", {}, {"encoder.0.attention": C, "decoder.0.cross": B, NEXT: A}, ("encoder.0.attention",)),
-    "t5 without the first": ("t5", {}, {"encoder.0.attention": (), "encoder.1.attention": A, OWN: ()}, (OWN,)),
+    "bart": (
+        "bart",
+        {},
+        {"encoder.1.attention": C, "decoder.0.cross": (), NEXT: (), "decoder.1.cross": A},
+        (NEXT,),
+    ),
+    "t5": (
+        "t5",
+        {},
+        {"encoder.0.attention": C, "decoder.0.cross": B, NEXT: A},
+        ("encoder.0.attention",),
+    ),
+    "t5 without the first": (
+        "t5",
+        {},
+        {"encoder.0.attention": (), "encoder.1.attention": A, OWN: ()},
+        (OWN,),
+    ),
     "llama": ("llama", ALONE, {OWN: C, NEXT: B}, (NEXT,)),
     "llama without the first": ("llama", {}, {OWN: (), NEXT: (2, 3)}, (OWN,)),
     "gemma2 without one": ("gemma2", {}, {NEXT: ()}, (NEXT,)),
-    "vit": ("vit", {}, {"encoder.0.attention": (), "encoder.1.attention": C}, ("encoder.1.attention",)),
-    "t5 in one layer": ("t5", {}, {"encoder.0.attention": C}, ()),  # the decoder's layers still share one bias
-    "phi3": ("phi3", {}, {OWN: (0, 1)}, ()),  # its forward reads the number of heads from the config of the model
+    "vit": (
+        "vit",
+        {},
+        {"encoder.0.attention": (), "encoder.1.attention": C},
+        ("encoder.1.attention",),
+    ),
+    "t5 in one layer": (
+        "t5",
+        {},
+        {"encoder.0.attention": C},
+        (),
+    ),  # the decoder's layers still share one bias
+    "phi3": (
+        "phi3",
+        {},
+        {OWN: (0, 1)},
+        (),
+    ),  # its forward reads the number of heads from the config of the model
     "phi3 without one": ("phi3", {}, {OWN: (), NEXT: (2, 3)}, (OWN,)),
     "mixtral": ("mixtral", {}, {NEXT: (2, 3)}, ()),
-    "olmo2": ("olmo2", {}, {OWN: A, NEXT: B}, (NEXT,)),  # the norm of its queries and keys needs all heads
+    "olmo2": (
+        "olmo2",
+        {},
+        {OWN: A, NEXT: B},
+        (NEXT,),
+    ),  # the norm of its queries and keys needs all heads
     "olmo2 in all layers": ("olmo2", {}, {OWN: (0, 1), NEXT: (0, 1)}, ()),
     "gptj": ("gptj", {}, {OWN: A}, ()),  # its rotary_dim is equal to its number of heads
-    "bloom": ("bloom", {}, {OWN: A, NEXT: C}, ()),  # the slopes of its heads are in the model, not in the layers
+    "bloom": (
+        "bloom",
+        {},
+        {OWN: A, NEXT: C},
+        (),
+    ),  # the slopes of its heads are in the model, not in the layers
     "bloom in all layers": ("bloom", {}, {OWN: A, NEXT: A}, ()),
     "gpt-oss": ("gpt-oss", ALONE, {OWN: A, NEXT: C}, ()),
 }
@@ -230,9 +365,13 @@ def cut(case: str, folder: Path) -> Transformer:
 
 @pytest.mark.parametrize("case", UNEVEN)
 def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Path, here: None):
-    """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make numbers up."""
+    """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make
+    numbers up.
+    """
     net = cut(case, tmp_path / "source")
-    notes = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
+    notes = model_folder.write_model_folder(
+        net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}}
+    )
     assert notes.kind == "resized", notes.summary
     assert notes.summary.startswith("Not a plain transformers checkpoint, because ")
     assert notes.summary.endswith("; load it with headwise.load or load_model.py.")
@@ -248,8 +387,12 @@ def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Pat
 
 @pytest.mark.parametrize("case", ["llama", "bert without one", "t5", "phi3", "olmo2", "bloom"])
 def test_a_trained_model_carries_its_loader(case: str, tmp_path: Path, here: None):
-    """A step of training, saved by transformers alone, loads by the script of the new folder and with headwise."""
-    model_folder.write_model_folder(cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
+    """A step of training, saved by transformers alone, loads by the script of the new folder and
+    with headwise.
+    """
+    model_folder.write_model_folder(
+        cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {}
+    )
     before = record(tmp_path / "cut")
     model = copy.deepcopy(own(tmp_path / "cut"))
     with torch.no_grad():
@@ -270,21 +413,36 @@ def test_a_trained_model_carries_its_loader(case: str, tmp_path: Path, here: Non
     check_same(own(tmp_path / "more"), hw.load(tmp_path / "trained"))
 
 
-@pytest.mark.parametrize("case", ["llama without the first", "t5 without the first", "bart", "gpt2 without one"])
+@pytest.mark.parametrize(
+    "case", ["llama without the first", "t5 without the first", "bart", "gpt2 without one"]
+)
 def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: None):
-    """With a cache and without one a text goes on alike, though nothing is remembered in some layers."""
-    model_folder.write_model_folder(cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
+    """With a cache and without one a text goes on alike, though nothing is remembered in some
+    layers.
+    """
+    model_folder.write_model_folder(
+        cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {}
+    )
     model = own(tmp_path / "cut")
     ids = torch.randint(3, 67, (2, 6), generator=torch.Generator().manual_seed(2))
-    how = {"max_new_tokens": 7, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
-    both = [model.generate(ids, use_cache=cached, pad_token_id=0, **how) for cached in (True, False)]
+    how = {
+        "max_new_tokens": 7,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+        "eos_token_id": None,
+    }
+    both = [
+        model.generate(ids, use_cache=cached, pad_token_id=0, **how) for cached in (True, False)
+    ]
     assert both[0].shape[1] > 6 or case[:2] in ("t5", "ba")
     assert torch.equal(both[0], both[1])
     if not model.config.is_encoder_decoder:
         with torch.no_grad():
             outputs = model(ids[:, :4], use_cache=True).past_key_values
             assert torch.allclose(
-                model(ids[:, 4:], past_key_values=outputs).logits, model(ids).logits[:, 4:], atol=1e-5
+                model(ids[:, 4:], past_key_values=outputs).logits,
+                model(ids).logits[:, 4:],
+                atol=1e-5,
             )
 
 
@@ -292,31 +450,56 @@ def test_folders_are_cut_again(tmp_path: Path, here: None):
     """What was cut and is not plain may be cut once more, and be plain again."""
     net = source("llama", tmp_path / "source", **ALONE)
     once = remove_heads(net, {OWN: (0, 1)})
-    assert model_folder.write_model_folder(once, tmp_path / "source", tmp_path / "once", {}).kind == "resized"
+    assert (
+        model_folder.write_model_folder(once, tmp_path / "source", tmp_path / "once", {}).kind
+        == "resized"
+    )
     twice = remove_heads(hw.load(tmp_path / "once"), {NEXT: (2, 3)})
-    assert model_folder.write_model_folder(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
+    assert (
+        model_folder.write_model_folder(twice, tmp_path / "once", tmp_path / "twice", {}).kind
+        == "transformers"
+    )
     check_same(loaded(tmp_path / "twice"), remove_heads(net, {OWN: (0, 1), NEXT: (2, 3)}))
     removed = remove_heads(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
-    assert model_folder.write_model_folder(removed, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
+    assert (
+        model_folder.write_model_folder(removed, tmp_path / "once", tmp_path / "gone", {}).kind
+        == "resized"
+    )
     check_same(own(tmp_path / "gone"), removed)
 
 
 def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
     """Its empty tensors travel on, and what other layers keep may change."""
-    first = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": (), "encoder.1.attention": C})
+    first = remove_heads(
+        source("bert", tmp_path / "source"), {"encoder.0.attention": (), "encoder.1.attention": C}
+    )
     model_folder.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
     second = remove_heads(hw.load(tmp_path / "first"), {"encoder.1.attention": (0, 2)})
-    assert model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    assert (
+        model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind
+        == "resized"
+    )
     check_same(own(tmp_path / "second"), second)
-    assert torch.allclose(inputs_and_outputs(hw.load(tmp_path / "second"))[1], inputs_and_outputs(second)[1], atol=1e-6)
+    assert torch.allclose(
+        inputs_and_outputs(hw.load(tmp_path / "second"))[1],
+        inputs_and_outputs(second)[1],
+        atol=1e-6,
+    )
 
 
 def test_a_vector_that_was_folded_in_before_stays(tmp_path: Path, here: None):
-    """Llama's files have no such bias; it is read back, written again, and loaded by whoever has no headwise."""
-    first = remove_heads(source("llama", tmp_path / "source", **ALONE), {OWN: C}, {OWN: torch.linspace(-1, 1, 32)})
+    """Llama's files have no such bias; it is read back, written again, and loaded by whoever has no
+    headwise.
+    """
+    first = remove_heads(
+        source("llama", tmp_path / "source", **ALONE), {OWN: C}, {OWN: torch.linspace(-1, 1, 32)}
+    )
     model_folder.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
     second = remove_heads(hw.load(tmp_path / "first"), {NEXT: A})
-    assert model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    assert (
+        model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind
+        == "resized"
+    )
     check_same(own(tmp_path / "second"), second)
 
 
@@ -327,13 +510,20 @@ def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
         net,
         {
             NEXT: AttentionChange(
-                *head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, NEXT), [[3, 0], [1, 2]])
+                *head_axis_ops.share_kv_heads(
+                    spec, get_attention_parameters(net, NEXT), [[3, 0], [1, 2]]
+                )
             )
         },
     )
-    assert model_folder.write_model_folder(small, tmp_path / "source", tmp_path / "cut", {}).kind == "resized"
+    assert (
+        model_folder.write_model_folder(small, tmp_path / "source", tmp_path / "cut", {}).kind
+        == "resized"
+    )
     check_same(own(tmp_path / "cut"), small)
-    assert record(tmp_path / "cut")["modules"]["model.layers.1.self_attn"]["set"] == {"num_key_value_groups": 2}
+    assert record(tmp_path / "cut")["modules"]["model.layers.1.self_attn"]["set"] == {
+        "num_key_value_groups": 2
+    }
 
 
 CLEAN = """
@@ -356,14 +546,27 @@ assert "headwise" not in {name.partition(".")[0] for name in sys.modules if sys.
 def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.FixtureRequest):
     """In a process that cannot import headwise; the check while writing was in one of its own."""
     net = source("llama", tmp_path / "source", **ALONE)
-    nets = {"other": remove_heads(net, {OWN: C, NEXT: B}), "plain": remove_heads(net, everywhere(net, (1, 3)))}
+    nets = {
+        "other": remove_heads(net, {OWN: C, NEXT: B}),
+        "plain": remove_heads(net, everywhere(net, (1, 3))),
+    }
     ids = inputs_and_outputs(net)[0]["input_ids"]
     safetensors.torch.save_file({"ids": ids}, tmp_path / "in.safetensors")
     for name, one in nets.items():
         model_folder.write_model_folder(one, tmp_path / "source", tmp_path / name, {})
-        assert record(tmp_path / name)["checked"].startswith("loaded without headwise, outputs differ by ")
+        assert record(tmp_path / name)["checked"].startswith(
+            "loaded without headwise, outputs differ by "
+        )
         request.getfixturevalue("here")
-    result = [sys.executable, "-I", "-B", "-c", CLEAN, *(str(tmp_path / name) for name in nets), str(tmp_path)]
+    result = [
+        sys.executable,
+        "-I",
+        "-B",
+        "-c",
+        CLEAN,
+        *(str(tmp_path / name) for name in nets),
+        str(tmp_path),
+    ]
     ran = subprocess.run(result, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")
@@ -371,7 +574,7 @@ def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.F
         assert all(torch.allclose(found[name], one(ids), atol=1e-5) for name, one in nets.items())
 
 
-# --- what falls back to our folder ---------------------------------------------------------------------
+# --- what falls back to our folder ----------------------------------------------------------------
 
 
 def test_other_sources_give_our_folder(tmp_path: Path):
@@ -383,14 +586,27 @@ def test_other_sources_give_our_folder(tmp_path: Path):
             small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"}
         )
         assert notes.kind == "ours"
-        assert set(notes.files) == {"README.md", "config.json", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
-        assert torch.equal(inputs_and_outputs(hw.load(tmp_path / f"cut{n}"))[1], inputs_and_outputs(small)[1])
+        assert set(notes.files) == {
+            "README.md",
+            "config.json",
+            "headwise.toml",
+            RECORD_FILE,
+            WEIGHTS,
+            "PROOF.md",
+        }
+        assert torch.equal(
+            inputs_and_outputs(hw.load(tmp_path / f"cut{n}"))[1], inputs_and_outputs(small)[1]
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "keep", "why"),
     [
-        ("qwen3", {OWN: (0, 1, 2), NEXT: (0, 1, 2)}, "transformers does not support key-value groups of unequal size"),
+        (
+            "qwen3",
+            {OWN: (0, 1, 2), NEXT: (0, 1, 2)},
+            "transformers does not support key-value groups of unequal size",
+        ),
     ],
 )
 def test_unloadable_shapes_are_written_as_a_headwise_folder(
@@ -410,49 +626,71 @@ def test_unloadable_shapes_are_written_as_a_headwise_folder(
     assert torch.equal(inputs_and_outputs(hw.load(tmp_path / "cut"))[1], inputs_and_outputs(net)[1])
 
 
-def test_a_loader_with_other_outputs_is_not_written(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
-    text = resized_modules.LOADER_SOURCE.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
+def test_a_loader_with_other_outputs_is_not_written(
+    tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
+):
+    text = resized_modules.LOADER_SOURCE.read_text().replace(
+        "torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias"
+    )
     (tmp_path / "wrong.txt").write_text(text)
     monkeypatch.setattr(resized_modules, "LOADER_SOURCE", tmp_path / "wrong.txt")
     notes = model_folder.write_model_folder(
-        cut("llama without the first", tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {}
+        cut("llama without the first", tmp_path / "source"),
+        tmp_path / "source",
+        tmp_path / "cut",
+        {},
     )
     assert notes.kind == "ours"
     assert "outputs differ by" in notes.summary
 
 
-def test_without_transformers_loading_is_not_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_transformers_loading_is_not_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     net = source("llama", tmp_path / "source", **ALONE)
     for module in ("load_check", "resized_modules", "model_folder"):
         monkeypatch.setattr(f"headwise.surgery.hf_export.{module}.find_spec", lambda _: None)
     plainly = model_folder.write_model_folder(
         remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {}
     )
-    assert (plainly.kind, "not tested with transformers, which is not installed" in plainly.summary) == (
-        "transformers", True
-    )  # fmt: skip
-    other = model_folder.write_model_folder(remove_heads(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {})
+    assert (
+        plainly.kind,
+        "not tested with transformers, which is not installed" in plainly.summary,
+    ) == ("transformers", True)
+    other = model_folder.write_model_folder(
+        remove_heads(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {}
+    )
     assert (other.kind, "load_model.py" in other.files) == ("resized", False)
     assert "because layer 1 keeps 4 heads and layer 0 2; " in other.summary
     assert "no loader script was written" in other.summary
     assert torch.allclose(
-        inputs_and_outputs(hw.load(tmp_path / "b"))[1], inputs_and_outputs(remove_heads(net, {OWN: A}))[1], atol=1e-6
+        inputs_and_outputs(hw.load(tmp_path / "b"))[1],
+        inputs_and_outputs(remove_heads(net, {OWN: A}))[1],
+        atol=1e-6,
     )
 
 
-# --- heads.json ----------------------------------------------------------------------------------------
+# --- heads.json -----------------------------------------------------------------------------------
 
 
 def test_the_record_lists_the_steps_and_the_source(tmp_path: Path, here: None):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
-    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
+    model_folder.write_model_folder(
+        net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}}
+    )
     said_there = record(tmp_path / "cut")
     assert (said_there["format"], said_there["change"]) == (1, {"kept": {OWN: [0, 2]}})
     for folder, named in (("source", "source"), ("cut", "files")):
-        sums = {name: hashlib.sha256((tmp_path / folder / name).read_bytes()).hexdigest() for name in said_there[named]}
+        sums = {
+            name: hashlib.sha256((tmp_path / folder / name).read_bytes()).hexdigest()
+            for name in said_there[named]
+        }
         assert sums == said_there[named]
     assert set(said_there["source"]) == {CONFIG, WEIGHTS}
-    assert said_there["loader"] == {"name": "load_model.py", "sha256": said_there["files"]["load_model.py"]}
+    assert said_there["loader"] == {
+        "name": "load_model.py",
+        "sha256": said_there["files"]["load_model.py"],
+    }
     plan = model_folder.read_record(tmp_path / "cut")
     assert model_folder.read_record(tmp_path / "cut" / RECORD_FILE) == plan
 
@@ -462,17 +700,36 @@ def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum"),
-    "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, but heads.json lists it"),
-    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} is truncated"),
-    "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "heads.json is not JSON"),
-    "format": (harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),  # noqa: E501 - one case a line
-    "kind": (harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', not one of"),  # noqa: E501 - one case a line
-    "model": (harmed(RECORD_FILE, lambda text: text.replace('"model":', '"modell":')), "lacks fields of a folder of kind"),  # noqa: E501 - one case a line
-    "table": (
-        lambda f: (f / RECORD_FILE).write_text(json.dumps(record(f) | {"files": []})), "files = \\[\\] is not a table"
+    "loader": (
+        harmed("load_model.py", lambda text: text + "\n"),
+        "load_model.py does not match its checksum",
     ),
-}  # fmt: skip
+    "loader gone": (
+        lambda f: (f / "load_model.py").unlink(),
+        "load_model.py is missing, but heads.json lists it",
+    ),
+    "weights": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]),
+        f"{WEIGHTS} is truncated",
+    ),
+    "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "heads.json is not JSON"),
+    "format": (
+        harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')),
+        "format = 2; this version",
+    ),
+    "kind": (
+        harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')),
+        "kind = 'own', not one of",
+    ),
+    "model": (
+        harmed(RECORD_FILE, lambda text: text.replace('"model":', '"modell":')),
+        "lacks fields of a folder of kind",
+    ),
+    "table": (
+        lambda f: (f / RECORD_FILE).write_text(json.dumps(record(f) | {"files": []})),
+        "files = \\[\\] is not a table",
+    ),
+}
 
 
 def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
@@ -489,7 +746,7 @@ def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
     hw.load(tmp_path / "cut")
 
 
-# --- bad input -----------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
@@ -510,7 +767,11 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
 
 def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name = call.split(".")
-    place = {"os": os, "folders_shards": model_folder.write_shards.__globals__, "shutil": model_folder.shutil}[owner]
+    place = {
+        "os": os,
+        "folders_shards": model_folder.write_shards.__globals__,
+        "shutil": model_folder.shutil,
+    }[owner]
     real, count = (place[name] if isinstance(place, dict) else getattr(place, name)), [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -527,7 +788,13 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("call", "after"),
-    [("os.fsync", 0), ("os.fsync", 1), ("os.fsync", 3), ("os.rename", 0), ("folders_shards.save_file", 0)],
+    [
+        ("os.fsync", 0),
+        ("os.fsync", 1),
+        ("os.fsync", 3),
+        ("os.rename", 0),
+        ("folders_shards.save_file", 0),
+    ],
 )
 def test_a_failing_disk_leaves_no_folder(
     call: str, after: int, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
@@ -549,7 +816,9 @@ def test_a_killed_export_leaves_no_folder(tmp_path: Path, here: None):
         if (child := os.fork()) == 0:
             count, real = [0], os.fsync
 
-            def dies(handle: int, count: list[int] = count, point: int = point, real: Any = real) -> None:
+            def dies(
+                handle: int, count: list[int] = count, point: int = point, real: Any = real
+            ) -> None:
                 count[0] += 1
                 if count[0] > point:
                     os._exit(9)
@@ -573,22 +842,29 @@ def test_a_half_written_source_is_refused(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-# --- the parts -----------------------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------------------
 
 
 def test_the_plain_form_is_the_same_function(tmp_path: Path):
-    """Heads in another order, columns of a shared table, and words that follow by themselves; in float32 this net, of
-    logits up to 14, is up to 8e-5 away from float64."""
-    net = remove_heads(source("t5", tmp_path), {s: (1, 3) if s.startswith("e") else (0, 1, 2) for s in sites("t5")})
+    """Heads in another order, columns of a shared table, and words that follow by themselves; in
+    float32 this net, of logits up to 14, is up to 8e-5 away from float64.
+    """
+    net = remove_heads(
+        source("t5", tmp_path), {s: (1, 3) if s.startswith("e") else (0, 1, 2) for s in sites("t5")}
+    )
     specs = {
         site: head_axis_ops.transform_axes(spec, get_attention_parameters(net, site), turned(spec))
         for site, spec in net.spec.attention_specs()
     }
     odd = build(net.spec)
-    odd.load_state_dict({
-        name: specs.get(".".join(name.split(".")[:3]), {}).get(".".join(name.split(".")[3:]), tensor)
-        for name, tensor in net.state_dict().items()
-    })  # fmt: skip
+    odd.load_state_dict(
+        {
+            name: specs.get(".".join(name.split(".")[:3]), {}).get(
+                ".".join(name.split(".")[3:]), tensor
+            )
+            for name, tensor in net.state_dict().items()
+        }
+    )
     assert torch.allclose(inputs_and_outputs(odd.eval())[1], inputs_and_outputs(net)[1], atol=3e-4)
     form = to_canonical_form(odd)
     same = build(form.model_spec)
@@ -596,7 +872,9 @@ def test_the_plain_form_is_the_same_function(tmp_path: Path):
     assert torch.allclose(inputs_and_outputs(same.eval())[1], inputs_and_outputs(net)[1], atol=3e-4)
     columns = {n: t.tolist() for n, t in form.tensors.items() if n.endswith("column")}
     assert set(map(tuple, columns.values())) == {(0, 1), (0, 1, 2)}
-    widths = {n.split(".")[0]: t.shape[1] for n, t in form.tensors.items() if n.endswith("t5_bias.table")}
+    widths = {
+        n.split(".")[0]: t.shape[1] for n, t in form.tensors.items() if n.endswith("t5_bias.table")
+    }
     assert widths == {"encoder": 2, "decoder": 3}
 
 
@@ -622,19 +900,28 @@ def test_groups_in_any_order_are_made_regular():
     same = build(form.model_spec)
     same.load_state_dict(dict(form.tensors))
     assert torch.allclose(inputs_and_outputs(same.eval())[1], inputs_and_outputs(net)[1], atol=1e-6)
-    assert "decoder.0.attention.alibi.slope" in form.find_extra_constants(hw.families.get_weight_names("llama"))
+    assert "decoder.0.attention.alibi.slope" in form.find_extra_constants(
+        hw.families.get_weight_names("llama")
+    )
 
 
 def test_specs_change_places():
     net = hw.build(
-        hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5})
+        hw.families.read_model_spec(
+            {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5}
+        )
     )
     specs = dict(net.spec.attention_specs())
     other = replace_specs(net.spec, specs | {NEXT: replace(specs[NEXT], pattern=hw.Full())})
-    assert [block.attention.pattern for block in other.stacks[0].layers] == [specs[OWN].pattern, hw.Full()]
+    assert [block.attention.pattern for block in other.stacks[0].layers] == [
+        specs[OWN].pattern,
+        hw.Full(),
+    ]
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "bart", "vit", "gemma2", "deepseek", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "bert", "gpt2", "t5", "bart", "vit", "gemma2", "deepseek", "gpt-oss"]
+)
 def test_a_model_in_memory_is_copied(name: str):
     model = ZOO[name].build()
     net = copy_live_model(model)
@@ -649,18 +936,25 @@ def test_a_model_in_memory_is_copied(name: str):
 def test_uncopyable_models_are_refused():
     with pytest.raises(hw.SpecError, match="cannot load weights of 'whisper'"):
         copy_live_model(ZOO["whisper"].build())
-    with torch.device("meta"), pytest.raises(hw.SpecError, match="its weights are on the meta device"):
+    with (
+        torch.device("meta"),
+        pytest.raises(hw.SpecError, match="its weights are on the meta device"),
+    ):
         copy_live_model(transformers.GPT2Model(transformers.GPT2Config(**ZOO["gpt2"].keys)))
     fewer = ZOO["gpt2"].build()
     fewer.transformer.h[0].attn.c_attn.weight = torch.nn.Parameter(
         torch.ones(32, 96, dtype=torch.int8), requires_grad=False
     )
-    with pytest.raises(hw.SpecError, match="GPT2LMHeadModel cannot be copied: its weights are quantised"):
+    with pytest.raises(
+        hw.SpecError, match="GPT2LMHeadModel cannot be copied: its weights are quantised"
+    ):
         copy_live_model(fewer)
 
 
 def test_module_indices_follow_their_list(tmp_path: Path, here: None):
-    """BERT's number of heads and their width together, from a model in which neither is its own width."""
+    """BERT's number of heads and their width together, from a model in which neither is its own
+    width.
+    """
     net = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": C})
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     found = record(tmp_path / "cut")["modules"]["encoder.layer.0.attention.self"]["set"]
@@ -672,12 +966,18 @@ def test_the_loader_is_text_for_others():
     text = resized_modules.LOADER_SOURCE.read_text()
     assert len(text.splitlines()) < 210
     assert "headwise" not in text.split('"""')[2]
-    names = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    names = {
+        line.split()[1].partition(".")[0]
+        for line in text.splitlines()
+        if line.startswith(("import ", "from "))
+    }
     assert names == {"hashlib", "inspect", "json", "pathlib", "torch", "transformers", "types"}
     compile(text, "load_model.py", "exec")
     package = Path(hw.__file__).parent
     message = [
-        p.name for p in package.rglob("*.py") if "load_model.txt" in p.read_text() or "load_model.py" in p.read_text()
+        p.name
+        for p in package.rglob("*.py")
+        if "load_model.txt" in p.read_text() or "load_model.py" in p.read_text()
     ]
     assert sorted(message) == ["load_check.py", "resized_modules.py"]
     assert not list(package.rglob("load_model.py"))
@@ -691,4 +991,6 @@ def test_every_kind_in_a_process_of_its_own(case: str, tmp_path: Path):
         net, kind = change(source(name, tmp_path / "source", **keys)), "transformers"
     else:
         net, kind = cut(case, tmp_path / "source"), "resized"
-    assert model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {}).kind == kind
+    assert (
+        model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {}).kind == kind
+    )

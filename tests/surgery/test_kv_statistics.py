@@ -1,4 +1,6 @@
-"""Statistics of keys and values collected while a model runs, against those of all tokens at once."""
+"""Statistics of keys and values collected while a model runs, against those of
+all tokens at once.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,28 @@ from headwise.surgery.head_alignment import CrossProducts
 from headwise.surgery.head_grouping import collect_kv_statistics
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3,
-    "num_hidden_layers": 2, "vocab_size": 17, "intermediate_size": 8, "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 17,
+    "intermediate_size": 8,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 T5 = {
-    "model_type": "t5", "d_model": 10, "d_kv": 4, "num_heads": 3, "num_layers": 1, "d_ff": 8, "vocab_size": 17,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 9,
-}  # fmt: skip
+    "model_type": "t5",
+    "d_model": 10,
+    "d_kv": 4,
+    "num_heads": 3,
+    "num_layers": 1,
+    "d_ff": 8,
+    "vocab_size": 17,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 9,
+}
 
 
 def net(config) -> hw.models.Transformer:
@@ -44,7 +60,9 @@ def inputs_of(module, call) -> np.ndarray:
 def check_same(found: CrossProducts, cross_products: CrossProducts):
     assert found.num_tokens == cross_products.num_tokens
     torch.testing.assert_close(found.sums, cross_products.sums, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found.normalised_sums, cross_products.normalised_sums, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        found.normalised_sums, cross_products.normalised_sums, rtol=1e-10, atol=1e-12
+    )
 
 
 def test_keys_are_collected_before_rope_and_without_padding():
@@ -71,7 +89,9 @@ def test_cross_attention_statistics_are_those_of_the_source():
     found = collect_kv_statistics(model, [{"x": x, "source": source}])
     assert set(found) == {"encoder.0.attention", "decoder.0.attention", "decoder.0.cross"}
     for side in "kv":
-        check_same(found["decoder.0.cross"][side], judged(states, layer.state_dict()[f"project.{side}"], 3))
+        check_same(
+            found["decoder.0.cross"][side], judged(states, layer.state_dict()[f"project.{side}"], 3)
+        )
     assert found["decoder.0.attention"]["k"].num_tokens == 6
 
 

@@ -1,4 +1,6 @@
-"""`hw.prune` and `hw.convert` on a transformers model with plain strings, and the folders that they write."""
+"""`hw.prune` and `hw.convert` on a transformers model with plain strings, and the folders that they
+write.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,13 @@ DIM = 8
 
 
 def live_model(name: str, folder: Path | None = None) -> Any:
-    """A transformers model in memory; with a folder, loaded from it and with a tokenizer beside its weights."""
+    """A transformers model in memory; with a folder, loaded from it and with a tokenizer beside its
+    weights.
+    """
     zoo = ZOO[name]
-    model: Any = zoo._replace(keys={**zoo.keys, "vocab_size": 300, "eos_token_id": None}).build("sdpa")
+    model: Any = zoo._replace(keys={**zoo.keys, "vocab_size": 300, "eos_token_id": None}).build(
+        "sdpa"
+    )
     if folder is None:
         return model
     model.save_pretrained(folder)
@@ -41,11 +47,15 @@ def fast_tokenizer() -> Any:
     document = ByteVocabulary().document
     from tokenizers import Tokenizer
 
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(document), pad_token="\x00")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(document), pad_token="\x00"
+    )
 
 
 def ablated_logits(model: Any, removed: Any, suffix: str) -> torch.Tensor:
-    """Logits of a copy of a transformers model whose output projections ignore the removed heads."""
+    """Logits of a copy of a transformers model whose output projections ignore
+    the removed heads.
+    """
     copy = type(model)(model.config).eval()
     copy.load_state_dict(model.state_dict())
     layers = copy.model.layers if suffix == "o_proj" else copy.transformer.h
@@ -64,12 +74,18 @@ def test_a_transformers_model_is_pruned_by_strings_and_saved(name: str, tmp_path
     before = {key: value.clone() for key, value in model.state_dict().items()}
     pruned = hw.prune(model, 0.5, TEXTS)
     net = hw.load(tmp_path / "own")
-    assert pruned.plan == hw.prune(net, 0.5, examples_from_lines(net, TEXTS).examples_with_frequencies()).plan
+    assert (
+        pruned.plan
+        == hw.prune(net, 0.5, examples_from_lines(net, TEXTS).examples_with_frequencies()).plan
+    )
     assert pruned.plan.num_kept == 4
     written = pruned.save_pretrained(tmp_path / "smaller")
     assert written.kind == {"llama": "transformers", "gpt2": "resized"}[name]
     expected = ablated_logits(model, pruned.plan.removed_heads, suffix)
-    loaded: list[Callable[[torch.Tensor], torch.Tensor]] = [hw.load(tmp_path / "smaller"), pruned.after]
+    loaded: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        hw.load(tmp_path / "smaller"),
+        pruned.after,
+    ]
     if written.kind == "transformers":
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "smaller").eval()
         loaded.append(lambda ids: theirs(ids).logits)
@@ -83,10 +99,14 @@ def test_the_weights_in_memory_are_saved_not_those_of_the_folder(tmp_path: Path)
     model = live_model("llama", tmp_path / "own")
     with torch.no_grad():
         model.lm_head.weight.mul_(3)
-    pruned = hw.prune(model, DropHeads((("decoder.0.attention", 0), ("decoder.0.attention", 1))), TEXTS)
+    pruned = hw.prune(
+        model, DropHeads((("decoder.0.attention", 0), ("decoder.0.attention", 1))), TEXTS
+    )
     pruned.save_pretrained(tmp_path / "smaller")
     expected = ablated_logits(model, pruned.plan.removed_heads, "o_proj")
-    torch.testing.assert_close(hw.load(tmp_path / "smaller")(IDS).detach(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        hw.load(tmp_path / "smaller")(IDS).detach(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", fast_tokenizer()], ids=["bytes", "transformers"])
@@ -96,11 +116,20 @@ def test_a_tokenizer_can_be_given_and_is_saved(tokenizer: Any, tmp_path: Path):
     saved = hw.load(tmp_path / "smaller")
     assert hw.run_model(saved, "né").shape == (1, 3, 300)
     record = json.loads((tmp_path / "smaller" / "heads.json").read_text())
-    assert record["change"]["keep"] == {site: list(heads) for site, heads in pruned.plan.keep.items()}
+    assert record["change"]["keep"] == {
+        site: list(heads) for site, heads in pruned.plan.keep.items()
+    }
 
 
 def test_a_headwise_model_takes_strings_and_stays_as_it_was(tmp_path: Path):
-    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 3, "n_layer": 2, "vocab_size": 300, "n_positions": 64}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 24,
+        "n_head": 3,
+        "n_layer": 2,
+        "vocab_size": 300,
+        "n_positions": 64,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     pruned = hw.prune(net, KeepTop(1, HeadRanking("michel")), TEXTS, tokenizer="bytes")
     assert net.usage.tokenizer is None
@@ -108,7 +137,9 @@ def test_a_headwise_model_takes_strings_and_stays_as_it_was(tmp_path: Path):
     with torch.no_grad(), hw.ablate(net, pruned.plan.removed_heads):
         expected = net(IDS)
     reloaded = hw.load(tmp_path / "smaller")
-    torch.testing.assert_close(hw.run_model(reloaded, "some other text"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        hw.run_model(reloaded, "some other text"), expected, rtol=1e-5, atol=1e-5
+    )
     assert "2 of 6 heads kept" in str(pruned)
     assert "parameters removed" in str(pruned)
 
@@ -118,24 +149,35 @@ def test_an_encoder_decoder_takes_pairs_or_lines_with_a_tab(tmp_path: Path):
     by_pairs = hw.prune(model, 0.5, PAIRS)
     assert by_pairs.plan == hw.prune(model, 0.5, ["\t".join(pair) for pair in PAIRS]).plan
     net = hw.load(tmp_path / "own")
-    lines = examples_from_lines(net, ["\t".join(pair) for pair in PAIRS]).examples_with_frequencies()
+    lines = examples_from_lines(
+        net, ["\t".join(pair) for pair in PAIRS]
+    ).examples_with_frequencies()
     assert by_pairs.plan == hw.prune(net, 0.5, lines).plan
 
 
 @pytest.mark.filterwarnings("ignore:.* is not for transformers:UserWarning")
 @pytest.mark.parametrize(
     "conversion",
-    [2, Pool(2, align="both"), Pool(2, grouping="similar"), ToMixtureOfHeads(1, 2, HeadRanking("michel"))],
+    [
+        2,
+        Pool(2, align="both"),
+        Pool(2, grouping="similar"),
+        ToMixtureOfHeads(1, 2, HeadRanking("michel")),
+    ],
     ids=["kv", "aligned", "similar", "routed"],
 )
 def test_a_transformers_model_is_converted_by_strings(conversion: Any, tmp_path: Path):
     model = live_model("gpt2", tmp_path / "own")
     converted, net = hw.convert(model, conversion, TEXTS), hw.load(tmp_path / "own")
-    expected = hw.convert(net, conversion, examples_from_lines(net, TEXTS).examples_with_frequencies())
+    expected = hw.convert(
+        net, conversion, examples_from_lines(net, TEXTS).examples_with_frequencies()
+    )
     torch.testing.assert_close(converted.after(IDS), expected.after(IDS), rtol=0, atol=0)
     assert converted.groups == expected.groups
     converted.save_pretrained(tmp_path / "new")
-    torch.testing.assert_close(hw.load(tmp_path / "new")(IDS), converted.after(IDS), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        hw.load(tmp_path / "new")(IDS), converted.after(IDS), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_skipped_texts_are_named():
@@ -145,19 +187,46 @@ def test_skipped_texts_are_named():
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "path": (lambda model: hw.prune("gpt2", 0.5, TEXTS), "model is of type str; give an nn.Module, or hw.load"),  # pyright: ignore[reportArgumentType] - the mistake under test
-    "no tokenizer": (lambda model: hw.prune(model, 0.5, TEXTS), "LlamaForCausalLM comes with no tokenizer; give tok"),
-    "convert": (lambda model: hw.convert(model, 2, TEXTS), "LlamaForCausalLM comes with no tokenizer; give tokenizer="),
-    "numbers": (lambda model: hw.prune(model, 0.5, [1, 2], tokenizer="bytes"), "text 0 is of type int; give strings"),
-    "number": (lambda model: hw.prune(model, 0.5, 3, tokenizer="bytes"), "texts are of type int; give a list"),
-    "mapping": (lambda model: hw.prune(model, 0.5, {"a": "b"}, tokenizer="bytes"), "texts are of type dict; give a"),
-    "tokenizer": (lambda model: hw.prune(model, 0.5, TEXTS, tokenizer=7), "tokenizer is of type int; give a tokenizer"),
-    "pair": (lambda model: hw.prune(model, 0.5, PAIRS, tokenizer="bytes"), "give a text, or source and text to an"),
+    "path": (
+        lambda model: hw.prune("gpt2", 0.5, TEXTS),
+        "model is of type str; give an nn.Module, or hw.load",
+    ),  # pyright: ignore[reportArgumentType] - the mistake under test
+    "no tokenizer": (
+        lambda model: hw.prune(model, 0.5, TEXTS),
+        "LlamaForCausalLM comes with no tokenizer; give tok",
+    ),
+    "convert": (
+        lambda model: hw.convert(model, 2, TEXTS),
+        "LlamaForCausalLM comes with no tokenizer; give tokenizer=",
+    ),
+    "numbers": (
+        lambda model: hw.prune(model, 0.5, [1, 2], tokenizer="bytes"),
+        "text 0 is of type int; give strings",
+    ),
+    "number": (
+        lambda model: hw.prune(model, 0.5, 3, tokenizer="bytes"),
+        "texts are of type int; give a list",
+    ),
+    "mapping": (
+        lambda model: hw.prune(model, 0.5, {"a": "b"}, tokenizer="bytes"),
+        "texts are of type dict; give a",
+    ),
+    "tokenizer": (
+        lambda model: hw.prune(model, 0.5, TEXTS, tokenizer=7),
+        "tokenizer is of type int; give a tokenizer",
+    ),
+    "pair": (
+        lambda model: hw.prune(model, 0.5, PAIRS, tokenizer="bytes"),
+        "give a text, or source and text to an",
+    ),
     "small vocabulary": (
         lambda model: hw.prune(ZOO["llama"].build(), 0.5, TEXTS, tokenizer="bytes"),
         "knows 256 tokens, the model 67",
     ),
-    "selection": (lambda model: hw.prune(model, "half", TEXTS, tokenizer="bytes"), "give a fraction such as 0.5"),  # pyright: ignore[reportArgumentType] - the mistake under test
+    "selection": (
+        lambda model: hw.prune(model, "half", TEXTS, tokenizer="bytes"),
+        "give a fraction such as 0.5",
+    ),  # pyright: ignore[reportArgumentType] - the mistake under test
     "other module": (
         lambda model: hw.prune(nn.Linear(2, 2), 0.5, TEXTS),
         r"Linear is no model of transformers or headwise; hw\.prune_module",
@@ -181,10 +250,13 @@ def test_a_folder_in_use_is_refused_before_any_work(tmp_path: Path):
 
 
 def test_a_folder_that_transformers_cannot_load_is_announced_and_refused_by_it(tmp_path: Path):
-    pruned = hw.prune(live_model("llama"), DropHeads((("decoder.0.attention", 1),)), ["ab"], tokenizer="bytes")
+    pruned = hw.prune(
+        live_model("llama"), DropHeads((("decoder.0.attention", 1),)), ["ab"], tokenizer="bytes"
+    )
     folder = tmp_path / "out"
     with pytest.warns(
-        UserWarning, match=f"{folder} is not for transformers. A headwise folder, because .*; load it with"
+        UserWarning,
+        match=f"{folder} is not for transformers. A headwise folder, because .*; load it with",
     ):
         assert pruned.save_pretrained(folder).kind == "ours"
     for name in ("AutoModelForCausalLM", "LlamaForCausalLM"):

@@ -1,4 +1,6 @@
-"""Conversion of any nn.Module to GQA and MHA: equal to rows averaged head by head, exact where heads are equal."""
+"""Conversion of any nn.Module to GQA and MHA: equal to rows averaged head by head, exact where
+heads are equal.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def average_heads(weight: Tensor, heads: list[list[slice]]) -> None:
             weight[rows] = mean
 
 
-def rows_of_heads(first: int, width: int, stride: int, group_size: int, heads: int) -> list[list[slice]]:
+def rows_of_heads(
+    first: int, width: int, stride: int, group_size: int, heads: int
+) -> list[list[slice]]:
     """Rows of each head, in groups of neighbours."""
     rows = [slice(first + stride * head, first + stride * head + width) for head in range(heads)]
     return [rows[n : n + group_size] for n in range(0, heads, group_size)]
@@ -37,7 +41,9 @@ def rows_of_heads(first: int, width: int, stride: int, group_size: int, heads: i
 
 @torch.no_grad()
 def average_vision_layer(layer: nn.Module) -> int:
-    """Average all heads of k and v in place, and return the number of parameters that this makes equal."""
+    """Average all heads of k and v in place, and return the number of parameters that this makes
+    equal.
+    """
     layer = getattr(layer, "attn", layer)
     if hasattr(layer, "k_proj"):
         tensors = [layer.k_proj.weight, layer.v_proj.weight, layer.v_proj.bias]
@@ -46,7 +52,9 @@ def average_vision_layer(layer: nn.Module) -> int:
         fused = layer.to_qkv if hasattr(layer, "to_qkv") else layer.qkv
         by_head = hasattr(layer, "dim_head")
         starts = (DIM, 2 * DIM) if by_head else (WIDE, 2 * WIDE)
-        of_one = [rows_of_heads(start, DIM, 3 * DIM if by_head else DIM, HEADS, HEADS) for start in starts]
+        of_one = [
+            rows_of_heads(start, DIM, 3 * DIM if by_head else DIM, HEADS, HEADS) for start in starts
+        ]
         tensors = [tensor for tensor in fused.parameters() for _ in of_one]
         layout = of_one * 2
     removed = 0
@@ -59,7 +67,9 @@ def average_vision_layer(layer: nn.Module) -> int:
 @pytest.mark.parametrize("name", VISION_CASES)
 @torch.no_grad()
 def test_modules_of_vision_libraries_share_keys_and_values(name: str, tmp_path: Path):
-    """Against rows averaged by hand; read from a file into a converted copy of a model with other weights."""
+    """Against rows averaged by hand; read from a file into a converted copy of a model with other
+    weights.
+    """
     model, x = VISION_CASES[name].build()
     model, x = model.double(), x.double()
     hw.sites(model, x)
@@ -90,7 +100,8 @@ def make_transformer(seed: int = 0) -> nn.Transformer:
 
 
 SOURCE, TARGET = (
-    torch.randn(2, n, MHA_WIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (7, 5)
+    torch.randn(2, n, MHA_WIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+    for n in (7, 5)
 )
 
 
@@ -99,15 +110,25 @@ SOURCE, TARGET = (
 def test_nn_transformer_shares_keys_and_values(tmp_path: Path):
     """Encoder, decoder and cross attention with masks, with and without torch's fused layers."""
     model, expected = make_transformer(), make_transformer()
-    attentions = [module for module in expected.modules() if isinstance(module, nn.MultiheadAttention)]
+    attentions = [
+        module for module in expected.modules() if isinstance(module, nn.MultiheadAttention)
+    ]
     for attention in attentions:
         for tensor in (attention.in_proj_weight, attention.in_proj_bias):
             for start in (MHA_WIDE, 2 * MHA_WIDE):
-                average_heads(tensor.data, rows_of_heads(start, MHA_DIM, MHA_DIM, MHA_HEADS // GROUPS, MHA_HEADS))
+                average_heads(
+                    tensor.data,
+                    rows_of_heads(start, MHA_DIM, MHA_DIM, MHA_HEADS // GROUPS, MHA_HEADS),
+                )
     done = hw.convert_module(model, Pool(GROUPS), (SOURCE, TARGET))
-    assert done.removed_params == len(attentions) * 2 * (MHA_HEADS - GROUPS) * MHA_DIM * (MHA_WIDE + 1)
+    assert done.removed_params == len(attentions) * 2 * (MHA_HEADS - GROUPS) * MHA_DIM * (
+        MHA_WIDE + 1
+    )
     padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
-    masks = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64), "tgt_is_causal": True}
+    masks = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
+        "tgt_is_causal": True,
+    }
     masks |= {"src_key_padding_mask": padding, "memory_key_padding_mask": padding}
     y = done.after(SOURCE, TARGET, **masks)
     assert torch.allclose(y, expected(SOURCE, TARGET, **masks), atol=1e-12, rtol=0)
@@ -146,12 +167,13 @@ def test_shared_heads_are_trained_together():
     keys = attention.in_proj_weight[MHA_WIDE : 2 * MHA_WIDE].unflatten(0, (MHA_HEADS, -1))
     assert torch.equal(keys, keys[:1].expand_as(keys))
     assert not torch.equal(
-        keys, model.encoder.layers[0].self_attn.in_proj_weight[MHA_WIDE : 2 * MHA_WIDE].view_as(keys)
+        keys,
+        model.encoder.layers[0].self_attn.in_proj_weight[MHA_WIDE : 2 * MHA_WIDE].view_as(keys),
     )
     assert attention.parametrizations.in_proj_bias.original.grad is None
 
 
-# --- A module that reads its number of key-value heads --------------------------------------------------------
+# --- A module that reads its number of key-value heads --------------------------------------------
 
 
 class Grouped(nn.Module):
@@ -165,7 +187,11 @@ class Grouped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k = self.k(x).view(*x.shape[:2], self.num_kv_heads, self.kv_channels // self.num_kv_heads).transpose(1, 2)
+        k = (
+            self.k(x)
+            .view(*x.shape[:2], self.num_kv_heads, self.kv_channels // self.num_kv_heads)
+            .transpose(1, 2)
+        )
         v = self.v(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
         z = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return x + self.o(z.transpose(1, 2).flatten(2))
@@ -174,7 +200,9 @@ class Grouped(nn.Module):
 def make_grouped() -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(Grouped(), Grouped()).eval().double()
-    site = hw.AttentionSite(q="q", k="k", v="v", out="o", heads=6, kv_heads=3, attributes={"kv_channels": "k"})
+    site = hw.AttentionSite(
+        q="q", k="k", v="v", out="o", heads=6, kv_heads=3, attributes={"kv_channels": "k"}
+    )
     for layer in model:
         hw.declare(layer, site)
     return model, torch.randn(2, 7, 10, dtype=torch.float64)
@@ -197,15 +225,17 @@ def test_a_module_with_key_value_heads_becomes_mha_and_returns():
     assert [(site.q, site.kv) for site in hw.sites(pruned)] == [(5, 1), (6, 1)]
 
 
-# --- Refusals -------------------------------------------------------------------------------------------------
+# --- Refusals -------------------------------------------------------------------------------------
 
 ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 4, 7, batch_first=True), 1).eval()
 INPUT = torch.randn(2, 5, 12)
 
 
 @pytest.mark.parametrize(("conversion", "reason"), [
-    (3, r"0\.attention: cannot split 4 key-value heads into 3 equal groups. Use one of \[1, 2, 4\]"),
-    (Pool(2, align="both"), "needs layers of headwise; of other modules, heads can be averaged with neighbours"),
+    (3, r"0\.attention: cannot split 4 key-value heads into 3 equal groups. Use one of \[1, 2, "
+        r"4\]"),
+    (Pool(2, align="both"), "needs layers of headwise; of other modules, heads can be averaged "
+                            "with neighbours"),
     (ToCollaborative(4), r"ToCollaborative\(width=4\) needs layers of headwise"),
     (ToMHA(), "to MHA: MultiheadAttention does not read a number of key-value heads"),
 ])  # fmt: skip
@@ -217,14 +247,19 @@ def test_conversions_that_a_module_cannot_express_are_refused(conversion: object
 
 def test_modules_that_cannot_be_converted_are_refused():
     converted = hw.convert_module(ENCODER, 2, INPUT).after
-    for change in (lambda: hw.convert_module(converted, 1, INPUT), lambda: hw.prune_module(converted, [(0, 1)], INPUT)):
+    for change in (
+        lambda: hw.convert_module(converted, 1, INPUT),
+        lambda: hw.prune_module(converted, [(0, 1)], INPUT),
+    ):
         with pytest.raises(SpecError, match=r"computed from others.*change the original model"):
             change()
     with pytest.raises(SpecError, match="no cross-attention"):
         hw.convert_module(ENCODER, 2, INPUT, kind="cross")
     with pytest.raises(SpecError, match=r"model\.eval"):
         hw.convert_module(copy.deepcopy(ENCODER).train(), 2, INPUT)
-    biased = nn.Sequential(Wrapped(nn.MultiheadAttention(12, 4, add_bias_kv=True, batch_first=True))).eval()
+    biased = nn.Sequential(
+        Wrapped(nn.MultiheadAttention(12, 4, add_bias_kv=True, batch_first=True))
+    ).eval()
     with pytest.raises(SpecError, match="bias_kv differs between heads"):
         hw.convert_module(biased, 2, INPUT)
     with pytest.raises(SpecError, match="Sequential has no attention that headwise finds"):
@@ -236,7 +271,9 @@ def test_modules_that_cannot_be_converted_are_refused():
 
 
 class OddRows(nn.Module):
-    """q, k and v of each channel in turn: the rows of a head lie together, as by head, but in another order."""
+    """q, k and v of each channel in turn: the rows of a head lie together, as by head, but in
+    another order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,24 +281,34 @@ class OddRows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (self.num_heads, 2, 3)).permute(4, 0, 2, 1, 3)
-        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 def test_rows_that_belong_to_heads_in_another_order_are_refused():
     torch.manual_seed(0)
     model, x = nn.Sequential(OddRows()).eval(), torch.randn(2, 5, 6)
-    hw.declare(model[0], hw.AttentionSite(q="qkv", k="qkv", v="qkv", out="proj", heads=3, fused="by head"))
-    with pytest.raises(SpecError, match=r"rows of qkv do not belong to 3 heads of q, k and v in order; declare"):
+    hw.declare(
+        model[0], hw.AttentionSite(q="qkv", k="qkv", v="qkv", out="proj", heads=3, fused="by head")
+    )
+    with pytest.raises(
+        SpecError, match=r"rows of qkv do not belong to 3 heads of q, k and v in order; declare"
+    ):
         hw.convert_module(model, 1, x)
     silent = nn.Sequential(Wrapped(nn.MultiheadAttention(6, 3, batch_first=True))).eval()
     own, y = make_grouped()
     torch.nn.init.zeros_(own[1].o.weight)
-    with pytest.raises(SpecError, match=r"1\.attention: its output does not depend on q, k and v on this example"):
+    with pytest.raises(
+        SpecError, match=r"1\.attention: its output does not depend on q, k and v on this example"
+    ):
         hw.convert_module(own, 1, y)
     assert hw.convert_module(silent, 1, x).removed_params == 2 * 2 * 2 * 7
 
 
 def test_prune_and_convert_name_the_functions_for_any_module():
     for change in (lambda: hw.convert(ENCODER, 2), lambda: hw.prune(ENCODER, 0.5)):
-        with pytest.raises(SpecError, match=r"TransformerEncoder .*hw\.prune_module.*hw\.convert_module"):
+        with pytest.raises(
+            SpecError, match=r"TransformerEncoder .*hw\.prune_module.*hw\.convert_module"
+        ):
             change()

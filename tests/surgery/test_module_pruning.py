@@ -1,4 +1,6 @@
-"""Pruning of declared modules: the pruned module equals the ablated one and shrinks by the counted number."""
+"""Pruning of declared modules: the pruned module equals the ablated one and shrinks by the counted
+number.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class Grouped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.ask(x).view(*x.shape[:2], self.n_q, self.inner // self.n_q).transpose(1, 2)
-        k, v = (one(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for one in (self.keys, self.values))
+        k, v = (
+            one(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+            for one in (self.keys, self.values)
+        )
         k, v = (y.repeat_interleave(self.n_q // self.num_kv_heads, 1) for y in (k, v))
         s = q @ k.transpose(-2, -1) * self.scale
         places = torch.arange(x.shape[1])
@@ -59,9 +64,15 @@ class Fused(nn.Module):
 
 
 GROUPED = hw.AttentionSite(
-    q="ask", k="keys", v="values", out="last", heads=HEADS, kv_heads=KV,
-    attributes={"n_q": "heads", "inner": "q"}, per_head={"scale": 0, "slopes": 0},
-)  # fmt: skip
+    q="ask",
+    k="keys",
+    v="values",
+    out="last",
+    heads=HEADS,
+    kv_heads=KV,
+    attributes={"n_q": "heads", "inner": "q"},
+    per_head={"scale": 0, "slopes": 0},
+)
 FUSED = hw.AttentionSite(q="qkv", k="qkv", v="qkv", out="proj", heads=HEADS)
 
 
@@ -73,18 +84,27 @@ def build(make: Callable[[], nn.Module], site: hw.AttentionSite) -> tuple[nn.Seq
     return model, torch.randn(3, 7, WIDE)
 
 
-# q and k have 4 channels a head, v 5; a query head loses its rows of q, its columns of `last` and its scale.
+# q and k have 4 channels a head, v 5; a query head loses its rows of q, its columns of `last` and
+# its scale.
 QUERY_HEAD, KV_HEAD = DIM * (WIDE + 1) + 5 * WIDE + 1, DIM * WIDE + 5 * (WIDE + 1)
 FUSED_HEAD = 3 * DIM * (WIDE + 1) + DIM * WIDE
 CASES = {
     "one of each group": (Grouped, GROUPED, [(0, 1), (0, 2), (0, 5)], 3 * QUERY_HEAD),
     "a whole group": (Grouped, GROUPED, [(1, 2), (1, 3)], 2 * QUERY_HEAD + KV_HEAD),
     "groups of two layers": (
-        Grouped, GROUPED, [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)], 6 * QUERY_HEAD + 3 * KV_HEAD,
+        Grouped,
+        GROUPED,
+        [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)],
+        6 * QUERY_HEAD + 3 * KV_HEAD,
     ),
     "by projection": (lambda: Fused(False), FUSED, [(0, 0), (0, 4), (1, 5)], 3 * FUSED_HEAD),
-    "by head": (lambda: Fused(True), replace(FUSED, fused="by head"), [(0, 0), (0, 4), (1, 5)], 3 * FUSED_HEAD),
-}  # fmt: skip
+    "by head": (
+        lambda: Fused(True),
+        replace(FUSED, fused="by head"),
+        [(0, 0), (0, 4), (1, 5)],
+        3 * FUSED_HEAD,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,14 +119,18 @@ def test_a_pruned_module_equals_the_ablated_one_and_shrinks_by_the_counted_numbe
         width = last.in_features // HEADS
         last.weight[:, head * width : (head + 1) * width] = 0
     done = hw.prune_module(model, heads, x)
-    sizes = [sum(parameter.numel() for parameter in one.parameters()) for one in (model, done.after)]
+    sizes = [
+        sum(parameter.numel() for parameter in one.parameters()) for one in (model, done.after)
+    ]
     assert sizes[0] - sizes[1] == done.removed_params == count
     y = torch.randn(2, 11, WIDE)
     for inputs in (x, y):
         assert torch.allclose(done.after(inputs), other(inputs), atol=1e-5)
     assert not torch.allclose(done.after(x), whole, atol=1e-2)
     assert done.difference < 1e-5
-    assert sorted(done.removed_heads) == [(f"model.{layer}.attention", head) for layer, head in heads]
+    assert sorted(done.removed_heads) == [
+        (f"model.{layer}.attention", head) for layer, head in heads
+    ]
     assert torch.equal(model(x), whole)
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
 
@@ -120,7 +144,9 @@ def test_a_pruned_module_is_declared_and_can_be_pruned_again():
         (3, 3, 5, True),
     ]
     twice = hw.prune_module(once, [(0, 2), (0, 3), (1, 0)], x).after
-    at_once = hw.prune_module(model, [(0, 0), (0, 1), (0, 4), (0, 5), (1, 0), (1, 1), (1, 3), (1, 5)], x).after
+    at_once = hw.prune_module(
+        model, [(0, 0), (0, 1), (0, 4), (0, 5), (1, 0), (1, 1), (1, 3), (1, 5)], x
+    ).after
     for one, other in zip(twice.parameters(), at_once.parameters(), strict=True):
         assert torch.equal(one, other)
     assert (twice[0].n_q, twice[0].num_kv_heads, twice[0].inner) == (2, 1, 2 * DIM)
@@ -163,13 +189,33 @@ def test_layers_that_are_not_cut_stay_declared():
 
 
 REFUSED = {
-    "not equal groups": (Grouped, GROUPED, [(0, 1)], r"shared by 1, 2, 2 query heads; keep the same number"),
+    "not equal groups": (
+        Grouped,
+        GROUPED,
+        [(0, 1)],
+        r"shared by 1, 2, 2 query heads; keep the same number",
+    ),
     "all heads": (Grouped, GROUPED, [(0, "all")], "cannot remove all 6 heads"),
     "unknown head": (Grouped, GROUPED, [(0, 9)], "no head 9"),
     "no head": (Grouped, GROUPED, [], "no head would be removed"),
-    "sizes": (Grouped, replace(GROUPED, attributes={}), [(0, 0), (0, 1)], r"cannot run: .*attributes"),
-    "per head": (Grouped, replace(GROUPED, per_head={"scale": 0}), [(0, 0), (0, 1)], r"cannot run: .*per_head"),
-    "wrong rows": (lambda: Fused(True), FUSED, [(0, 0)], r"differs from the ablated one by .*per_head"),
+    "sizes": (
+        Grouped,
+        replace(GROUPED, attributes={}),
+        [(0, 0), (0, 1)],
+        r"cannot run: .*attributes",
+    ),
+    "per head": (
+        Grouped,
+        replace(GROUPED, per_head={"scale": 0}),
+        [(0, 0), (0, 1)],
+        r"cannot run: .*per_head",
+    ),
+    "wrong rows": (
+        lambda: Fused(True),
+        FUSED,
+        [(0, 0)],
+        r"differs from the ablated one by .*per_head",
+    ),
 }
 
 
@@ -188,7 +234,9 @@ def test_models_that_cannot_be_pruned_are_refused():
         hw.prune_module(model.train(), [(0, 0)], x)
     other, _ = build(Grouped, GROUPED)
     hw.declare(other[0], heads=HEADS, output="last")
-    with pytest.raises(ValueError, match=r"not declared; call hw.declare\(module, hw.AttentionSite"):
+    with pytest.raises(
+        ValueError, match=r"not declared; call hw.declare\(module, hw.AttentionSite"
+    ):
         hw.prune_module(other.eval(), [(0, 0)], x)
     model.eval()
     tied = Tied().eval()
@@ -225,18 +273,25 @@ def test_a_declaration_that_does_not_fit_the_module_is_refused(name: str):
         hw.declare(module, site, heads=3)
 
 
-# --- Modules of vision libraries that nobody declared ----------------------------------------------------
+# --- Modules of vision libraries that nobody declared ---------------------------------------------
 
 VISION_HEAD = 3 * VISION_DIM * (VISION_WIDE + 1) + VISION_DIM * VISION_WIDE
 
 
-@pytest.mark.parametrize(("name", "removed"), [
-    ("timm vit", VISION_HEAD), ("timm deit", VISION_HEAD), ("timm maxvit", VISION_HEAD),
-    ("vit-pytorch", VISION_HEAD - 3 * VISION_DIM),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "removed"),
+    [
+        ("timm vit", VISION_HEAD),
+        ("timm deit", VISION_HEAD),
+        ("timm maxvit", VISION_HEAD),
+        ("vit-pytorch", VISION_HEAD - 3 * VISION_DIM),
+    ],
+)
 @torch.no_grad()
 def test_modules_of_vision_libraries_are_pruned_without_a_declaration(name: str, removed: int):
-    """Rows of the fused projection lie by projection, or by head in MaxViT; vit-pytorch's has no bias."""
+    """Rows of the fused projection lie by projection, or by head in MaxViT; vit-pytorch's has no
+    bias.
+    """
     model, x = VISION_CASES[name].build()
     expected = copy.deepcopy(model)
     weight = expected[1].get_submodule(VISION_CASES[name].projection).weight
@@ -244,7 +299,11 @@ def test_modules_of_vision_libraries_are_pruned_without_a_declaration(name: str,
     pruned = hw.prune_module(model, [(1, 1)], x)
     assert pruned.removed_params == removed
     assert torch.allclose(pruned.after(x), expected(x), atol=1e-5)
-    assert sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in pruned.after.parameters()) == removed
+    assert (
+        sum(p.numel() for p in model.parameters())
+        - sum(p.numel() for p in pruned.after.parameters())
+        == removed
+    )
     assert [site.heads for site in hw.sites(pruned.after)] == [3, 2]
 
 
@@ -254,7 +313,7 @@ def test_a_module_whose_norm_joins_heads_is_not_pruned():
         hw.prune_module(model, [(1, 1)], x)
 
 
-# --- nn.MultiheadAttention ---------------------------------------------------------------------------------
+# --- nn.MultiheadAttention ------------------------------------------------------------------------
 
 MHA_WIDE, MHA_HEADS, MHA_DIM = 15, 3, 5
 MHA_HEAD = 3 * MHA_DIM * (MHA_WIDE + 1) + MHA_DIM * MHA_WIDE
@@ -267,7 +326,9 @@ def ablate_by_weights(attention: nn.MultiheadAttention, head: int) -> None:
 def make_transformer(batch_first: bool) -> nn.Transformer:
     torch.manual_seed(0)
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": 17}
-    model = nn.Transformer(MHA_WIDE, MHA_HEADS, **sizes, batch_first=batch_first, dropout=0.1).eval()
+    model = nn.Transformer(
+        MHA_WIDE, MHA_HEADS, **sizes, batch_first=batch_first, dropout=0.1
+    ).eval()
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) / 4
     return model
@@ -276,7 +337,9 @@ def make_transformer(batch_first: bool) -> nn.Transformer:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @torch.no_grad()
 def test_an_encoder_on_nested_tensors_is_pruned():
-    """torch packs padded rows into nested tensors in eval mode, which only its fused layers take."""
+    """torch packs padded rows into nested tensors in eval mode, which only its
+    fused layers take.
+    """
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(10, 2, 7, batch_first=True), 2).eval()
     expected, x = copy.deepcopy(model), torch.randn(2, 5, 10)
@@ -292,29 +355,42 @@ def test_an_encoder_on_nested_tensors_is_pruned():
 @pytest.mark.parametrize("batch_first", [True, False])
 @torch.no_grad()
 def test_heads_of_nn_transformer_are_pruned(batch_first: bool):
-    """Encoder, decoder and cross attention, with causal and padding masks, against output columns of zeros."""
+    """Encoder, decoder and cross attention, with causal and padding masks, against output columns
+    of zeros.
+    """
     model, expected = make_transformer(batch_first), make_transformer(batch_first)
     source, target = (torch.randn(2, n, MHA_WIDE).transpose(0, 1) for n in (7, 5))
     if batch_first:
         source, target = source.transpose(0, 1), target.transpose(0, 1)
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1, 4:] = True
-    masks = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(5), "src_key_padding_mask": padding}
+    masks = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5),
+        "src_key_padding_mask": padding,
+    }
     masks |= {"memory_key_padding_mask": padding, "tgt_is_causal": True}
     sites = {site.path: site.name for site in hw.sites(model)}
     places = {
-        "encoder.layers.1.self_attn": 0, "decoder.layers.0.self_attn": 2, "decoder.layers.0.multihead_attn": 1,
-    }  # fmt: skip
+        "encoder.layers.1.self_attn": 0,
+        "decoder.layers.0.self_attn": 2,
+        "decoder.layers.0.multihead_attn": 1,
+    }
     for path, head in places.items():
         ablate_by_weights(expected.get_submodule(path), head)
-    pruned = hw.prune_module(model, [(sites[path], head) for path, head in places.items()], (source, target))
+    pruned = hw.prune_module(
+        model, [(sites[path], head) for path, head in places.items()], (source, target)
+    )
     assert pruned.removed_params == 3 * MHA_HEAD
     actual = pruned.after(source, target, **masks)
     assert torch.allclose(actual, expected(source, target, **masks), atol=1e-5)
     assert not torch.allclose(actual, model(source, target, **masks), atol=1e-3)
-    again = hw.prune_module(pruned.after, [(sites["encoder.layers.1.self_attn"], 0)], (source, target))
+    again = hw.prune_module(
+        pruned.after, [(sites["encoder.layers.1.self_attn"], 0)], (source, target)
+    )
     ablate_by_weights(expected.get_submodule("encoder.layers.1.self_attn"), 1)
-    assert torch.allclose(again.after(source, target, **masks), expected(source, target, **masks), atol=1e-5)
+    assert torch.allclose(
+        again.after(source, target, **masks), expected(source, target, **masks), atol=1e-5
+    )
 
 
 ATTENTION_CALLS = {
@@ -336,18 +412,25 @@ def test_split_attention_equals_that_of_torch(call: str, widths: dict[str, int])
     split = SplitMultiheadAttention(attention)
     wide = (MHA_WIDE, widths.get("kdim", MHA_WIDE), widths.get("vdim", MHA_WIDE))
     inputs = [torch.randn(2, 5, channels) for channels in wide]
-    expected, actual = attention(*inputs, **ATTENTION_CALLS[call]), split(*inputs, **ATTENTION_CALLS[call])
+    expected, actual = (
+        attention(*inputs, **ATTENTION_CALLS[call]),
+        split(*inputs, **ATTENTION_CALLS[call]),
+    )
     assert torch.allclose(actual[0], expected[0], atol=1e-5)
     assert (actual[1] is None) == (expected[1] is None)
     if expected[1] is not None:
         assert torch.allclose(actual[1], expected[1], atol=1e-5)
     if call in ("plain", "weights of heads"):
-        one, other = (layer(*(x[0] for x in inputs), **ATTENTION_CALLS[call]) for layer in (attention, split))
+        one, other = (
+            layer(*(x[0] for x in inputs), **ATTENTION_CALLS[call]) for layer in (attention, split)
+        )
         assert torch.allclose(one[0], other[0], atol=1e-5)
         assert torch.allclose(one[1], other[1], atol=1e-5)
 
 
 def test_attention_with_added_keys_is_refused():
-    model = nn.Sequential(Wrapped(nn.MultiheadAttention(MHA_WIDE, MHA_HEADS, add_zero_attn=True))).eval()
+    model = nn.Sequential(
+        Wrapped(nn.MultiheadAttention(MHA_WIDE, MHA_HEADS, add_zero_attn=True))
+    ).eval()
     with pytest.raises(SpecError, match="add_zero_attn"):
         hw.prune_module(model, [(0, 1)], torch.randn(4, 2, MHA_WIDE))

@@ -1,4 +1,6 @@
-"""Selection of heads by importance, in units, by class and by cluster, and folding of the removed ones."""
+"""Selection of heads by importance, in units, by class and by cluster, and folding of the removed
+ones.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from support.transformers_models import ZOO
 
 
 @pytest.mark.parametrize(
-    "by", [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")], ids=lambda by: by.method
+    "by",
+    [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")],
+    ids=lambda by: by.method,
 )
 def test_heads_without_effect_go_first(by):
     net = with_faint_heads(with_random_biases(build_model(LLAMA)), FAINT_HEADS)
@@ -57,9 +61,21 @@ def test_groups_go_whole_and_the_cache_with_them():
 @pytest.mark.parametrize(
     ("amount", "scope", "note"),
     [
-        (0.5, "layer", "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer"),
-        (0.5, "stack", "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer"),
-        (7, "model", "keep=7 was rounded to whole key-value groups: 6 of 12 heads (0.500) in the model"),
+        (
+            0.5,
+            "layer",
+            "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer",
+        ),
+        (
+            0.5,
+            "stack",
+            "keep=0.5 was rounded to whole key-value groups: 4 of 6 heads (0.667) in each layer",
+        ),
+        (
+            7,
+            "model",
+            "keep=7 was rounded to whole key-value groups: 6 of 12 heads (0.500) in the model",
+        ),
         (2 / 3, "layer", None),
         (0.5, "model", None),
         (4, "layer", None),
@@ -75,15 +91,23 @@ def test_rounding_to_whole_groups_is_noted(amount: float, scope: str, note: str 
 
 
 def test_a_share_of_the_model_leaves_some_layers_more():
-    net = with_faint_heads(with_random_biases(build_model(LLAMA)), [("decoder.1.attention", head) for head in range(6)])
-    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head"), make_examples(net)).plan
+    net = with_faint_heads(
+        with_random_biases(build_model(LLAMA)), [("decoder.1.attention", head) for head in range(6)]
+    )
+    plan = prune(
+        net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head"), make_examples(net)
+    ).plan
     assert [len(keep) for keep in plan.keep.values()] == [5, 1]
     plan = prune(
-        net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head", min_units=0), make_examples(net)
+        net,
+        KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head", min_units=0),
+        make_examples(net),
     ).plan
     assert [len(keep) for keep in plan.keep.values()] == [6, 0]
     plan = prune(
-        net, KeepTop(7, HeadRanking("michel"), scope="model", unit="head", min_units=3), make_examples(net)
+        net,
+        KeepTop(7, HeadRanking("michel"), scope="model", unit="head", min_units=3),
+        make_examples(net),
     ).plan
     assert [len(keep) for keep in plan.keep.values()] == [4, 3]
 
@@ -93,7 +117,9 @@ def test_a_stack_gives_up_the_same_numbers():
         with_random_biases(build_model(LLAMA)),
         [(f"decoder.{layer}.attention", head) for layer in (0, 1) for head in (1, 2, 5)],
     )
-    plan = prune(net, KeepTop(3, HeadRanking("michel"), scope="stack", unit="head"), make_examples(net)).plan
+    plan = prune(
+        net, KeepTop(3, HeadRanking("michel"), scope="stack", unit="head"), make_examples(net)
+    ).plan
     assert set(plan.keep.values()) == {(0, 3, 4)}
 
 
@@ -116,7 +142,9 @@ def test_one_of_each_cluster_stays():
         weights = get_attention(net, f"decoder.{layer}.attention").weights
         with torch.no_grad():
             for key in ("q", "k", "q_bias", "k_bias"):
-                weights["project"][key].view(3, 4, -1)[2] = weights["project"][key].view(3, 4, -1)[0]
+                weights["project"][key].view(3, 4, -1)[2] = weights["project"][key].view(3, 4, -1)[
+                    0
+                ]
     texts = [make_example(random_ids(n, 9)[0].tolist()) for n in range(6)]
     quiet = with_faint_heads(net, [("decoder.0.attention", 0), ("decoder.1.attention", 2)])
     done = prune(quiet, KeepOnePerCluster(HeadRanking("michel"), max_distance=1e-9), texts)
@@ -134,7 +162,9 @@ def test_folding_means_is_patching_with_them(config):
         patched = model_output(net)
     torch.testing.assert_close(model_output(done.after), patched, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(
-        model_output(done.after), model_output(remove_heads(net, done.plan.changed_sites)), atol=1e-3
+        model_output(done.after),
+        model_output(remove_heads(net, done.plan.changed_sites)),
+        atol=1e-3,
     )
 
 
@@ -153,7 +183,10 @@ def test_folded_biases_keep_the_outputs():
     arguments = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
     done = prune(net, DropHeads(arguments), fold="bias")
     biases: dict[Any, torch.Tensor] = {
-        (site, head): get_attention(net, site).weights["project"]["v_bias"].detach().view(3, 4)[head]
+        (site, head): get_attention(net, site)
+        .weights["project"]["v_bias"]
+        .detach()
+        .view(3, 4)[head]
         for site, head in arguments
     }
     with hw.patch(net, biases):
@@ -165,8 +198,17 @@ def test_a_unit_is_the_query_heads_of_one_key_head():
     both = list_units(hw.families.read_model_spec(LLAMA))["decoder.0.attention"]
     assert [unit.heads for unit in both] == [(0, 1), (2, 3), (4, 5)]
     assert len(list_units(hw.families.read_model_spec(LLAMA), "head")["decoder.0.attention"]) == 6
-    assert len(list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}))["decoder.0.attention"]) == 6
-    one = list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}), "group")["decoder.0.attention"]
+    assert (
+        len(
+            list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}))[
+                "decoder.0.attention"
+            ]
+        )
+        == 6
+    )
+    one = list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}), "group")[
+        "decoder.0.attention"
+    ]
     assert [unit.heads for unit in one] == [(0, 1, 2, 3, 4, 5)]
 
 
@@ -185,7 +227,12 @@ def test_the_default_ranking_uses_gradients_if_available():
         == score_heads(net, make_examples(net), HeadRanking("michel")).scores
     )
     drift = score_heads(net, make_examples(net), HeadRanking(objective="drift"))
-    assert drift.scores == score_heads(net, make_examples(net), HeadRanking("leave-one-out", objective="drift")).scores
+    assert (
+        drift.scores
+        == score_heads(
+            net, make_examples(net), HeadRanking("leave-one-out", objective="drift")
+        ).scores
+    )
 
 
 def test_a_plan_lists_the_heads_it_keeps():
@@ -204,21 +251,36 @@ def test_a_plan_lists_the_heads_it_keeps():
         (lambda: KeepTop(0.5, min_units=-1), "min_units must be an int >= 0, got -1"),
         (
             lambda: KeepTop(3, RANDOM_RANKING),
-            "cannot keep 3 heads of decoder.0.attention: its heads come in groups of 2. Give a multiple",
+            "cannot keep 3 heads of decoder.0.attention: its heads come in groups of 2. Give a "
+            "multiple",
         ),
-        (lambda: KeepTop(8, RANDOM_RANKING), "cannot keep 8 heads of decoder.0.attention: it has 6. Give amount <= 6"),
+        (
+            lambda: KeepTop(8, RANDOM_RANKING),
+            "cannot keep 8 heads of decoder.0.attention: it has 6. Give amount <= 6",
+        ),
         (lambda: KeepTop(6, RANDOM_RANKING), "no head would be removed: 12 of 12 heads kept"),
         (
             lambda: KeepTop(99, RANDOM_RANKING, scope="model"),
             "cannot keep 99 heads: the model has 12. Give amount <= 11",
         ),
         (lambda: KeepTop(0.5, HeadRanking("loudness")), "unknown ranking method 'loudness'"),
-        (lambda: KeepTop(0.5, HeadRanking("taylor")), "cannot rank heads by taylor: 0 examples. Give at least 2"),
-        (lambda: DropHeads((("decoder.0.attention", 6),)), "decoder.0.attention has no head 6; its heads are 0..5"),
-        (lambda: DropHeads((("decoder.0.attention", 1),) * 2), "head 1 of decoder.0.attention is listed twice"),
+        (
+            lambda: KeepTop(0.5, HeadRanking("taylor")),
+            "cannot rank heads by taylor: 0 examples. Give at least 2",
+        ),
+        (
+            lambda: DropHeads((("decoder.0.attention", 6),)),
+            "decoder.0.attention has no head 6; its heads are 0..5",
+        ),
+        (
+            lambda: DropHeads((("decoder.0.attention", 1),) * 2),
+            "head 1 of decoder.0.attention is listed twice",
+        ),
         (lambda: DropHeads((("decoder.9.attention", 1),)), "no attention 'decoder.9.attention'"),
         (
-            lambda: DropHeads(tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))),
+            lambda: DropHeads(
+                tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))
+            ),
             "cannot remove all heads of llama. Keep at least one",
         ),
         (lambda: "0.5", "selection='0.5' is no HeadSelection; give a fraction such as 0.5"),
@@ -236,7 +298,9 @@ def test_impossible_folding_is_reported():
         prune(net, one, fold="mean")
     with pytest.raises(hw.SpecError, match="unknown fold='median'; did you mean 'mean'"):
         prune(net, one, fold="median")
-    with pytest.raises(ValueError, match=r"Linear is no model of transformers or headwise; hw\.prune_module"):
+    with pytest.raises(
+        ValueError, match=r"Linear is no model of transformers or headwise; hw\.prune_module"
+    ):
         prune(torch.nn.Linear(2, 2), 0.5)
 
 

@@ -30,7 +30,8 @@ def test_parameters_go_down_to_the_budget():
     unit = 2 * 4 * 12 * 2 + 2 * 4 * 12  # two heads of queries and outputs, one of keys and values
     assert now + unit > 0.9 * was
     assert (
-        prune(net, PruneToBudget(PruningBudget("parameters", float(now)), RANDOM_RANKING)).plan.keep == done.plan.keep
+        prune(net, PruneToBudget(PruningBudget("parameters", float(now)), RANDOM_RANKING)).plan.keep
+        == done.plan.keep
     )
 
 
@@ -45,7 +46,9 @@ def test_time_goes_down_to_the_budget(monkeypatch):
     """Each head takes a quarter of the time of its layer, however fast the machine is."""
 
     def timed(before, after, pace):
-        shares = [sum(spec.heads.q for _, spec in net.spec.attention_specs()) for net in (before, after)]
+        shares = [
+            sum(spec.heads.q for _, spec in net.spec.attention_specs()) for net in (before, after)
+        ]
         return SimpleNamespace(phases=[SimpleNamespace(speedup=shares[0] / shares[1])])
 
     monkeypatch.setattr("headwise.surgery.head_selection.compare_speed", timed)
@@ -59,7 +62,9 @@ def test_time_is_measured():
     done = prune(
         net,
         PruneToBudget(
-            PruningBudget("time", 0.999), RANDOM_RANKING, timing=TimingOptions(length=8, steps=1, seconds=0.05)
+            PruningBudget("time", 0.999),
+            RANDOM_RANKING,
+            timing=TimingOptions(length=8, steps=1, seconds=0.05),
         ),
     )
     assert 1 <= done.plan.num_kept < 12
@@ -75,20 +80,30 @@ def test_loss_grows_no_further_than_allowed():
     assert measure_quality(done.after, texts).rows[0].after.value - plain <= 0.05
     assert set(FAINT_HEADS) <= set(done.plan.removed_heads)
     order = sorted(score_heads(net, texts, MICHEL).scores.items(), key=lambda one: one[1])
-    assert {head for head, _ in order[: len(done.plan.removed_heads)]} == set(done.plan.removed_heads)
-    following = remove_heads(net, _without(net, [head for head, _ in order[: len(done.plan.removed_heads) + 1]]))
+    assert {head for head, _ in order[: len(done.plan.removed_heads)]} == set(
+        done.plan.removed_heads
+    )
+    following = remove_heads(
+        net, _without(net, [head for head, _ in order[: len(done.plan.removed_heads) + 1]])
+    )
     assert measure_quality(following, texts).rows[0].after.value - plain > 0.05
 
 
 def _without(net, heads):
-    keep = {site: range(len(spec.score_head_of_output)) for site, spec in net.spec.attention_specs()}
+    keep = {
+        site: range(len(spec.score_head_of_output)) for site, spec in net.spec.attention_specs()
+    }
     return {site: [head for head in own if (site, head) not in heads] for site, own in keep.items()}
 
 
 def test_scores_are_recomputed_on_request():
     """After each head, of what is left: as if every step were a choice of its own."""
     net, texts = with_random_biases(build_model(LLAMA)), make_examples(build_model(LLAMA))
-    done = prune(net, PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"), texts)
+    done = prune(
+        net,
+        PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"),
+        texts,
+    )
     heads = {
         (site, head): head
         for site, spec in net.spec.attention_specs()
@@ -98,7 +113,9 @@ def test_scores_are_recomputed_on_request():
     while hw.costs.count_parameters(now.spec) > 0.92 * hw.costs.count_parameters(net.spec):
         found = score_heads(now, texts, MICHEL).scores
         site, place = min(found, key=lambda one: found[one])
-        left = [head for head_site, head in heads if head_site == site and (site, head) not in removed]
+        left = [
+            head for head_site, head in heads if head_site == site and (site, head) not in removed
+        ]
         removed.append((site, left[place]))
         now = remove_heads(net, _without(net, removed))
     assert set(done.plan.removed_heads) == set(removed)
@@ -106,19 +123,25 @@ def test_scores_are_recomputed_on_request():
 
 def test_an_interrupted_run_resumes(tmp_path):
     net, state = with_random_biases(build_model(LLAMA)), tmp_path / "state.json"
-    whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)).plan
+    whole = prune(
+        net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)
+    ).plan
     data = json.loads(state.read_text())
     assert len(data["removed_units"]) > 2
     data["removed_units"] = data["removed_units"][:2]
     state.write_text(json.dumps(data))
     recorded = list[str]()
     again = prune(
-        net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state), log=recorded.append
+        net,
+        PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state),
+        log=recorded.append,
     ).plan
     assert again == whole
     assert next(line for line in recorded if "removed" in line).startswith("3 of 6 units removed")
     with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
-        prune(net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM_RANKING, state_path=state))
+        prune(
+            net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM_RANKING, state_path=state)
+        )
     with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
         prune(
             build_model(LLAMA, seed=1),
@@ -126,13 +149,19 @@ def test_an_interrupted_run_resumes(tmp_path):
         )
     state.write_text('{"model": 1')
     with pytest.raises(hw.SpecError, match="cannot resume from"):
-        prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state))
+        prune(
+            net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)
+        )
 
 
 def test_a_run_that_was_complete_resumes_with_the_same_plan(tmp_path):
-    """A kill after the last step leaves nothing to score, and the record names the ranking nevertheless."""
+    """A kill after the last step leaves nothing to score, and the record names the ranking
+    nevertheless.
+    """
     net, texts = with_random_biases(build_model(LLAMA)), make_examples(build_model(LLAMA))
-    selection = PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, state_path=tmp_path / "state.json")
+    selection = PruneToBudget(
+        PruningBudget("parameters", 0.92), MICHEL, state_path=tmp_path / "state.json"
+    )
     whole = prune(net, selection, texts).plan
     assert whole.notes
     assert prune(net, selection, texts).plan == whole
@@ -160,7 +189,8 @@ def test_a_run_that_was_complete_resumes_with_the_same_plan(tmp_path):
         ),
         (
             lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM_RANKING, min_units=1),
-            "cannot meet budget parameters=0.01: it is 2388 with the 4 heads that have to be kept. Give a larger limit",
+            "cannot meet budget parameters=0.01: it is 2388 with the 4 heads that have to be "
+            "kept. Give a larger limit",
         ),
     ],
 )
@@ -171,7 +201,7 @@ def test_impossible_budgets_are_reported(choice, message):
 
 def test_a_cache_without_attention_is_empty():
     net = build_model(GPT2)
-    assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).spec, 8) * 2 == count_cache_bytes(
-        net.spec, 8
-    )
+    assert count_cache_bytes(
+        remove_heads(net, {"decoder.0.attention": ()}).spec, 8
+    ) * 2 == count_cache_bytes(net.spec, 8)
     assert torch.is_tensor(net(torch.tensor([[1, 2]])))

@@ -1,4 +1,6 @@
-"""Quality metrics against double-precision implementations written here, and bootstrap intervals by hand."""
+"""Quality metrics against double-precision implementations written here, and bootstrap intervals by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from support.pruned_models import KEEP, KINDS, build_model, make_examples, make_
 
 
 def rendered(net, ids):
-    """log p of every next token of one text, by the definition, of a decoder of plain attentions."""
+    """log p of every next token of one text, by the definition, of a decoder of
+    plain attentions.
+    """
     tensors = {name: tensor.double() for name, tensor in net.state_dict().items()}
     x = tensors["decoder.embedding.tokens"][ids]
     count = len(ids)
@@ -69,15 +73,21 @@ def test_perplexity_is_that_of_the_definition_over_all_places_together():
     found = measure_quality(net, texts)
     assert found.num_positions == len(losses)
     assert found.row("loss").after.value == pytest.approx(sum(losses) / len(losses), abs=2e-6)
-    assert found.row("perplexity").after.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=2e-6)
+    assert found.row("perplexity").after.value == pytest.approx(
+        math.exp(sum(losses) / len(losses)), rel=2e-6
+    )
     assert found.row("accuracy").after.value == sum(right) / len(right)
-    assert found.row("loss").after.low < found.row("loss").after.value < found.row("loss").after.high
+    assert (
+        found.row("loss").after.low < found.row("loss").after.value < found.row("loss").after.high
+    )
 
 
 def test_an_interval_is_students_t_over_texts():
     totals = np.array([5.0, 9.0, 6.0, 8.0])
     expected = scipy.stats.ttest_1samp(totals / 2, 0).confidence_interval(0.95)
-    row = build_metric_row("loss", "loss", ([TextCounts({"loss": total}, 2) for total in totals], None))
+    row = build_metric_row(
+        "loss", "loss", ([TextCounts({"loss": total}, 2) for total in totals], None)
+    )
     assert row.after == pytest.approx((3.5, expected.low, expected.high))
     curved = build_metric_row(
         "perplexity", "loss", ([TextCounts({"loss": total}, 2) for total in totals], None), np.exp
@@ -97,10 +107,15 @@ def test_a_difference_is_that_of_the_same_texts():
     assert describe_change(row._replace(change=None)) == "not compared"
 
 
-@pytest.mark.parametrize(("shift", "count", "verdict"), [
-    (0.5, 5, "undecided, too few texts"), (0.5, 6, "worse"),
-    (1e-8, 5, "no difference shown"), (1e-8, 9, "no difference shown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shift", "count", "verdict"),
+    [
+        (0.5, 5, "undecided, too few texts"),
+        (0.5, 6, "worse"),
+        (1e-8, 5, "no difference shown"),
+        (1e-8, 9, "no difference shown"),
+    ],
+)
 def test_equal_changes_of_few_texts_decide_nothing(shift: float, count: int, verdict: str):
     before = [TextCounts({"loss": 2.0 + n}, 1) for n in range(count)]
     after = [TextCounts({"loss": 2.0 + n + shift}, 1) for n in range(count)]
@@ -111,15 +126,18 @@ def estimate(value: float) -> IntervalEstimate:
     return IntervalEstimate(value, value, value)
 
 
-@pytest.mark.parametrize(("before", "after", "change", "verdict"), [
-    (69.0, 0.0, (-69.0, -100.0, 0.0), "undecided, too few texts"),
-    (69.0, 0.0, (-69.0, -90.0, -40.0), "worse"),
-    (69.0, 68.0, (-1.0, -4.0, 2.0), "no difference shown"),
-    (69.0, 68.0, (-1.0, -9.0, 2.0), "undecided, too few texts"),
-    (0.0, 0.0, (0.0, 0.0, 0.0), "no difference shown"),
-    (0.0, 0.4, (0.4, 0.0, 0.8), "undecided, too few texts"),
-    (math.nan, 0.4, (math.nan,) * 3, "not compared"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "change", "verdict"),
+    [
+        (69.0, 0.0, (-69.0, -100.0, 0.0), "undecided, too few texts"),
+        (69.0, 0.0, (-69.0, -90.0, -40.0), "worse"),
+        (69.0, 68.0, (-1.0, -4.0, 2.0), "no difference shown"),
+        (69.0, 68.0, (-1.0, -9.0, 2.0), "undecided, too few texts"),
+        (0.0, 0.0, (0.0, 0.0, 0.0), "no difference shown"),
+        (0.0, 0.4, (0.4, 0.0, 0.8), "undecided, too few texts"),
+        (math.nan, 0.4, (math.nan,) * 3, "not compared"),
+    ],
+)
 def test_no_difference_is_shown_by_narrow_intervals_alone(
     before: float, after: float, change: tuple[float, float, float], verdict: str
 ):
@@ -155,18 +173,24 @@ def test_masked_tokens_are_predicted_one_at_a_time():
 
 def test_agreement_is_counted_by_hand():
     one = OutputAndStates(
-        torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])}
+        torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]),
+        {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])},
     )
     other = OutputAndStates(
-        torch.tensor([[[1.0, 0.0, 3.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])}
+        torch.tensor([[[1.0, 0.0, 3.0], [0.0, 1.0, 0.0]]]),
+        {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])},
     )
     sums = AgreementAccumulator("logits")
     sums.update(one, other)
     found = sums.result
-    p, q = (np.exp(row) / np.exp(row).sum() for row in (np.array([2.0, 0, 1]), np.array([1.0, 0, 3])))
+    p, q = (
+        np.exp(row) / np.exp(row).sum() for row in (np.array([2.0, 0, 1]), np.array([1.0, 0, 3]))
+    )
     assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()) / 2)
     assert found.top1_match == 0.5
-    assert found.layers["decoder.0"] == pytest.approx((0.48, 0.0))  # 24 / 25, and vectors at right angles
+    assert found.layers["decoder.0"] == pytest.approx(
+        (0.48, 0.0)
+    )  # 24 / 25, and vectors at right angles
     assert found.output.low == pytest.approx(0.5**0.5)
 
 
@@ -175,9 +199,18 @@ def test_every_kind_of_model_is_measured_by_its_own_head_before_and_after(kind):
     net = build_model(make_model_spec(kind))
     net.usage = hw.ProcessorSpec(mask=1) if kind == "encoder" else net.usage
     found = measure_quality(remove_heads(net, KEEP[kind]), make_examples(kind), baseline=net)
-    names = {"decoder": "next-token", "encoder": "masked-token", "encoder-decoder": "translation", "vision": "label"}
+    names = {
+        "decoder": "next-token",
+        "encoder": "masked-token",
+        "encoder-decoder": "translation",
+        "vision": "label",
+    }
     assert found.objective == names[kind]
-    assert [row.name for row in found.rows] == ["loss", *(["perplexity"] if kind != "vision" else []), "accuracy"]
+    assert [row.name for row in found.rows] == [
+        "loss",
+        *(["perplexity"] if kind != "vision" else []),
+        "accuracy",
+    ]
     for row in found.rows:
         assert row.change.value == pytest.approx(row.after.value - row.before.value)
         assert row.change.low <= row.change.value <= row.change.high
@@ -193,10 +226,14 @@ def test_a_model_without_a_known_head_is_measured_by_drift():
     assert (found.objective, row.name, row.before) == ("drift", "drift", None)
     assert row.after.value > 0.001
     assert "drift" in found.notes[0]
-    far = [1 - F.cosine_similarity(after(one.inputs["x"]).mean(1), net(one.inputs["x"]).mean(1)).item()
-           for one in make_examples("encoder")]  # fmt: skip
+    far = [
+        1 - F.cosine_similarity(after(one.inputs["x"]).mean(1), net(one.inputs["x"]).mean(1)).item()
+        for one in make_examples("encoder")
+    ]
     assert row.after.value == pytest.approx(sum(far) / len(far), abs=1e-5)
-    with pytest.raises(ValueError, match="drift is the distance from another model; give baseline="):
+    with pytest.raises(
+        ValueError, match="drift is the distance from another model; give baseline="
+    ):
         measure_quality(net, make_examples("encoder"), OutputDrift())
 
 
@@ -206,7 +243,9 @@ def test_too_few_texts_give_no_interval_and_skipped_texts_are_counted():
         with pytest.raises(ValueError, match="at least 2"):
             measure_quality(net, few)
     short = Example({"x": torch.tensor([[3]])}, {})
-    with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts with targets"):
+    with pytest.raises(
+        ValueError, match="cannot compute a confidence interval over 1 texts with targets"
+    ):
         measure_quality(net, [texts[0], short])
     found = measure_quality(net, [*texts, short])
     assert found.texts == len(texts)
@@ -222,13 +261,25 @@ def test_numbers_that_are_not_finite_are_refused():
 
 
 def test_bleu_is_that_of_sacrebleu_with_all_pairs_and_without_each():
-    result = ["the cat sat on the mat", "a dog ran in the big park", "he likes green tea very much", "it is a cold day"]
-    expected = ["the cat sat on a mat", "a dog ran in the park", "she likes black tea very much", "it was a cold day"]
+    result = [
+        "the cat sat on the mat",
+        "a dog ran in the big park",
+        "he likes green tea very much",
+        "it is a cold day",
+    ]
+    expected = [
+        "the cat sat on a mat",
+        "a dog ran in the park",
+        "she likes black tea very much",
+        "it was a cold day",
+    ]
     found = _jackknife_bleu(make_bleu("13a", effective_order=True), result, expected)
     assert found.value == pytest.approx(score_translations(result, expected).bleu)
     for number, one in enumerate(found.without):
         some = [n for n in range(4) if n != number]
-        assert one == pytest.approx(score_translations([result[n] for n in some], [expected[n] for n in some]).bleu)
+        assert one == pytest.approx(
+            score_translations([result[n] for n in some], [expected[n] for n in some]).bleu
+        )
 
 
 def translation_pairs(*references: str) -> list[TranslationPair]:
@@ -256,7 +307,9 @@ def test_bleu_of_chinese_counts_characters():
     assert row.before.value == pytest.approx(100)
     assert 30 < row.after.value < 90
     assert 0 <= row.after.low <= row.after.value <= row.after.high <= 100
-    assert row.after.value == pytest.approx(score_translations(texts, [pair.target for pair in pairs], "zh").bleu)
+    assert row.after.value == pytest.approx(
+        score_translations(texts, [pair.target for pair in pairs], "zh").bleu
+    )
 
 
 def test_a_task_scores_every_example_as_it_scores_all():
@@ -266,7 +319,9 @@ def test_a_task_scores_every_example_as_it_scores_all():
     with torch.no_grad():
         outputs = net(batch.x, sequence=batch.tokens)
     total, count = recall.measure(outputs, batch)["accuracy"]
-    row: Any = next(row for row in compare_task_scores(net, net, recall, 9) if row.name == "accuracy")
+    row: Any = next(
+        row for row in compare_task_scores(net, net, recall, 9) if row.name == "accuracy"
+    )
     assert row.after.value == total / count
     assert row.change == (0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="interval over 1 examples of recall"):

@@ -1,4 +1,6 @@
-"""A wrong head makes a proof fail, in every family and precision: of pruning, conversion, folding and export."""
+"""A wrong head makes a proof fail, in every family and precision: of pruning, conversion, folding
+and export.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ from support.transformers_models import FALLBACK, ZOO, transformers
 QUICK = TimingOptions(length=4, steps=1, seconds=1e-4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WITHOUT_WEIGHT_NAMES = ("whisper", "falcon", "deberta-v2", "longformer")
-FAMILIES = {name: model for name, model in (ZOO | FALLBACK).items() if name not in WITHOUT_WEIGHT_NAMES}
+FAMILIES = {
+    name: model for name, model in (ZOO | FALLBACK).items() if name not in WITHOUT_WEIGHT_NAMES
+}
 WITHOUT_SDPA = ("gemma2", "gpt-oss", "gptj", "bloom")
 HEAD = 1
 
 
 def build_native(name: str, dtype: torch.dtype) -> Transformer:
-    """A tiny model of this family with the initial weights of transformers, whose logits are small."""
+    """A tiny model of this family with the initial weights of transformers,
+    whose logits are small.
+    """
     torch.manual_seed(0)
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.keys)
@@ -48,7 +54,10 @@ def make_examples(name: str) -> list[Example]:
     if "decoder_input_ids" in inputs:
         names = {"input_ids": "source", "decoder_input_ids": "x"}
     rows = range(2)
-    return [Example({names[key]: value[row : row + 1] for key, value in inputs.items()}, {}) for row in rows]
+    return [
+        Example({names[key]: value[row : row + 1] for key, value in inputs.items()}, {})
+        for row in rows
+    ]
 
 
 def prune_one_head(net: Transformer, examples: list[Example], fold: str = "none") -> PruningResult:
@@ -65,7 +74,9 @@ def without_another_head(done: PruningResult) -> Transformer:
 
 
 def exchange_heads(net: Transformer, site: str) -> Transformer:
-    """A copy in which the heads of an attention have each other's columns of the output projection."""
+    """A copy in which the heads of an attention have each other's columns of
+    the output projection.
+    """
     wrong = copy.deepcopy(net)
     attention = get_attention(wrong, site)
     output = attention.weights["output"]["o"]
@@ -108,7 +119,9 @@ def test_a_wrong_head_is_found_after_every_change(change: str, dtype: torch.dtyp
     right = ProofOptions("", **done.proof_options)
     assert holds(right, examples)
     wrong = exchange_heads(done.after, site)
-    is_compared = change not in CONVERSIONS or dtype != torch.float32  # float32 weights are those of the conversion
+    is_compared = (
+        change not in CONVERSIONS or dtype != torch.float32
+    )  # float32 weights are those of the conversion
     assert holds(replace(right, surgery_pair=(net, wrong)), examples) != is_compared
     assert compare_outputs("export", (done.after, copy.deepcopy(done.after)), examples).same
     assert not compare_outputs("export", (done.after, wrong), examples).same
@@ -125,11 +138,16 @@ def test_the_report_states_the_rounding_of_16_bits_and_judges_in_float32(dtype: 
     done = prune_one_head(net, examples)
     name = str(dtype).removeprefix("torch.")
     for after in (done.after, without_another_head(done)):
-        options = ProofOptions("", **done.proof_options | {"surgery_pair": (net, after)}, timing=QUICK)
+        options = ProofOptions(
+            "", **done.proof_options | {"surgery_pair": (net, after)}, timing=QUICK
+        )
         proof = prove(net, after, examples, options)
         assert proof.holds is (after is done.after)
         assert [check.dtype for check in proof.equal] == ["float32", "float64"]
         assert [row.dtype for row in proof.rounding] == [name] * (dtype != torch.float32)
-        row = re.search(rf"\| same comparison in {name} +\| +[\d.e+-]+ \| +- \| +2 \| +- \|", render_proof(proof))
+        row = re.search(
+            rf"\| same comparison in {name} +\| +[\d.e+-]+ \| +- \| +2 \| +- \|",
+            render_proof(proof),
+        )
         assert (row is None) is (dtype == torch.float32)
         assert proof.data["rounding"] == [asdict(row) for row in proof.rounding]

@@ -14,14 +14,33 @@ from headwise.traces import trace_from_weights
 from headwise.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.traces.query_key_map import multiply_channels
 
-LLAMA = {"model_type": "llama", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
-         "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 37, "max_position_embeddings": 64}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+}
 
 
-SINKS = {"model_type": "gpt_oss", "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
-         "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 4, "vocab_size": 37, "num_local_experts": 2,
-         "num_experts_per_tok": 1, "max_position_embeddings": 64, "sliding_window": 8,
-         "layer_types": ["full_attention", "full_attention"]}  # fmt: skip
+SINKS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 4,
+    "vocab_size": 37,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "max_position_embeddings": 64,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "full_attention"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +52,9 @@ def llama() -> Any:
 
 def stacked(trace: Any, site: str) -> np.ndarray[Any, Any]:
     layer = trace.get_layer(site)
-    return np.stack([trace.head_weights(site, head) for head in range(layer.heads)]).astype(np.float64)
+    return np.stack([trace.head_weights(site, head) for head in range(layer.heads)]).astype(
+        np.float64
+    )
 
 
 def test_mean_and_maximum_are_those_of_all_heads(llama: Any):
@@ -41,7 +62,9 @@ def test_mean_and_maximum_are_those_of_all_heads(llama: Any):
     every = np.concatenate([stacked(llama, name) for name in names])
     assert aggregate_heads(llama, names, "mean") == pytest.approx(every.mean(0), abs=1e-6)
     assert aggregate_heads(llama, names, "max") == pytest.approx(every.max(0), abs=1e-7)
-    assert aggregate_heads(llama, names[1:2], "mean") == pytest.approx(stacked(llama, names[1]).mean(0), abs=1e-6)
+    assert aggregate_heads(llama, names[1:2], "mean") == pytest.approx(
+        stacked(llama, names[1]).mean(0), abs=1e-6
+    )
     with pytest.raises(ValueError, match="unknown how='median'"):
         aggregate_heads(llama, names, "median")
 
@@ -69,20 +92,26 @@ def test_a_trace_has_the_rollout_of_its_model(config: dict[str, Any]):
 
 def test_cross_attention_has_no_rollout():
     weights = np.full((1, 2, 3, 5), 0.2)
-    trace = trace_from_weights([], ["a", "b", "c"], cross_attention=[weights], source=["1", "2", "3", "4", "5"])
+    trace = trace_from_weights(
+        [], ["a", "b", "c"], cross_attention=[weights], source=["1", "2", "3", "4", "5"]
+    )
     with pytest.raises(ValueError, match=r"is cross-attention, .*; choose self-attention"):
         roll_out_attention(trace, trace.layers[0].name)
 
 
 def test_sites_over_other_tokens_are_refused():
     own, cross = np.full((1, 2, 3, 3), 1 / 3), np.full((1, 2, 3, 5), 0.2)
-    trace = trace_from_weights([own], ["a", "b", "c"], cross_attention=[cross], source=["1", "2", "3", "4", "5"])
+    trace = trace_from_weights(
+        [own], ["a", "b", "c"], cross_attention=[cross], source=["1", "2", "3", "4", "5"]
+    )
     with pytest.raises(ValueError, match="attend over different tokens"):
         aggregate_heads(trace, [layer.name for layer in trace.layers], "mean")
 
 
 def test_products_add_up_to_the_scores(llama: Any):
-    """The softmax of the sums times the scale is the row of weights; keys of the future have no products."""
+    """The softmax of the sums times the scale is the row of weights; keys of the future have no
+    products.
+    """
     site = llama.layers[2].name
     found = multiply_channels(llama, site, 4, 9)
     assert found.products.shape == (10, 4)

@@ -1,4 +1,6 @@
-"""Queries and keys as points: the plane is that of numpy's covariance, and near points have large scores."""
+"""Queries and keys as points: the plane is that of numpy's covariance, and near points have large
+scores.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import headwise as hw
 from headwise.traces import Trace, trace_from_weights
 from headwise.traces.query_key_map import map_queries_and_keys
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 def record() -> Trace:

@@ -1,4 +1,6 @@
-"""Typed readers: every value has the type and the range of its field, and a message names the field."""
+"""Typed readers: every value has the type and the range of its field, and a message names the
+field.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,32 @@ from headwise.errors import SpecError
 from headwise.traces import trace_file
 from headwise.traces.record_types import Record
 
-VALUES = {"n": 3, "x": 0.5, "text": "a", "flag": True, "ints": [1, 2], "texts": ["a"], "rows": [{"n": 1}], "null": None}
+VALUES = {
+    "n": 3,
+    "x": 0.5,
+    "text": "a",
+    "flag": True,
+    "ints": [1, 2],
+    "texts": ["a"],
+    "rows": [{"n": 1}],
+    "null": None,
+}
 
 
 def test_values_of_the_right_types_are_returned():
     record = Record("it", VALUES, "write another")
     assert (record.read_int("n"), record.read_number("x"), record.read_number("n")) == (3, 0.5, 3.0)
-    assert (record.read_text("text"), record.read_bool("flag"), record.read_texts("texts")) == ("a", True, ("a",))
+    assert (record.read_text("text"), record.read_bool("flag"), record.read_texts("texts")) == (
+        "a",
+        True,
+        ("a",),
+    )
     assert record.read_ints("ints", length=2) == (1, 2)
     assert [row.read_int("n") for row in record.read_records("rows")] == [1]
-    assert (record.read_optional_int("null"), record.read_optional_number("missing")) == (None, None)
+    assert (record.read_optional_int("null"), record.read_optional_number("missing")) == (
+        None,
+        None,
+    )
     assert (record.read_int("missing", default=7), record.read_text("missing", "b")) == (7, "b")
 
 
@@ -66,7 +84,7 @@ def test_numbers_are_finite(value: Any):
         Record("it", {"x": value}, "write another").read_number("x")
 
 
-# --- Traces ----------------------------------------------------------------------------------------------------
+# --- Traces ---------------------------------------------------------------------------------------
 
 
 def write_changed(path: Path, change: Callable[[Any], object]) -> Path:
@@ -76,7 +94,10 @@ def write_changed(path: Path, change: Callable[[Any], object]) -> Path:
     document, arrays = json.loads(text), {name: np.array(array) for name, array in mapped.items()}
     change(document)
     text = json.dumps(document)
-    metadata = {trace_file.DOCUMENT_KEY: text, trace_file.CHECKSUM_KEY: trace_file._compute_checksum(text, arrays)}
+    metadata = {
+        trace_file.DOCUMENT_KEY: text,
+        trace_file.CHECKSUM_KEY: trace_file._compute_checksum(text, arrays),
+    }
     save_file(arrays, path, metadata)
     return path
 
@@ -103,7 +124,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "scale": (set_call(scale="a"), "scale = 'a' is not a finite number"),
     "causal": (set_call(causal=1), "causal = 1 is neither true nor false"),
     "grid": (set_call(grids=[99]), r"calls\[0\] refers to data that is not in the file"),
-    "heads": (set_layer(heads=65537), r"layers\[0\].heads = 65537 is too large; give 65536 or less"),
+    "heads": (
+        set_layer(heads=65537),
+        r"layers\[0\].heads = 65537 is too large; give 65536 or less",
+    ),
     "more heads": (set_layer(heads=60), "has shape .*, of 60 heads"),
     "head map": (set_layer(kv_head_of_query=[77]), "does not give one of"),
     "name": (set_layer(name=[]), r"name = \[\] is not a text"),
@@ -112,7 +136,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "skipped": (lambda document: document.update(skipped={"a": 1}), "skipped.a = 1 is not a text"),
     "classes": (lambda document: document.update(classes=[["a", "b", "c"]]), "head holds 'b'"),
     "pictures": (lambda document: document.update(thumbnails=["a"]), "has no tensor 'thumbnail.a'"),
-    "depth": (lambda document: document.update(model={"a": json.loads("[" * 70 + "]" * 70)}), "nested too deeply"),
+    "depth": (
+        lambda document: document.update(model={"a": json.loads("[" * 70 + "]" * 70)}),
+        "nested too deeply",
+    ),
 }
 
 
@@ -129,14 +156,20 @@ def test_an_unchanged_document_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "change", [(1, 0, 0, 0), (0, 1, 0, 0), (0, -1, 0, 0), (0, 0, 1, 0), (0, 0, 0, -1), (0, 0, -3, 0)]
+    "change",
+    [(1, 0, 0, 0), (0, 1, 0, 0), (0, -1, 0, 0), (0, 0, 1, 0), (0, 0, 0, -1), (0, 0, -3, 0)],
 )
 def test_thumbnails_have_the_size_of_their_layer(change: tuple[int, ...], tmp_path: Path):
     trace = hw.load_trace(write_changed(tmp_path / "a.trace", lambda document: None))
     layer = trace.layers[0]
     trace = trace.with_thumbnails(size=3)
     trace.save(tmp_path / "b.trace")
-    assert hw.load_trace(tmp_path / "b.trace").thumbnails[layer.name].shape == (2, layer.heads, 3, 3)
+    assert hw.load_trace(tmp_path / "b.trace").thumbnails[layer.name].shape == (
+        2,
+        layer.heads,
+        3,
+        3,
+    )
     shape = [size + step for size, step in zip((2, layer.heads, 3, 3), change, strict=True)]
     replace(trace, thumbnails={layer.name: np.zeros(shape, np.uint8)}).save(tmp_path / "c.trace")
     with pytest.raises(SpecError, match=r"thumbnail\..* has shape .*, not"):
@@ -144,7 +177,8 @@ def test_thumbnails_have_the_size_of_their_layer(change: tuple[int, ...], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("none", (2, 4, 4, 3)), ("", (2, 0, 4, 3)), ("", (2, 4, 4, 2)), ("", (1, 4, 4, 3))]
+    ("name", "shape"),
+    [("none", (2, 4, 4, 3)), ("", (2, 0, 4, 3)), ("", (2, 4, 4, 2)), ("", (1, 4, 4, 3))],
 )
 def test_pictures_belong_to_the_trace(name: str, shape: tuple[int, ...], tmp_path: Path):
     trace = hw.load_trace(write_changed(tmp_path / "a.trace", lambda document: None))

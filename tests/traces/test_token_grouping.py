@@ -1,4 +1,6 @@
-"""Traces with merged words and without special tokens: weights as sums over keys and means over queries."""
+"""Traces with merged words and without special tokens: weights as sums over keys and means over
+queries.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def membership(groups: list[list[int]], count: int) -> np.ndarray:
         (TokenGrouping(words=True, special=True), [[1, 2], [3, 4], [5]]),
     ],
 )
-def test_weights_are_sums_over_keys_and_means_over_queries(grouping: TokenGrouping, groups: list[list[int]]) -> None:
+def test_weights_are_sums_over_keys_and_means_over_queries(
+    grouping: TokenGrouping, groups: list[list[int]]
+) -> None:
     trace = make_trace(WORDS)
     view = group_tokens(trace, grouping)
     member = membership(groups, len(WORDS))
@@ -69,7 +73,9 @@ def test_merged_words_are_read_without_their_marks() -> None:
         (("<s>", "▁a", "b", "<pad>", "c"), [[0], [1, 2], [3], [4]]),
     ],
 )
-def test_words_are_found_by_the_marks_of_tokenizers(words: tuple[str, ...], groups: list[list[int]]) -> None:
+def test_words_are_found_by_the_marks_of_tokenizers(
+    words: tuple[str, ...], groups: list[list[int]]
+) -> None:
     assert find_groups(TokenRow.from_words(words), TokenGrouping(words=True)) == groups
 
 
@@ -82,7 +88,9 @@ def test_words_are_found_by_offsets_and_ideographs_stay_apart() -> None:
 
 def test_cross_attention_groups_both_streams() -> None:
     weights = np.random.default_rng(1).dirichlet(np.ones(3), size=(1, 2, 4))
-    trace = trace_from_weights(cross_attention=[weights], tokens=["a", "##b", "c", "d"], source=["[CLS]", "x", "##y"])
+    trace = trace_from_weights(
+        cross_attention=[weights], tokens=["a", "##b", "c", "d"], source=["[CLS]", "x", "##y"]
+    )
     view = group_tokens(trace, TokenGrouping(words=True, special=True))
     site = view.layers[0].name
     assert view.head_weights(site, 0).shape == (3, 1)
@@ -99,6 +107,10 @@ def test_what_cannot_be_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_row_without_weight_on_the_other_tokens_stays_empty() -> None:
     trace = trace_from_weights([np.array([[[[1.0, 0.0], [0.5, 0.5]]]])], ["<s>", "a"])
-    np.testing.assert_array_equal(group_tokens(trace, TokenGrouping(special=True)).head_weights(0, 0), [[1.0]])
+    np.testing.assert_array_equal(
+        group_tokens(trace, TokenGrouping(special=True)).head_weights(0, 0), [[1.0]]
+    )
     still = replace(trace, streams={"text": (TokenRow.from_words(("a", "b")),)})
-    np.testing.assert_array_equal(group_tokens(still, TokenGrouping()).head_weights(0, 0), trace.head_weights(0, 0))
+    np.testing.assert_array_equal(
+        group_tokens(still, TokenGrouping()).head_weights(0, 0), trace.head_weights(0, 0)
+    )

@@ -1,4 +1,6 @@
-"""Comparisons of two traces: alignment of tokens, divergences as scipy computes them, and which sites correspond."""
+"""Comparisons of two traces: alignment of tokens, divergences as scipy computes them, and which
+sites correspond.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ def random_weights(seed: int, heads: int, queries: int, keys: int) -> Array:
 
 def make_trace(words: list[str], seed: int, heads: int = 3) -> Trace:
     count = len(words)
-    return trace_from_weights([random_weights(seed + layer, heads, count, count) for layer in range(2)], words)
+    return trace_from_weights(
+        [random_weights(seed + layer, heads, count, count) for layer in range(2)], words
+    )
 
 
 def union_divergence(one: Array, other: Array, pairs: list[tuple[int, int]]) -> float:
-    """Jensen-Shannon divergence over the union of the keys, where aligned keys are one outcome, by scipy."""
+    """Jensen-Shannon divergence over the union of the keys, where aligned keys are one outcome, by
+    scipy.
+    """
     of_second = {other_key: key for key, other_key in pairs}
     outcomes = len(one) + len(other) - len(pairs)
     p, q = np.zeros(outcomes), np.zeros(outcomes)
@@ -81,8 +87,13 @@ def test_divergences_equal_scipys_over_the_union_of_the_keys() -> None:
     assert 3 <= len(pairs) < len(words)
     comparison = hw.compare_traces(first, second)
     for found in comparison.heads:
-        one, other = (trace.head_weights(found.site, found.head).astype(np.float64) for trace in (first, second))
-        expected = np.mean([union_divergence(one[query], other[partner], pairs) for query, partner in pairs])
+        one, other = (
+            trace.head_weights(found.site, found.head).astype(np.float64)
+            for trace in (first, second)
+        )
+        expected = np.mean(
+            [union_divergence(one[query], other[partner], pairs) for query, partner in pairs]
+        )
         assert found.divergence == pytest.approx(expected, abs=1e-7)
         cells = {
             (query, key): one[query, key] - other[partner, other_key]
@@ -91,10 +102,15 @@ def test_divergences_equal_scipys_over_the_union_of_the_keys() -> None:
         }
         assert found.largest == pytest.approx(max(map(abs, cells.values())), abs=1e-9)
         assert abs(cells[found.query, found.key]) == pytest.approx(found.largest, abs=1e-9)
-        assert found.mean_difference == pytest.approx(np.mean([abs(cell) for cell in cells.values()]), abs=1e-9)
+        assert found.mean_difference == pytest.approx(
+            np.mean([abs(cell) for cell in cells.values()]), abs=1e-9
+        )
         entropies = [
             sum(-weight * math.log(weight) for weight in rows[number])
-            for rows, numbers in ((one, [query for query, _ in pairs]), (other, [partner for _, partner in pairs]))
+            for rows, numbers in (
+                (one, [query for query, _ in pairs]),
+                (other, [partner for _, partner in pairs]),
+            )
             for number in numbers
         ]
         half = len(pairs)
@@ -120,8 +136,12 @@ def test_disjoint_weights_diverge_by_ln_2_and_long_texts_are_compared_in_blocks(
 
 def test_weight_on_no_token_is_an_outcome_of_its_own() -> None:
     half, full = np.full((1, 1, 1, 1), 0.5, np.float32), np.ones((1, 1, 1, 1), np.float32)
-    comparison = compare_traces(trace_from_weights([half], ["a"]), trace_from_weights([full], ["a"]))
-    assert comparison.heads[0].divergence == pytest.approx(float(jensenshannon([0.5, 0.5], [1, 0])) ** 2, abs=1e-9)
+    comparison = compare_traces(
+        trace_from_weights([half], ["a"]), trace_from_weights([full], ["a"])
+    )
+    assert comparison.heads[0].divergence == pytest.approx(
+        float(jensenshannon([0.5, 0.5], [1, 0])) ** 2, abs=1e-9
+    )
 
 
 def test_negative_weights_have_no_divergence_but_a_largest_difference() -> None:
@@ -133,7 +153,9 @@ def test_negative_weights_have_no_divergence_but_a_largest_difference() -> None:
     assert comparison.data["heads"][0]["divergence"] is None
 
 
-def test_sites_with_other_heads_and_streams_without_common_tokens_are_left_out_with_the_reason() -> None:
+def test_sites_with_other_heads_and_streams_without_common_tokens_are_left_out_with_the_reason() -> (
+    None
+):
     first = make_trace(["a", "b"], seed=0)
     fewer = make_trace(["a", "b"], seed=0, heads=2)
     assert set(compare_traces(first, fewer).left_out.values()) == {"3 heads against 2"}
@@ -151,7 +173,10 @@ def test_heads_of_a_pruned_model_are_compared_with_those_that_they_were() -> Non
     words = ["a", "b", "c"]
     weights = random_weights(3, 4, 3, 3)
     site = "model.0.attention"
-    full, pruned = trace_from_weights([weights], words), trace_from_weights([weights[:, [1, 3]]], words)
+    full, pruned = (
+        trace_from_weights([weights], words),
+        trace_from_weights([weights[:, [1, 3]]], words),
+    )
     comparison = compare_traces(full, pruned, kept_heads={site: [1, 3]})
     assert [(head.head, head.largest) for head in comparison.heads] == [(1, 0.0), (3, 0.0)]
     one, other = comparison.weights(site, 3)
@@ -164,7 +189,10 @@ def test_heads_of_a_pruned_model_are_compared_with_those_that_they_were() -> Non
 def test_the_last_generated_token_is_no_query() -> None:
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11}
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    traces = [hw.trace(net, torch.tensor([[3, 1, 4]]), max_new_tokens=count, log=lambda _: None) for count in (4, 2)]
+    traces = [
+        hw.trace(net, torch.tensor([[3, 1, 4]]), max_new_tokens=count, log=lambda _: None)
+        for count in (4, 2)
+    ]
     comparison = compare_traces(*traces)
     assert len(comparison.alignments["text"].first) == 5
     one, other = comparison.weights("decoder.1.attention", 2)
@@ -175,12 +203,22 @@ def test_the_last_generated_token_is_no_query() -> None:
 
 def test_small_differences_are_legible() -> None:
     one = np.full((1, 1, 2, 2), 0.5)
-    for shift, shown in ((0.0001, ("2.00e-08", "1.00e-04", "-2.00e-08")), (0.1, ("0.0201", "0.1000", "-0.0201"))):
+    for shift, shown in (
+        (0.0001, ("2.00e-08", "1.00e-04", "-2.00e-08")),
+        (0.1, ("0.0201", "0.1000", "-0.0201")),
+    ):
         other = one + np.array([shift, -shift])
-        compared = compare_traces(trace_from_weights([one], ["a", "b"]), trace_from_weights([other], ["a", "b"]))
+        compared = compare_traces(
+            trace_from_weights([one], ["a", "b"]), trace_from_weights([other], ["a", "b"])
+        )
         line = str(compared).splitlines()[-1].split()[-3:]
         for text, value, expected in zip(
-            line, (compared.heads[0].divergence, shift, compared.heads[0].entropy_change), shown, strict=True
+            line,
+            (compared.heads[0].divergence, shift, compared.heads[0].entropy_change),
+            shown,
+            strict=True,
         ):
-            assert float(text) == pytest.approx(value, rel=6e-3, abs=5e-5 if abs(value) > 1e-3 else 0)
+            assert float(text) == pytest.approx(
+                value, rel=6e-3, abs=5e-5 if abs(value) > 1e-3 else 0
+            )
             assert ("e" in text) == ("e" in expected)

@@ -15,7 +15,14 @@ from hypothesis.extra import numpy as arrays
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.traces import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow, Trace, trace_from_weights
+from headwise.traces import (
+    AttentionCallRecord,
+    AttentionRecord,
+    PackedMask,
+    TokenRow,
+    Trace,
+    trace_from_weights,
+)
 from headwise.traces.attention_trace import escape_token, max_pool_weights
 from headwise.traces.trace_file import CHECKSUM_KEY, DOCUMENT_KEY
 
@@ -25,12 +32,17 @@ SIZES = st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 9)] * 2)
 
 def masks() -> st.SearchStrategy[np.ndarray]:
     numbers = st.sampled_from([0.0, -1.5, 2.0, -np.inf, float(np.finfo(np.float32).min)])
-    return SIZES.flatmap(lambda shape: st.one_of(
-        arrays.arrays(bool, shape), arrays.arrays(np.float32, shape, elements=numbers),
-        arrays.arrays(np.float32, (*shape[:2], shape[2] + shape[3] - 1), elements=numbers).map(
-            lambda band: np.stack([band[..., shape[2] - 1 - t :][..., : shape[3]] for t in range(shape[2])], -2)
-        ),
-    ))  # fmt: skip
+    return SIZES.flatmap(
+        lambda shape: st.one_of(
+            arrays.arrays(bool, shape),
+            arrays.arrays(np.float32, shape, elements=numbers),
+            arrays.arrays(np.float32, (*shape[:2], shape[2] + shape[3] - 1), elements=numbers).map(
+                lambda band: np.stack(
+                    [band[..., shape[2] - 1 - t :][..., : shape[3]] for t in range(shape[2])], -2
+                )
+            ),
+        )
+    )
 
 
 @given(masks())
@@ -42,7 +54,9 @@ def test_a_packed_mask_unpacks_to_its_values(a: np.ndarray):
             found = grid.unpack_rows(row, head, 0, a.shape[2])
             np.testing.assert_array_equal(np.broadcast_to(found, a.shape[2:]), expected[row, head])
             np.testing.assert_array_equal(
-                np.broadcast_to(grid.unpack_rows(row, head, 1, a.shape[2]), (a.shape[2] - 1, a.shape[3])),
+                np.broadcast_to(
+                    grid.unpack_rows(row, head, 1, a.shape[2]), (a.shape[2] - 1, a.shape[3])
+                ),
                 expected[row, head, 1:],
             )
 
@@ -55,10 +69,20 @@ def test_a_grid_is_small():
     assert PackedMask.pack(low).form == "bits"
 
 
-@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 20), st.integers(1, 20)), elements=st.floats(0, 1)),
-       st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 20))  # fmt: skip
-def test_a_cell_of_a_picture_is_the_largest_weight_in_it(a: np.ndarray, size: tuple[int, int], band: int):
-    bands = [((start, min(len(a), start + band)), a[start : start + band]) for start in range(0, len(a), band)]
+@given(
+    arrays.arrays(
+        np.float64, st.tuples(st.integers(1, 20), st.integers(1, 20)), elements=st.floats(0, 1)
+    ),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.integers(1, 20),
+)
+def test_a_cell_of_a_picture_is_the_largest_weight_in_it(
+    a: np.ndarray, size: tuple[int, int], band: int
+):
+    bands = [
+        ((start, min(len(a), start + band)), a[start : start + band])
+        for start in range(0, len(a), band)
+    ]
     found = max_pool_weights(bands, a.shape, size)
     high, wide = (min(request, count) for request, count in zip(size, a.shape, strict=True))
     expected = np.zeros((high, wide))
@@ -77,7 +101,10 @@ def _cell(s: int, wide: int, count: int) -> int:
 def random_trace(words: tuple[str, ...] = ("a", "b", "c")) -> Trace:
     """Two queries read three keys, then one more reads them and a fourth."""
     draw = np.random.default_rng(0)
-    q, k, v = (draw.normal(size=(1, count, heads, 4)).astype(np.float32) for count, heads in ((3, 2), (4, 1), (4, 1)))
+    q, k, v = (
+        draw.normal(size=(1, count, heads, 4)).astype(np.float32)
+        for count, heads in ((3, 2), (4, 1), (4, 1))
+    )
     calls = (
         AttentionCallRecord((0, 2), (0, 3), scale=0.5, cap=2.0, grids=(0,)),
         AttentionCallRecord((2, 3), (1, 4), first=1, scale=0.5, first_query_row=2),
@@ -85,11 +112,29 @@ def random_trace(words: tuple[str, ...] = ("a", "b", "c")) -> Trace:
     sinks = np.array([0.3, -1.0], np.float32)
     options = {"q": q, "k": k, "v": v, "sinks": sinks}
     layer = AttentionRecord(
-        "decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text", calls, options
+        "decoder.0.attention",
+        "decoder",
+        0,
+        "attention",
+        "h.0",
+        2,
+        (0, 0),
+        "text",
+        "text",
+        calls,
+        options,
     )
-    row = TokenRow(tuple(range(len(words))), words, tuple((n, n + 1) for n in range(len(words))), "abc")
+    row = TokenRow(
+        tuple(range(len(words))), words, tuple((n, n + 1) for n in range(len(words))), "abc"
+    )
     grid = PackedMask.pack(np.array([[[[1, 0, 1], [1, 1, 1]]]], bool))
-    return Trace({"name": "small"}, {"text": (row,)}, (layer,), (grid,), {"decoder.1.attention": "it was not called"})
+    return Trace(
+        {"name": "small"},
+        {"text": (row,)},
+        (layer,),
+        (grid,),
+        {"decoder.1.attention": "it was not called"},
+    )
 
 
 def by_hand(trace: Trace, head: int) -> np.ndarray:
@@ -108,7 +153,9 @@ def by_hand(trace: Trace, head: int) -> np.ndarray:
 def test_rows_by_hand(head: int):
     trace = random_trace()
     np.testing.assert_allclose(trace.head_weights(0, head), by_hand(trace, head), atol=1e-6)
-    np.testing.assert_allclose(trace.head_weights(0, head, slice(1, 3)), by_hand(trace, head)[1:], atol=1e-6)
+    np.testing.assert_allclose(
+        trace.head_weights(0, head, slice(1, 3)), by_hand(trace, head)[1:], atol=1e-6
+    )
 
 
 def test_a_file_round_trips(tmp_path: Path):
@@ -128,7 +175,9 @@ def test_a_file_opens_without_torch(tmp_path: Path):
         "import sys, headwise; t = headwise.load_trace(sys.argv[1]); t.head_weights(0, 0); "
         "print(t, 'torch' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", message, str(tmp_path / "a.trace")], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", message, str(tmp_path / "a.trace")], capture_output=True, text=True
+    )
     assert run.stdout.endswith("False\n"), run.stderr
 
 
@@ -231,26 +280,34 @@ def test_weights_of_others():
     trace = trace_from_weights(
         [own], [list("abcd")] * 2, cross_attention=[cross.bfloat16()], source=[list("vwxyz")] * 2
     )
-    np.testing.assert_array_equal(trace.head_weights("decoder.0.attention", 2, row=1), own[1, 2].detach().numpy())
-    np.testing.assert_array_equal(trace.head_weights("decoder.0.cross", 0), cross[0, 0].bfloat16().float().numpy())
+    np.testing.assert_array_equal(
+        trace.head_weights("decoder.0.attention", 2, row=1), own[1, 2].detach().numpy()
+    )
+    np.testing.assert_array_equal(
+        trace.head_weights("decoder.0.cross", 0), cross[0, 0].bfloat16().float().numpy()
+    )
     assert trace.streams["source"][1].words == tuple("vwxyz")
     with pytest.raises(
-        SpecError, match=r"has 4 tokens of text, but 3 strings were given; give a string for each token"
+        SpecError,
+        match=r"has 4 tokens of text, but 3 strings were given; give a string for each token",
     ):
         trace_from_weights([own], list("abc"))
     with pytest.raises(SpecError, match=r"give \[batch, heads, queries, keys\]"):
         trace_from_weights([own[0, 0]])
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    (lambda t: t.head_weights(3, 0), "the trace has no site 3"),
-    (lambda t: t.head_weights("decoder.0.attentoin", 0), "did you mean 'decoder.0.attention'"),
-    (lambda t: t.head_weights(0, 2), "has no head 2; give one in 0..1"),
-    (lambda t: t.head_weights(0, 0, row=1), "has no row 1; give one in 0..0"),
-    (lambda t: t.head_weights(0, 0, slice(None, None, 2)), "give neighbours"),
-    (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
-    (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cells"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda t: t.head_weights(3, 0), "the trace has no site 3"),
+        (lambda t: t.head_weights("decoder.0.attentoin", 0), "did you mean 'decoder.0.attention'"),
+        (lambda t: t.head_weights(0, 2), "has no head 2; give one in 0..1"),
+        (lambda t: t.head_weights(0, 0, row=1), "has no row 1; give one in 0..0"),
+        (lambda t: t.head_weights(0, 0, slice(None, None, 2)), "give neighbours"),
+        (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
+        (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cells"),
+    ],
+)
 def test_missing_records_are_reported(value, message: str):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         value(random_trace())

@@ -1,4 +1,6 @@
-"""What a trace keeps beside its tensors: the image that a vision model read, and classes that a person gave heads."""
+"""What a trace keeps beside its tensors: the image that a vision model read, and classes that a
+person gave heads.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,22 @@ def test_the_image_of_a_vision_model_is_kept_and_saved(vit: Any, tmp_path: Path)
 
 
 def test_a_model_of_texts_has_no_image():
-    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 1, "vocab_size": 40, "n_positions": 64}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 12,
+        "n_head": 3,
+        "n_layer": 1,
+        "vocab_size": 40,
+        "n_positions": 64,
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     assert hw.trace(net, torch.tensor([[3, 1, 4]]), log=lambda _: None).images == {}
 
 
 def test_an_image_is_opened_from_a_file(vit: Any, tmp_path: Path):
-    np.save(tmp_path / "a.npy", np.random.default_rng(0).normal(size=(2, 28, 28, 3)).astype(np.float32))
+    np.save(
+        tmp_path / "a.npy", np.random.default_rng(0).normal(size=(2, 28, 28, 3)).astype(np.float32)
+    )
     opened = open_model(vit, Target(image=str(tmp_path / "a.npy")))
     assert opened.describe()["images"] == {"text": [28, 28, 3]}
     with pytest.raises(SpecError, match=r"without an image; give --image FILE"):

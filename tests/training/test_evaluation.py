@@ -12,7 +12,9 @@ import headwise as hw
 from headwise.data import Task, make_task
 
 
-def by_hand(net: hw.Transformer, task: Task, batches: int, size: int, split: str) -> dict[str, float]:
+def by_hand(
+    net: hw.Transformer, task: Task, batches: int, size: int, split: str
+) -> dict[str, float]:
     """Mean loss and accuracy of every label, in float64."""
     losses, hits = list[float](), list[bool]()
     for index in range(batches):
@@ -22,7 +24,9 @@ def by_hand(net: hw.Transformer, task: Task, batches: int, size: int, split: str
         for row, labels in zip(logits, batch.labels, strict=True):
             for scores, label in zip(row, labels.tolist(), strict=True):
                 if label >= 0:
-                    losses.append(math.log(sum(math.exp(score - scores[label]) for score in scores.tolist())))
+                    losses.append(
+                        math.log(sum(math.exp(score - scores[label]) for score in scores.tolist()))
+                    )
                     hits.append(int(scores.argmax()) == label)
     return {"loss": sum(losses) / len(losses), "accuracy": sum(hits) / len(hits)}
 

@@ -1,4 +1,6 @@
-"""Loggers of a run: its own file, other trackers and the terminal; and automatically chosen settings."""
+"""Loggers of a run: its own file, other trackers and the terminal; and automatically chosen
+settings.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,28 @@ from headwise.training.loggers import JsonlLogger, create_logger, read_records
 from headwise.training.train_step import StepOptions
 from support.small_training import Echo, make_train_step, short_recipe
 
-CONFIG = {"event": "run", "step": 0, "task": {"name": "echo"}, "recipe": {"steps": 6, "lr": 0.1}, "parameters": 1234}
-STEP = {"event": "step", "step": 3, "loss": 0.5, "rate": 0.1, "tokens_per_second": 1e4, "mfu": 0.25, "left": 61.0}
-EVALUATION_RECORD = {"event": "evaluation", "step": 3, "metrics": {"loss": 0.25, "accuracy@date": 0.5}, "best": True}
+CONFIG = {
+    "event": "run",
+    "step": 0,
+    "task": {"name": "echo"},
+    "recipe": {"steps": 6, "lr": 0.1},
+    "parameters": 1234,
+}
+STEP = {
+    "event": "step",
+    "step": 3,
+    "loss": 0.5,
+    "rate": 0.1,
+    "tokens_per_second": 1e4,
+    "mfu": 0.25,
+    "left": 61.0,
+}
+EVALUATION_RECORD = {
+    "event": "evaluation",
+    "step": 3,
+    "metrics": {"loss": 0.25, "accuracy@date": 0.5},
+    "best": True,
+}
 
 
 def test_one_step_is_named_in_the_singular(tmp_path: Path):
@@ -53,7 +74,9 @@ class Calls(types.ModuleType):
         return call
 
 
-def record_logger_calls(monkeypatch: pytest.MonkeyPatch, module: str, name: str, folder: Path) -> list:
+def record_logger_calls(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, folder: Path
+) -> list:
     """All that a tracker hears of a run of one step and one evaluation."""
     recorded: list = []
     monkeypatch.setitem(sys.modules, module, Calls(module, recorded))
@@ -73,7 +96,9 @@ def test_tensorboard_logs_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert result[-1] == ("close", (), {})
 
 
-def test_a_missing_package_is_reported_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_missing_package_is_reported_before_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(SpecError, match="pip install tensorboard"):
         train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=["tensorboard"])
@@ -118,7 +143,7 @@ def test_the_log_resumes_after_the_checkpoint(tmp_path: Path):
     assert read_lines(tmp_path / JsonlLogger.NAME) == [*rows[:2], {"event": "note", "step": 1}]
 
 
-# --- the screen ----------------------------------------------------------------------------------------
+# --- the screen -----------------------------------------------------------------------------------
 
 
 def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -146,7 +171,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_a_bar_and_the_lines_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_gets_a_bar_and_the_lines_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     out = Terminal()
@@ -159,13 +186,17 @@ def test_a_terminal_gets_a_bar_and_the_lines_above_it(tmp_path: Path, monkeypatc
     assert "step 3, held out: loss 0.2500" in out.getvalue()
 
 
-# --- what is chosen ------------------------------------------------------------------------------------
+# --- what is chosen -------------------------------------------------------------------------------
 
 SECONDS = {("fp32", "off"): 0.4, ("bf16", "off"): 0.2, ("bf16", "on"): 0.1, ("fp32", "on"): 0.1}
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **options: object) -> tuple[StepOptions, list]:
-    """What is chosen when steps take so long, and what was tried on the way; an error in the place of a time fails."""
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict, **options: object
+) -> tuple[StepOptions, list]:
+    """What is chosen when steps take so long, and what was tried on the way; an error in the place
+    of a time fails.
+    """
     tried = []
 
     def measured(self: Autotuner, stepper: autotune.TrainStep) -> float:
@@ -183,7 +214,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **options: object) ->
         if not options
         else short_recipe(steps=10_000, **options)
     )
-    trial = Autotuner(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
+    trial = Autotuner(
+        hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)]
+    )
     return trial.choose_options(), tried
 
 
@@ -196,16 +229,24 @@ def test_all_settings_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.Mon
 
 def test_both_attention_settings_are_tried_for_short_rows(monkeypatch: pytest.MonkeyPatch):
     plain = {("fp32", "off", "plain"): 0.3, ("bf16", "off", "plain"): 0.15}
-    choice, tried = chosen(monkeypatch, SECONDS | plain, precision="auto", compile="off", attention="auto")
+    choice, tried = chosen(
+        monkeypatch, SECONDS | plain, precision="auto", compile="off", attention="auto"
+    )
     assert (choice.precision, choice.attention) == ("bf16", "plain")
-    assert tried == [("fp32", "off"), ("fp32", "off", "plain"), ("bf16", "off"), ("bf16", "off", "plain")]
+    assert tried == [
+        ("fp32", "off"),
+        ("fp32", "off", "plain"),
+        ("bf16", "off"),
+        ("bf16", "off", "plain"),
+    ]
     assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s per step, fp32 0.4000")
     monkeypatch.setattr(autotune, "MAX_PLAIN_LENGTH", 1)
     assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("x86-avx512", "bf16 was measured to be slower"), ("aarch64", "bf16 was not measured")]
+    ("name", "reason"),
+    [("x86-avx512", "bf16 was measured to be slower"), ("aarch64", "bf16 was not measured")],
 )
 def test_bf16_is_not_tried_where_it_is_slower_or_was_not_measured(
     monkeypatch: pytest.MonkeyPatch, name: str, reason: str
@@ -231,19 +272,28 @@ def test_requested_settings_are_not_tried(monkeypatch: pytest.MonkeyPatch):
     assert (choice, tried) == (StepOptions("fp32", "on", reasons), [])
 
 
-def test_a_requested_precision_is_timed_if_compilation_depends_on_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_requested_precision_is_timed_if_compilation_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
     choice, tried = chosen(monkeypatch, SECONDS, precision="fp32", compile="auto")
     assert (choice.precision, choice.compile) == ("fp32", "on")
     assert tried == [("fp32", "off"), ("fp32", "on")]
 
 
 def test_a_failing_setting_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch):
-    failing = SECONDS | {("bf16", "off"): RuntimeError("no kernel\nmore"), ("fp32", "on"): RuntimeError("no compiler")}
+    failing = SECONDS | {
+        ("bf16", "off"): RuntimeError("no kernel\nmore"),
+        ("fp32", "on"): RuntimeError("no compiler"),
+    }
     choice, _ = chosen(monkeypatch, failing)
     assert choice == StepOptions(
         "fp32",
         "off",
-        ("fp32: 0.4000 s per step", "a step in bf16 fails: no kernel", "not compiled: compilation failed: no compiler"),
+        (
+            "fp32: 0.4000 s per step",
+            "a step in bf16 fails: no kernel",
+            "not compiled: compilation failed: no compiler",
+        ),
     )
 
 

@@ -1,4 +1,6 @@
-"""Training against closed forms: schedules, AdamW, the loss, gradient accumulation, and step options."""
+"""Training against closed forms: schedules, AdamW, the loss, gradient accumulation, and step
+options.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,16 @@ from headwise.model_spec import WeightSpec
 from headwise.training import Recipe, optimisers, recipe as recipes, train_step
 from headwise.training.evaluation import average_metrics
 from headwise.training.recipe import SCHEDULES
-from headwise.training.train_step import StepOptions, choose_fastest, decide_compile, decide_compile_trial
+from headwise.training.train_step import (
+    StepOptions,
+    choose_fastest,
+    decide_compile,
+    decide_compile_trial,
+)
 from headwise.training.training_run import count_batch_tokens, count_step_flops
 from support.small_training import IDS, Echo, Routed, make_train_step, short_recipe
 
-# --- schedules -----------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 STEPS = 37
 
@@ -35,10 +42,15 @@ def rates(recipe: Recipe) -> list[float]:
 def test_cosine_is_its_formula(floor: float):
     warmup = 5
     for step, rate in enumerate(
-        rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, min_lr_ratio=floor)), 1
+        rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, min_lr_ratio=floor)),
+        1,
     ):
         part = (step - warmup) / (STEPS - warmup)
-        expected = step / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
+        expected = (
+            step / warmup
+            if step < warmup
+            else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
+        )
         assert rate == pytest.approx(0.3 * expected, abs=1e-12)
 
 
@@ -53,7 +65,11 @@ def test_cosine_is_the_one_of_transformers():
 def test_inverse_square_root_is_the_one_of_attention_is_all_you_need():
     """model^-0.5 min(s^-0.5, s w^-1.5) (1706.03762), at a rate of (model w)^-0.5."""
     model, warmup = 512, 7
-    ours = rates(Recipe(steps=STEPS, lr=(model * warmup) ** -0.5, schedule="inverse-sqrt", warmup=warmup / STEPS))
+    ours = rates(
+        Recipe(
+            steps=STEPS, lr=(model * warmup) ** -0.5, schedule="inverse-sqrt", warmup=warmup / STEPS
+        )
+    )
     theirs = [model**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, STEPS + 1)]
     assert ours == pytest.approx(theirs)
 
@@ -62,16 +78,21 @@ def test_inverse_square_root_is_the_one_of_attention_is_all_you_need():
 def test_one_cycle_is_torchs(floor: float):
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = torch.optim.lr_scheduler.OneCycleLR(
-        adamw, 0.3, total_steps=STEPS, pct_start=0.3, final_div_factor=1 / (25 * floor), cycle_momentum=False
+        adamw,
+        0.3,
+        total_steps=STEPS,
+        pct_start=0.3,
+        final_div_factor=1 / (25 * floor),
+        cycle_momentum=False,
     )
     expected = []
     for _ in range(STEPS):
         expected.append(theirs.get_last_lr()[0])
         adamw.step()
         theirs.step() if len(expected) < STEPS else None
-    assert rates(Recipe(steps=STEPS, lr=0.3, schedule="one-cycle", warmup=0.3, min_lr_ratio=floor)) == pytest.approx(
-        expected
-    )
+    assert rates(
+        Recipe(steps=STEPS, lr=0.3, schedule="one-cycle", warmup=0.3, min_lr_ratio=floor)
+    ) == pytest.approx(expected)
 
 
 def test_wsd_is_a_trapezium():
@@ -81,15 +102,24 @@ def test_wsd_is_a_trapezium():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (3, 1.0), (50, 0.0), (50, 0.1)])
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (3, 1.0), (50, 0.0), (50, 0.1)]
+)
 def test_every_learning_rate_is_between_zero_and_the_peak(name: str, steps: int, warmup: float):
     found = rates(
-        Recipe(steps=steps, lr=0.1, schedule=name, warmup=warmup, decay=min(0.2, 1 - warmup), min_lr_ratio=0.01)
+        Recipe(
+            steps=steps,
+            lr=0.1,
+            schedule=name,
+            warmup=warmup,
+            decay=min(0.2, 1 - warmup),
+            min_lr_ratio=0.01,
+        )
     )
     assert all(0 < rate <= 0.1 + 1e-12 for rate in found)
 
 
-# --- recipes -------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,7 +151,13 @@ def test_absurd_recipes_are_refused_in_one_line(options: dict, message: str):
 
 
 def test_a_recipe_survives_toml():
-    one = Recipe(steps=7, lr=3e-5, betas=(0.8, 0.95), aux_losses=(("balance", 0.01), ("l0", 2.0)), schedule="wsd")
+    one = Recipe(
+        steps=7,
+        lr=3e-5,
+        betas=(0.8, 0.95),
+        aux_losses=(("balance", 0.01), ("l0", 2.0)),
+        schedule="wsd",
+    )
     assert recipes.from_toml(recipes.to_toml(one)) == one
     assert recipes.from_toml("steps = 9", defaults=one).aux_losses == one.aux_losses
     with pytest.raises(SpecError, match="did you mean 'steps'"):
@@ -130,7 +166,7 @@ def test_a_recipe_survives_toml():
         recipes.from_toml("steps: 9")
 
 
-# --- the optimiser -------------------------------------------------------------------------------------
+# --- the optimiser --------------------------------------------------------------------------------
 
 
 def test_decay_reaches_matrices_alone():
@@ -139,10 +175,14 @@ def test_decay_reaches_matrices_alone():
     matrices = optimisers.group_parameters(named, described, "matrices")
     assert {name: sorted(group) for name, group in matrices.items() if "decayed" in name} == {
         "embedding, decayed": ["decoder.embedding.positions", "decoder.embedding.tokens"],
-        "attention, decayed": [f"decoder.0.attention.{n}" for n in ("output.o", "project.k", "project.q", "project.v")],
+        "attention, decayed": [
+            f"decoder.0.attention.{n}" for n in ("output.o", "project.k", "project.q", "project.v")
+        ],
         "feed, decayed": ["decoder.0.feed.down", "decoder.0.feed.up"],
     }
-    assert "embedding, decayed" not in optimisers.group_parameters(named, described, "non-embeddings")
+    assert "embedding, decayed" not in optimisers.group_parameters(
+        named, described, "non-embeddings"
+    )
     assert {name for group in matrices.values() for name in group} == set(named)
 
 
@@ -159,11 +199,15 @@ def test_decay_reaches_matrices_alone():
 )
 def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str, role: str):
     sizes = {"expert": 3, "hidden": 5, "q": 7, "dim": 11, "out": 13, "vdim": 17, "model": 19}
-    assert not optimisers.has_weight_decay(WeightSpec(name, AxisLayout.parse(layout), sizes, role), "matrices")
+    assert not optimisers.has_weight_decay(
+        WeightSpec(name, AxisLayout.parse(layout), sizes, role), "matrices"
+    )
 
 
 def test_adamw_is_its_formula():
-    """Against 1711.05101 written out in float64, rates changing on the way, one group decayed and one kept."""
+    """Against 1711.05101 written out in float64, rates changing on the way, one group decayed and
+    one kept.
+    """
     recipe = Recipe(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
     start, kinds = np.random.default_rng(0).normal(size=(2, 5)), ("feed, decayed", "norm, kept")
     named = {kind: nn.Parameter(torch.tensor(row)) for kind, row in zip(kinds, start, strict=True)}
@@ -199,12 +243,14 @@ def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
         again, other = make_optimiser()
         for name, parameter in named.items():
             again[name].data.copy_(parameter.data)
-        other.load_state({name: adamw.state_tensors[name].clone() for name in sorted(adamw.state_tensors)})
+        other.load_state(
+            {name: adamw.state_tensors[name].clone() for name in sorted(adamw.state_tensors)}
+        )
         named, adamw = again, other
     assert all(torch.equal(named[name], whole[name]) for name in "cab")
 
 
-# --- the loss ------------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -219,7 +265,9 @@ def test_the_loss_is_its_definition(shape: tuple[int, ...], smoothing: float):
             target = np.full(shape[-1], smoothing / shape[-1])
             target[labels[place]] += 1 - smoothing
             expected -= (target * log_p[place]).sum()
-    assert train_step.cross_entropy(logits, labels, smoothing).item() == pytest.approx(expected, rel=1e-5)
+    assert train_step.cross_entropy(logits, labels, smoothing).item() == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_the_loss_of_short_numbers_is_taken_in_float32():
@@ -260,7 +308,9 @@ def test_logits_of_labelled_tokens_alone_give_the_loss_of_all():
     """Against cross entropy over all logits."""
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits = net(batch.x, sequence=batch.tokens)
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
+    expected = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX
+    )
     expected.backward()
     found, each = gradients(short_recipe(), batch)
     assert found == pytest.approx(expected.item(), rel=1e-12)
@@ -271,8 +321,12 @@ def test_logits_of_labelled_tokens_alone_give_the_loss_of_all():
 def test_smoothing_of_a_recipe_reaches_the_loss():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits, labels = net(batch.x, sequence=batch.tokens).flatten(0, 1), batch.labels.flatten()
-    expected = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
-    assert gradients(short_recipe(label_smoothing=0.2), batch)[0] == pytest.approx(expected.item(), rel=1e-12)
+    expected = nn.functional.cross_entropy(
+        logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2
+    )
+    assert gradients(short_recipe(label_smoothing=0.2), batch)[0] == pytest.approx(
+        expected.item(), rel=1e-12
+    )
 
 
 def test_recomputed_activations_give_the_same_gradient():
@@ -284,36 +338,54 @@ def test_recomputed_activations_give_the_same_gradient():
 
 
 def test_terms_join_the_loss_by_their_factor():
-    """The loss with a factor of 0.5, less that without, is half of the balance summed over two layers."""
+    """The loss with a factor of 0.5, less that without, is half of the balance summed over two
+    layers.
+    """
     batch, net = Routed().batch(0, 4), hw.build(Routed().model(), seed=3).double()
     plain = make_train_step(net, short_recipe(batch=4)).compute_gradients(batch).item()
     terms: dict = {}
-    probes = {name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.spec.attention_specs()}
+    probes = {
+        name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.spec.attention_specs()
+    }
     net.probes = probes
     net(batch.x, sequence=batch.tokens)
     balance = sum(term.item() for term in terms.values())
     assert len(terms) == 2
-    found = make_train_step(net, short_recipe(batch=4, aux_losses=(("balance", 0.5),))).compute_gradients(batch).item()
+    found = (
+        make_train_step(net, short_recipe(batch=4, aux_losses=(("balance", 0.5),)))
+        .compute_gradients(batch)
+        .item()
+    )
     assert found - plain == pytest.approx(0.5 * balance, rel=1e-9)
     net.checkpointing = "block"
     assert (
-        make_train_step(net, short_recipe(batch=4, aux_losses=(("balance", 0.5),))).compute_gradients(batch).item()
+        make_train_step(net, short_recipe(batch=4, aux_losses=(("balance", 0.5),)))
+        .compute_gradients(batch)
+        .item()
         == found
     )
 
 
 def test_a_term_that_no_part_sets_is_refused():
     net = hw.build(Routed().model(), seed=3)
-    with pytest.raises(SpecError, match="no layer has the auxiliary loss 'balanc' of aux_losses=; use one of balance"):
-        make_train_step(net, short_recipe(aux_losses=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
+    with pytest.raises(
+        SpecError,
+        match="no layer has the auxiliary loss 'balanc' of aux_losses=; use one of balance",
+    ):
+        make_train_step(net, short_recipe(aux_losses=(("balanc", 0.5),))).compute_gradients(
+            Routed().batch(0, 5)
+        )
 
 
-# --- what is chosen by measuring -----------------------------------------------------------------------
+# --- what is chosen by measuring ------------------------------------------------------------------
 
 
 def test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt():
     exact, short = ("fp32", "fused"), ("bf16", "fused")
-    assert choose_fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s per step, fp32 0.3000")
+    assert choose_fastest({exact: 0.30, short: 0.20}) == (
+        short,
+        "bf16: 0.2000 s per step, fp32 0.3000",
+    )
     assert choose_fastest({exact: 0.20, short: 0.30})[0] == exact
     assert choose_fastest({exact: 0.200, short: 0.195})[0] == exact
 
@@ -322,11 +394,13 @@ def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were
     found = []
     for way in ("fused", "plain"):
         net = hw.build(Echo().model(), seed=0)
-        make_train_step(net, short_recipe(), StepOptions("fp32", "off", attention=way)).compute_gradients(
-            Echo().batch(0, 5)
-        )
+        make_train_step(
+            net, short_recipe(), StepOptions("fp32", "off", attention=way)
+        ).compute_gradients(Echo().batch(0, 5))
         found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-        assert {module.backend_name for module in net.modules() if isinstance(module, hw.Attention)} == {None}
+        assert {
+            module.backend_name for module in net.modules() if isinstance(module, hw.Attention)
+        } == {None}
     torch.testing.assert_close(*found)
 
 
@@ -337,7 +411,7 @@ def test_compiling_is_tried_only_where_it_can_pay_and_kept_only_where_it_does():
     assert decide_compile(0.2, 0.199, 10)[0] == "off"
 
 
-# --- what is measured ----------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def test_measures_are_means_over_all_that_was_counted():

@@ -43,7 +43,9 @@ class Experts(Echo):
         plain = super().model()
         (stack,) = plain.stacks
         block = replace(stack.layers[0], feed=ExpertsSpec(FeedForwardSpec(13), count=2, active=1))
-        return replace(plain, stacks=(StackSpec.from_blocks("decoder", 8, [block], embedding=stack.embedding),))
+        return replace(
+            plain, stacks=(StackSpec.from_blocks("decoder", 8, [block], embedding=stack.embedding),)
+        )
 
 
 def newton_schulz(matrix: np.ndarray) -> np.ndarray:
@@ -58,23 +60,40 @@ def newton_schulz(matrix: np.ndarray) -> np.ndarray:
 
 
 def test_muon_is_its_formula_for_matrices_and_adamw_for_the_rest():
-    """Against float64; torch orthogonalises in bfloat16, so an update is known to about a hundredth of its size."""
+    """Against float64; torch orthogonalises in bfloat16, so an update is known to about a hundredth
+    of its size.
+    """
     task = Experts()
-    described, recipe = task.model(), Recipe(lr=0.05, optimiser="muon", momentum=0.9, weight_decay=0.2)
+    described, recipe = (
+        task.model(),
+        Recipe(lr=0.05, optimiser="muon", momentum=0.9, weight_decay=0.2),
+    )
     generator = torch.Generator().manual_seed(0)
-    start = {name: torch.randn(shape, generator=generator) for name, shape in described.shapes().items()}
+    start = {
+        name: torch.randn(shape, generator=generator) for name, shape in described.shapes().items()
+    }
     named = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
     groups = optimisers.group_parameters(named, described, "matrices")
     muon = optimisers.make_optimiser(groups, recipe, described)
     plain = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
-    adamw = optimisers.AdamWOptimiser(optimisers.group_parameters(plain, described, "matrices"), recipe)
-    matrices = {name for name, weight in described.params().items() if optimisers.is_hidden_matrix(weight)}
-    assert {name.partition(".0.")[2] for name in matrices} >= {"attention.project.q", "feed.each.up", "feed.each.down"}
+    adamw = optimisers.AdamWOptimiser(
+        optimisers.group_parameters(plain, described, "matrices"), recipe
+    )
+    matrices = {
+        name for name, weight in described.params().items() if optimisers.is_hidden_matrix(weight)
+    }
+    assert {name.partition(".0.")[2] for name in matrices} >= {
+        "attention.project.q",
+        "feed.each.up",
+        "feed.each.down",
+    }
     assert not any("embedding" in name or "head" in name for name in matrices)
     expected = {name: start[name].double().numpy() for name in matrices}
     momenta = {name: np.zeros(start[name].shape) for name in matrices}
     for step in range(1, 4):
-        gradients = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()}
+        gradients = {
+            name: torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()
+        }
         for parameters in (named, plain):
             for name, parameter in parameters.items():
                 parameter.grad = gradients[name].clone()
@@ -86,7 +105,9 @@ def test_muon_is_its_formula_for_matrices_and_adamw_for_the_rest():
             blended = 0.1 * g + 0.9 * momenta[name]
             each = blended if blended.ndim == 3 else blended[None]
             update = np.stack([0.2 * max(one.shape) ** 0.5 * newton_schulz(one) for one in each])
-            expected[name] = expected[name] * (1 - 0.05 / step * 0.2) - 0.05 / step * update.reshape(g.shape)
+            expected[name] = expected[name] * (
+                1 - 0.05 / step * 0.2
+            ) - 0.05 / step * update.reshape(g.shape)
     for name in matrices:
         moved = np.abs(expected[name] - start[name].numpy()).max()
         np.testing.assert_allclose(named[name].detach().numpy(), expected[name], atol=0.03 * moved)
@@ -100,9 +121,14 @@ def test_muon_is_torchs_for_one_matrix():
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     recipe = Recipe(lr=0.1, optimiser="muon", weight_decay=0.3)
     name = "decoder.0.feed.up"
-    groups = {"feed, decayed": {name: ours}, "norm, kept": {"decoder.0.feed.up_bias": nn.Parameter(torch.ones(13))}}
+    groups = {
+        "feed, decayed": {name: ours},
+        "norm, kept": {"decoder.0.feed.up_bias": nn.Parameter(torch.ones(13))},
+    }
     muon = optimisers.make_optimiser(groups, recipe, Echo().model())
-    torchs = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.3, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    torchs = torch.optim.Muon(
+        [theirs], lr=0.1, weight_decay=0.3, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     for step in range(3):
         ours.grad = torch.full_like(start, 1.0 + step)
         theirs.grad = torch.full_like(start, 1.0 + step)
@@ -132,5 +158,8 @@ def test_muon_is_refused_where_ranks_hold_parts_of_matrices():
         parallelism = Parallelism(data=1, shards=2)
         num_data_shards, size = 2, 2
 
-    with pytest.raises(SpecError, match=r"optimiser='muon' needs whole matrices on every rank, and .*shards=2 divides"):
+    with pytest.raises(
+        SpecError,
+        match=r"optimiser='muon' needs whole matrices on every rank, and .*shards=2 divides",
+    ):
         check_ranks(Recipe(optimiser="muon"), Ranks())  # pyright: ignore[reportArgumentType] - all that is read

@@ -1,4 +1,6 @@
-"""Runs that are extended and retuned, why they end, what they leave behind, and what they print on the way."""
+"""Runs that are extended and retuned, why they end, what they leave behind, and what they print on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def step_records(folder: Path) -> list[dict[str, Any]]:
     return [record for record in read_lines(folder / "metrics.jsonl") if record["event"] == "step"]
 
 
-# --- extending and retuning ----------------------------------------------------------------------------
+# --- extending and retuning -----------------------------------------------------------------------
 
 
 def test_an_extended_run_has_the_bits_of_one_that_was_long_from_the_start(tmp_path: Path):
@@ -52,30 +54,57 @@ def test_an_extended_run_has_the_bits_of_one_that_was_long_from_the_start(tmp_pa
     train(Echo(), recipe=longer, out=tmp_path / "whole")
     assert (result.steps, result.history) == (12, [{"step": 6, "fields": {"steps": [6, 12]}}])
     check_same(weights(tmp_path / "extended"), weights(tmp_path / "whole"))
-    losses = [[record["loss"] for record in step_records(tmp_path / name)] for name in ("extended", "whole")]
+    losses = [
+        [record["loss"] for record in step_records(tmp_path / name)]
+        for name in ("extended", "whole")
+    ]
     assert losses[0] == losses[1]
 
 
 def test_another_rate_and_schedule_apply_from_the_next_step_on(tmp_path: Path):
     train(Echo(), recipe=short_recipe(steps=6, lr=0.01, **CONSTANT), out=tmp_path)
-    changes = {"steps": 16, "lr": 0.004, "schedule": "cosine", "warmup": 0.2, "schedule_start": 6, "dropout": 0.1}
+    changes = {
+        "steps": 16,
+        "lr": 0.004,
+        "schedule": "cosine",
+        "warmup": 0.2,
+        "schedule_start": 6,
+        "dropout": 0.1,
+    }
     retuned = short_recipe(**changes)
     train(Echo(), recipe=retuned, out=tmp_path, resume="with-changes")
     rates = [record["rate"] for record in step_records(tmp_path)]
-    cosine = [0.004 * SCHEDULES["cosine"](ScheduleStep(step, 10, 2.0, 0.0, 0.0)) for step in range(1, 11)]
+    cosine = [
+        0.004 * SCHEDULES["cosine"](ScheduleStep(step, 10, 2.0, 0.0, 0.0)) for step in range(1, 11)
+    ]
     assert rates == pytest.approx([0.01] * 6 + cosine)
-    # The history is in the checkpoint, the result, the log and the page; the next resumption needs no change.
+    # The history is in the checkpoint, the result, the log and the page; the next resumption needs
+    # no change.
     again = train(Echo(), recipe=retuned, out=tmp_path, resume="allowed")
-    fields = {"steps": [6, 16], "lr": [0.01, 0.004], "schedule": ["constant", "cosine"], "warmup": [0.0, 0.2]}
+    fields = {
+        "steps": [6, 16],
+        "lr": [0.01, 0.004],
+        "schedule": ["constant", "cosine"],
+        "warmup": [0.0, 0.2],
+    }
     assert again.history == [{"step": 6, "fields": {**fields, "schedule_start": [0, 6]}}]
-    line = "after step 6: steps 6 -> 16, lr 0.01 -> 0.004, schedule constant -> cosine, warmup 0 -> 0.2, "
+    line = (
+        "after step 6: steps 6 -> 16, lr 0.01 -> 0.004, schedule constant -> cosine, warmup 0 "
+        "-> 0.2, "
+    )
     assert line in (tmp_path / "README.md").read_text()
-    notes = [record["says"] for record in read_lines(tmp_path / "metrics.jsonl") if record["event"] == "note"]
+    notes = [
+        record["says"]
+        for record in read_lines(tmp_path / "metrics.jsonl")
+        if record["event"] == "note"
+    ]
     assert any(note.startswith(line) for note in notes)
     assert json.loads((tmp_path / "final.json").read_text())["history"] == again.history
 
 
-def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     train(Echo(), recipe=short_recipe(steps=6, **CONSTANT), out=tmp_path)
     retuned = short_recipe(steps=12, lr=0.001, **CONSTANT)
     monkeypatch.setattr(training_run.TrainingRun, "step", lambda *_: 1 / 0)
@@ -90,22 +119,69 @@ def test_a_change_is_kept_if_the_run_dies_before_its_next_checkpoint(tmp_path: P
     ("options", "resume", "message"),
     [
         ({"steps": 12}, "allowed", "recipe.steps was 6, is now 12; .* by resume='with-changes'"),
-        ({"steps": 3}, "with-changes", "taken 6 steps, which steps=3 does not reach; resume with steps=6 or more"),
-        ({"batch": 10}, "with-changes", "recipe.batch was 5, is now 10; resume with the old value, or train into"),
+        (
+            {"steps": 3},
+            "with-changes",
+            "taken 6 steps, which steps=3 does not reach; resume with steps=6 or more",
+        ),
+        (
+            {"batch": 10},
+            "with-changes",
+            "recipe.batch was 5, is now 10; resume with the old value, or train into",
+        ),
         ({"optimiser": "sgd"}, "with-changes", "recipe.optimiser was 'adamw', is now 'sgd'"),
     ],
 )
-def test_changes_that_a_run_cannot_take_are_refused(tmp_path: Path, options: dict, resume: str, message: str):
+def test_changes_that_a_run_cannot_take_are_refused(
+    tmp_path: Path, options: dict, resume: str, message: str
+):
     train(Echo(), recipe=short_recipe(steps=6), out=tmp_path)
     with pytest.raises(SpecError, match=message):
         train(Echo(), recipe=short_recipe(**{"steps": 6, **options}), out=tmp_path, resume=resume)
 
 
-def test_the_command_extends_a_run_without_repeating_its_options(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    plain = ["--precision", "fp32", "--compile", "off", "--device", "cpu", "--batch", "4", "--lr", "0.01"]
-    first = ["train", "recall", "--out", str(tmp_path / "a"), "--steps", "2", "--set", "recipe.evaluate_batches=1"]
+def test_the_command_extends_a_run_without_repeating_its_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    plain = [
+        "--precision",
+        "fp32",
+        "--compile",
+        "off",
+        "--device",
+        "cpu",
+        "--batch",
+        "4",
+        "--lr",
+        "0.01",
+    ]
+    first = [
+        "train",
+        "recall",
+        "--out",
+        str(tmp_path / "a"),
+        "--steps",
+        "2",
+        "--set",
+        "recipe.evaluate_batches=1",
+    ]
     assert main([*first, *plain]) == 0
-    assert main(["train", "recall", "--out", str(tmp_path / "a"), "--resume", "--steps", "4", "--schedule", "wsd"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "recall",
+                "--out",
+                str(tmp_path / "a"),
+                "--resume",
+                "--steps",
+                "4",
+                "--schedule",
+                "wsd",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "after step 2: steps 2 -> 4, schedule one-cycle -> wsd" in err
     assert "recall: 4 steps" in out
@@ -117,19 +193,25 @@ def test_the_command_extends_a_run_without_repeating_its_options(capsys: pytest.
 def test_a_schedule_may_start_later():
     recipe = Recipe(steps=20, lr=0.5, schedule="wsd", warmup=0.2, decay=0.5, schedule_start=10)
     assert [recipe.lr_at(step) for step in (3, 11, 12, 15, 20)] == [0.25, 0.25, 0.5, 0.5, 0.0]
-    with pytest.raises(SpecError, match="schedule_start=20 leaves no step of steps=20 for the schedule"):
+    with pytest.raises(
+        SpecError, match="schedule_start=20 leaves no step of steps=20 for the schedule"
+    ):
         Recipe(steps=20, schedule_start=20)
 
 
-# --- how a run ends ------------------------------------------------------------------------------------
+# --- how a run ends -------------------------------------------------------------------------------
 
 
 def test_early_stopping_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left = iter([3.0, 2.0, 2.5, 2.0])
     monkeypatch.setattr(
-        TaskEvaluator, "compute_metrics", lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0}
+        TaskEvaluator,
+        "compute_metrics",
+        lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0},
     )
-    result = train(Echo(), recipe=short_recipe(steps=10, evaluate_every=2, patience=2), out=tmp_path)
+    result = train(
+        Echo(), recipe=short_recipe(steps=10, evaluate_every=2, patience=2), out=tmp_path
+    )
     reason = (
         "stopped early at step 8 of 10: no lower validation loss in 2 evaluations (patience=2); "
         "the lowest, 2.0000, was at step 4"
@@ -153,29 +235,37 @@ def test_the_time_in_all_counts_start_up_and_earlier_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     before = training_run.measure_peak_flops
-    monkeypatch.setattr(training_run, "measure_peak_flops", lambda *args: time.sleep(0.6) or before(*args))
+    monkeypatch.setattr(
+        training_run, "measure_peak_flops", lambda *args: time.sleep(0.6) or before(*args)
+    )
     start = time.perf_counter()
     first = train(Echo(), recipe=short_recipe(steps=2), out=tmp_path)
     assert 0.6 < first.seconds <= time.perf_counter() - start
     second = train(Echo(), recipe=short_recipe(steps=3), out=tmp_path, resume="with-changes")
     assert second.seconds > first.seconds + 0.6
     logger = ConsoleLogger(startup=65.0)
-    logger.write({"event": "end", "step": 3, "metrics": {"loss": 1.0}, "split": "test", "seconds": 10.0})
+    logger.write(
+        {"event": "end", "step": 3, "metrics": {"loss": 1.0}, "split": "test", "seconds": 10.0}
+    )
     assert "1:15 in all" in capsys.readouterr().err
 
 
 def test_mfu_is_never_above_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(training_run, "measure_peak_flops", lambda device, dtype: 1e3)  # a disturbed measurement
+    monkeypatch.setattr(
+        training_run, "measure_peak_flops", lambda device, dtype: 1e3
+    )  # a disturbed measurement
     train(Echo(), recipe=short_recipe(), out=tmp_path)
     shares = [record["mfu"] for record in step_records(tmp_path)]
     assert max(shares) == 1.0
     assert min(shares) > 0
 
 
-# --- what a run leaves behind --------------------------------------------------------------------------
+# --- what a run leaves behind ---------------------------------------------------------------------
 
 
-def test_the_learning_curves_are_drawn_for_both_backgrounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_learning_curves_are_drawn_for_both_backgrounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(loop, "save_curves", save_curves)
     train(Echo(), recipe=short_recipe(), out=tmp_path)
     light, dark = ((tmp_path / name).read_text() for name in ("curves.svg", "curves-dark.svg"))
@@ -187,20 +277,31 @@ def test_the_learning_curves_are_drawn_for_both_backgrounds(tmp_path: Path, monk
     assert 'src="curves.svg"' in page
     curves = LearningCurves.of(read_lines(tmp_path / "metrics.jsonl"))
     records = step_records(tmp_path)
-    assert (curves.steps, curves.losses) == ([1, 2, 3, 4, 5, 6], [record["loss"] for record in records])
+    assert (curves.steps, curves.losses) == (
+        [1, 2, 3, 4, 5, 6],
+        [record["loss"] for record in records],
+    )
     assert curves.evaluations["loss"][0] == [3, 6]
     assert curves.scores == ["accuracy"]
 
 
-def test_texts_are_sampled_on_the_way_and_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_texts_are_sampled_on_the_way_and_change_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     task = hw.data.open_data(str(tmp_path / "a.txt"), {"length": 8, "test": 0.2})
     options = {"steps": 4, "dropout": 0.1}
     train(task, recipe=short_recipe(**options), out=tmp_path / "plain")
-    sampled = short_recipe(**options, sample_every=2, sample_prompts=("the ", "fox"), sample_tokens=5)
+    sampled = short_recipe(
+        **options, sample_every=2, sample_prompts=("the ", "fox"), sample_tokens=5
+    )
     train(task, recipe=sampled, out=tmp_path / "sampled", loggers=[ConsoleLogger()])
     check_same(weights(tmp_path / "plain"), weights(tmp_path / "sampled"))
-    samples = [record for record in read_lines(tmp_path / "sampled" / "metrics.jsonl") if record["event"] == "sample"]
+    samples = [
+        record
+        for record in read_lines(tmp_path / "sampled" / "metrics.jsonl")
+        if record["event"] == "sample"
+    ]
     assert [(record["step"], record["prompt"]) for record in samples] == [
         (step, prompt) for step in (2, 4) for prompt in ("the ", "fox")
     ]
@@ -213,7 +314,10 @@ def test_texts_are_sampled_on_the_way_and_change_nothing(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample_every": 2}, "sample_prompts is missing; sample_every and sample_prompts belong together"),
+        (
+            {"sample_every": 2},
+            "sample_prompts is missing; sample_every and sample_prompts belong together",
+        ),
         ({"sample_prompts": ("a",)}, "sample_every is missing"),
         (
             {"sample_every": 2, "sample_prompts": ("a",)},
@@ -226,7 +330,7 @@ def test_samples_that_cannot_be_generated_are_refused(tmp_path: Path, options: d
         train(Echo(), recipe=short_recipe(**options), out=tmp_path)
 
 
-# --- batches ahead of time -----------------------------------------------------------------------------
+# --- batches ahead of time ------------------------------------------------------------------------
 
 
 class Watched(Echo):
@@ -244,7 +348,9 @@ def test_batches_are_prepared_by_a_thread_and_change_nothing(tmp_path: Path):
     for name, ahead in (("ahead", 3), ("plain", 0)):
         Watched.made.clear()
         train(Watched(), recipe=short_recipe(**CONSTANT, prefetch=ahead), out=tmp_path / name)
-        threads = {thread.rpartition("_")[0] for index, thread in Watched.made[3:]}  # after those of trial steps
+        threads = {
+            thread.rpartition("_")[0] for index, thread in Watched.made[3:]
+        }  # after those of trial steps
         assert threads == ({"headwise-batches"} if ahead else {""})
         assert [index for index, _ in Watched.made][-6:] == [0, 1, 2, 3, 4, 5]
     check_same(weights(tmp_path / "ahead"), weights(tmp_path / "plain"))

@@ -65,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- what is left --------------------------------------------------------------------------------------
+# --- what is left ---------------------------------------------------------------------------------
 
 
 def test_a_run_trains_and_saves_a_model_with_its_recipe(tmp_path: Path):
@@ -76,7 +76,12 @@ def test_a_run_trains_and_saves_a_model_with_its_recipe(tmp_path: Path):
     assert json.loads((tmp_path / "final.json").read_text()) == result.data
     assert {"task": "answered", "steps": 120, "model": str(tmp_path)}.items() <= result.data.items()
     page = (tmp_path / "README.md").read_text()
-    for options in ("The task is answered (seed=0, noise=0.0)", "lr = 0.02", "| accuracy |", "| 0.1000 |"):
+    for options in (
+        "The task is answered (seed=0, noise=0.0)",
+        "lr = 0.02",
+        "| accuracy |",
+        "| 0.1000 |",
+    ):
         assert options in page
     events = [record["event"] for record in read_lines(tmp_path / "metrics.jsonl")]
     assert [events.count(name) for name in ("run", "step", "evaluation", "end")] == [1, 120, 2, 1]
@@ -94,24 +99,35 @@ def test_a_run_draws_from_generators_of_its_own(tmp_path: Path):
 def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Held-out losses by the step: step 4 is the best, and its weights are the model."""
     script(monkeypatch, [5.0, 1.0, 3.0, 2.0, 4.0])
-    result = train(Echo(), recipe=short_recipe(steps=10, evaluate_every=2, checkpoint_every=1, keep=3), out=tmp_path)
+    result = train(
+        Echo(),
+        recipe=short_recipe(steps=10, evaluate_every=2, checkpoint_every=1, keep=3),
+        out=tmp_path,
+    )
     checkpoint_folder = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in checkpoint_folder.paths] == [10, 9, 8, 4]
     assert result.best == 4
-    check_same(weights(tmp_path), training_run.read_checkpoint(checkpoint_folder.path(4)).tensors_of_kind("model"))
+    check_same(
+        weights(tmp_path),
+        training_run.read_checkpoint(checkpoint_folder.path(4)).tensors_of_kind("model"),
+    )
 
 
 def script(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Held-out data gives these losses, one after the other; test data gives 0."""
     left = iter(losses)
     monkeypatch.setattr(
-        TaskEvaluator, "compute_metrics", lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0}
+        TaskEvaluator,
+        "compute_metrics",
+        lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0},
     )
 
 
 def test_a_run_that_gets_no_better_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script(monkeypatch, [3.0, 2.0, 2.5, 2.0, 1.0])
-    result = train(Echo(), recipe=short_recipe(steps=10, evaluate_every=2, patience=2), out=tmp_path)
+    result = train(
+        Echo(), recipe=short_recipe(steps=10, evaluate_every=2, patience=2), out=tmp_path
+    )
     assert (result.steps, result.best) == (8, 4)
 
 
@@ -120,12 +136,14 @@ def test_a_model_that_is_given_goes_on_from_its_weights(tmp_path: Path):
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     train(Echo(), net, short_recipe(steps=1, keep=9), out=tmp_path)
     check_same(
-        training_run.read_checkpoint(tmp_path / "checkpoint" / "0000000000.safetensors").tensors_of_kind("model"),
+        training_run.read_checkpoint(
+            tmp_path / "checkpoint" / "0000000000.safetensors"
+        ).tensors_of_kind("model"),
         before,
     )
 
 
-# --- going on ------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 
 def test_a_run_that_crashes_again_and_again_ends_with_the_same_bits(whole: Path, tmp_path: Path):
@@ -153,8 +171,8 @@ def test_a_run_that_is_over_is_measured_again_and_no_more(whole: Path):
     check_same(weights(whole), before)
 
 
-# Does once what a first run has to import, then forks a child for each number it reads. The child is killed with
-# signal 9 at that call to the disk, a write half done; at 0 it is let be.
+# Does once what a first run has to import, then forks a child for each number it reads. The child
+# is killed with signal 9 at that call to the disk, a write half done; at 0 it is let be.
 NURSERY = """
 import os, signal, sys; sys.path[:0] = {paths!r}
 import torch; torch.set_num_threads(1)
@@ -186,11 +204,15 @@ for line in sys.stdin:
 
 
 def killed_and_resumed(folder: Path, kills: int, value: str) -> list[int]:
-    """Run, kill -9 at a random call to the disk, and again; at last let it be. The steps kept at each kill."""
+    """Run, kill -9 at a random call to the disk, and again; at last let it be. The steps kept at
+    each kill.
+    """
     paths = [str(Path(__file__).parents[1]), str(Path(hw.__file__).parents[1])]
     command = [sys.executable, "-c", NURSERY.format(paths=paths, options=value), str(folder)]
     checkpoints, moment, steps = CheckpointFolder(folder / "checkpoint"), random.Random(0), []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as nursery:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as nursery:
         assert nursery.stdin is not None
         assert nursery.stdout is not None
         for call in [*(moment.randrange(20, 60) for _ in range(kills)), 0]:
@@ -206,7 +228,9 @@ def killed_and_resumed(folder: Path, kills: int, value: str) -> list[int]:
 @pytest.mark.lengthy
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, kills: int):
-    """A checkpoint at every step; each kill falls into the writing of one, or of the lines and the model beside it."""
+    """A checkpoint at every step; each kill falls into the writing of one, or of the lines and the
+    model beside it.
+    """
     steps = 10 * kills
     message = f"steps={steps}, checkpoint_every=1, evaluate_every=10, dropout=0.1"
     keep = killed_and_resumed(tmp_path / "killed", kills, message)
@@ -222,11 +246,13 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
     assert trail(tmp_path / "killed") == trail(tmp_path / "whole")
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_a_folder_with_a_run_is_not_restarted(whole: Path):
-    with pytest.raises(SpecError, match="holds a run of 6 steps; continue it with resume='allowed'"):
+    with pytest.raises(
+        SpecError, match="holds a run of 6 steps; continue it with resume='allowed'"
+    ):
         train(Echo(), recipe=short_recipe(**STOCHASTIC), out=whole)
 
 
@@ -247,7 +273,9 @@ def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
         (Answered(), {}, r"task.name was 'echo', is now 'answered'"),
     ],
 )
-def test_another_setup_is_refused_by_its_first_difference(whole: Path, task: Echo, options: dict, message: str):
+def test_another_setup_is_refused_by_its_first_difference(
+    whole: Path, task: Echo, options: dict, message: str
+):
     with pytest.raises(SpecError, match=message):
         train(task, recipe=short_recipe(**STOCHASTIC, **options), out=whole, resume="allowed")
 
@@ -265,7 +293,10 @@ def test_data_that_changed_under_a_run_is_noticed(whole: Path):
 
 
 def test_two_runs_cannot_write_one_folder(tmp_path: Path):
-    with files.FolderLock(tmp_path), pytest.raises(SpecError, match=f"being written by process {os.getpid()}"):
+    with (
+        files.FolderLock(tmp_path),
+        pytest.raises(SpecError, match=f"being written by process {os.getpid()}"),
+    ):
         train(Echo(), recipe=short_recipe(), out=tmp_path)
 
 
@@ -287,7 +318,8 @@ class WildLabel(Wild):
 
 
 @pytest.mark.parametrize(
-    ("task", "message"), [(Wild(), "batch 4 has the input id 99"), (WildLabel(), "batch 4 has the label 99")]
+    ("task", "message"),
+    [(Wild(), "batch 4 has the input id 99"), (WildLabel(), "batch 4 has the label 99")],
 )
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, task: Echo, message: str):
     with pytest.raises(ValueError, match=f"{message}, but the model has 11 of them; use 0..10"):
@@ -297,7 +329,9 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, task: Echo, mess
 
 def test_a_model_of_a_smaller_vocabulary_is_refused(tmp_path: Path):
     text = hw.model_spec.to_toml(Echo().model()).replace("11", "7")
-    with pytest.raises(SpecError, match="the embedding of decoder has 7 rows, but the task has 11 ids"):
+    with pytest.raises(
+        SpecError, match="the embedding of decoder has 7 rows, but the task has 11 ids"
+    ):
         train(Echo(), hw.model_spec.from_toml(text), short_recipe(), tmp_path)
 
 
@@ -309,7 +343,9 @@ class Spelt(Echo):
 
 def test_a_model_of_a_larger_vocabulary_than_a_tokenizer_is_refused(tmp_path: Path):
     text = hw.model_spec.to_toml(Echo().model()).replace("11", "13")
-    with pytest.raises(SpecError, match="decoder has 13 rows, but the task's tokenizer has 11 tokens; use 11 rows"):
+    with pytest.raises(
+        SpecError, match="decoder has 13 rows, but the task's tokenizer has 11 tokens; use 11 rows"
+    ):
         train(Spelt(), hw.model_spec.from_toml(text), short_recipe(), tmp_path)
 
 
@@ -324,7 +360,7 @@ def test_words_are_known(tmp_path: Path):
         train(Echo(), hw.build(Echo().model(), dropout=0.2), short_recipe(), tmp_path)
 
 
-# --- what is not finite --------------------------------------------------------------------------------
+# --- what is not finite ---------------------------------------------------------------------------
 
 
 def poisoned(step: int, name: str, value: float):
@@ -342,16 +378,31 @@ def poisoned(step: int, name: str, value: float):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("decoder.0.feed.up", float("nan"), r"the weight decoder.0.feed.up \(feed, decayed\) holds NaN or inf"),
-        ("decoder.0.feed.up", 3e38, r"the output of decoder.0.feed \(feed, decayed\) is the first with NaN or inf"),
-        ("decoder.0.feed_norm.weight", 3e38, r"the output of decoder.0.feed_norm \(norm, kept\) is the first"),
+        (
+            "decoder.0.feed.up",
+            float("nan"),
+            r"the weight decoder.0.feed.up \(feed, decayed\) holds NaN or inf",
+        ),
+        (
+            "decoder.0.feed.up",
+            3e38,
+            r"the output of decoder.0.feed \(feed, decayed\) is the first with NaN or inf",
+        ),
+        (
+            "decoder.0.feed_norm.weight",
+            3e38,
+            r"the output of decoder.0.feed_norm \(norm, kept\) is the first",
+        ),
     ],
 )
-def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path: Path, name: str, value: float, message: str):
+def test_a_non_finite_loss_ends_a_run_and_names_its_origin(
+    tmp_path: Path, name: str, value: float, message: str
+):
     net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
     sink.net = net
     with pytest.raises(
-        TrainingDiverged, match=f"step 6: the loss is nan; {message}.*checkpoint of step 4 is in .*; train again"
+        TrainingDiverged,
+        match=f"step 6: the loss is nan; {message}.*checkpoint of step 4 is in .*; train again",
     ):
         train(Echo(), net, short_recipe(), tmp_path, loggers=[sink])
     stored = newest(tmp_path)
@@ -372,16 +423,22 @@ class Steep(torch.autograd.Function):
         return gradient * float("inf")
 
 
-def test_a_gradient_that_is_not_finite_is_found_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Behind the feed-forward: what comes after it, on the way back, is what it spoiled, and not the first."""
+def test_a_gradient_that_is_not_finite_is_found_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Behind the feed-forward: what comes after it, on the way back, is what it spoiled, and not
+    the first.
+    """
     net = hw.build(Echo().model(), seed=0)
     feed = net.get_submodule("decoder.0.feed")
     feed.register_forward_hook(lambda module, inputs, out: Steep.apply(out))
-    with pytest.raises(TrainingDiverged, match=r"step 1: the gradient holds NaN or inf; .* of decoder.0.feed"):
+    with pytest.raises(
+        TrainingDiverged, match=r"step 1: the gradient holds NaN or inf; .* of decoder.0.feed"
+    ):
         train(Echo(), net, short_recipe(), tmp_path)
 
 
-# --- what is damaged -----------------------------------------------------------------------------------
+# --- what is damaged ------------------------------------------------------------------------------
 
 
 def damaged(path: Path, how: str) -> None:
@@ -396,14 +453,20 @@ def damaged(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "edited", "flipped"])
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path, tmp_path: Path, how: str):
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(
+    whole: Path, tmp_path: Path, how: str
+):
     with pytest.raises(RuntimeError, match="a crash"):
         train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, loggers=[CrashingLogger(5)])
     before = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in before.paths] == [4, 3]
     damaged(before.paths[0], how)
     train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed")
-    notes = [record["says"] for record in read_lines(tmp_path / "metrics.jsonl") if record["event"] == "note"]
+    notes = [
+        record["says"]
+        for record in read_lines(tmp_path / "metrics.jsonl")
+        if record["event"] == "note"
+    ]
     assert any(note.startswith("0000000004.safetensors ") for note in notes)
     assert "resuming from step 3" in notes
     check_same(weights(tmp_path), weights(whole))
@@ -415,7 +478,11 @@ def test_training_does_not_start_without_an_intact_checkpoint(tmp_path: Path):
     for path in CheckpointFolder(tmp_path / "checkpoint").paths:
         damaged(path, "truncated")
     with pytest.raises(
-        SpecError, match=r"cannot read any checkpoint in .*: 0000000004.*; 0000000003.*; start again in another"
+        SpecError,
+        match=(
+            r"cannot read any checkpoint in .*: 0000000004.*; 0000000003.*; start again in "
+            r"another"
+        ),
     ):
         train(Echo(), recipe=short_recipe(), out=tmp_path, resume="allowed")
 
@@ -448,7 +515,9 @@ FIRST = {"write": 2, "fsync": 2, "replace": 1}  # calls before there is a first 
 def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """Each call of a run fails once: one line says so, no checkpoint is lost, and the same bits come out."""
+    """Each call of a run fails once: one line says so, no checkpoint is lost, and the same bits
+    come out.
+    """
     recipe = short_recipe(steps=1)
     calls = counted(name, tmp_path / "whole")
     expected = weights(tmp_path / "whole")
@@ -469,7 +538,7 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
         assert result.steps == 1
 
 
-# --- Ctrl-C --------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 class Interrupting(CrashingLogger):
@@ -481,7 +550,9 @@ class Interrupting(CrashingLogger):
 
 
 def test_an_interrupt_saves_the_current_step(whole: Path, tmp_path: Path):
-    before = signal.getsignal(signal.SIGINT)  # ignored, where tests run in the background of a shell
+    before = signal.getsignal(
+        signal.SIGINT
+    )  # ignored, where tests run in the background of a shell
     with pytest.raises(KeyboardInterrupt, match="interrupted at step 5; the checkpoint is in"):
         train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, loggers=[Interrupting(5)])
     assert newest(tmp_path).step == 5
@@ -498,7 +569,9 @@ def test_the_second_interrupt_ends_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_before_the_first_step_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_before_the_first_step_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Choosing a precision and compiling may take minutes, and there is nothing to lose."""
 
     def press(*_: object) -> NoReturn:
@@ -514,7 +587,9 @@ def test_an_interrupt_before_the_first_step_ends_at_once(tmp_path: Path, monkeyp
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_long_step_is_undone_after_an_interrupt(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_step_is_undone_after_an_interrupt(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     compute = TrainStep.compute_gradients
     step = itertools.count(1)
 

@@ -12,7 +12,12 @@ import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch
 from headwise.data.file_task import make_translator
 from headwise.data.task import UnpackableBatch, iter_texts, pack_batch, real_token_share
-from headwise.data.translation import ParallelCorpus, SentencePair, TranslationDataset, TranslationOptions
+from headwise.data.translation import (
+    ParallelCorpus,
+    SentencePair,
+    TranslationDataset,
+    TranslationOptions,
+)
 from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.ranks import ProcessMesh, shard_batch
 from headwise.distributed.sharded_model import BatchForward, wrap_single_process
@@ -31,7 +36,10 @@ LENGTHS = [(5, 3), (1, 7), (4, 4), (9, 2), (2, 6)]
 def pairs(lengths=LENGTHS) -> Batch:
     """Pairs of texts of these lengths, the source first."""
     draw = torch.Generator().manual_seed(7)
-    ids = [torch.randint(IDS, (len(lengths), max(each)), generator=draw) for each in zip(*lengths, strict=True)]
+    ids = [
+        torch.randint(IDS, (len(lengths), max(each)), generator=draw)
+        for each in zip(*lengths, strict=True)
+    ]
     source, x = ids
     sequence = [
         SequenceInfo.from_batch(one, lengths=list(each))
@@ -48,16 +56,20 @@ def net_of_pairs():
 def gradients(net, batch, rows, **options):
     recipe = Recipe(batch=len(batch.labels), device="cpu", **options)
     net.zero_grad(set_to_none=True)
-    loss = TrainStep(wrap_single_process(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(
-        batch
-    )
-    return {"loss": loss} | {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    loss = TrainStep(
+        wrap_single_process(net.train()), recipe, StepOptions("fp32", "off", rows=rows)
+    ).compute_gradients(batch)
+    return {"loss": loss} | {
+        name: p.grad for name, p in net.named_parameters() if p.grad is not None
+    }
 
 
 def check_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, one in ours.items():
-        torch.testing.assert_close(one, theirs[name], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            one, theirs[name], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("accumulate", [1, 5])
@@ -98,13 +110,17 @@ def test_packed_evaluation_is_unchanged(task):
 
 
 ROWS = st.lists(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4), min_size=1, max_size=4
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=4,
 )
 
 
 @given(rows=ROWS)
 def test_rows_of_any_texts_come_back(rows):
-    sequence = [SequenceInfo.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
+    sequence = [
+        SequenceInfo.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)
+    ]
     x, source = (torch.randint(1, IDS, t.position.shape) for t in sequence)
     batch = Batch(x, x.where(sequence[0].is_real, IGNORE_INDEX), sequence[0], source, sequence[1])
     row = pack_batch(batch)
@@ -122,7 +138,11 @@ def test_rows_of_any_texts_come_back(rows):
 def test_padding_on_the_left_is_left_out_too():
     ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
     row = pack_batch(
-        Batch(ids, ids.where(ids > 0, IGNORE_INDEX), SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left"))
+        Batch(
+            ids,
+            ids.where(ids > 0, IGNORE_INDEX),
+            SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left"),
+        )
     )
     assert row.batch.x.tolist() == [[5, 6, 7, 8, 9]]
     assert row.batch.tokens.position.tolist() == [[0, 1, 0, 1, 2]]
@@ -134,7 +154,9 @@ def test_unpackable_batches_give_reasons():
         "per example": replace(whole, labels=whole.labels[:, 0]),
         "not a batch of token ids": Batch(torch.randn(2, 3), torch.zeros(2, 3)),
         "labels at padding": replace(whole, labels=torch.zeros_like(whole.labels)),
-        "positions from 0": Batch(whole.x, whole.x, SequenceInfo.contiguous(3, whole.x.shape[1], "cpu")),
+        "positions from 0": Batch(
+            whole.x, whole.x, SequenceInfo.contiguous(3, whole.x.shape[1], "cpu")
+        ),
     }
     mixed = SequenceInfo(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
     cases["not consecutive"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
@@ -144,9 +166,12 @@ def test_unpackable_batches_give_reasons():
 
 
 def test_rows_of_several_pairs_know_their_lengths():
-    words = [SentencePair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
+    words = [
+        SentencePair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)
+    ]
     data = TranslationDataset(
-        ParallelCorpus.of(words, (0.1, 0.1), {}), TranslationOptions(vocab=300, longest=64, form="packed")
+        ParallelCorpus.of(words, (0.1, 0.1), {}),
+        TranslationOptions(vocab=300, longest=64, form="packed"),
     )
     batch = data.batch(0, 3, "train", seed=0)
     assert max(map(len, batch.tokens.lengths)) > 1
@@ -176,10 +201,15 @@ def trial(monkeypatch, seconds, task=None, **options):
     task = task or Echo()
     batches = [task.batch(0, 8)]
     step_trial = Autotuner(
-        hw.build(task.model(), seed=0), short_recipe(**({"rows": "auto"} | options)), torch.device("cpu"), batches
+        hw.build(task.model(), seed=0),
+        short_recipe(**({"rows": "auto"} | options)),
+        torch.device("cpu"),
+        batches,
     )
     monkeypatch.setattr(
-        Autotuner, "_time_step", lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention]
+        Autotuner,
+        "_time_step",
+        lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention],
     )
     return step_trial.choose_options()
 
@@ -188,10 +218,15 @@ def test_rows_are_packed_where_that_is_faster(monkeypatch):
     fast = {("padded", "fused"): 0.2, ("packed", "fused"): 0.1}
     chosen = trial(monkeypatch, fast)
     assert chosen.rows == "packed"
-    assert any(reason.startswith("packed rows: 0.1000 s per step, padded 0.2000 s") for reason in chosen.reasons)
+    assert any(
+        reason.startswith("packed rows: 0.1000 s per step, padded 0.2000 s")
+        for reason in chosen.reasons
+    )
     slow = trial(monkeypatch, {("padded", "fused"): 0.2, ("packed", "fused"): 0.199})
     assert slow.rows == "padded"
-    assert any("padded rows: 0.2000 s per step, packed 0.1990 s" in reason for reason in slow.reasons)
+    assert any(
+        "padded rows: 0.2000 s per step, packed 0.1990 s" in reason for reason in slow.reasons
+    )
     both = fast | {("padded", "plain"): 0.19, ("packed", "plain"): 0.05}
     assert (both := trial(monkeypatch, both, attention="auto")).rows == "packed"
     assert both.attention == "plain"

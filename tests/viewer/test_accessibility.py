@@ -14,7 +14,12 @@ from support.page_browser import MUST_RUN, served, wait_until
 
 AXE = Path(hw.__file__).parent / "viewer" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 VARIANTS = (  # of screens, beside those that the rail names
-    *("#/map?cells=class", "#/map?cells=entropy", "#/head?site=4&head=3&form=lines", "#/head?site=3&head=2&form=arcs"),
+    *(
+        "#/map?cells=class",
+        "#/map?cells=entropy",
+        "#/head?site=4&head=3&form=lines",
+        "#/head?site=3&head=2&form=arcs",
+    ),
     "#/head?table=1",
     *("#/text?token=3", "#/steps?site=3&head=2&token=5"),
 )
@@ -49,7 +54,9 @@ def sample() -> OpenModel:
 
 
 def find_violations(page: Any, theme: str) -> list[str]:
-    """What axe finds on the page, as rule: element: reason; the policy of the page forbids script elements."""
+    """What axe finds on the page, as rule: element: reason; the policy of the page forbids script
+    elements.
+    """
     wait_until(page, "!document.querySelector('.jobs .note:not(.bad)')")
     page.wait_for_timeout(200)
     return page.evaluate(RUN, [COLOR_RULES, []] if theme == "dark" else [TAGS, EXTRA_RULES])
@@ -63,10 +70,16 @@ def test_no_screen_has_a_violation(page: Any, axe: str, theme: str, width: int):
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         page.evaluate(axe)
-        screens = page.get_by_role("navigation").get_by_role("link").evaluate_all("all => all.map((a) => a.hash)")
+        screens = (
+            page.get_by_role("navigation")
+            .get_by_role("link")
+            .evaluate_all("all => all.map((a) => a.hash)")
+        )
         assert len(screens) >= 10
         for address in (*screens, *VARIANTS):
-            page.evaluate(f"location.hash = '{address}{'&' if '?' in address else '?'}theme={theme}'")
+            page.evaluate(
+                f"location.hash = '{address}{'&' if '?' in address else '?'}theme={theme}'"
+            )
             page.get_by_role("heading", level=1).first.wait_for()
             page.wait_for_timeout(300)
             found[address] = find_violations(page, theme)
@@ -91,7 +104,9 @@ def test_no_dialog_has_a_violation(page: Any, axe: str, dialog: str, theme: str)
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_results_have_no_violation(page: Any, axe: str, theme: str):
-    """Tables that appear when something was computed or asked for: the effect in the Lab, two runs, the measures."""
+    """Tables that appear when something was computed or asked for: the effect in the Lab, two runs,
+    the measures.
+    """
     found: dict[str, list[str]] = {}
     with served(sample()) as url:
         page.goto(url)

@@ -1,4 +1,6 @@
-"""Aggregates of heads, products by channel and written tokens, on the page and in the answers of the server."""
+"""Aggregates of heads, products by channel and written tokens, on the page and in the answers of
+the server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import pytest
 import torch
 
 from headwise.traces.attention_trace import aggregate_heads, roll_out_attention
-from headwise.viewer.binary_answers import decode_arrays, encode_aggregate, encode_products, encode_written
+from headwise.viewer.binary_answers import (
+    decode_arrays,
+    encode_aggregate,
+    encode_products,
+    encode_written,
+)
 from headwise.viewer.lab_runs import find_token_decoder, id_inputs
 from support.page_browser import sample_model, served, wait_until
 
@@ -23,16 +30,25 @@ def open_screen(page: Any, url: str, address: str) -> None:
 
 def listed(page: Any) -> list[float]:
     """The weights of the first list of the Text screen."""
-    return [float(value) for value in page.locator(".finder").first.locator("td.num").all_inner_texts() if value]
+    return [
+        float(value)
+        for value in page.locator(".finder").first.locator("td.num").all_inner_texts()
+        if value
+    ]
 
 
 @pytest.mark.parametrize(
     ("label", "wanted"),
     [
-        ("maximum of the layer", lambda trace: aggregate_heads(trace, ["encoder.1.attention"], "max")),
+        (
+            "maximum of the layer",
+            lambda trace: aggregate_heads(trace, ["encoder.1.attention"], "max"),
+        ),
         (
             "mean of all layers",
-            lambda trace: aggregate_heads(trace, [f"encoder.{n}.attention" for n in range(3)], "mean"),
+            lambda trace: aggregate_heads(
+                trace, [f"encoder.{n}.attention" for n in range(3)], "mean"
+            ),
         ),
         ("rollout up to the layer", lambda trace: roll_out_attention(trace, "encoder.1.attention")),
     ],
@@ -51,11 +67,17 @@ def test_all_heads_together_are_shown(page: Any, label: str, wanted: Any):
 def test_a_set_is_combined_by_its_maximum(page: Any):
     model = sample_model(with_model=False)
     with served(model) as url:
-        open_screen(page, url, "text?site=1&head=2&heads=set&pins=1.2,1.4,1.5&combine=max&position=7")
+        open_screen(
+            page, url, "text?site=1&head=2&heads=set&pins=1.2,1.4,1.5&combine=max&position=7"
+        )
         page.get_by_text("maximum of 3 heads").first.wait_for()
-        rows = [model.get_trace().head_weights("encoder.1.attention", head)[7] for head in (2, 4, 5)]
+        rows = [
+            model.get_trace().head_weights("encoder.1.attention", head)[7] for head in (2, 4, 5)
+        ]
         page.wait_for_timeout(500)
-        assert listed(page) == pytest.approx(np.sort(np.max(rows, 0))[::-1][:6], rel=0.06, abs=0.006)
+        assert listed(page) == pytest.approx(
+            np.sort(np.max(rows, 0))[::-1][:6], rel=0.06, abs=0.006
+        )
 
 
 def test_a_token_is_left_out_and_a_span_is_dragged(page: Any):
@@ -72,7 +94,9 @@ def test_a_token_is_left_out_and_a_span_is_dragged(page: Any):
         page.mouse.move(0, 0)
         rest = np.delete(weights[7], best)
         page.wait_for_timeout(400)
-        assert listed(page)[:6] == pytest.approx(np.sort(rest / rest.sum())[::-1][:6], rel=0.06, abs=0.006)
+        assert listed(page)[:6] == pytest.approx(
+            np.sort(rest / rest.sum())[::-1][:6], rel=0.06, abs=0.006
+        )
         wait_until(page, f"location.hash.includes('leave={best}')")
         page.get_by_role("button", name="Bring all back").click()
         boxes = [chips.nth(n).bounding_box() for n in (2, 3, 4)]
@@ -84,7 +108,9 @@ def test_a_token_is_left_out_and_a_span_is_dragged(page: Any):
         page.mouse.move(0, 0)
         wait_until(page, "document.querySelectorAll('.chip[aria-pressed=true]').length === 3")
         page.wait_for_timeout(400)
-        assert listed(page)[:6] == pytest.approx(np.sort(weights[2:5].sum(0))[::-1][:6], rel=0.06, abs=0.006)
+        assert listed(page)[:6] == pytest.approx(
+            np.sort(weights[2:5].sum(0))[::-1][:6], rel=0.06, abs=0.006
+        )
         page.keyboard.press("Escape")
         wait_until(page, "document.querySelectorAll('.chip[aria-pressed=true]').length === 0")
 
@@ -102,24 +128,39 @@ def test_products_by_channel_have_the_numbers_of_the_trace(page: Any):
         wait_until(page, "document.querySelector('.channel-canvas canvas').width > 1")
         box = picture.bounding_box()
         rows, channels = products.shape
-        page.mouse.move(box["x"] + 3.5 * box["width"] / channels, box["y"] + 5.5 * box["height"] / rows)
+        page.mouse.move(
+            box["x"] + 3.5 * box["width"] / channels, box["y"] + 5.5 * box["height"] / rows
+        )
         shown = page.get_by_test_id("channel")
-        wait_until(page, "/channel 3/.test(document.querySelector('[data-testid=channel]').textContent)")
+        wait_until(
+            page, "/channel 3/.test(document.querySelector('[data-testid=channel]').textContent)"
+        )
         numbers = re.search(r"q × k = (\S+); score (\S+)", shown.inner_text())
         assert numbers is not None
         assert float(numbers[1]) == pytest.approx(products[5, 3], rel=2e-3)
-        assert float(numbers[2]) == pytest.approx(products[5].sum() * layer.calls[0].scale, rel=2e-3)
+        assert float(numbers[2]) == pytest.approx(
+            products[5].sum() * layer.calls[0].scale, rel=2e-3
+        )
         page.get_by_role("button", name="Table").click()
-        assert page.get_by_role("region", name="Largest products of each key").locator("tbody tr").count() > 50
+        assert (
+            page.get_by_role("region", name="Largest products of each key")
+            .locator("tbody tr")
+            .count()
+            > 50
+        )
 
 
 def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
-    """By hand: the head's output times W_O, through the norm with the scale of the text, and the output head."""
+    """By hand: the head's output times W_O, through the norm with the scale of the text, and the
+    output head.
+    """
     model = sample_model()
     net: Any = model.get_model()
     trace = model.get_recorded()
     final: list[torch.Tensor] = []
-    handle = net.stacks["decoder"].norm.register_forward_pre_hook(lambda _, args: final.append(args[0]))
+    handle = net.stacks["decoder"].norm.register_forward_pre_hook(
+        lambda _, args: final.append(args[0])
+    )
     with torch.inference_mode():
         net(**id_inputs(net, trace))
     handle.remove()
@@ -128,12 +169,20 @@ def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
     width = len(z)
     written = state["decoder.2.cross.output.o"][:, width : 2 * width] @ z
     h = final[0][0, 9].double()
-    normed = (written - written.mean()) / (h.var(unbiased=False) + net.stacks["decoder"].norm.eps).sqrt()
-    table = next(tensor for name, tensor in state.items() if name.endswith(("head.tokens.weight", "embedding.tokens")))
+    normed = (written - written.mean()) / (
+        h.var(unbiased=False) + net.stacks["decoder"].norm.eps
+    ).sqrt()
+    table = next(
+        tensor
+        for name, tensor in state.items()
+        if name.endswith(("head.tokens.weight", "embedding.tokens"))
+    )
     logits = table @ (normed * state["decoder.norm.weight"])
     wanted = logits - logits.mean()
     fields, arrays = decode_arrays(encode_written(model, "decoder.2.cross", 1, 9))
-    assert arrays["effects"] == pytest.approx(wanted[torch.from_numpy(arrays["ids"].copy()).long()].numpy(), rel=2e-3)
+    assert arrays["effects"] == pytest.approx(
+        wanted[torch.from_numpy(arrays["ids"].copy()).long()].numpy(), rel=2e-3
+    )
     assert arrays["effects"][0] == pytest.approx(wanted.max().item(), rel=2e-3)
     assert fields["words"][0] == find_token_decoder(net)(int(wanted.argmax()))
     site = [layer.name for layer in trace.layers].index("decoder.2.cross")
@@ -153,4 +202,7 @@ def test_answers_refuse_what_they_cannot_give():
         encode_written(model, "decoder.2.cross", 1, 9)
     with pytest.raises(ValueError, match="choose self-attention"):
         encode_aggregate(model, "decoder.2.cross", "rollout", "layer")
-    assert "has no head 9" in decode_arrays(encode_products(model, "decoder.2.cross", 9, 9))[0]["reason"]
+    assert (
+        "has no head 9"
+        in decode_arrays(encode_products(model, "decoder.2.cross", 9, 9))[0]["reason"]
+    )

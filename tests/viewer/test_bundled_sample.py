@@ -1,4 +1,6 @@
-"""The bundled sample is small and intact, opens without torch, and its heads do what the page shows."""
+"""The bundled sample is small and intact, opens without torch, and its heads do what the page
+shows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import pytest
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.viewer import bundled_sample
-from headwise.viewer.bundled_sample import FOLDER, load_sample_model, load_sample_table, load_sample_trace
+from headwise.viewer.bundled_sample import (
+    FOLDER,
+    load_sample_model,
+    load_sample_table,
+    load_sample_trace,
+)
 
 MAX_BYTES = 4_000_000
 TARGET = "一千二百三十四万五千六百七十八美元九十美分"
@@ -23,13 +30,17 @@ def test_the_sample_is_small():
     assert names == {
         "measures.json",
         "sample.trace",
-        *(f"model/{name}" for name in ("README.md", "headwise.toml", "model.safetensors", "tokenizer.json")),
+        *(
+            f"model/{name}"
+            for name in ("README.md", "headwise.toml", "model.safetensors", "tokenizer.json")
+        ),
     }
 
 
 def test_the_trace_and_the_measures_open_without_torch():
     code = (
-        "import sys; from headwise.viewer.bundled_sample import *; load_sample_trace(), load_sample_table(); "
+        "import sys; from headwise.viewer.bundled_sample import *; load_sample_trace(), "
+        "load_sample_table(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -109,5 +120,7 @@ while not finder.job.has_ended:
     time.sleep(0.1)
 print(finder.job.state)
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
+    )
     assert (result.returncode, result.stdout.strip()) == (0, "done"), result.stderr

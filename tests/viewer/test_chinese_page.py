@@ -46,9 +46,19 @@ def wait_for_chinese(page: Any, address: str) -> None:
 def test_no_screen_has_an_english_sentence_in_chinese(page: Any, with_model: bool):
     with served(sample_model(with_model=with_model)) as url:
         open_chinese(page, url)
-        screens = page.get_by_role("navigation").get_by_role("link").evaluate_all("all => all.map((a) => a.hash)")
+        screens = (
+            page.get_by_role("navigation")
+            .get_by_role("link")
+            .evaluate_all("all => all.map((a) => a.hash)")
+        )
         assert len(screens) >= 11
-        for address in (*screens, "#/classify?table=1", "#/map?table=1", "#/head?table=1", "#/steps?table=1"):
+        for address in (
+            *screens,
+            "#/classify?table=1",
+            "#/map?table=1",
+            "#/head?table=1",
+            "#/steps?table=1",
+        ):
             wait_for_chinese(page, address)
 
 
@@ -56,7 +66,10 @@ def test_an_error_is_chinese(page: Any):
     with served(sample_model()) as url:
         open_chinese(page, url)
         events = f"data: {json.dumps({'state': 'failed', 'error': FAILED})}\n\n"
-        page.route("**/api/jobs/*/events", lambda route: route.fulfill(content_type="text/event-stream", body=events))
+        page.route(
+            "**/api/jobs/*/events",
+            lambda route: route.fulfill(content_type="text/event-stream", body=events),
+        )
         page.evaluate("location.hash = '#/cost'")
         page.get_by_role("button", name="计算开销").click()
         alert = page.get_by_role("alert")
@@ -87,7 +100,9 @@ def test_an_exported_file_holds_its_translations(language: str, page: Any, tmp_p
     """The address or the file says that it opens in Chinese."""
     from headwise.viewer.view import render_export
 
-    (tmp_path / "page.html").write_text(render_export(sample_model(with_model=False), language), encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        render_export(sample_model(with_model=False), language), encoding="utf-8"
+    )
     page.goto((tmp_path / "page.html").as_uri() + ("" if language else "?lang=zh"))
     page.get_by_role("gridcell").first.wait_for()
     wait_for_chinese(page, "#/open")

@@ -1,4 +1,6 @@
-"""The Class screen in a browser: intervals, thresholds with a live recount, and classes of the user's own."""
+"""The Class screen in a browser: intervals, thresholds with a live recount, and classes of the
+user's own.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ def test_the_table_has_the_scores_and_intervals_of_the_library(page: Any, tmp_pa
                 measure = head.measures["self"]
                 low = (measure.low - measure.chance) / (1 - measure.chance)
                 assert float(row["score_low"]) == pytest.approx(low, abs=1e-4)
-        scores = [float(score) for score in page.locator(".classify td:nth-child(3)").all_inner_texts() if score != "–"]
+        scores = [
+            float(score)
+            for score in page.locator(".classify td:nth-child(3)").all_inner_texts()
+            if score != "–"
+        ]
         assert scores == sorted(scores, reverse=True)
 
 
@@ -62,7 +68,8 @@ def test_a_threshold_recounts_the_classes(page: Any):
     left = [
         classes
         for classes in tops
-        if next((one.name for one in classes if one.name != "broad" or one.score >= 0.55), "") == "broad"
+        if next((one.name for one in classes if one.name != "broad" or one.score >= 0.55), "")
+        == "broad"
     ]
     assert 0 < len(left) < len(broad)
     with served(model) as url:
@@ -79,7 +86,9 @@ def test_a_threshold_recounts_the_classes(page: Any):
 def test_a_class_of_ones_own_is_marked_kept_and_exported(page: Any, tmp_path: Path):
     model = sample_model()
     assert model.table is not None
-    head = next(one for one in model.table.heads if one.site == "encoder.1.attention" and one.head == 2)
+    head = next(
+        one for one in model.table.heads if one.site == "encoder.1.attention" and one.head == 2
+    )
     name = "sink" if head.classes[0].name != "sink" else "broad"
     with served(model) as url:
         open_classes(page, url)
@@ -90,7 +99,9 @@ def test_a_class_of_ones_own_is_marked_kept_and_exported(page: Any, tmp_path: Pa
         page.get_by_text("1 named by you").wait_for()
         rows = download_rows(page, tmp_path)
         own = [row for row in rows if row["source"] == "user"]
-        assert [(row["site"], row["head"], row["class"]) for row in own] == [("encoder.1.attention", "2", name)]
+        assert [(row["site"], row["head"], row["class"]) for row in own] == [
+            ("encoder.1.attention", "2", name)
+        ]
         assert own[0]["measured_class"] == head.classes[0].name
         wait_until(page, "location.hash.includes('classes=')")
         page.reload()

@@ -1,4 +1,6 @@
-"""The job and the answers of the Diff screen: other texts, ablated heads, pruned models and traces."""
+"""The job and the answers of the Diff screen: other texts, ablated heads,
+pruned models and traces.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 def compare(opened: OpenModel, **arguments: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    return decode_arrays(compare_attention(opened, arguments, JobProgress(Job("compare", arguments))))
+    return decode_arrays(
+        compare_attention(opened, arguments, JobProgress(Job("compare", arguments)))
+    )
 
 
 def open_gpt(ids: torch.Tensor | None = None) -> OpenModel:
@@ -49,8 +60,13 @@ def test_heads_behind_an_ablated_one_attend_as_in_a_model_with_edited_weights() 
     ids = torch.tensor([list(opened.get_trace().streams["text"][0].ids)])
     after = hw.trace(edited, ids, log=lambda _: None)
     for number, (site, head) in enumerate(opened.heads):
-        before, expected = opened.get_trace().head_weights(site, head), after.head_weights(site, head)
-        assert arrays["differences"][number, 1] == pytest.approx(np.abs(before - expected).max(), abs=1e-6)
+        before, expected = (
+            opened.get_trace().head_weights(site, head),
+            after.head_weights(site, head),
+        )
+        assert arrays["differences"][number, 1] == pytest.approx(
+            np.abs(before - expected).max(), abs=1e-6
+        )
         one, other = opened.get_comparison().weights(site, head)
         np.testing.assert_array_equal(one, before)
         np.testing.assert_allclose(other, expected, atol=1e-6)
@@ -61,7 +77,9 @@ def test_heads_behind_an_ablated_one_attend_as_in_a_model_with_edited_weights() 
 
 def test_another_text_is_aligned_with_the_open_one(translator: OpenModel) -> None:
     source = translator.get_trace().streams["source"][0]
-    header, arrays = compare(translator, **{"with": "text"}, source=bundled_sample.TEXTS[3].partition("\t")[0])
+    header, arrays = compare(
+        translator, **{"with": "text"}, source=bundled_sample.TEXTS[3].partition("\t")[0]
+    )
     assert header["kind"] == "text"
     assert header["words"]["source"] != list(source.words)
     assert 3 <= len(arrays["source.pairs"]) <= len(source.words)
@@ -83,7 +101,9 @@ def test_pictures_hold_the_largest_weights_and_changes_of_their_cells() -> None:
             assert tile.second[row, column] / 255 == pytest.approx(other[cell].max(), abs=1 / 255)
             changes = (other - one)[cell].ravel()
             expected = changes[np.abs(changes).argmax()]
-            assert (int(tile.change[row, column]) - 128) / 127 == pytest.approx(expected, abs=0.5 / 127)
+            assert (int(tile.change[row, column]) - 128) / 127 == pytest.approx(
+                expected, abs=0.5 / 127
+            )
     assert exact_pair(comparison, site, head, (20, 7)).tolist() == [one[20, 7], other[20, 7]]
     whole = pool_difference(comparison, site, head, 512)
     assert whole.change.shape == (23, 23)
@@ -104,7 +124,10 @@ def test_a_pruned_model_is_compared_head_by_head(tmp_path: Path) -> None:
     from headwise.surgery.pruning_plan import fingerprint_model
 
     write_model_folder(
-        result.after, bundled_sample.MODEL, folder, dict(result.data) | {"model": fingerprint_model(net)}
+        result.after,
+        bundled_sample.MODEL,
+        folder,
+        dict(result.data) | {"model": fingerprint_model(net)},
     )
     opened.other = str(folder)
     header, arrays = compare(opened, **{"with": "other"})
@@ -119,7 +142,9 @@ def test_traces_are_compared_without_a_model(tmp_path: Path) -> None:
     weights = np.full((1, 2, 3, 3), 1 / 3, np.float32)
     sharp = np.eye(3, dtype=np.float32)[None, None].repeat(2, 1)
     trace_from_weights([sharp], ["a", "b", "c"]).save(tmp_path / "other.trace")
-    opened = OpenModel(trace_from_weights([weights], ["a", "b", "c"]), other=str(tmp_path / "other.trace"))
+    opened = OpenModel(
+        trace_from_weights([weights], ["a", "b", "c"]), other=str(tmp_path / "other.trace")
+    )
     _, arrays = compare(opened, **{"with": "other"})
     np.testing.assert_allclose(arrays["differences"][:, 1], 2 / 3, atol=1e-6)
     np.testing.assert_allclose(arrays["differences"][:, 3], -np.log(3), atol=1e-6)
@@ -146,14 +171,21 @@ def test_requests_that_cannot_be_answered_say_why(arguments: dict[str, Any], mes
 
 def test_a_model_that_lacks_the_open_token_ids_is_refused(tmp_path: Path) -> None:
     opened = open_gpt()
-    hw.save(hw.build(hw.families.read_model_spec(GPT | {"vocab_size": 3}), seed=0), tmp_path / "small")
+    hw.save(
+        hw.build(hw.families.read_model_spec(GPT | {"vocab_size": 3}), seed=0), tmp_path / "small"
+    )
     opened.other = str(tmp_path / "small")
     with pytest.raises(ValueError, match="the table has 3 rows"):
         compare(opened, **{"with": "other"})
 
 
-def test_a_generated_text_is_compared_only_with_models_of_the_same_tokenizer(translator: OpenModel) -> None:
-    streams = {name: (replace(rows[0], text="", offsets=()),) for name, rows in translator.get_trace().streams.items()}
+def test_a_generated_text_is_compared_only_with_models_of_the_same_tokenizer(
+    translator: OpenModel,
+) -> None:
+    streams = {
+        name: (replace(rows[0], text="", offsets=()),)
+        for name, rows in translator.get_trace().streams.items()
+    }
     trace = replace(translator.get_trace(), streams=streams)
     opened = OpenModel(trace, translator.get_model(), other=str(bundled_sample.MODEL))
     _, arrays = compare(opened, **{"with": "other"})

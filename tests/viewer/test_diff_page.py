@@ -1,4 +1,6 @@
-"""The Diff screen in a browser: heads behind an ablated one, another text, and another model, with exact numbers."""
+"""The Diff screen in a browser: heads behind an ablated one, another text, and another model, with
+exact numbers.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,15 @@ def test_what_changes_behind_an_ablated_head_is_shown_with_exact_numbers(page: A
         assert (blue > red) == (change[query, key] > 0)  # blue is more, orange less
         box = page.get_by_test_id("diff-change").locator("canvas").bounding_box()
         page.mouse.move(
-            box["x"] + (key + 0.5) / len(change) * box["width"], box["y"] + (query + 0.5) / len(change) * box["height"]
+            box["x"] + (key + 0.5) / len(change) * box["width"],
+            box["y"] + (query + 0.5) / len(change) * box["height"],
         )
         page.get_by_test_id("diff-exact").wait_for()
         numbers = page.get_by_test_id("diff-exact").locator("b").inner_text()
         assert abs(float(numbers.replace("−", "-")) - change[query, key]) < 0.006
-        assert page.get_by_role("gridcell", name=re.compile("^E0 H0.* 0.00$")).count() == 1  # nothing before it changes
+        assert (
+            page.get_by_role("gridcell", name=re.compile("^E0 H0.* 0.00$")).count() == 1
+        )  # nothing before it changes
 
 
 def test_the_pictures_have_a_table_with_the_exact_weights(page: Any):
@@ -85,7 +90,9 @@ def test_the_pictures_have_a_table_with_the_exact_weights(page: Any):
         expected = [one[query, key], other[query, key], other[query, key] - one[query, key]]
         np.testing.assert_allclose(shown, expected, atol=6e-3)
         table.get_by_role("button", name="difference").click()
-        wait_until(page, "document.querySelectorAll('th[aria-sort=descending]').length === 2")  # and the list of heads
+        wait_until(
+            page, "document.querySelectorAll('th[aria-sort=descending]').length === 2"
+        )  # and the list of heads
 
 
 def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
@@ -97,7 +104,10 @@ def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
         replaced = page.locator(".pair-row .replaced")
         assert replaced.first.inner_text().split() == ["0", "5"]
         page.get_by_role("link", name="Map").click()
-        wait_until(page, "[...document.querySelectorAll('select')].some((one) => one.value === 'divergence')")
+        wait_until(
+            page,
+            "[...document.querySelectorAll('select')].some((one) => one.value === 'divergence')",
+        )
         page.get_by_role("link", name="Diff").click()
         page.keyboard.press("ArrowDown")
         page.get_by_test_id("diff-change").wait_for()
@@ -105,7 +115,14 @@ def test_another_text_is_aligned_and_the_map_shows_the_divergence(page: Any):
 
 
 def test_another_model_is_compared_by_its_name(page: Any, tmp_path: Path):
-    gpt = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+    gpt = {
+        "model_type": "gpt2",
+        "n_embd": 12,
+        "n_head": 3,
+        "n_layer": 2,
+        "vocab_size": 40,
+        "n_positions": 64,
+    }
     one, other = (hw.build(hw.families.read_model_spec(gpt), seed=seed).eval() for seed in (0, 1))
     ids = torch.arange(9)[None]
     hw.trace(other, ids, log=lambda _: None).save(tmp_path / "tuned.trace")

@@ -1,4 +1,6 @@
-"""Evidence of classes and dependency relations: the numbers are those of the library, and the page shows them."""
+"""Evidence of classes and dependency relations: the numbers are those of the library, and the page
+shows them.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,15 @@ def progress() -> JobProgress:
 
 
 def test_a_text_is_scored_by_the_weights_on_the_pairs_of_the_class():
-    """The class "previous" by hand: the mean weight on the token before, over all rows that have one."""
+    """The class "previous" by hand: the mean weight on the token before, over all rows that have
+    one.
+    """
     model = sample_model()
     text = bundled_sample.TEXTS[0]
     found = find_evidence(
-        model, {"site": 2, "head": 1, "class": "previous", "texts": [text, bundled_sample.TEXTS[1]]}, progress()
+        model,
+        {"site": 2, "head": 1, "class": "previous", "texts": [text, bundled_sample.TEXTS[1]]},
+        progress(),
     )
     header, arrays = decode_arrays(found)
     source, _, target = text.partition("\t")
@@ -60,7 +66,9 @@ def test_evidence_needs_measures():
 
 def make_parsed_model() -> OpenModel:
     net = hw.build(hw.families.read_model_spec(BERT), seed=0).eval()
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(f"{folder}/tokenizer.json")
@@ -86,7 +94,9 @@ def sentences(count: int) -> str:
 
 
 def test_relations_are_measured_against_the_best_baseline(page: Any):
-    """Every subject stands right before its verb here, so that a fixed distance finds all: no head is above it."""
+    """Every subject stands right before its verb here, so that a fixed distance finds all: no head
+    is above it.
+    """
     model = make_parsed_model()
     result = measure_syntax(model, {"conllu": sentences(30)}, progress())
     assert result["texts"] == 30
@@ -121,7 +131,11 @@ def test_relations_are_measured_from_the_page(page: Any):
 
 def test_sentences_that_cannot_be_used_are_refused():
     model = make_parsed_model()
-    for text, match in (("", "no sentences"), (sentences(1), "too few"), (sentences(3), "often enough")):
+    for text, match in (
+        ("", "no sentences"),
+        (sentences(1), "too few"),
+        (sentences(3), "often enough"),
+    ):
         with pytest.raises(ValueError, match=match):
             measure_syntax(model, {"conllu": text}, progress())
 
@@ -137,14 +151,23 @@ def test_the_page_shows_why_a_head_has_its_class(page: Any):
         why.wait_for()
         assert model.table is not None
         measure = model.table.head("encoder.2.attention", 1).measures["previous"]
-        assert f"({measure.value:.2f} − {measure.chance:.2f}) / (1 − {measure.chance:.2f})" in why.inner_text()
+        assert (
+            f"({measure.value:.2f} − {measure.chance:.2f}) / (1 − {measure.chance:.2f})"
+            in why.inner_text()
+        )
         why.get_by_role("button", name="Find the texts").click()
         best = why.get_by_role("region", name="Texts that show it best")
         best.wait_for(timeout=90_000)
         arguments = {"site": 2, "head": 1, "class": "previous", "texts": list(bundled_sample.TEXTS)}
-        scores = np.sort(decode_arrays(find_evidence(model, arguments, progress()))[1]["scores"])[::-1]
+        scores = np.sort(decode_arrays(find_evidence(model, arguments, progress()))[1]["scores"])[
+            ::-1
+        ]
         shown = [float(cell) for cell in best.locator("tbody td.num").all_inner_texts()]
         assert shown == pytest.approx(scores[:3], abs=0.006)
-        worst = why.get_by_role("region", name="Texts that show it worst").locator("tbody td.num").all_inner_texts()
+        worst = (
+            why.get_by_role("region", name="Texts that show it worst")
+            .locator("tbody td.num")
+            .all_inner_texts()
+        )
         assert [float(cell) for cell in worst] == pytest.approx(scores[-3:], abs=0.006)
         assert why.locator(".score-bars rect").count() == len(bundled_sample.TEXTS)

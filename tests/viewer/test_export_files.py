@@ -1,4 +1,6 @@
-"""Files that the page saves: the library's numbers, names that are safe, sizes that are true, limits that hold."""
+"""Files that the page saves: the library's numbers, names that are safe, sizes that are true,
+limits that hold.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from starlette.testclient import TestClient
 
 from headwise.traces import load_trace, trace_from_weights
 from headwise.viewer import bundled_sample, export_files
-from headwise.viewer.export_files import EXPORT_KINDS, ExportScope, FileTooLarge, describe_files, make_file
+from headwise.viewer.export_files import (
+    EXPORT_KINDS,
+    ExportScope,
+    FileTooLarge,
+    describe_files,
+    make_file,
+)
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
@@ -33,7 +41,9 @@ def sample() -> OpenModel:
 
 
 def connect(opened: OpenModel) -> TestClient:
-    app = SecurityMiddleware(ViewServer(opened, STATIC).app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
+    app = SecurityMiddleware(
+        ViewServer(opened, STATIC).app(), allowed_hosts("127.0.0.1", 8000), TOKEN
+    )
     return TestClient(app, base_url=f"http://{HOST}", headers={"X-Session-Token": TOKEN})
 
 
@@ -41,7 +51,7 @@ def contents(opened: OpenModel, kind: str, scope: ExportScope = ALL_HEADS) -> by
     return b"".join(make_file(opened, kind, scope).pieces)
 
 
-# --- contents ------------------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 def test_csv_and_json_have_the_weights_of_one_head(sample: OpenModel):
@@ -66,7 +76,9 @@ def test_npz_has_the_weights_of_one_head_and_of_all(sample: OpenModel):
     np.testing.assert_array_equal(one[SITE][0, 0], trace.head_weights(SITE, 3))
     every = np.load(io.BytesIO(contents(sample, "npz")))
     assert list(every) == [layer.name for layer in trace.layers]
-    np.testing.assert_array_equal(every["decoder.1.cross"][0, 4], trace.head_weights("decoder.1.cross", 4))
+    np.testing.assert_array_equal(
+        every["decoder.1.cross"][0, 4], trace.head_weights("decoder.1.cross", 4)
+    )
 
 
 def test_small_weights_are_left_out(sample: OpenModel):
@@ -78,7 +90,9 @@ def test_small_weights_are_left_out(sample: OpenModel):
 def test_the_trace_opens_again(sample: OpenModel, tmp_path: Path):
     (tmp_path / "a.trace").write_bytes(contents(sample, "trace"))
     again = load_trace(tmp_path / "a.trace")
-    np.testing.assert_array_equal(again.head_weights(SITE, 1), sample.get_trace().head_weights(SITE, 1))
+    np.testing.assert_array_equal(
+        again.head_weights(SITE, 1), sample.get_trace().head_weights(SITE, 1)
+    )
 
 
 def test_the_table_of_measures(sample: OpenModel):
@@ -99,7 +113,7 @@ def test_the_page_is_one_file(sample: OpenModel):
     assert '"/api/export?kind=measures":' in page
 
 
-# --- names, sizes, limits ------------------------------------------------------------------------------
+# --- names, sizes, limits -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,9 @@ def test_the_page_is_one_file(sample: OpenModel):
     ],
 )
 def test_names_of_files_are_safe(name: str):
-    assert re.fullmatch(r"headwise-[A-Za-z0-9]([A-Za-z0-9.-]{0,58}[A-Za-z0-9])?", make_file_stem(name))
+    assert re.fullmatch(
+        r"headwise-[A-Za-z0-9]([A-Za-z0-9.-]{0,58}[A-Za-z0-9])?", make_file_stem(name)
+    )
 
 
 @pytest.mark.parametrize("kind", EXPORT_KINDS)
@@ -139,7 +155,9 @@ def test_the_size_of_a_long_text_is_estimated(kind: str):
     assert description == pytest.approx(len(contents(opened, kind)), rel=0.25)
 
 
-def test_a_file_that_no_browser_can_hold_is_refused(sample: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_no_browser_can_hold_is_refused(
+    sample: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(export_files, "MAX_EXPORT_BYTES", 1000)
     with pytest.raises(FileTooLarge, match="save one head"):
         make_file(sample, "csv", ExportScope())
@@ -157,13 +175,15 @@ def test_measures_that_were_not_made_are_refused():
     assert (answer.status_code, answer.json()["error"]["remedy"]) == (400, "measure them first")
 
 
-# --- the route -----------------------------------------------------------------------------------------
+# --- the route ------------------------------------------------------------------------------------
 
 
 def test_the_route_sends_a_file_to_save(sample: OpenModel):
     answer = connect(sample).get("/api/export?kind=csv&site=0&head=3")
     assert answer.status_code == 200
-    assert answer.headers["content-disposition"] == ('attachment; filename="headwise-dates-encoder.0.attention-3.csv"')
+    assert answer.headers["content-disposition"] == (
+        'attachment; filename="headwise-dates-encoder.0.attention-3.csv"'
+    )
     assert answer.headers["content-type"] == "text/csv; charset=utf-8"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["cache-control"] == "no-store"
@@ -173,8 +193,12 @@ def test_the_route_sends_a_file_to_save(sample: OpenModel):
 
 
 @pytest.mark.parametrize("path", ["/api/export?kind=csv", "/api/export/sizes"])
-@pytest.mark.parametrize("header", [{"X-Session-Token": "wrong"}, {"Origin": "http://evil.example"}, {"Host": "evil"}])
-def test_other_sessions_and_origins_get_no_file(sample: OpenModel, path: str, header: dict[str, str]):
+@pytest.mark.parametrize(
+    "header", [{"X-Session-Token": "wrong"}, {"Origin": "http://evil.example"}, {"Host": "evil"}]
+)
+def test_other_sessions_and_origins_get_no_file(
+    sample: OpenModel, path: str, header: dict[str, str]
+):
     answer = connect(sample).get(path, headers=header)
     assert answer.status_code in (401, 403, 421)
     assert answer.content == b""

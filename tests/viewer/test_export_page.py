@@ -1,4 +1,6 @@
-"""The drawer of exports in a browser: figures, numbers, names, sizes, and lines that make the figure again."""
+"""The drawer of exports in a browser: figures, numbers, names, sizes, and lines that make the
+figure again.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def show(page: Any, address: str, screen: str) -> None:
 
 def save(page: Any, label: str, folder: Path) -> Path:
     """Press the button of a file, and save what the browser is given."""
-    button = page.get_by_role("dialog").get_by_role("button", name=re.compile(rf"^{re.escape(label)} "))
+    button = page.get_by_role("dialog").get_by_role(
+        "button", name=re.compile(rf"^{re.escape(label)} ")
+    )
     button.wait_for()
     wait_until(page, "!document.querySelector('.drawer .btn:not([title])[aria-disabled=true]')")
     with page.expect_download() as download:
@@ -71,7 +75,9 @@ def save(page: Any, label: str, folder: Path) -> Path:
 
 def cells(svg: ElementTree.Element) -> dict[tuple[int, int], str]:
     """The colour of every cell of a matrix by (query, key), from the paths of its figure."""
-    group = next(part for part in svg.iter(f"{SVG}g") if part.get("shape-rendering") == "crispEdges")
+    group = next(
+        part for part in svg.iter(f"{SVG}g") if part.get("shape-rendering") == "crispEdges"
+    )
     found: dict[tuple[int, int], str] = {}
     for path in group.iter(f"{SVG}path"):
         for column, row, width in re.findall(r"M(\d+) (\d+)h(\d+)v1", path.get("d", "")):
@@ -79,7 +85,7 @@ def cells(svg: ElementTree.Element) -> dict[tuple[int, int], str]:
     return found
 
 
-# --- figures -------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def test_the_figure_of_a_head_has_its_weights_tokens_axes_and_title(page: Any, tmp_path: Path):
@@ -89,7 +95,8 @@ def test_the_figure_of_a_head_has_its_weights_tokens_axes_and_title(page: Any, t
         path = save(page, "SVG", tmp_path)
         png = save(page, "PNG", tmp_path).read_bytes()
         stops = page.evaluate(
-            "[0, 8].map((n) => getComputedStyle(document.documentElement).getPropertyValue(`--seq-${n}`).trim())"
+            "[0, 8].map((n) => "
+            "getComputedStyle(document.documentElement).getPropertyValue(`--seq-${n}`).trim())"
         )
     assert path.name == "headwise-dates-X0H3.svg"
     svg = ElementTree.fromstring(path.read_text("utf-8"))
@@ -111,7 +118,9 @@ def test_the_figure_of_a_head_has_its_weights_tokens_axes_and_title(page: Any, t
 
 
 def test_a_figure_says_where_it_comes_from(page: Any, tmp_path: Path):
-    """The caption names the model and the text, the description also the settings; hostile texts stay text."""
+    """The caption names the model and the text, the description also the settings; hostile texts
+    stay text.
+    """
     opened = sample()
     with served(opened) as url:
         show(page, url, "head?site=4&head=3&scale=lin")
@@ -147,9 +156,26 @@ def test_hostile_tokens_stay_text_in_a_figure(page: Any, tmp_path: Path, screen:
         text = save(page, "SVG", tmp_path).read_text("utf-8")
     svg = ElementTree.fromstring(text)
     assert {part.tag.removeprefix(SVG) for part in svg.iter()} <= {
-        *("svg", "title", "desc", "g", "rect", "path", "text", "defs", "pattern", "linearGradient", "stop")
+        *(
+            "svg",
+            "title",
+            "desc",
+            "g",
+            "rect",
+            "path",
+            "text",
+            "defs",
+            "pattern",
+            "linearGradient",
+            "stop",
+        )
     }
-    assert not [name for part in svg.iter() for name in part.attrib if name.startswith("on") or "href" in name]
+    assert not [
+        name
+        for part in svg.iter()
+        for name in part.attrib
+        if name.startswith("on") or "href" in name
+    ]
     shown = [part.text or "" for part in svg.iter(f"{SVG}text")]
     assert [text for text in shown if text.startswith("<img")]
     assert "a⟨202e⟩b" in shown
@@ -173,10 +199,13 @@ def test_the_figure_of_all_heads(page: Any, tmp_path: Path):
     assert texts[0] == "dates · 54 heads"
     assert {"E0", "D2", "X1", "H5", "alignment"} <= set(texts)
     assert not list(measured.iter(f"{SVG}image"))
-    assert len({part.get("fill") for part in measured.iter(f"{SVG}rect") if part.get("width") == "64"}) > 20
+    assert (
+        len({part.get("fill") for part in measured.iter(f"{SVG}rect") if part.get("width") == "64"})
+        > 20
+    )
 
 
-# --- numbers -------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_numbers_are_saved_with_the_sizes_that_were_said(page: Any, tmp_path: Path):
@@ -185,7 +214,10 @@ def test_numbers_are_saved_with_the_sizes_that_were_said(page: Any, tmp_path: Pa
     with served(opened) as url:
         show(page, url, "head?site=5&head=2")
         dialog = page.get_by_role("dialog", name="Export")
-        files = {label: save(page, label, tmp_path) for label in ("CSV", "JSON", "NPZ", "Measures (CSV)", "Trace")}
+        files = {
+            label: save(page, label, tmp_path)
+            for label in ("CSV", "JSON", "NPZ", "Measures (CSV)", "Trace")
+        }
         button_text = dialog.get_by_role("button", name=re.compile("^NPZ ")).inner_text()
         dialog.get_by_label("Leave out weights below").select_option("0.1")
         small = save(page, "CSV", tmp_path / "small")
@@ -209,7 +241,9 @@ def test_measures_that_were_not_made_have_a_reason(page: Any):
         assert button.get_attribute("aria-disabled") == "true"
 
 
-def test_the_lines_and_the_command_make_the_figure_again(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_lines_and_the_command_make_the_figure_again(
+    page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     opened = sample()
     expected = opened.get_trace().head_weights(SITE, 2)[2:12, 1:15]
     with served(opened) as url:
@@ -218,7 +252,9 @@ def test_the_lines_and_the_command_make_the_figure_again(page: Any, tmp_path: Pa
         python, shell, link = page.locator(".code-block code").all_inner_texts()
         assert link == page.url
         page.get_by_role("button", name="All heads").click()
-        wait_until(page, "document.querySelector('.code-block code').textContent.includes('thumbnail')")
+        wait_until(
+            page, "document.querySelector('.code-block code').textContent.includes('thumbnail')"
+        )
         map_python, map_shell = page.locator(".code-block code").all_inner_texts()[:2]
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
@@ -238,7 +274,7 @@ def test_the_lines_and_the_command_make_the_figure_again(page: Any, tmp_path: Pa
     assert (tmp_path / "headwise-dates.html").is_file()
 
 
-# --- without a server ----------------------------------------------------------------------------------
+# --- without a server -----------------------------------------------------------------------------
 
 
 def test_an_exported_file_saves_what_it_holds_and_says_what_it_cannot(page: Any, tmp_path: Path):
@@ -274,7 +310,18 @@ def test_the_drawer_opens_from_every_screen_and_gives_the_focus_back(page: Any):
     with served(sample()) as url:
         page.goto(url.replace("/#", "/?lang=en#"))
         page.get_by_role("gridcell").first.wait_for()
-        for screen in ("open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "cost"):
+        for screen in (
+            "open",
+            "map",
+            "head",
+            "text",
+            "classify",
+            "similarity",
+            "lab",
+            "prune",
+            "steps",
+            "cost",
+        ):
             page.evaluate(f"location.hash = '#/{screen}'")
             page.wait_for_timeout(150)
             button = page.get_by_role("button", name="Export")

@@ -1,4 +1,6 @@
-"""Folders of models that want to run code: refused before transformers reads them, or loaded without their code."""
+"""Folders of models that want to run code: refused before transformers reads them, or loaded
+without their code.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,17 @@ transformers = pytest.importorskip("transformers")
 
 
 def make_folder(folder: Path, **settings: Any) -> Path:
-    """A small GPT-2 with these settings added, and a Python file that would leave a trace if it ran."""
+    """A small GPT-2 with these settings added, and a Python file that would leave a trace if it
+    ran.
+    """
     config = transformers.GPT2Config(
-        n_embd=12, n_head=3, n_layer=1, vocab_size=41, n_positions=32, bos_token_id=0, eos_token_id=0
+        n_embd=12,
+        n_head=3,
+        n_layer=1,
+        vocab_size=41,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     path = folder / "config.json"
@@ -42,13 +52,16 @@ def test_attention_code_of_the_hub_is_refused(
 ):
     folder = make_folder(tmp_path / "model", **settings)
     monkeypatch.setattr(
-        "headwise.hub.pretrained_models.load_original", lambda *_: pytest.fail("the folder was read by the loader")
+        "headwise.hub.pretrained_models.load_original",
+        lambda *_: pytest.fail("the folder was read by the loader"),
     )
     with pytest.raises(SpecError, match="may run code of the Hub; remove that line"):
         load_target(str(folder))
 
 
-@pytest.mark.parametrize("settings", [{}, {"_attn_implementation": "sdpa"}, {"trust_remote_code": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"_attn_implementation": "sdpa"}, {"trust_remote_code": True}]
+)
 def test_usual_settings_are_accepted(tmp_path: Path, settings: dict[str, Any]):
     folder = make_folder(tmp_path / "model", **settings)
     assert type(load_target(str(folder))).__name__ == "GPT2LMHeadModel"

@@ -1,4 +1,6 @@
-"""The HTML export: one file, no address, checksums in its policy, and hostile tokens that stay text."""
+"""The HTML export: one file, no address, checksums in its policy, and hostile tokens that stay
+text.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import pytest
 
 from headwise.errors import SpecError
 from headwise.viewer import export_files
-from headwise.viewer.export_files import PageAssets, encode_answers, escape_json, load_assets, make_title, render_html
+from headwise.viewer.export_files import (
+    PageAssets,
+    encode_answers,
+    escape_json,
+    load_assets,
+    make_title,
+    render_html,
+)
 
 ASSETS = PageAssets('console.log("a < b");', "body{color:red}")
 HOSTILE = [
@@ -78,15 +87,23 @@ def test_escaped_json_is_ascii_and_means_the_same(token: str):
 
 def test_the_policy_allows_these_scripts_and_no_request():
     found = Elements(render_html({}, "a", ASSETS))
-    policy = next(attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attrs["content"]
+        for tag, attrs in found.tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
     rules = dict(rule.split(" ", 1) for rule in (policy or "").split("; "))
     for name, text in (("script-src", ASSETS.script), ("style-src", ASSETS.style)):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert rules[name] == f"'sha256-{digest}'"
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
     assert "connect-src" not in rules
-    assert not {"unsafe-inline", "unsafe-eval", "http:", "https:"} & set(re.split(r"[ ;']+", policy or ""))
-    assert not [attrs for _, attrs in found.tags if {"src", "href", "onclick", "onload"} & set(attrs)]
+    assert not {"unsafe-inline", "unsafe-eval", "http:", "https:"} & set(
+        re.split(r"[ ;']+", policy or "")
+    )
+    assert not [
+        attrs for _, attrs in found.tags if {"src", "href", "onclick", "onload"} & set(attrs)
+    ]
 
 
 def test_a_script_cannot_end_its_element(tmp_path: Path):

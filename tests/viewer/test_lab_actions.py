@@ -16,9 +16,24 @@ from headwise.viewer.lab_actions import compute_effect, plan_curves, remove_gree
 from headwise.viewer.model_worker import Job, JobCancelled, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
-BERT = {"model_type": "bert", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "vocab_size": 40,
-        "intermediate_size": 20, "max_position_embeddings": 64, "architectures": ["BertModel"]}  # fmt: skip
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 40,
+    "intermediate_size": 20,
+    "max_position_embeddings": 64,
+    "architectures": ["BertModel"],
+}
 
 
 def open_model(config: dict[str, Any]) -> tuple[OpenModel, Any, torch.Tensor]:
@@ -76,7 +91,9 @@ def test_a_model_without_a_token_head_is_compared_by_its_vectors():
     found = compute_effect(model, {"heads": [[1, 0]]}, progress())
     with torch.inference_mode():
         old, new = (one(ids).double() for one in (net, without_head(net, "encoder.1", 0)))
-    assert found["klByPosition"] == pytest.approx((1 - F.cosine_similarity(old, new, dim=-1)).tolist(), abs=1e-6)
+    assert found["klByPosition"] == pytest.approx(
+        (1 - F.cosine_similarity(old, new, dim=-1)).tolist(), abs=1e-6
+    )
     assert found["loss"] == {"before": None, "after": None}
     assert "cosine" in found["outputs"]
 
@@ -84,7 +101,9 @@ def test_a_model_without_a_token_head_is_compared_by_its_vectors():
 def test_a_sweep_ablates_every_head_alone():
     model, _, _ = open_model(GPT)
     found = sweep_heads(model, {}, progress())
-    assert [entry[:2] for entry in found["heads"]] == [[site, head] for site in range(2) for head in range(3)]
+    assert [entry[:2] for entry in found["heads"]] == [
+        [site, head] for site in range(2) for head in range(3)
+    ]
     alone = compute_effect(model, {"heads": [[1, 0]]}, progress())["kl"]
     assert found["heads"][3][2] == pytest.approx(alone, rel=1e-9)
 
@@ -108,11 +127,20 @@ def test_heads_that_are_not_there_are_refused(heads: Any, message: str):
     assert model.ablated == ()
 
 
-# --- modes, tokens, and what a job leaves behind ---------------------------------------------------------
+# --- modes, tokens, and what a job leaves behind --------------------------------------------------
 
-PAIR = {"model_type": "bart", "d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3,
-        "decoder_attention_heads": 3, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "vocab_size": 40,
-        "max_position_embeddings": 64}  # fmt: skip
+PAIR = {
+    "model_type": "bart",
+    "d_model": 12,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 20,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+}
 
 
 def run_python(text: str, net: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -131,7 +159,9 @@ def test_the_python_lines_of_a_recipe_give_the_same_change(
     model, net, _ = open_model(GPT)
     heads = [[0, 1, mode, 0.0], [1, 0, "zero", 0.25]]
     found = compute_effect(model, {"heads": heads, "tokens": tokens, "seed": 3}, progress())
-    old, new = (one.log_softmax(-1) for one in run_python(found["recipe"]["python"], net, monkeypatch))
+    old, new = (
+        one.log_softmax(-1) for one in run_python(found["recipe"]["python"], net, monkeypatch)
+    )
     expected = (old.exp() * (old - new)).sum(-1)
     assert found["klByPosition"] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-9)
     assert found["kl"] > 1e-8
@@ -144,9 +174,14 @@ def test_tokens_are_those_of_the_stream_of_each_layer(monkeypatch: pytest.Monkey
     ids = {"source": torch.arange(11)[None] + 3, "x": torch.arange(7)[None] + 3}
     model = OpenModel(hw.trace(net, ids, log=lambda _: None), net)
     stacks = [layer.query_stream for layer in model.get_trace().layers]
-    arguments = {"heads": [[number, 1] for number in range(len(stacks))], "tokens": {"source": [10], "text": [6]}}
+    arguments = {
+        "heads": [[number, 1] for number in range(len(stacks))],
+        "tokens": {"source": [10], "text": [6]},
+    }
     found = compute_effect(model, arguments, progress())
-    old, new = (one.log_softmax(-1) for one in run_python(found["recipe"]["python"], net, monkeypatch))
+    old, new = (
+        one.log_softmax(-1) for one in run_python(found["recipe"]["python"], net, monkeypatch)
+    )
     assert stacks.count("source") == 1
     assert found["kl"] == pytest.approx((old.exp() * (old - new)).sum(-1).mean().item(), rel=1e-4)
     with pytest.raises(ValueError, match="the source has 11 tokens, none at 11; give 0 to 10"):
@@ -185,7 +220,9 @@ def test_tables_of_next_tokens_follow_every_position():
     for position, table in enumerate(found["nextAt"]):
         assert table[0]["before"] == pytest.approx(shares[position].max().item(), rel=1e-6)
     losses = found["lossByPosition"]["before"]
-    assert losses == pytest.approx((-shares[:-1].log()[torch.arange(16), ids[0, 1:]]).tolist(), rel=1e-6)
+    assert losses == pytest.approx(
+        (-shares[:-1].log()[torch.arange(16), ids[0, 1:]]).tolist(), rel=1e-6
+    )
 
 
 def test_random_sets_have_as_many_other_heads():
@@ -203,7 +240,7 @@ def test_random_sets_have_as_many_other_heads():
         compute_effect(model, {"heads": [], "random": -1}, progress())
 
 
-# --- curves --------------------------------------------------------------------------------------------
+# --- curves ---------------------------------------------------------------------------------------
 
 
 def loss_without(net: Any, ids: torch.Tensor, heads: list[tuple[str, int]]) -> float:
@@ -220,12 +257,18 @@ def test_a_cumulative_curve_is_the_loss_of_more_and_more_heads(ranking: str):
     names = [layer.name for layer in model.get_trace().layers]
     order = [(names[site], head) for site, head, _ in found["order"]]
     assert sorted(order) == sorted(model.heads)
-    assert found["baseline"] == pytest.approx(F.cross_entropy(net(ids)[0, :-1], ids[0, 1:]).item(), rel=1e-5)
+    assert found["baseline"] == pytest.approx(
+        F.cross_entropy(net(ids)[0, :-1], ids[0, 1:]).item(), rel=1e-5
+    )
     for count, (_, _, value) in enumerate(found["order"], 1):
         assert value == pytest.approx(loss_without(net, ids, order[:count]), rel=1e-5)
         rivals = [head for head in model.heads if head not in order[: count - 1]]
         if ranking == "every" or count == 1:
-            assert value <= min(loss_without(net, ids, [*order[: count - 1], head]) for head in rivals) + 1e-6
+            assert (
+                value
+                <= min(loss_without(net, ids, [*order[: count - 1], head]) for head in rivals)
+                + 1e-6
+            )
     assert found["random"][-1]["mean"] == pytest.approx(found["order"][-1][2], rel=1e-5)
     assert all(point["low"] <= point["mean"] <= point["high"] for point in found["random"])
     total = lab_actions.count_curve_runs(6, ranking)
@@ -237,7 +280,9 @@ def test_the_runs_of_a_curve_are_counted_in_advance(monkeypatch: pytest.MonkeyPa
         model, _, _ = open_model(GPT)
         steps: list[int] = []
         monkeypatch.setattr(
-            JobProgress, "__call__", lambda self, done, total=0, note="", steps=steps: steps.append(done)
+            JobProgress,
+            "__call__",
+            lambda self, done, total=0, note="", steps=steps: steps.append(done),
         )
         remove_greedily(model, {"ranking": ranking}, progress())
         assert steps == list(range(lab_actions.count_curve_runs(6, ranking)))
@@ -254,7 +299,11 @@ def test_a_plan_leaves_heads_out_where_all_would_take_too_long(monkeypatch: pyte
     assert plan_curves(model, {}, progress())["plans"]["sweep"]["heads"] == 4
     heads = sweep_heads(model, {"limit": 4}, progress())["heads"]
     assert [entry[:2] for entry in heads] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    assert [entry[:2] for entry in sweep_heads(model, {"sites": [1]}, progress())["heads"]] == [[1, 0], [1, 1], [1, 2]]
+    assert [entry[:2] for entry in sweep_heads(model, {"sites": [1]}, progress())["heads"]] == [
+        [1, 0],
+        [1, 1],
+        [1, 2],
+    ]
 
 
 def test_a_sweep_reports_the_loss_and_takes_every_mode():
@@ -263,6 +312,8 @@ def test_a_sweep_reports_the_loss_and_takes_every_mode():
         found = sweep_heads(model, {"mode": mode}, progress())
         alone = compute_effect(model, {"heads": [[1, 0, mode]]}, progress())
         assert found["heads"][3][2] == pytest.approx(alone["kl"], rel=1e-6)
-        assert found["heads"][3][3] == pytest.approx(alone["loss"]["after"] - alone["loss"]["before"], abs=1e-9)
+        assert found["heads"][3][3] == pytest.approx(
+            alone["loss"]["after"] - alone["loss"]["before"], abs=1e-9
+        )
     with pytest.raises(ValueError, match="unknown ablation 'mute'"):
         sweep_heads(model, {"mode": "mute"}, progress())

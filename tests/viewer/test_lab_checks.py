@@ -1,4 +1,6 @@
-"""Checks of the Lab: a copy without the ablated heads, the continued text, and the losses over several texts."""
+"""Checks of the Lab: a copy without the ablated heads, the continued text, and the losses over
+several texts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
 from support.page_browser import sample_model, served
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 SITE = "decoder.1.attention"
 
 
@@ -48,7 +57,9 @@ def without_heads(net: Any, site: str, heads: list[int]) -> Any:
     return edited
 
 
-def test_the_outputs_are_those_of_a_model_without_the_weights(gpt: tuple[OpenModel, Any, torch.Tensor]):
+def test_the_outputs_are_those_of_a_model_without_the_weights(
+    gpt: tuple[OpenModel, Any, torch.Tensor],
+):
     model, net, ids = gpt
     found = compute_effect(model, {"heads": [[1, 0], [1, 2]]}, progress())["check"]
     with torch.inference_mode():
@@ -65,7 +76,12 @@ def test_a_wrong_ablation_is_found(gpt: tuple[OpenModel, Any, torch.Tensor]):
     wrong = runs.without([AblatedHead(SITE, 2, "zero", 0.0)])
     found = check_by_removal(model, heads, DEFAULT_OPTIONS, wrong)
     with torch.inference_mode():
-        apart = (without_heads(net, SITE, [1])(ids) - without_heads(net, SITE, [2])(ids)).abs().max().item()
+        apart = (
+            (without_heads(net, SITE, [1])(ids) - without_heads(net, SITE, [2])(ids))
+            .abs()
+            .max()
+            .item()
+        )
     assert not found["same"]
     assert found["apart"] == pytest.approx(apart, rel=1e-3)
 
@@ -76,12 +92,15 @@ def test_a_wrong_head_of_16_bits_is_found_in_float32(
     _, net, ids = gpt
     half = copy.deepcopy(net).bfloat16()
     with torch.no_grad():
-        half.state_dict()[f"{SITE}.output.o"].mul_(1e-3)  # so that no head matters beyond the rounding of 16 bits
+        half.state_dict()[f"{SITE}.output.o"].mul_(
+            1e-3
+        )  # so that no head matters beyond the rounding of 16 bits
     model = OpenModel(hw.trace(half, ids, log=lambda _: None), half)
     right = compute_effect(model, {"heads": [[1, 0]]}, progress())["check"]
     assert (right["dtype"], right["same"]) == ("float32", True)
     monkeypatch.setattr(
-        "headwise.surgery.attention_replacement.remove_heads", lambda net, keep: remove_heads(net, {SITE: [0, 1, 2]})
+        "headwise.surgery.attention_replacement.remove_heads",
+        lambda net, keep: remove_heads(net, {SITE: [0, 1, 2]}),
     )
     wrong = compute_effect(model, {"heads": [[1, 0]]}, progress())["check"]
     assert (wrong["dtype"], wrong["same"]) == ("float32", False)
@@ -104,7 +123,9 @@ def greedy(net: Any, ids: torch.Tensor, count: int) -> list[str]:
     return [str(token) for token in row[0, ids.shape[1] :].tolist()]
 
 
-def test_the_text_goes_on_as_in_a_model_with_edited_weights(gpt: tuple[OpenModel, Any, torch.Tensor]):
+def test_the_text_goes_on_as_in_a_model_with_edited_weights(
+    gpt: tuple[OpenModel, Any, torch.Tensor],
+):
     model, net, ids = gpt
     found = continue_text(model, {"heads": [[1, 0], [1, 1], [1, 2]]}, progress())
     assert found["before"] == greedy(net, ids, len(found["before"]))
@@ -132,7 +153,10 @@ def test_the_page_shows_the_check_and_both_texts(page: Any):
             page.get_by_role("switch", name=f"E2 H{head}").click()
         page.get_by_role("button", name="Compute the effect").click()
         page.get_by_test_id("check").wait_for(timeout=60_000)
-        assert "gives the same outputs: largest difference" in page.get_by_test_id("check").inner_text()
+        assert (
+            "gives the same outputs: largest difference"
+            in page.get_by_test_id("check").inner_text()
+        )
         page.get_by_role("button", name="Continue the text").click()
         shown = page.get_by_test_id("continued")
         shown.wait_for(timeout=60_000)
@@ -141,7 +165,11 @@ def test_the_page_shows_the_check_and_both_texts(page: Any):
         lines = shown.locator("p.mono")
         assert lines.nth(0).inner_text() == "".join(wanted["before"])
         assert lines.nth(1).inner_text() == "".join(wanted["after"])
-        first = next(n for n, (a, b) in enumerate(zip(wanted["before"], wanted["after"], strict=False)) if a != b)
+        first = next(
+            n
+            for n, (a, b) in enumerate(zip(wanted["before"], wanted["after"], strict=False))
+            if a != b
+        )
         assert f"differ from new token {first + 1} on" in shown.inner_text()
 
 
@@ -150,7 +178,9 @@ LINES = ["one", "two", "three", "four"]
 
 @pytest.fixture
 def model_of_lines(monkeypatch: pytest.MonkeyPatch) -> tuple[OpenModel, Any, list[Example]]:
-    """A model without a tokenizer, its open ids, and the examples that the lines of a job stand for."""
+    """A model without a tokenizer, its open ids, and the examples that the lines of a job stand
+    for.
+    """
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 40, (1, length), generator=generator) for length in (17, 9, 12, 20)]
@@ -163,7 +193,9 @@ def rows_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in report["rows"]}
 
 
-def test_losses_are_those_of_a_model_with_edited_weights(model_of_lines: tuple[OpenModel, Any, list[Example]]):
+def test_losses_are_those_of_a_model_with_edited_weights(
+    model_of_lines: tuple[OpenModel, Any, list[Example]],
+):
     model, net, examples = model_of_lines
     found = evaluate_texts(model, {"heads": [[1, 2]], "texts": LINES}, progress())
     expected = measure_quality(without_heads(net, SITE, [2]), examples, baseline=net)
@@ -190,18 +222,29 @@ def test_means_are_those_of_the_open_text(model_of_lines: tuple[OpenModel, Any, 
             logits = net(ids)[0, :-1]
         losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")))
         counts.append(ids.shape[1] - 1)
-    assert rows_by_name(found)["loss"]["after"]["value"] == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
+    assert rows_by_name(found)["loss"]["after"]["value"] == pytest.approx(
+        sum(losses) / sum(counts), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"heads": [[1, 0]], "texts": ["one", " "]}, "cannot evaluate on 1 text; give 2 to 256, one a line"),
+        (
+            {"heads": [[1, 0]], "texts": ["one", " "]},
+            "cannot evaluate on 1 text; give 2 to 256, one a line",
+        ),
         ({"heads": [[1, 0]], "texts": ["a"] * (MAX_TEXTS + 1)}, "cannot evaluate on 257 texts"),
         ({"heads": [[1, 0]]}, "cannot evaluate on 0 texts"),
         ({"heads": [], "texts": LINES}, "no head is ablated"),
-        ({"heads": [[1, 0, "resample"]], "texts": LINES}, "ablate at all tokens, by zero, mean or noise"),
-        ({"heads": [[1, 0]], "texts": LINES, "tokens": {"text": [2]}}, "other texts have other tokens"),
+        (
+            {"heads": [[1, 0, "resample"]], "texts": LINES},
+            "ablate at all tokens, by zero, mean or noise",
+        ),
+        (
+            {"heads": [[1, 0]], "texts": LINES, "tokens": {"text": [2]}},
+            "other texts have other tokens",
+        ),
         ({"heads": [[1, 9]], "texts": LINES}, "there is no head 9"),
     ],
 )
@@ -230,7 +273,9 @@ def test_the_page_shows_the_loss_over_an_evaluation_set(page: Any):
         cells = shown.get_by_role("row").nth(1).get_by_role("cell").all_inner_texts()
         loss = rows_by_name(expected)["loss"]
         np.testing.assert_allclose(
-            [float(text) for text in cells[1:3]], [loss["before"]["value"], loss["after"]["value"]], rtol=0.05
+            [float(text) for text in cells[1:3]],
+            [loss["before"]["value"], loss["after"]["value"]],
+            rtol=0.05,
         )
         page.get_by_role("switch", name="E2 H2").click()
         page.get_by_text("The heads have changed since").first.wait_for()

@@ -24,7 +24,8 @@ def open_lab(page: Any, url: str) -> None:
 
 def heads_off(page: Any) -> list[str]:
     return page.evaluate(
-        "[...document.querySelectorAll('.switch[aria-checked=false]')].map((one) => one.getAttribute('aria-label'))"
+        "[...document.querySelectorAll('.switch[aria-checked=false]')].map((one) => "
+        "one.getAttribute('aria-label'))"
     )
 
 
@@ -68,7 +69,9 @@ def test_a_recipe_is_written_and_loaded(page: Any, tmp_path: Path):
         for name in ("E0 H1", "D1 H2"):
             page.get_by_role("switch", name=name).click()
         page.get_by_text("At all tokens").click()
-        page.get_by_role("group", name="Tokens to ablate at · text").get_by_role("button").nth(2).click()
+        page.get_by_role("group", name="Tokens to ablate at · text").get_by_role("button").nth(
+            2
+        ).click()
         with page.expect_download() as download:
             page.get_by_role("button", name="Download").click()
         download.value.save_as(tmp_path / "recipe.json")
@@ -84,7 +87,9 @@ def test_a_recipe_is_written_and_loaded(page: Any, tmp_path: Path):
         page.get_by_role("button", name="Compute the effect").click()
         page.get_by_test_id("effect").wait_for(timeout=60_000)
         assert [head.mode for head in model.ablated] == ["resample", "resample"]
-        assert "hw.head_outputs(net, other" in (page.get_by_test_id("recipe-python").text_content() or "")
+        assert "hw.head_outputs(net, other" in (
+            page.get_by_test_id("recipe-python").text_content() or ""
+        )
         recipe["heads"][0]["head"] = 99
         (tmp_path / "wrong.json").write_text(json.dumps(recipe))
         page.get_by_label("Load a recipe").set_input_files(tmp_path / "wrong.json")
@@ -115,7 +120,9 @@ def test_a_cumulative_curve_says_its_time_first_and_shows_the_losses(page: Any):
 
 def test_random_heads_and_every_position_are_shown(page: Any):
     model = sample_model()
-    expected = compute_effect(model, {"heads": [[0, 1]], "random": 5}, JobProgress(Job("ablate", {})))
+    expected = compute_effect(
+        model, {"heads": [[0, 1]], "random": 5}, JobProgress(Job("ablate", {}))
+    )
     model.ablated = ()
     with served(model) as url:
         open_lab(page, url)

@@ -59,11 +59,18 @@ def test_a_range_of_layers_is_shown(page: Any):
 
 
 def test_the_tree_is_cut_where_it_is_dragged(page: Any):
-    """Every head is a leaf, every merge a branch, and the clusters are those of the library at the same distance."""
+    """Every head is a leaf, every merge a branch, and the clusters are those of the library at the
+    same distance.
+    """
     model = sample_model()
     texts = list(bundled_sample.TEXTS)[:3]
-    header, arrays = decode_arrays(compute_similarity(model, {"texts": texts}, JobProgress(Job("similarity", {}))))
-    merges = [ClusterMerge(int(one), int(other), float(distance)) for one, other, distance in arrays["0.merges"]]
+    header, arrays = decode_arrays(
+        compute_similarity(model, {"texts": texts}, JobProgress(Job("similarity", {})))
+    )
+    merges = [
+        ClusterMerge(int(one), int(other), float(distance))
+        for one, other, distance in arrays["0.merges"]
+    ]
     model.texts = tuple(texts)
     with served(model) as url:
         open_map(page, url)
@@ -83,12 +90,17 @@ def test_the_tree_is_cut_where_it_is_dragged(page: Any):
             page.wait_for_timeout(200)
             shown = float(page.locator(".similar input[type=range]").input_value())
             assert abs(shown / most - share) < 0.05
-            labels = cut_clusters(merges, float(tree.locator(".cut").get_attribute("data-threshold")))
+            labels = cut_clusters(
+                merges, float(tree.locator(".cut").get_attribute("data-threshold"))
+            )
             assert (
-                page.get_by_text(re.compile(r"^\d+ clusters")).inner_text().startswith(f"{len(set(labels))} clusters")
+                page.get_by_text(re.compile(r"^\d+ clusters"))
+                .inner_text()
+                .startswith(f"{len(set(labels))} clusters")
             )
             joined = sum(
-                merge.height <= float(tree.locator(".cut").get_attribute("data-threshold")) for merge in merges
+                merge.height <= float(tree.locator(".cut").get_attribute("data-threshold"))
+                for merge in merges
             )
             assert tree.locator(".branch.joined").count() == joined
         leaf = tree.locator(".leaf").nth(2)

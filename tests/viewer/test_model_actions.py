@@ -15,7 +15,9 @@ from headwise.viewer.open_model import OpenModel
 
 @pytest.fixture(scope="module")
 def model() -> OpenModel:
-    opened = OpenModel(bundled_sample.load_sample_trace(), load_model=bundled_sample.load_sample_model)
+    opened = OpenModel(
+        bundled_sample.load_sample_trace(), load_model=bundled_sample.load_sample_model
+    )
     opened.get_model()
     return opened
 
@@ -35,21 +37,33 @@ def test_rows_are_those_of_the_library_and_add_up(model: OpenModel, arguments: d
     (estimate,) = hw.cost(net.spec, workload)
     whole, *layers = found["rows"]
     assert whole["params"] == sum(p.numel() for p in net.parameters())
-    assert (whole["prefill"], whole["decode"]) == tuple(estimate.data["flops"][call] for call in ("prefill", "decode"))
+    assert (whole["prefill"], whole["decode"]) == tuple(
+        estimate.data["flops"][call] for call in ("prefill", "decode")
+    )
     assert [row["name"] for row in layers] == list(model.sites)
     assert not found["notes"]
     assert sum(row["kv_bytes"] for row in layers) == whole["kv_bytes"] == estimate.cache_bytes
     assert sum(row["kv_bytes_per_token"] or 0 for row in layers) == whole["kv_bytes_per_token"]
     for call, flops in (("prefill", estimate.prefill_flops), ("decode", estimate.decode_flops)):
-        cores = sum(term.value for term in flops.terms if ".attention." in term.name or ".cross." in term.name)
+        cores = sum(
+            term.value
+            for term in flops.terms
+            if ".attention." in term.name or ".cross." in term.name
+        )
         assert sum(row[call] or 0 for row in layers) == cores
     sizes = {"batch": 1, "source": estimate.full_call.source} | arguments
-    expected = {"context": estimate.full_call.tokens, "dtype": workload.dtype, "device": "NVIDIA H200 SXM"}
+    expected = {
+        "context": estimate.full_call.tokens,
+        "dtype": workload.dtype,
+        "device": "NVIDIA H200 SXM",
+    }
     assert found["workload"] == expected | sizes
 
 
 def test_the_default_context_is_within_the_maximum_of_the_model():
-    spec = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1})
+    spec = hw.families.read_model_spec(
+        {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    )
     opened = OpenModel(bundled_sample.load_sample_trace(), load_model=lambda: hw.build(spec))
     found = compute_cost(opened, {}, progress())
     assert found["workload"]["context"] == 1024
@@ -57,7 +71,9 @@ def test_the_default_context_is_within_the_maximum_of_the_model():
     assert (found["workload"]["source"], found["workload"]["dtype"]) == (None, "fp32")
 
 
-@pytest.mark.parametrize("arguments", [{"context": 0}, {"context": 2**21}, {"batch": True}, {"context": "9"}])
+@pytest.mark.parametrize(
+    "arguments", [{"context": 0}, {"context": 2**21}, {"batch": True}, {"context": "9"}]
+)
 def test_sizes_out_of_range_are_refused(model: OpenModel, arguments: dict[str, Any]):
     with pytest.raises(ValueError, match="is out of range"):
         compute_cost(model, arguments, progress())

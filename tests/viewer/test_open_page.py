@@ -14,7 +14,14 @@ from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view_document import estimate_memory
 from support.page_browser import sample_model, served
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 def make_run(tokens: int) -> tuple[Trace, Any]:
@@ -46,7 +53,12 @@ def test_texts_to_try_are_read_by_the_model(page: Any):
         source, _, target = bundled_sample.TEXTS[4].partition("\t")
         page.get_by_role("button", name=f"{source} → {target}", exact=True).click()
         page.get_by_text("parameters").wait_for(timeout=60_000)
-        assert page.get_by_text(f"{sum(one.numel() for one in model.get_model().parameters()):,}").count() == 1
+        assert (
+            page.get_by_text(
+                f"{sum(one.numel() for one in model.get_model().parameters()):,}"
+            ).count()
+            == 1
+        )
         assert model.get_recorded().streams["source"][0].text == source
         assert model.get_recorded().streams["text"][0].text == target
 

@@ -1,4 +1,6 @@
-"""The page in a browser: its numbers are the model's, and everything can be reached by labels and by the keyboard."""
+"""The page in a browser: its numbers are the model's, and everything can be reached by labels and
+by the keyboard.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,22 @@ from headwise.viewer.view import open_trace, render_export
 from support.page_browser import examples_of_ids, sample_model, served, wait_until
 
 WEB = Path(hw.__file__).parent / "viewer" / "web"
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
-HOSTILE = ["<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "a\u202eb", "\u200b", "\x00", "&lt;"]
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)</script>",
+    "a\u202eb",
+    "\u200b",
+    "\x00",
+    "&lt;",
+]
 
 
 @pytest.fixture
@@ -34,7 +50,7 @@ def gpt() -> OpenModel:
     return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
 
 
-# --- numbers -------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_the_map_shows_every_head_of_the_sample(page: Any):
@@ -59,11 +75,16 @@ def test_a_pointed_cell_has_the_exact_weight(page: Any, gpt: OpenModel):
         cell = box["width"] / 21
         page.mouse.move(box["x"] + 3.5 * cell, box["y"] + 9.5 * cell)
         exact = page.get_by_test_id("exact")
-        wait_until(page, "/\\d\\.\\d/.test(document.querySelector('[data-testid=exact]').textContent)")
+        wait_until(
+            page, "/\\d\\.\\d/.test(document.querySelector('[data-testid=exact]').textContent)"
+        )
         shown = float(re.findall(r"[\d.]+(?:e-\d+)?$", exact.inner_text().strip())[0])
         assert shown == pytest.approx(float(expected[9, 3]), rel=1e-5)
         page.mouse.move(box["x"] + 12.5 * cell, box["y"] + 9.5 * cell)
-        wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('not allowed')")
+        wait_until(
+            page,
+            "document.querySelector('[data-testid=exact]').textContent.includes('not allowed')",
+        )
 
 
 def test_pixels_of_the_matrix_are_the_weights(page: Any, gpt: OpenModel):
@@ -75,7 +96,9 @@ def test_pixels_of_the_matrix_are_the_weights(page: Any, gpt: OpenModel):
         page.evaluate("location.hash = '#/head?site=0&head=0&scale=lin&theme=light'")
         page.get_by_role("application").wait_for()
         wait_until(page, "document.querySelector('.matrix-canvas canvas').width > 1")
-        png = page.evaluate("document.querySelector('.matrix-canvas canvas').toDataURL()").partition(",")[2]
+        png = page.evaluate(
+            "document.querySelector('.matrix-canvas canvas').toDataURL()"
+        ).partition(",")[2]
         stops = page.evaluate(
             """() => { const style = getComputedStyle(document.documentElement);
             return [...Array(9)].map((_, i) => style.getPropertyValue(`--seq-${i}`).trim()); }"""
@@ -109,7 +132,7 @@ def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
         assert gpt.ablated[0].head == 2
 
 
-# --- hands ---------------------------------------------------------------------------------------------
+# --- hands ----------------------------------------------------------------------------------------
 
 
 def test_the_keyboard_alone_walks_through_the_screens(page: Any):
@@ -169,7 +192,9 @@ def test_an_address_restores_what_it_shows(page: Any):
         page.get_by_role("heading", name="Head X0 H3").wait_for()
 
 
-def test_a_newcomer_finds_ablates_and_exports_the_most_sink_like_head_by_labels_alone(page: Any, tmp_path: Path):
+def test_a_newcomer_finds_ablates_and_exports_the_most_sink_like_head_by_labels_alone(
+    page: Any, tmp_path: Path
+):
     """Every step names a label that is to be seen; nothing is known about the page beforehand."""
     opened = sample_model()
     assert opened.table is not None
@@ -193,7 +218,9 @@ def test_a_newcomer_finds_ablates_and_exports_the_most_sink_like_head_by_labels_
         effect = page.get_by_test_id("effect").inner_text()
         page.get_by_role("link", name="Head", exact=True).click()
         page.get_by_role("button", name="Export").click()
-        figure = page.get_by_role("dialog", name="Export").get_by_role("button", name=re.compile("^SVG [0-9.]+ kB$"))
+        figure = page.get_by_role("dialog", name="Export").get_by_role(
+            "button", name=re.compile("^SVG [0-9.]+ kB$")
+        )
         figure.wait_for()
         with page.expect_download() as download:
             figure.click()
@@ -206,7 +233,7 @@ def test_a_newcomer_finds_ablates_and_exports_the_most_sink_like_head_by_labels_
     assert f">dates · Head {name}<" in (tmp_path / "figure.svg").read_text("utf-8")
 
 
-# --- what is hostile, missing, or small ----------------------------------------------------------------
+# --- what is hostile, missing, or small -----------------------------------------------------------
 
 
 def hostile_trace() -> OpenModel:
@@ -273,7 +300,11 @@ def test_no_screen_scrolls_sideways(page: Any):
     with served(sample_model(with_model=False)) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
-        screens = page.get_by_role("navigation").get_by_role("link").evaluate_all("all => all.map((a) => a.hash)")
+        screens = (
+            page.get_by_role("navigation")
+            .get_by_role("link")
+            .evaluate_all("all => all.map((a) => a.hash)")
+        )
         assert len(screens) >= 11
         for width in (320, 390, 1280, 2560, 3840):
             page.set_viewport_size({"width": width, "height": 900})
@@ -281,7 +312,10 @@ def test_no_screen_scrolls_sideways(page: Any):
                 page.evaluate(f"location.hash = '{screen}'")
                 page.get_by_role("heading", level=1).first.wait_for()
                 page.wait_for_timeout(60)
-                assert page.evaluate("document.documentElement.scrollWidth") <= width, (screen, width)
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, (
+                    screen,
+                    width,
+                )
 
 
 def test_the_page_in_chinese(page: Any):
@@ -293,7 +327,9 @@ def test_the_page_in_chinese(page: Any):
         page.get_by_role("heading", name="总览").wait_for()
 
 
-def test_measures_are_made_when_the_page_opens(page: Any, gpt: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_measures_are_made_when_the_page_opens(
+    page: Any, gpt: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     examples = examples_of_ids(gpt, gpt.get_trace())
     monkeypatch.setattr("headwise.viewer.model_actions.make_examples", lambda *_: examples)
     assert measure_table(gpt.get_model(), examples, JobProgress(Job("test", {}))).heads

@@ -1,4 +1,6 @@
-"""The build of the page: fresh only for its own sources, licences from the lockfile, and messages with a remedy."""
+"""The build of the page: fresh only for its own sources, licences from the lockfile, and messages
+with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import pytest
 from headwise.viewer.export_files import STATIC
 
 ROOT = Path(__file__).resolve().parents[2]
-# kB of gzip: everything the page can load, what the first screen loads, styles; kB of the script of an empty export
+# kB of gzip: everything the page can load, what the first screen loads, styles; kB of the script of
+# an empty export
 BUDGETS = {"app": 120, "first screen": 70, "styles": 15, "report": 350}
 ADDRESS = re.compile(rb"(?:https?|wss?):(?:\\?/){2}[^\s\"'`<>)\\]*")
 NAMESPACE = re.compile(rb"https?://www\.w3\.org/")
@@ -52,11 +55,22 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (web / "src" / "app.ts").write_text("const a = 1;")
     script = (
         "const fs=require('fs');fs.mkdirSync('../static',{recursive:true});"
-        "for(const n of ['index.html','app.js','app.css','report.js'])fs.writeFileSync('../static/'+n,n)"
+        "for(const n of "
+        "['index.html','app.js','app.css','report.js'])fs.writeFileSync('../static/'+n,n)"
     )
-    package = {"name": "page", "version": "1.0.0", "private": True, "scripts": {"build": f'node -e "{script}"'}}
+    package = {
+        "name": "page",
+        "version": "1.0.0",
+        "private": True,
+        "scripts": {"build": f'node -e "{script}"'},
+    }
     (web / "package.json").write_text(json.dumps(package))
-    lock = {"name": "page", "version": "1.0.0", "lockfileVersion": 3, "packages": {"": {"name": "page"}}}
+    lock = {
+        "name": "page",
+        "version": "1.0.0",
+        "lockfileVersion": 3,
+        "packages": {"": {"name": "page"}},
+    }
     (web / "package-lock.json").write_text(json.dumps(lock))
     monkeypatch.setattr(module, "WEB", web)
     monkeypatch.setattr(module, "STATIC", tmp_path / "static")
@@ -81,9 +95,13 @@ def test_a_renamed_source_is_another_page(build: ModuleType):
     assert build.hash_sources() != before
 
 
-def test_without_node_the_message_names_a_remedy(build: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_without_node_the_message_names_a_remedy(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(build, "find_node", lambda: None)
-    with pytest.raises(build.BuildError, match=r"no Node >= 20 with npm; install it, or run: .* -m pip install"):
+    with pytest.raises(
+        build.BuildError, match=r"no Node >= 20 with npm; install it, or run: .* -m pip install"
+    ):
         build.build()
     hook = build.CustomBuildHook.__new__(build.CustomBuildHook)
     assert hook.dependencies() == [build.NODE_PACKAGE]
@@ -134,7 +152,9 @@ def test_licences_come_from_the_lockfile(build: ModuleType):
 
 
 def test_the_wheel_carries_the_page_and_not_its_sources():
-    targets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
+        "build"
+    ]
     assert "/src/headwise/viewer/static" in targets["artifacts"]
     assert targets["hooks"]["custom"]["path"] == "build_web.py"
     assert "/src/headwise/viewer/web" in targets["targets"]["wheel"]["exclude"]
@@ -155,11 +175,18 @@ def test_the_page_names_no_remote_address(static: Path):
 
 
 def test_the_page_is_small(static: Path):
-    """Chunks that are loaded on demand are those that index.html and app.js do not import statically."""
-    sizes = {path.name: len(gzip.compress(path.read_bytes(), 9)) / 1000 for path in static.rglob("*.js")}
+    """Chunks that are loaded on demand are those that index.html and app.js do not import
+    statically.
+    """
+    sizes = {
+        path.name: len(gzip.compress(path.read_bytes(), 9)) / 1000 for path in static.rglob("*.js")
+    }
     assert sum(size for name, size in sizes.items() if name != "report.js") <= BUDGETS["app"]
     assert sum(sizes[name] for name in first_scripts(static)) <= BUDGETS["first screen"]
-    assert sum(len(gzip.compress(path.read_bytes(), 9)) / 1000 for path in static.rglob("*.css")) <= BUDGETS["styles"]
+    assert (
+        sum(len(gzip.compress(path.read_bytes(), 9)) / 1000 for path in static.rglob("*.css"))
+        <= BUDGETS["styles"]
+    )
     assert (static / "report.js").stat().st_size / 1000 <= BUDGETS["report"]
 
 
@@ -172,7 +199,9 @@ def first_scripts(static: Path) -> set[str]:
             continue
         names.add(name)
         path = next(static.rglob(name))
-        imports = re.findall(r"""(?:\bfrom|\bimport)\s*["']([^"']+\.js)["']""", path.read_text(encoding="utf-8"))
+        imports = re.findall(
+            r"""(?:\bfrom|\bimport)\s*["']([^"']+\.js)["']""", path.read_text(encoding="utf-8")
+        )
         pending += [Path(imported).name for imported in imports]
     return names
 

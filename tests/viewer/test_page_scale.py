@@ -1,4 +1,5 @@
-"""The Map and the Head screen with large models and long texts: what is drawn, and how long it takes.
+"""The Map and the Head screen with large models and long texts: what is drawn, and how long it
+takes.
 
 Times are printed (run pytest with -s), not asserted, because they are those of the machine.
 """
@@ -43,7 +44,8 @@ FRAMES = """async (kind) => {
 }"""
 
 
-# Walks a selection by keys. Returns what was drawn on the canvases of the Map, and how many elements have changed.
+# Walks a selection by keys. Returns what was drawn on the canvases of the Map, and how many
+# elements have changed.
 WALK = """async (count) => {
   const drawn = [], changed = new Set();
   const names = ['putImageData', 'drawImage', 'fillRect', 'strokeRect', 'fillText', 'clearRect'];
@@ -67,14 +69,16 @@ WALK = """async (count) => {
   return { drawn: drawn.length, changed: changed.size, nodes: document.querySelectorAll('*').length };
 }"""
 
-# Reads a copy of a canvas, because one that is read twice is moved off the GPU, which the console reports.
+# Reads a copy of a canvas, because one that is read twice is moved off the GPU, which the console
+# reports.
 READ_PIXELS = """(canvas, place) => {
   const [x, y, w, h] = place.map(Math.round), copy = new OffscreenCanvas(w, h);
   const c = copy.getContext('2d', { willReadFrequently: true });
   c.drawImage(canvas, x, y, w, h, 0, 0, w, h);
   return [w, ...c.getImageData(0, 0, w, h).data];
 }"""
-# Moves the pointer over the matrix and waits until the exact number has changed; times in milliseconds.
+# Moves the pointer over the matrix and waits until the exact number has changed; times in
+# milliseconds.
 HOVER = """async () => {
   const matrix = document.querySelector('.matrix-canvas'), area = matrix.getBoundingClientRect();
   const exact = document.querySelector('[data-testid=exact]'), times = [];
@@ -97,7 +101,9 @@ def report(**figures: Any) -> None:
 
 
 class WorkMeter:
-    """Processor time of the page's main thread, which other programs on the machine do not change much."""
+    """Processor time of the page's main thread, which other programs on the machine do not change
+    much.
+    """
 
     def __init__(self, page: Any) -> None:
         self.session = page.context.new_cdp_session(page)
@@ -105,7 +111,10 @@ class WorkMeter:
 
     def read_ms(self) -> float:
         """Milliseconds so far."""
-        metrics = {item["name"]: item["value"] for item in self.session.send("Performance.getMetrics")["metrics"]}
+        metrics = {
+            item["name"]: item["value"]
+            for item in self.session.send("Performance.getMetrics")["metrics"]
+        }
         return metrics["TaskDuration"] * 1000
 
 
@@ -114,7 +123,9 @@ def open_map(page: Any, url: str, query: str = "") -> None:
     page.get_by_role("gridcell").first.wait_for()
     if query:
         page.evaluate(f"location.hash = '#/map?{query}'")
-    wait_until(page, "[...document.querySelectorAll('.band > canvas')].some((canvas) => canvas.width > 1)")
+    wait_until(
+        page, "[...document.querySelectorAll('.band > canvas')].some((canvas) => canvas.width > 1)"
+    )
     page.wait_for_timeout(150)
 
 
@@ -133,11 +144,13 @@ def cell_pixels(page: Any, name: str) -> np.ndarray:
 
 
 def colour(page: Any, name: str) -> list[int]:
-    text = page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('{name}').trim()")
+    text = page.evaluate(
+        f"getComputedStyle(document.documentElement).getPropertyValue('{name}').trim()"
+    )
     return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
 
 
-# --- the Map -------------------------------------------------------------------------------------------
+# --- the Map --------------------------------------------------------------------------------------
 
 
 def test_a_map_of_a_thousand_heads_is_drawn_on_few_canvases(page: Any):
@@ -153,7 +166,9 @@ def test_a_map_of_a_thousand_heads_is_drawn_on_few_canvases(page: Any):
             begin = meter.read_ms()
             median, slow = page.evaluate(FRAMES, kind)
             work = round((meter.read_ms() - begin) / 40, 1)
-            report(heads=1024, kind=kind, median_ms=median, ninetieth_percentile_ms=slow, work_ms=work)
+            report(
+                heads=1024, kind=kind, median_ms=median, ninetieth_percentile_ms=slow, work_ms=work
+            )
         found = page.evaluate(WALK, 16)
         assert found["drawn"] == 0  # the selection is a style of the cells above the canvases
         assert found["changed"] <= 2 * 17
@@ -176,7 +191,12 @@ def test_a_new_selection_changes_two_elements_of_a_large_screen(
         meter = WorkMeter(page)
         begin = meter.read_ms()
         found = page.evaluate(WALK, 16)
-        report(screen=screen, heads=layers * heads, work_ms=round((meter.read_ms() - begin) / 16, 1), **found)
+        report(
+            screen=screen,
+            heads=layers * heads,
+            work_ms=round((meter.read_ms() - begin) / 16, 1),
+            **found,
+        )
         assert found["changed"] <= most_changed
         assert found["nodes"] <= most_nodes
 
@@ -187,7 +207,9 @@ def test_a_map_of_eighty_layers_draws_the_rows_near_the_window(page: Any):
         open_map(page, url)
         report(heads=5120, shown_after_s=round(time.monotonic() - begin, 1))
         assert page.get_by_role("gridcell").count() == 5120
-        drawn_rows = "[...document.querySelectorAll('.band > canvas')].map((canvas) => canvas.width > 1)"
+        drawn_rows = (
+            "[...document.querySelectorAll('.band > canvas')].map((canvas) => canvas.width > 1)"
+        )
         before = page.evaluate(drawn_rows)
         assert len(before) == 10
         assert (before[0], before[-1]) == (True, False)
@@ -209,7 +231,9 @@ def make_transformers_folder(folder: Path) -> int:
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(folder)
     words = Tokenizer(
-        WordLevel({"[UNK]": 0} | {f"w{number}": number for number in range(1, 20_000)}, unk_token="[UNK]")
+        WordLevel(
+            {"[UNK]": 0} | {f"w{number}": number for number in range(1, 20_000)}, unk_token="[UNK]"
+        )
     )
     words.pre_tokenizer = Whitespace()
     words.save(str(folder / "tokenizer.json"))
@@ -218,11 +242,23 @@ def make_transformers_folder(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_the_first_map_of_a_model_of_a_hundred_million_parameters(page: Any, tmp_path: Path):
-    """From the command to the filled Map: start of Python, load of the folder, one run, thumbnails, page."""
+    """From the command to the filled Map: start of Python, load of the folder, one run, thumbnails,
+    page.
+    """
     count = make_transformers_folder(tmp_path)
     assert count > 99_000_000
     text = " ".join(f"w{number}" for number in range(1, 65))
-    command = [sys.executable, "-m", "headwise", "view", str(tmp_path), "--no-browser", "--read-only", "--text", text]
+    command = [
+        sys.executable,
+        "-m",
+        "headwise",
+        "view",
+        str(tmp_path),
+        "--no-browser",
+        "--read-only",
+        "--text",
+        text,
+    ]
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -238,11 +274,18 @@ def test_the_first_map_of_a_model_of_a_hundred_million_parameters(page: Any, tmp
             server.terminate()
     work = resource.getrusage(resource.RUSAGE_CHILDREN)  # of the server, the browser runs on
     work_s = round(work.ru_utime + work.ru_stime, 1)
-    report(parameters=count, address_s=round(served_after, 1), map_s=round(map_s, 1), processor_s=work_s)
+    report(
+        parameters=count,
+        address_s=round(served_after, 1),
+        map_s=round(map_s, 1),
+        processor_s=work_s,
+    )
 
 
 def test_masked_parts_of_thumbnails_are_hatched(page: Any):
-    """In the thumbnail of a causal head the part above the diagonal has the two colours of the hatch, and no other."""
+    """In the thumbnail of a causal head the part above the diagonal has the two colours of the
+    hatch, and no other.
+    """
     with served(OpenModel(make_large_trace(1, 4, 16))) as url:
         open_map(page, url, "theme=light")
         pixels = cell_pixels(page, "L0 H1")
@@ -250,7 +293,10 @@ def test_masked_parts_of_thumbnails_are_hatched(page: Any):
         above = pixels[side // 8 : side // 3, side // 2 : side - 3].reshape(-1, 3)
         hatch = {tuple(colour(page, "--hatch")), tuple(colour(page, "--hatch-bg"))}
         assert {tuple(pixel) for pixel in above.tolist()} == hatch
-        below = {tuple(pixel) for pixel in pixels[side // 2 : side - 3, 4 : side // 3].reshape(-1, 3).tolist()}
+        below = {
+            tuple(pixel)
+            for pixel in pixels[side // 2 : side - 3, 4 : side // 3].reshape(-1, 3).tolist()
+        }
         assert not below & hatch
 
 
@@ -299,9 +345,13 @@ def test_one_cell_of_the_grid_takes_the_focus_and_arrows_walk_as_shown(page: Any
         page.locator("[role=gridcell][tabindex='0']").focus()
         page.keyboard.press("ArrowRight")
         wait_until(page, f"document.querySelector('.head-name').textContent === 'L0 H{first[1]}'")
-        wait_until(page, f"document.activeElement.getAttribute('aria-label').startsWith('L0 H{first[1]}')")
+        wait_until(
+            page, f"document.activeElement.getAttribute('aria-label').startsWith('L0 H{first[1]}')"
+        )
         page.keyboard.press("End")
-        wait_until(page, f"document.activeElement.getAttribute('aria-label').startsWith('L0 H{first[7]}')")
+        wait_until(
+            page, f"document.activeElement.getAttribute('aria-label').startsWith('L0 H{first[7]}')"
+        )
         page.keyboard.press("ArrowDown")
         wait_until(page, "document.activeElement.getAttribute('aria-label').startsWith('L1 ')")
         assert page.get_by_role("grid").get_attribute("aria-rowcount") == "4"
@@ -317,7 +367,9 @@ def test_the_scatter_selects_and_dims_heads(page: Any):
         plot = page.get_by_role("img", name="Scatter of 16 heads: entropy across, sink up")
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
-        values = np.array([[head.measures[name].value for name in ("entropy", "sink")] for head in table.heads])
+        values = np.array(
+            [[head.measures[name].value for name in ("entropy", "sink")] for head in table.heads]
+        )
         x, y = values[5] / values.max(0)
         page.mouse.click(box["x"] + 44 + x * (box["width"] - 58), box["y"] + 224 - y * 202)
         wait_until(page, "document.querySelector('.head-name').textContent === 'L0 H5'")
@@ -341,13 +393,14 @@ def test_the_measures_of_the_inspector_are_not_cut_off(page: Any, width: int):
         page.set_viewport_size({"width": width, "height": 900})
         open_map(page, url)
         sizes = page.evaluate(
-            "[...document.querySelectorAll('.side .scroll')].map((box) => [box.scrollWidth, box.clientWidth])"
+            "[...document.querySelectorAll('.side .scroll')].map((box) => [box.scrollWidth, "
+            "box.clientWidth])"
         )
         assert sizes
         assert all(inside <= outside for inside, outside in sizes)
 
 
-# --- the Head screen -----------------------------------------------------------------------------------
+# --- the Head screen ------------------------------------------------------------------------------
 
 
 def open_head(page: Any, url: str, query: str = "") -> None:
@@ -377,7 +430,9 @@ def test_a_long_head_opens_at_once_and_answers_exactly(page: Any):
         page.evaluate("location.hash = '#/head?head=1&scale=lin'")
         wait_until(page, "document.querySelector('.matrix-canvas canvas')?.width > 1")
         draft = time.monotonic() - begin
-        wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width >= 512")
+        wait_until(
+            page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width >= 512"
+        )
         report(tokens=4096, draft_s=round(draft, 2), exact_s=round(time.monotonic() - begin, 2))
         page.get_by_role("img", name="entropy of each row").wait_for()
         median, slowest = page.evaluate(HOVER)
@@ -420,12 +475,17 @@ HOVER_CHIPS = """async (places) => {
 
 
 def test_eight_thousand_tokens_can_be_used(page: Any):
-    """One head of 8,192 tokens: small answers, a minimap, exact rows, a text of which the pointer changes few chips."""
+    """One head of 8,192 tokens: small answers, a minimap, exact rows, a text of which the pointer
+    changes few chips.
+    """
     opened = OpenModel(make_large_trace(1, 1, 8192))
     opened.thumbnails()
     sizes: dict[str, int] = {}
     page.on(
-        "response", lambda answer: sizes.update({answer.url.partition("/api/")[2].partition("?")[0]: length(answer)})
+        "response",
+        lambda answer: sizes.update(
+            {answer.url.partition("/api/")[2].partition("?")[0]: length(answer)}
+        ),
     )
     with served(opened) as url:
         open_map(page, url)
@@ -433,9 +493,14 @@ def test_eight_thousand_tokens_can_be_used(page: Any):
         page.evaluate("location.hash = '#/head?scale=lin'")
         wait_until(page, "document.querySelector('.matrix-canvas canvas')?.width > 1")
         draft = time.monotonic() - begin
-        wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width >= 512")
+        wait_until(
+            page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width >= 512"
+        )
         report(
-            tokens=8192, draft_s=round(draft, 2), exact_s=round(time.monotonic() - begin, 2), tile_bytes=sizes["tile"]
+            tokens=8192,
+            draft_s=round(draft, 2),
+            exact_s=round(time.monotonic() - begin, 2),
+            tile_bytes=sizes["tile"],
         )
         assert sizes["tile"] <= 2 * 512 * 512 + 1000
         assert page.locator(".minimap canvas").count() == 1
@@ -450,11 +515,15 @@ def test_eight_thousand_tokens_can_be_used(page: Any):
         page.get_by_text("tokens 7680–8191 of 8192").wait_for()
         page.evaluate("location.hash = '#/text?position=8000'")
         wait_until(page, "document.querySelectorAll('.chip').length === 8192")
-        page.mouse.move(1, 1)  # the browser repeats the move of a pointer under which the page has changed
+        page.mouse.move(
+            1, 1
+        )  # the browser repeats the move of a pointer under which the page has changed
         page.wait_for_timeout(500)
         meter = WorkMeter(page)
         begin_ms = meter.read_ms()
-        found = page.evaluate(HOVER_CHIPS, [[4000, 15_000, 250], [4400, 15_000, 500], [4400, 600, 250]])
+        found = page.evaluate(
+            HOVER_CHIPS, [[4000, 15_000, 250], [4400, 15_000, 500], [4400, 600, 250]]
+        )
         report(tokens=8192, hover=found, work_ms=round((meter.read_ms() - begin_ms) / 3))
         assert 0 < found[1][0] < 8192  # of 16,384 styles
         assert found[2][0] == 0
@@ -475,11 +544,15 @@ def test_a_part_of_a_long_head_is_shown_with_one_cell_for_each_pair(page: Any):
         wait_until(page, f"Math.abs({EXACT} - {expected}) <= 2e-5 * {expected}")
         page.get_by_role("application").focus()
         page.keyboard.press("-")
-        wait_until(page, "location.hash.includes('part=') && !location.hash.includes('part=1000.1100')")
+        wait_until(
+            page, "location.hash.includes('part=') && !location.hash.includes('part=1000.1100')"
+        )
         page.keyboard.press("0")
         page.get_by_text("all 2000 queries, 2000 keys").wait_for()
         wait_until(page, "!location.hash.includes('part=')")
-        assert page.get_by_role("button", name="whole matrix").get_attribute("aria-disabled") == "true"
+        assert (
+            page.get_by_role("button", name="whole matrix").get_attribute("aria-disabled") == "true"
+        )
         box = page.locator(".minimap").bounding_box()
         page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         wait_until(page, "location.hash.includes('part=875.1125.875.1125')")
@@ -497,7 +570,9 @@ def test_a_drag_shows_a_part_and_keys_walk_past_its_edge(page: Any):
         wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.height > 1")
         page.get_by_role("application").focus()
         page.keyboard.press("ArrowUp")
-        wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('w39')")
+        wait_until(
+            page, "document.querySelector('[data-testid=exact]').textContent.includes('w39')"
+        )
         wait_until(page, "location.hash.includes('part=24.54.5.35')")
         wait_until(page, "location.hash.includes('cell=39.40')")
         assert "part=24.54.5.35" in page.evaluate("location.hash")
@@ -509,14 +584,20 @@ def test_marginals_are_those_of_the_weights(page: Any):
     with served(open_trace(trace_from_weights([weights], list("abcdefghi")))) as url:
         open_head(page, url, "head=1")
         entropy = -(weights[0, 1] * np.log(np.where(weights[0, 1] > 0, weights[0, 1], 1))).sum(1)
-        page.get_by_role("img", name=f"entropy of each row, longest bar {entropy.max():.2f}").wait_for()
+        page.get_by_role(
+            "img", name=f"entropy of each row, longest bar {entropy.max():.2f}"
+        ).wait_for()
         received = weights[0, 1].sum(0) / np.arange(9, 0, -1)
-        page.get_by_role("img", name=f"weight on each key, longest bar {received.max():.2f}").wait_for()
+        page.get_by_role(
+            "img", name=f"weight on each key, longest bar {received.max():.2f}"
+        ).wait_for()
         page.get_by_label("Rows").select_option("maximum")
         page.get_by_role("img", name="largest weight of each row, longest bar 1.00").wait_for()
         page.get_by_label("Rows").select_option("entropy")
         page.get_by_role("img", name="entropy of each row").wait_for()
-        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
         bars = page.evaluate(
             """() => { const canvas = document.querySelector('.marginal.rows canvas');
             const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -535,7 +616,9 @@ def test_memory_stays_flat_over_two_hundred_heads(page: Any):
 
         def change_heads(count: int) -> None:
             for number in range(count):
-                page.evaluate(f"location.hash = '#/head?site={number % 10}&head={number // 10 % 20}'")
+                page.evaluate(
+                    f"location.hash = '#/head?site={number % 10}&head={number // 10 % 20}'"
+                )
                 page.wait_for_timeout(25)
 
         def used_bytes() -> float:

@@ -1,4 +1,6 @@
-"""What the address of the page holds, what a step back restores, what keys release, and that nothing moves."""
+"""What the address of the page holds, what a step back restores, what keys release, and that
+nothing moves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ ADDRESSES = [
     "#/prune?task=convert&align=both&grouping=similar&where=self",
     "#/steps?site=3&head=2&position=5&step=3&key=2",
     "#/diff?with=ablated&off=0.0",
-    "#/classify?limits=p.0.35&certain=1&letter=p&classes=0.1%3Dsink",  # the last, because the server keeps own classes
+    # the last, because the server keeps own classes
+    "#/classify?limits=p.0.35&certain=1&letter=p&classes=0.1%3Dsink",
 ]
 
 
@@ -42,7 +45,9 @@ def fields_of(address: str) -> set[str]:
 
 
 def test_an_address_holds_all_state_and_restores_it(page: Any):
-    """Each address is kept as it is, read by its screen, and is the same after the page is loaded again."""
+    """Each address is kept as it is, read by its screen, and is the same after the page is loaded
+    again.
+    """
     with served(sample_model()) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
@@ -85,14 +90,18 @@ def test_the_fields_of_an_address_are_shown(page: Any):
 
 
 def test_a_step_back_keeps_what_the_user_made(page: Any):
-    """Back restores the screen and the head that were shown; ablated and pinned heads stay as they are."""
+    """Back restores the screen and the head that were shown; ablated and pinned heads stay as they
+    are.
+    """
     with served(sample_model()) as url:
         page.goto(url)
         page.get_by_role("gridcell").nth(2).click()
         page.get_by_role("link", name="Lab").click()
         page.get_by_role("switch", name="E1 H3").click()
         page.keyboard.press("p")
-        wait_until(page, "location.hash.includes('pins=1.3')")  # the address of a screen is written after a moment
+        wait_until(
+            page, "location.hash.includes('pins=1.3')"
+        )  # the address of a screen is written after a moment
         page.get_by_role("link", name="Text").click()
         page.get_by_role("heading", name="Text").wait_for()
         page.go_back()
@@ -111,14 +120,18 @@ def test_a_step_back_keeps_what_the_user_made(page: Any):
         page.go_back()
         page.get_by_text("0 of 54 heads off").wait_for()
         page.get_by_role("switch", name="E1 H3").click()
-        page.evaluate("location.hash = '#/lab?site=2'")  # an address that is typed undoes no work that it does not name
+        page.evaluate(
+            "location.hash = '#/lab?site=2'"
+        )  # an address that is typed undoes no work that it does not name
         wait_until(page, "location.hash.includes('off=1.3') && location.hash.includes('site=2')")
         page.evaluate("location.hash = '#/lab?off='")
         page.get_by_text("0 of 54 heads off").wait_for()
 
 
 def test_a_held_key_does_not_exhaust_the_history_of_the_browser(page: Any):
-    """Browsers ignore more than about 200 changes of the address in 10 s; the last selection is in it all the same."""
+    """Browsers ignore more than about 200 changes of the address in 10 s; the last selection is in
+    it all the same.
+    """
     with served(sample_model(with_model=False)) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
@@ -150,11 +163,12 @@ def test_escape_releases_every_choice(page: Any):
         wait_until(page, "location.hash === '#/text?pins=0.1'")
 
 
-# --- charts have tables, and nothing moves ---------------------------------------------------------------
+# --- charts have tables, and nothing moves --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("screen", "captions"), [("map", ["54 heads"]), ("head", ["Mean weight by distance", "By query", "By key"])]
+    ("screen", "captions"),
+    [("map", ["54 heads"]), ("head", ["Mean weight by distance", "By query", "By key"])],
 )
 def test_charts_have_sortable_tables(page: Any, screen: str, captions: list[str]):
     with served(sample_model(with_model=False)) as url:
@@ -167,11 +181,14 @@ def test_charts_have_sortable_tables(page: Any, screen: str, captions: list[str]
             header = table.get_by_role("columnheader").last
             header.get_by_role("button").focus()
             page.keyboard.press("Enter")
-            wait_until(page, f"[...document.querySelectorAll('th[aria-sort=descending]')].length >= {1}")
+            wait_until(
+                page, f"[...document.querySelectorAll('th[aria-sort=descending]')].length >= {1}"
+            )
             assert header.get_attribute("aria-sort") == "descending"
 
 
-# Charts of the main panel: pictures with a name of their own, without the letters that stand for classes.
+# Charts of the main panel: pictures with a name of their own, without the letters that stand for
+# classes.
 CHARTS = "[...document.querySelectorAll('main [role=img]:not(.badge)')].map((one) => one.ariaLabel)"
 TABLED = [  # addresses, and the table that takes the place of a chart there
     ("#/map", "54 heads"),
@@ -186,7 +203,9 @@ TABLED = [  # addresses, and the table that takes the place of a chart there
 
 
 def test_every_chart_has_a_table_in_its_place(page: Any):
-    """T shows tables only: on no screen is a chart left, and each shows the rows that are named for it."""
+    """T shows tables only: on no screen is a chart left, and each shows the rows that are named for
+    it.
+    """
     opened = sample_model()
     opened.texts = tuple(bundled_sample.TEXTS[:3])
     with served(opened) as url:
@@ -222,7 +241,9 @@ def test_places_of_points_are_in_a_table(page: Any):
         rows.nth(1).wait_for()
         count = len(places.queries)
         for number, place in ((1, places.queries[0]), (count + 3, places.keys[2])):
-            shown = [float(text) for text in rows.nth(number).get_by_role("cell").all_inner_texts()[2:]]
+            shown = [
+                float(text) for text in rows.nth(number).get_by_role("cell").all_inner_texts()[2:]
+            ]
             assert shown == pytest.approx(place.tolist(), abs=0.06)
 
 
@@ -234,7 +255,9 @@ def test_the_table_of_the_head_screen_holds_its_bars(page: Any):
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         open_address(page, f"#/head?site=2&head={head}&table=1")
-        cells = page.get_by_role("table", name="By query").get_by_role("row").nth(3).get_by_role("cell")
+        cells = (
+            page.get_by_role("table", name="By query").get_by_role("row").nth(3).get_by_role("cell")
+        )
         cells.first.wait_for()
         shown = [float(text) for text in cells.all_inner_texts()[1:]]
         assert shown == pytest.approx([found.entropy[2], found.maximum[2]], abs=5e-3)
@@ -265,7 +288,9 @@ SHIFTS = """() => {
 
 
 def test_nothing_moves_while_a_screen_fills_or_the_pointer_does(page: Any):
-    """The shifts that the browser counts: below 0.1 while the page opens, none while the pointer moves."""
+    """The shifts that the browser counts: below 0.1 while the page opens, none while the pointer
+    moves.
+    """
     with served(sample_model()) as url:
         page.add_init_script(f"({SHIFTS})()")
         page.goto(url)
@@ -284,9 +309,13 @@ def test_nothing_moves_while_a_screen_fills_or_the_pointer_does(page: Any):
             boxes = page.locator(target)
             for place in (0, 3, 5):
                 box = boxes.nth(min(place, boxes.count() - 1)).bounding_box()
-                page.mouse.move(box["x"] + box["width"] * (0.2 + place / 10), box["y"] + box["height"] / 2)
+                page.mouse.move(
+                    box["x"] + box["width"] * (0.2 + place / 10), box["y"] + box["height"] / 2
+                )
                 page.wait_for_timeout(120)
             moved = [
-                (value, names) for value, names in page.evaluate("shifts") if value > 0.0005 and "tip" not in names
+                (value, names)
+                for value, names in page.evaluate("shifts")
+                if value > 0.0005 and "tip" not in names
             ]
             assert moved == [], screen  # the tip of the Map follows the pointer

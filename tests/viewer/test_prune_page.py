@@ -1,4 +1,6 @@
-"""The Prune & convert screen in a browser: its labels lead to a new folder, and its proof is that of the folder."""
+"""The Prune & convert screen in a browser: its labels lead to a new folder, and its proof is that
+of the folder.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def test_heads_that_are_off_in_the_lab_are_pruned_and_proved(page: Any, tmp_path
         page.get_by_role("link", name="Prune").click()
         page.get_by_role("switch", name="E0 H1").click()
         switches = page.get_by_role("switch", checked=False)
-        assert [switch.get_attribute("aria-label") for switch in switches.all()] == ["E0 H1", "X0 H3"]
+        assert [switch.get_attribute("aria-label") for switch in switches.all()] == [
+            "E0 H1",
+            "X0 H3",
+        ]
         page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
         page.get_by_role("button", name="Compute the plan").click()
         page.get_by_test_id("planned").wait_for()
@@ -64,7 +69,10 @@ def test_heads_that_are_off_in_the_lab_are_pruned_and_proved(page: Any, tmp_path
     assert planned == shown
     assert shown[1:3] == ["638,112", f"{count_parameters(tmp_path / 'pruned'):,}"]
     assert words[:3] == ["headwise", "prune", str(bundled_sample.MODEL)]
-    assert words[words.index("--heads") + 1 : words.index("--data")] == ["decoder.0.cross:3", "encoder.0.attention:1"]
+    assert words[words.index("--heads") + 1 : words.index("--data")] == [
+        "decoder.0.cross:3",
+        "encoder.0.attention:1",
+    ]
     record = json.loads((tmp_path / "pruned" / "heads.json").read_text())
     assert record["change"]["keep"]["encoder.0.attention"] == [0, 2, 3, 4, 5]
 
@@ -81,7 +89,10 @@ def test_a_share_shows_which_heads_go_before_anything_is_written(page: Any, tmp_
         assert page.get_by_role("switch", checked=False).count() == 27
         page.get_by_role("switch", checked=True).first.click()
         page.get_by_text("26 of 54 heads stay").wait_for()
-        assert page.get_by_role("button", name="Off in the Lab").get_attribute("aria-pressed") == "true"
+        assert (
+            page.get_by_role("button", name="Off in the Lab").get_attribute("aria-pressed")
+            == "true"
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -90,7 +101,10 @@ def test_heads_are_pooled_to_the_number_that_is_chosen(page: Any, tmp_path: Path
         show_screen(page, url)
         page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
         page.get_by_role("button", name="Convert", exact=True).click()
-        assert "its own key-value head already" in page.get_by_text("one for each query head").last.inner_text()
+        assert (
+            "its own key-value head already"
+            in page.get_by_text("one for each query head").last.inner_text()
+        )
         page.get_by_role("button", name="2", exact=True).click()
         page.get_by_role("button", name="Convert and prove").click()
         page.get_by_test_id("proof").wait_for()
@@ -118,7 +132,10 @@ def test_a_page_that_may_not_write_still_plans(page: Any):
         show_screen(page, url)
         page.get_by_role("switch", name="D1 H4").click()
         page.get_by_text("--read-only").wait_for()
-        assert page.get_by_role("button", name="Prune and prove").get_attribute("aria-disabled") == "true"
+        assert (
+            page.get_by_role("button", name="Prune and prove").get_attribute("aria-disabled")
+            == "true"
+        )
         page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
         page.get_by_role("button", name="Compute the plan").click()
         page.get_by_test_id("planned").wait_for()
@@ -129,7 +146,10 @@ def test_a_trace_says_that_it_needs_the_model(page: Any):
     with served(OpenModel(bundled_sample.load_sample_trace())) as url:
         show_screen(page, url)
         page.get_by_text("This needs the model.").wait_for()
-        assert page.get_by_role("button", name="Compute the plan").get_attribute("aria-disabled") == "true"
+        assert (
+            page.get_by_role("button", name="Compute the plan").get_attribute("aria-disabled")
+            == "true"
+        )
 
 
 @pytest.mark.parametrize("width", [390, 1280])

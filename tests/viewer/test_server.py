@@ -1,4 +1,6 @@
-"""The server of the page: its answers equal the trace, and requests that may not be answered are refused."""
+"""The server of the page: its answers equal the trace, and requests that may not be answered are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from support.page_browser import examples_of_ids
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 @pytest.fixture
@@ -61,7 +70,7 @@ def run_job(client: TestClient, **arguments: Any) -> dict[str, Any]:
     return last | {"result": client.get(f"/api/jobs/{job}/result").json()}
 
 
-# --- answers -------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def test_the_document_describes_the_model_and_the_tokens(client: TestClient):
@@ -85,7 +94,9 @@ def test_sentences_are_translated_on_request(client: TestClient):
 def test_a_row_holds_the_exact_weights(client: TestClient, opened: OpenModel):
     expected = opened.get_trace().head_weights(opened.heads[4][0], 1)
     _, found = arrays(client, "/api/row?site=1&head=1&query=9")
-    assert np.array_equal(found["weights"], opened.get_trace().head_weights(opened.heads[4][0], 1, slice(9, 10))[0])
+    assert np.array_equal(
+        found["weights"], opened.get_trace().head_weights(opened.heads[4][0], 1, slice(9, 10))[0]
+    )
     np.testing.assert_allclose(found["weights"], expected[9], rtol=1e-5)
     assert found["masked"].tolist() == [0] * 10 + [1] * 27
     _, found = arrays(client, "/api/column?site=1&head=1&key=5")
@@ -104,12 +115,16 @@ def test_a_tile_is_the_largest_weight_of_each_cell(client: TestClient, opened: O
 
 def test_a_tile_of_means_keeps_the_mass(client: TestClient, opened: OpenModel):
     expected = opened.get_trace().head_weights(opened.heads[0][0], 0)
-    _, found = arrays(client, "/api/tile?site=0&head=0&q0=0&q1=36&k0=0&k1=36&rows=6&cols=6&pool=mean")
+    _, found = arrays(
+        client, "/api/tile?site=0&head=0&q0=0&q1=36&k0=0&k1=36&rows=6&cols=6&pool=mean"
+    )
     cells = expected[:36, :36].reshape(6, 6, 6, 6).mean((1, 3))
     assert np.abs(found["weights"] / 255 - cells).max() <= 1.1 / 255
 
 
-def test_the_effect_is_the_norm_of_what_a_key_adds_to_the_output(client: TestClient, opened: OpenModel):
+def test_the_effect_is_the_norm_of_what_a_key_adds_to_the_output(
+    client: TestClient, opened: OpenModel
+):
     site = opened.heads[0][0]
     layer = opened.get_trace().get_layer(site)
     net: Any = opened.model
@@ -168,13 +183,16 @@ def test_one_query_in_all_heads(client: TestClient, opened: OpenModel):
     )
 
 
-# --- jobs ----------------------------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------
 
 
-def test_measures_are_those_of_the_library(client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_measures_are_those_of_the_library(
+    client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     reader = hw.ExampleReader(opened.model)
     monkeypatch.setattr(
-        "headwise.viewer.model_actions.make_examples", lambda *_: examples_of_ids(opened, opened.get_trace())
+        "headwise.viewer.model_actions.make_examples",
+        lambda *_: examples_of_ids(opened, opened.get_trace()),
     )
     assert reader.examples == []
     ended = run_job(client, kind="measure")
@@ -183,7 +201,9 @@ def test_measures_are_those_of_the_library(client: TestClient, opened: OpenModel
     assert found["measures"].shape == (6, len(header["names"]), 4)
     row = opened.get_trace().head_weights(opened.heads[3][0], 0).astype(np.float64)
     entropy = -(row * np.log(np.where(row > 0, row, 1))).sum(-1)
-    assert found["measures"][3, header["names"].index("entropy"), 0] == pytest.approx(entropy.mean(), rel=0.2)
+    assert found["measures"][3, header["names"].index("entropy"), 0] == pytest.approx(
+        entropy.mean(), rel=0.2
+    )
     assert np.isnan(found["measures"][..., 1]).all()  # one text has no intervals
 
 
@@ -195,7 +215,10 @@ def test_long_lists_of_floats_are_no_json(client: TestClient, server: ViewServer
     job = client.post("/api/jobs", json={"kind": "lists"}).json()["job"]
     assert '"done"' in client.get(f"/api/jobs/{job}/events").text
     header, found = arrays(client, f"/api/jobs/{job}/result")
-    assert header["result"] == {"at": {"kl": {"array": "0"}, "few": [0.5], "rows": [[0, 1, 0.5]] * 40}, "loss": None}
+    assert header["result"] == {
+        "at": {"kl": {"array": "0"}, "few": [0.5], "rows": [[0, 1, 0.5]] * 40},
+        "loss": None,
+    }
     np.testing.assert_array_equal(found["0"], np.array([*values, np.nan], np.float32))
 
 
@@ -206,7 +229,9 @@ def test_a_job_that_fails_is_reported_and_ends_nothing(client: TestClient):
     assert client.get("/api/document").status_code == 200
 
 
-def test_a_model_that_fails_is_reported(client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_fails_is_reported(
+    client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the tensors do not fit")
 
@@ -242,7 +267,7 @@ def test_at_most_a_few_jobs_wait(client: TestClient, server: ViewServer):
         job.cancel()
 
 
-# --- what is refused -----------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,7 +299,17 @@ def test_requests_of_others_are_refused(client: TestClient, headers: dict[str, s
 def test_every_route_of_the_interface_needs_the_token(server: ViewServer):
     app = SecurityMiddleware(server.app(), [HOST], TOKEN)
     stranger = TestClient(app, base_url=f"http://{HOST}")
-    for path in ("document", "thumbnails", "tile", "row", "column", "rows", "offsets", "measures", "jobs/x/events"):
+    for path in (
+        "document",
+        "thumbnails",
+        "tile",
+        "row",
+        "column",
+        "rows",
+        "offsets",
+        "measures",
+        "jobs/x/events",
+    ):
         assert stranger.get(f"/api/{path}").status_code == 401
     assert stranger.post("/api/jobs", json={}).status_code == 401
     assert stranger.delete("/api/jobs/x").status_code == 401
@@ -284,7 +319,9 @@ def test_every_route_of_the_interface_needs_the_token(server: ViewServer):
 def test_answers_forbid_what_the_page_does_not_need(client: TestClient):
     for path in ("/", "/api/document", "/nothing"):
         headers = client.get(path).headers
-        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+        assert headers["content-security-policy"].startswith(
+            "default-src 'none'; script-src 'self'"
+        )
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
@@ -298,19 +335,29 @@ def test_no_other_file_is_served(client: TestClient, path: str):
 
 
 def test_bodies_are_limited(client: TestClient):
-    assert client.post("/api/jobs", json={"kind": "text", "text": "x" * MAX_BODY_BYTES}).status_code == 413
+    assert (
+        client.post("/api/jobs", json={"kind": "text", "text": "x" * MAX_BODY_BYTES}).status_code
+        == 413
+    )
 
     def parts() -> Iterator[bytes]:  # without a length
         yield from (b"x" * 2**16 for _ in range(20))
 
     answer = client.post("/api/jobs", content=parts(), headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
-    assert client.post("/api/jobs", content=b"kind=text", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert (
+        client.post(
+            "/api/jobs", content=b"kind=text", headers={"Content-Type": "text/plain"}
+        ).status_code
+        == 415
+    )
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     assert client.post("/api/jobs", content=b"kind=text", headers=form).status_code == 415
 
 
-@pytest.mark.parametrize("body", ["[]", "{", '{"kind": NaN}', '{"kind": 1e999}', "[" * 10**4, '{"kind": "reboot"}'])
+@pytest.mark.parametrize(
+    "body", ["[]", "{", '{"kind": NaN}', '{"kind": 1e999}', "[" * 10**4, '{"kind": "reboot"}']
+)
 def test_bad_bodies_are_refused(client: TestClient, body: str):
     answer = client.post("/api/jobs", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
@@ -348,7 +395,9 @@ def test_a_trace_alone_shows_and_changes_nothing(tmp_path: Path):
     trace_from_weights([weights], ["a", "<b>", "c", "d"]).save(tmp_path / "a.trace")
     view = ViewServer(OpenModel(load_trace(tmp_path / "a.trace")), STATIC)
     try:
-        client = TestClient(SecurityMiddleware(view.app(), [HOST], TOKEN), base_url=f"http://{HOST}")
+        client = TestClient(
+            SecurityMiddleware(view.app(), [HOST], TOKEN), base_url=f"http://{HOST}"
+        )
         client.headers["X-Session-Token"] = TOKEN
         document = client.get("/api/document").json()
         assert document["kind"] == "trace"

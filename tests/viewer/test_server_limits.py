@@ -1,4 +1,6 @@
-"""The server of the page under load and in trouble: several clients, long work, failures, limits, stale answers."""
+"""The server of the page under load and in trouble: several clients, long work, failures, limits,
+stale answers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ from headwise.viewer.server import ViewServer, open_socket
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 def make_net(**changes: Any) -> Any:
@@ -61,7 +70,9 @@ def server(opened: OpenModel) -> Iterator[ViewServer]:
 def make_client(server: ViewServer) -> TestClient:
     app = SecurityMiddleware(server.app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
     headers = {"X-Session-Token": TOKEN}
-    return TestClient(app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False)
+    return TestClient(
+        app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False
+    )
 
 
 @pytest.fixture
@@ -77,7 +88,9 @@ def wait_for(condition: Any, seconds: float = 5.0) -> None:
 
 
 def run_in_thread(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine in a thread of its own, because a browser of other tests has a running event loop in this one."""
+    """Run a coroutine in a thread of its own, because a browser of other tests has a running event
+    loop in this one.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
@@ -89,7 +102,9 @@ def submit(client: TestClient, **arguments: Any) -> str:
 
 
 class HeldJob:
-    """A job that runs until it is released, and ignores cancellation as one long forward pass does."""
+    """A job that runs until it is released, and ignores cancellation as one
+    long forward pass does.
+    """
 
     def __init__(self) -> None:
         self.has_started, self.release = threading.Event(), threading.Event()
@@ -100,14 +115,17 @@ class HeldJob:
         return {"revision": model.revision}
 
 
-# --- answers belong to one revision --------------------------------------------------------------------
+# --- answers belong to one revision ---------------------------------------------------------------
 
 
 def test_an_answer_describes_one_trace_while_another_is_opened(
     server: ViewServer, client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ):
     """A new text that arrives during a request changes neither its weights nor its revision."""
-    other, expected = record(opened.get_model(), 11, seed=1), opened.get_trace().head_weights(opened.heads[0][0], 0)
+    other, expected = (
+        record(opened.get_model(), 11, seed=1),
+        opened.get_trace().head_weights(opened.heads[0][0], 0),
+    )
     tile = OpenModel.tile
 
     def tile_after_change(self: OpenModel, *args: Any, **options: Any) -> Any:
@@ -135,7 +153,9 @@ def test_thumbnails_of_a_former_trace_do_not_replace_the_open_one(
     assert opened.trace is other
 
 
-def test_thumbnails_are_drawn_once(client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_thumbnails_are_drawn_once(
+    client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     client.get("/api/thumbnails")
     monkeypatch.setattr(Trace, "with_thumbnails", lambda *_: pytest.fail("drawn again"))
     assert client.get("/api/thumbnails").status_code == 200
@@ -159,7 +179,9 @@ def test_ablated_heads_change_the_revision(client: TestClient):
 
 
 def test_tiles_are_the_maxima_of_the_weights(client: TestClient, opened: OpenModel):
-    """u8 cells equal numpy's max pooling of the weights, rounded up so that no weight disappears."""
+    """u8 cells equal numpy's max pooling of the weights, rounded up so that no
+    weight disappears.
+    """
     for number, (site, head) in enumerate(opened.heads):
         path = f"/api/tile?site={number // 3}&head={head}&q0=1&q1=31&k0=3&k1=33&rows=10&cols=6"
         _, found = decode_arrays(client.get(path).content)
@@ -169,7 +191,9 @@ def test_tiles_are_the_maxima_of_the_weights(client: TestClient, opened: OpenMod
         assert np.abs(found["weights"].astype(int) - expected).max() == 0
 
 
-def test_a_tile_reads_the_values_of_its_head_once(opened: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_tile_reads_the_values_of_its_head_once(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     calls: list[str] = []
     matrix = OpenModel._output_matrix
 
@@ -185,10 +209,12 @@ def test_a_tile_reads_the_values_of_its_head_once(opened: OpenModel, monkeypatch
     assert np.abs(tile.weights / 255 * tile.scale - weights).max() <= tile.scale / 255
 
 
-# --- jobs ----------------------------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------
 
 
-def test_a_waiting_job_is_cancelled_at_once_and_leaves_its_place(server: ViewServer, client: TestClient):
+def test_a_waiting_job_is_cancelled_at_once_and_leaves_its_place(
+    server: ViewServer, client: TestClient
+):
     held_job = HeldJob()
     server.worker.job_kinds = {"held": held_job}
     try:
@@ -230,8 +256,12 @@ def test_many_open_event_streams_do_not_block_answers(server: ViewServer, opened
     async def measure() -> float:
         headers = {"X-Session-Token": TOKEN}
         transport = httpx2.ASGITransport(app=app)
-        async with httpx2.AsyncClient(transport=transport, base_url=f"http://{HOST}", headers=headers) as client:
-            streams = [asyncio.create_task(client.get(f"/api/jobs/{job.id}/events")) for _ in range(120)]
+        async with httpx2.AsyncClient(
+            transport=transport, base_url=f"http://{HOST}", headers=headers
+        ) as client:
+            streams = [
+                asyncio.create_task(client.get(f"/api/jobs/{job.id}/events")) for _ in range(120)
+            ]
             await asyncio.sleep(0.2)
             start = time.monotonic()
             assert (await client.get("/api/row?site=0&head=0&query=1")).status_code == 200
@@ -276,8 +306,19 @@ def test_a_client_that_goes_away_leaves_the_server_up(server: ViewServer, client
             sent.append(message)
 
         headers = [(b"host", HOST.encode()), (b"x-session-token", TOKEN.encode())]
-        scope = {"type": "http", "method": "GET", "path": f"/api/jobs/{job.id}/events", "query_string": b""}
-        scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "", "asgi": {}}
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": f"/api/jobs/{job.id}/events",
+            "query_string": b"",
+        }
+        scope |= {
+            "headers": headers,
+            "http_version": "1.1",
+            "scheme": "http",
+            "root_path": "",
+            "asgi": {},
+        }
         await asyncio.wait_for(app(scope, receive, send), 3)
 
     run_in_thread(leave())
@@ -292,28 +333,35 @@ def test_two_clients_share_one_open_model(server: ViewServer):
     job = submit(first, kind="ablate", heads=[[0, 1]])
     assert '"done"' in second.get(f"/api/jobs/{job}/events").text
     assert second.get("/api/document").json()["ablated"][0]["head"] == 1
-    assert first.get(f"/api/jobs/{job}/result").content == second.get(f"/api/jobs/{job}/result").content
+    assert (
+        first.get(f"/api/jobs/{job}/result").content
+        == second.get(f"/api/jobs/{job}/result").content
+    )
 
 
 def test_a_model_that_fails_in_its_forward_pass_leaves_the_trace(
     client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ):
     trace = opened.trace
-    monkeypatch.setattr("headwise.nn.attention.Attention.head_outputs_and_gates", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(
+        "headwise.nn.attention.Attention.head_outputs_and_gates", lambda *_, **__: 1 / 0
+    )
     job = submit(client, kind="ablate", heads=[[0, 1]])
     assert '"ZeroDivisionError' in client.get(f"/api/jobs/{job}/events").text
     assert opened.trace is trace
     assert client.get("/api/row?site=0&head=0&query=1").status_code == 200
 
 
-# --- errors and limits ---------------------------------------------------------------------------------
+# --- errors and limits ----------------------------------------------------------------------------
 
 
 def test_unexpected_errors_are_answers_without_paths(
     client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ):
     def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("cannot read /srv/somebody/secret/model.safetensors; C:\\Users\\somebody\\x failed")
+        raise RuntimeError(
+            "cannot read /srv/somebody/secret/model.safetensors; C:\\Users\\somebody\\x failed"
+        )
 
     monkeypatch.setattr(OpenModel, "weights", broken)
     answer = client.get("/api/row?site=0&head=0&query=1")
@@ -332,7 +380,9 @@ def test_failed_jobs_tell_no_paths(server: ViewServer, client: TestClient):
     assert "somebody" not in events
 
 
-def test_memory_that_does_not_suffice_is_no_fault_of_the_request(client: TestClient, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_does_not_suffice_is_no_fault_of_the_request(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+):
     def broken(*_: Any, **__: Any) -> None:
         raise MemoryError("out of memory; use a shorter text")
 
@@ -366,9 +416,13 @@ def test_texts_that_are_no_unicode_are_refused(client: TestClient, text: str):
     assert "surrogate" in answer.json()["error"]["fact"]
 
 
-@pytest.mark.parametrize("text", ["\x00\x01", "\u202eabc\u2066", "a\u200bb\ufeff", "</script><script>x", "\U0001f600"])
+@pytest.mark.parametrize(
+    "text", ["\x00\x01", "\u202eabc\u2066", "a\u200bb\ufeff", "</script><script>x", "\U0001f600"]
+)
 def test_strange_characters_are_text(client: TestClient, text: str):
-    """The test model has no tokenizer, so that the job fails with a reason, and the server stays up."""
+    """The test model has no tokenizer, so that the job fails with a reason, and the server stays
+    up.
+    """
     job = submit(client, kind="text", text=text)
     assert '"failed"' in client.get(f"/api/jobs/{job}/events").text
     assert client.get("/api/document").status_code == 200
@@ -381,7 +435,9 @@ def test_numbers_that_json_lacks_are_null(client: TestClient, opened: OpenModel)
 
 def test_halves_of_surrogate_pairs_in_a_trace_are_shown():
     weights = np.full((1, 2, 3, 3), 1 / 3)
-    view = ViewServer(OpenModel(hw.traces.trace_from_weights([weights], ["a", "\ud800", "c"])), STATIC)
+    view = ViewServer(
+        OpenModel(hw.traces.trace_from_weights([weights], ["a", "\ud800", "c"])), STATIC
+    )
     try:
         answer = make_client(view).get("/api/document")
         assert answer.status_code == 200
@@ -418,7 +474,9 @@ assert "only a trace is open" in client.get(f"/api/jobs/{{job}}/events").text
 view.worker.close()
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -434,7 +492,10 @@ def test_pages_of_a_real_server_follow_one_job_and_leave(server: ViewServer, ope
     thread.start()
     try:
         base, headers = f"http://127.0.0.1:{port}", {"X-Session-Token": TOKEN}
-        with httpx2.Client(base_url=base, headers=headers) as first, httpx2.Client(base_url=base) as second:
+        with (
+            httpx2.Client(base_url=base, headers=headers) as first,
+            httpx2.Client(base_url=base) as second,
+        ):
             second.headers.update(headers)
             job = first.post("/api/jobs", json={"kind": "held"}).json()["job"]
             with first.stream("GET", f"/api/jobs/{job}/events") as stream:

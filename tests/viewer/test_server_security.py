@@ -1,4 +1,6 @@
-"""What others cannot reach or make the server do, on every route: each line of the threat model of docs/view.md."""
+"""What others cannot reach or make the server do, on every route: each line of the threat model of
+docs/view.md.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from headwise.viewer.server import ALL_JOBS, ServerAddress, ViewServer, serve
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 STRANGERS = [
     ({"Host": "evil.example:8000"}, 421),
     ({"Host": "127.0.0.1:8001"}, 421),
@@ -50,7 +59,9 @@ def server(opened: OpenModel) -> Iterator[ViewServer]:
 
 def make_client(server: ViewServer, **headers: str) -> TestClient:
     app = SecurityMiddleware(server.app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
-    return TestClient(app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False)
+    return TestClient(
+        app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False
+    )
 
 
 def routes(server: ViewServer) -> list[tuple[str, str]]:
@@ -66,7 +77,9 @@ def routes(server: ViewServer) -> list[tuple[str, str]]:
 
 
 def test_every_route_refuses_strangers(server: ViewServer):
-    """Files, answers, event streams and jobs alike: other hosts, origins and sites get a status and nothing else."""
+    """Files, answers, event streams and jobs alike: other hosts, origins and sites get a status and
+    nothing else.
+    """
     client = make_client(server, **{"X-Session-Token": TOKEN})
     for method, path in routes(server):
         for headers, status in STRANGERS:
@@ -79,7 +92,9 @@ def test_every_route_of_the_interface_needs_the_token(server: ViewServer):
     for method, path in routes(server):
         answer = client.request(method, path)
         assert answer.status_code == (401 if path.startswith("/api/") else 200), (method, path)
-        assert client.request(method, f"{path}?token={TOKEN}").status_code == answer.status_code  # not in the address
+        assert (
+            client.request(method, f"{path}?token={TOKEN}").status_code == answer.status_code
+        )  # not in the address
 
 
 def test_no_answer_allows_other_origins(server: ViewServer):
@@ -93,7 +108,9 @@ def test_no_answer_allows_other_origins(server: ViewServer):
     assert client.options("/api/document").status_code == 405  # no preflight succeeds
 
 
-def test_the_token_is_long_random_and_in_the_fragment(opened: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_the_token_is_long_random_and_in_the_fragment(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     import uvicorn
 
     configs: list[Any] = []
@@ -111,13 +128,21 @@ def test_the_token_is_long_random_and_in_the_fragment(opened: OpenModel, monkeyp
 
 @pytest.mark.parametrize("kind", sorted(ALL_JOBS))
 def test_no_job_loads_what_a_request_names(
-    server: ViewServer, opened: OpenModel, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ViewServer,
+    opened: OpenModel,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """Models are named on the command line only: no field of a request reaches a loader or the Hub."""
+    """Models are named on the command line only: no field of a request reaches
+    a loader or the Hub.
+    """
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef make(): ...")
     for name in ("load_target", "_load_folder", "_fetch_from_hub", "_call_factory"):
-        monkeypatch.setattr(model_targets, name, lambda *_: pytest.fail("a request has named a model"))
+        monkeypatch.setattr(
+            model_targets, name, lambda *_: pytest.fail("a request has named a model")
+        )
     name = f"{tmp_path / 'evil.py'}:make"
     names = ("model", "target", "path", "other", "factory", "folder", "source", "with", "form")
     arguments: dict[str, Any] = dict.fromkeys(names, name)
@@ -137,7 +162,7 @@ def test_a_name_of_a_new_folder_stays_inside_the_output_folder(opened: OpenModel
     assert sorted(path.name for path in tmp_path.iterdir()) in ([], ["out"])
 
 
-# --- what a model does to the server ---------------------------------------------------------------------
+# --- what a model does to the server --------------------------------------------------------------
 
 
 def run_failing(opened: OpenModel, failure: BaseException) -> dict[str, Any]:
@@ -164,7 +189,10 @@ def run_failing(opened: OpenModel, failure: BaseException) -> dict[str, Any]:
         (SystemExit(3), "SystemExit: 3"),
         (RecursionError("too deep"), "RecursionError: too deep"),
         (MemoryError(), "the memory of this machine does not suffice"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "the memory of this machine"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "the memory of this machine",
+        ),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "the memory of this machine"),
     ],
 )
@@ -174,18 +202,29 @@ def test_a_worker_survives_any_failure(opened: OpenModel, failure: BaseException
     assert event["error"]["fact"].startswith(fact)
 
 
-def test_a_run_that_takes_too_much_memory_is_refused_with_the_number(monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_takes_too_much_memory_is_refused_with_the_number(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """The size of a recording is estimated before the model runs."""
     net = bundled_sample.load_sample_model()
     monkeypatch.setattr(model_actions, "CAPTURE_BUDGET", 1000)
     monkeypatch.setattr(type(net), "forward", lambda *_, **__: pytest.fail("the model ran"))
-    with pytest.raises(ValueError, match=r"takes about .*, beyond a budget of 1\.0 kB; .*fewer tokens"):
+    with pytest.raises(
+        ValueError, match=r"takes about .*, beyond a budget of 1\.0 kB; .*fewer tokens"
+    ):
         model_actions.capture_trace(net, "2026-11-20", bundled_sample.SOURCE, 64)
 
 
 def test_the_server_needs_no_module_that_fetches(server: ViewServer):
-    """A page of a trace sends nothing: the client libraries of the Hub are not even loaded by the server."""
+    """A page of a trace sends nothing: the client libraries of the Hub are not even loaded by the
+    server.
+    """
     fetching = "('requests', 'httpx', 'huggingface_hub')"
-    program = f"import sys, headwise.viewer.server; print([name for name in {fetching} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    program = (
+        f"import sys, headwise.viewer.server; print([name for name in {fetching} if name in "
+        "sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip() == "[]", done.stderr

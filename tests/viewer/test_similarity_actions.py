@@ -23,7 +23,9 @@ TEXTS = ["<zh>12,345 dollars", "<zh>7 dollars", "<zh>809.50 dollars"]
 
 @pytest.fixture(scope="module")
 def model() -> OpenModel:
-    return OpenModel(bundled_sample.load_sample_trace(), load_model=bundled_sample.load_sample_model)
+    return OpenModel(
+        bundled_sample.load_sample_trace(), load_model=bundled_sample.load_sample_model
+    )
 
 
 def progress() -> JobProgress:
@@ -38,11 +40,15 @@ def test_distances_are_those_of_the_library(model: OpenModel):
     expected = hw.measure_redundancy(model.get_model(), reader.examples_with_frequencies())
     assert header["texts"] == 3
     by_attention = [group for group in header["groups"] if group["by"] == "attention"]
-    assert [group["streams"] for group in by_attention] == [list(group.streams) for group in expected.readers]
+    assert [group["streams"] for group in by_attention] == [
+        list(group.streams) for group in expected.readers
+    ]
     assert header["groups"][: len(by_attention)] == by_attention
     sites = [layer.name for layer in model.get_trace().layers]
     for number, group in enumerate(expected.readers):
-        np.testing.assert_allclose(arrays[f"{number}.distances"], group.distances, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            arrays[f"{number}.distances"], group.distances, rtol=1e-5, atol=1e-7
+        )
         assert arrays[f"{number}.merges"].shape == (len(group.heads) - 1, 3)
         heads = [(sites[site], head) for site, head in header["groups"][number]["heads"]]
         assert heads == [(head.site, head.head) for head in group.heads]
@@ -62,12 +68,16 @@ def test_outputs_are_compared_by_the_alignment_of_the_library(model: OpenModel):
 
 def test_circuits_are_compared_by_their_cosine(model: OpenModel):
     header, arrays = decode_arrays(compute_similarity(model, {"texts": TEXTS}, progress()))
-    (number,) = [number for number, group in enumerate(header["groups"]) if group["by"] == "circuits"]
+    (number,) = [
+        number for number, group in enumerate(header["groups"]) if group["by"] == "circuits"
+    ]
     sites = [layer.name for layer in model.get_trace().layers]
     heads = [(sites[site], head) for site, head in header["groups"][number]["heads"]]
     assert heads == model.heads
     expected = compare_circuits(model.get_model(), "ov").values.numpy()
-    np.testing.assert_allclose(arrays[f"{number}.distances"], np.clip(1 - expected, 0, None), atol=1e-5)
+    np.testing.assert_allclose(
+        arrays[f"{number}.distances"], np.clip(1 - expected, 0, None), atol=1e-5
+    )
     assert arrays[f"{number}.points"].shape == (54, 2)
 
 

@@ -1,4 +1,6 @@
-"""The steps of one head: every number follows from those before it, and they lead to the model's own numbers."""
+"""The steps of one head: every number follows from those before it, and they lead to the model's
+own numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,22 @@ from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
 
 TOKENS, WORDS, MODEL = 13, 31, 20
-T5 = {"model_type": "t5", "d_model": 20, "d_kv": 7, "d_ff": 24, "num_heads": 3, "num_layers": 2, "vocab_size": WORDS}
+T5 = {
+    "model_type": "t5",
+    "d_model": 20,
+    "d_kv": 7,
+    "d_ff": 24,
+    "num_heads": 3,
+    "num_layers": 2,
+    "vocab_size": WORDS,
+}
 LAYERS: dict[str, dict[str, Any]] = {
     "window and GQA": {"pattern": "window(4)", "kv": 2},
     "RoPE": {"pattern": "causal", "modifiers": (hw.Rotary(),)},
-    "interleaved RoPE and QK-norm": {"pattern": "causal", "modifiers": (hw.QKNorm(), hw.Rotary(pairs="interleaved"))},
+    "interleaved RoPE and QK-norm": {
+        "pattern": "causal",
+        "modifiers": (hw.QKNorm(), hw.Rotary(pairs="interleaved")),
+    },
     "soft-cap": {"pattern": "causal", "modifiers": (hw.Softcap(0.7),)},
     "sink": {"pattern": "window(5)", "kv": 2, "normaliser": hw.SinkSoftmax()},
     "ALiBi": {"pattern": "causal", "modifiers": (hw.Alibi(),)},
@@ -44,16 +57,25 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def open_layers(placement: str = "pre", norm: str = "layer", **options: Any) -> OpenModel:
-    """A decoder of two equal layers with random weights, large enough for uneven attention, and its trace."""
+    """A decoder of two equal layers with random weights, large enough for uneven attention, and its
+    trace.
+    """
     sizes: dict[str, Any] = {"model": MODEL, "heads": 4, "dim": 6}
     return open_specs(hw.design(**sizes | options), placement, norm)
 
 
 def open_specs(spec: hw.AttentionSpec, placement: str = "pre", norm: str = "layer") -> OpenModel:
     """A decoder of two layers with this spec, and its trace."""
-    blocks = [BlockSpec(spec, feed=FeedForwardSpec(24), norm=NormSpec(norm), placement=placement) for _ in range(2)]
-    stack = StackSpec.from_blocks("decoder", MODEL, blocks, embedding=EmbeddingSpec(WORDS), norm=NormSpec(norm))
-    net = hw.build(ModelSpec("small", "decoder", (stack,), (OutputHeadSpec("tokens", WORDS),)), seed=0).eval()
+    blocks = [
+        BlockSpec(spec, feed=FeedForwardSpec(24), norm=NormSpec(norm), placement=placement)
+        for _ in range(2)
+    ]
+    stack = StackSpec.from_blocks(
+        "decoder", MODEL, blocks, embedding=EmbeddingSpec(WORDS), norm=NormSpec(norm)
+    )
+    net = hw.build(
+        ModelSpec("small", "decoder", (stack,), (OutputHeadSpec("tokens", WORDS),)), seed=0
+    ).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -75,9 +97,13 @@ def wide(steps: HeadSteps, name: str, array: str = "out") -> np.ndarray:
 
 
 def check_scores(steps: HeadSteps) -> None:
-    """The products, scale, score steps, mask and softmax follow from the vectors; weights of other heads may mix in."""
+    """The products, scale, score steps, mask and softmax follow from the vectors; weights of other
+    heads may mix in.
+    """
     q, k = wide(steps, "vectors", "q"), wide(steps, "vectors", "k")
-    np.testing.assert_allclose(k @ q, wide(steps, "product")[steps.shown_keys], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        k @ q, wide(steps, "product")[steps.shown_keys], rtol=1e-4, atol=1e-5
+    )
     scores = wide(steps, "product") * steps.find("scale").facts["scale"]
     np.testing.assert_allclose(scores, wide(steps, "scale"), rtol=1e-4, atol=1e-5)
     for step in steps.steps:
@@ -112,7 +138,11 @@ def check_outputs(steps: HeadSteps) -> None:
     assert np.all(error <= smallest * (len(terms["input"]) - products.shape[1]) + 1e-5)
     sums = steps.steps[[step.name for step in steps.steps].index("contribution") + 1].arrays
     y = sums["own"].astype(np.float64) + sums["others"] + sums["bias"]
-    expected = sums["out"] if steps.find("residual_out").arrays.keys() != sums.keys() else sums["out"] - sums["in"]
+    expected = (
+        sums["out"]
+        if steps.find("residual_out").arrays.keys() != sums.keys()
+        else sums["out"] - sums["in"]
+    )
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -124,7 +154,9 @@ def test_every_number_follows_from_those_before(name: str, head: int):
     steps, note = find_steps(opened, HeadPlace(site, head, 7, 1))
     assert (steps.origin, note) == ("model", "")
     x, norm = wide(steps, "residual"), steps.find("norm")
-    n = (x - x.mean()) / np.sqrt(x.var() + norm.facts["eps"]) * norm.arrays["weight"] + norm.arrays["bias"]
+    n = (x - x.mean()) / np.sqrt(x.var() + norm.facts["eps"]) * norm.arrays["weight"] + norm.arrays[
+        "bias"
+    ]
     np.testing.assert_allclose(n, norm.arrays["out"], rtol=1e-4, atol=1e-5)
     check_scores(steps)
     check_outputs(steps)
@@ -135,7 +167,9 @@ def test_every_number_follows_from_those_before(name: str, head: int):
 
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_pruned_head_has_its_own_scores_beside_queries_that_only_a_router_reads(head: int):
-    routed = hw.design(model=MODEL, heads=4, dim=6, pattern="causal", modifiers=(hw.Routed(2, 1, router="norm"),))
+    routed = hw.design(
+        model=MODEL, heads=4, dim=6, pattern="causal", modifiers=(hw.Routed(2, 1, router="norm"),)
+    )
     opened = open_specs(KeptHeads.of(routed, [1, 3]).spec)
     site = opened.get_trace().layers[1].name
     steps, note = find_steps(opened, HeadPlace(site, head, 7, 1))
@@ -150,7 +184,10 @@ def test_the_query_follows_from_the_norm_and_the_weights():
     steps, _ = find_steps(opened, HeadPlace(opened.get_trace().layers[0].name, 2, 5))
     net, project = opened.get_model(), "decoder.0.attention.project"
     matrix = net.get_parameter(f"{project}.q").detach().double().view(4, 6, MODEL)[2].numpy()
-    q = matrix @ wide(steps, "norm") + net.get_parameter(f"{project}.q_bias").detach().double().view(4, 6)[2].numpy()
+    q = (
+        matrix @ wide(steps, "norm")
+        + net.get_parameter(f"{project}.q_bias").detach().double().view(4, 6)[2].numpy()
+    )
     np.testing.assert_allclose(wide(steps, "project", "q"), q, rtol=1e-4, atol=1e-5)
     terms = steps.find("project").arrays
     factors = np.take_along_axis(matrix, terms["channels"], 1)
@@ -176,11 +213,15 @@ def test_the_residual_stream_follows_the_placement_of_norms(placement: str, norm
     opened = open_layers(placement, norm, pattern="causal")
     net, trace = opened.get_model(), opened.get_trace()
     states: list[torch.Tensor] = []
-    handle = net.get_submodule("decoder.1").register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    handle = net.get_submodule("decoder.1").register_forward_pre_hook(
+        lambda _, args: states.append(args[0])
+    )
     steps, note = find_steps(opened, HeadPlace(trace.layers[1].name, 1, 6))
     handle.remove()
     assert note == ""
-    np.testing.assert_allclose(steps.find("residual").arrays["out"], states[0][0, 6].numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        steps.find("residual").arrays["out"], states[0][0, 6].numpy(), rtol=1e-6
+    )
     check_outputs(steps)
     norms = [step for step in steps.steps if step.name in ("norm", "norm_after")]
     expected = {"post": ["norm_after"], "after": ["norm_after"], "sandwich": ["norm", "norm_after"]}
@@ -197,7 +238,9 @@ def test_the_residual_stream_follows_the_placement_of_norms(placement: str, norm
 def test_cross_attention_reads_the_source():
     net = hw.build(hw.families.read_model_spec(T5), seed=0).eval()
     inputs = {"x": torch.arange(1, 6)[None], "source": torch.arange(10, 17)[None]}
-    opened = OpenModel(hw.trace(net, inputs, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+    opened = OpenModel(
+        hw.trace(net, inputs, capture=hw.Capture(extra=("v",)), log=lambda _: None), net
+    )
     for site in ("decoder.1.cross", "decoder.1.attention", "encoder.1.attention"):
         steps, note = find_steps(opened, HeadPlace(site, 2, 3))
         assert note == ""
@@ -207,21 +250,40 @@ def test_cross_attention_reads_the_source():
 
 
 def test_a_trace_alone_holds_the_steps_from_the_queries_to_the_output():
-    opened = open_layers(pattern="window(4)", kv=2, normaliser=hw.SinkSoftmax(), modifiers=(hw.Alibi(), hw.Rotary()))
+    opened = open_layers(
+        pattern="window(4)", kv=2, normaliser=hw.SinkSoftmax(), modifiers=(hw.Alibi(), hw.Rotary())
+    )
     trace = opened.get_trace()
     place = HeadPlace(trace.layers[1].name, 3, 8, 1)
     steps, note = find_steps(OpenModel(trace), place)
     assert (steps.origin, note) == ("trace", ONLY_TRACE)
     assert [step.name for step in steps.steps][:3] == ["vectors", "product", "scale"]
     check_scores(steps)
-    assert set(steps.missing) == {"residual", "norm", "project", "transform", "contribution", "residual_out"}
+    assert set(steps.missing) == {
+        "residual",
+        "norm",
+        "project",
+        "transform",
+        "contribution",
+        "residual_out",
+    }
     of_model, _ = find_steps(opened, place)
-    for name, array in (("vectors", "q"), ("scale", "out"), ("normalise", "out"), ("gather", "out")):
-        np.testing.assert_allclose(wide(steps, name, array), wide(of_model, name, array), rtol=1e-3, atol=1e-5)
+    for name, array in (
+        ("vectors", "q"),
+        ("scale", "out"),
+        ("normalise", "out"),
+        ("gather", "out"),
+    ):
+        np.testing.assert_allclose(
+            wide(steps, name, array), wide(of_model, name, array), rtol=1e-3, atol=1e-5
+        )
 
 
 def test_a_trace_of_weights_says_what_it_lacks():
-    weights = np.tril(np.ones((5, 5), np.float32))[None, None] / np.arange(1, 6, dtype=np.float32)[:, None]
+    weights = (
+        np.tril(np.ones((5, 5), np.float32))[None, None]
+        / np.arange(1, 6, dtype=np.float32)[:, None]
+    )
     trace = trace_from_weights([weights], [list("abcde")])
     steps = recorded_steps(trace, HeadPlace(trace.layers[0].name, 0, 3))
     assert [step.name for step in steps.steps] == ["normalise"]
@@ -250,7 +312,9 @@ def test_vectors_are_bounded_and_a_chosen_key_is_among_them():
     opened = open_layers(pattern="causal")
     ids = torch.arange(70)[None] % WORDS
     net = opened.get_model()
-    opened = OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+    opened = OpenModel(
+        hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net
+    )
     place = HeadPlace(opened.get_trace().layers[1].name, 1, 66)
     row = opened.get_trace().head_weights(place.site, 1, slice(66, 67))[0]
     weakest = int(row[:67].argmin())
@@ -262,7 +326,7 @@ def test_vectors_are_bounded_and_a_chosen_key_is_among_them():
     check_outputs(steps)
 
 
-# --- over HTTP -----------------------------------------------------------------------------------------
+# --- over HTTP ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The Steps screen in a browser: its numbers are the server's, and it is walked with the keyboard."""
+"""The Steps screen in a browser: its numbers are the server's, and it is walked
+with the keyboard.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ADDRESS = f"#/steps?site={SITE}&head={HEAD}&position={QUERY}"
 def sample(*, with_model: bool = True) -> OpenModel:
     load_model = bundled_sample.load_sample_model if with_model else None
     return OpenModel(
-        bundled_sample.load_sample_trace(), load_model=load_model, table=bundled_sample.load_sample_table()
+        bundled_sample.load_sample_trace(),
+        load_model=load_model,
+        table=bundled_sample.load_sample_table(),
     )
 
 
@@ -57,12 +61,17 @@ def test_the_visible_numbers_are_those_of_the_server(page: Any):
             values = steps.steps[index].arrays["out"]
             for key in range(QUERY + 1):
                 shown = page.get_by_test_id(f"{index}.out.{key}").locator("i").inner_text()
-                assert number(shown) == pytest.approx(float(values[key]), abs=precision), (name, key)
+                assert number(shown) == pytest.approx(float(values[key]), abs=precision), (
+                    name,
+                    key,
+                )
         for name in ("project", "transform"):
             index = place_of(opened, steps, name)
             for channel in range(16):
                 shown = page.get_by_test_id(f"{index}.q.0.{channel}").inner_text()
-                assert number(shown) == pytest.approx(float(steps.steps[index].arrays["q"][channel]), abs=5e-4)
+                assert number(shown) == pytest.approx(
+                    float(steps.steps[index].arrays["q"][channel]), abs=5e-4
+                )
         hatched = page.locator(f'[data-testid^="{place_of(opened, steps, "normalise")}.out."] i.m')
         assert hatched.count() == len(steps.positions) - QUERY - 1
 

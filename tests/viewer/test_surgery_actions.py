@@ -1,4 +1,6 @@
-"""Pruning and conversion on the page: the new folders hold what the library gives, and refusals change nothing."""
+"""Pruning and conversion on the page: the new folders hold what the library gives, and refusals
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,15 @@ from support.saved_models import save_models
 HEADS = [[0, 1], [4, 3], [4, 5]]  # numbers of sites, as the page names heads
 NAMED_HEADS = (("encoder.0.attention", 1), ("decoder.0.cross", 3), ("decoder.0.cross", 5))
 TEXTS = list(bundled_sample.TEXTS[:4])
-LLAMA = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
-         "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 40}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": 40,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +74,15 @@ def run_job(model: OpenModel, kind: str, arguments: Mapping[str, Any]) -> dict[s
     return job.events[-1]
 
 
-# --- What is written -----------------------------------------------------------------------------------
+# --- What is written ------------------------------------------------------------------------------
 
 
-def test_listed_heads_are_pruned_as_the_library_does_and_the_proof_holds(sample: OpenModel, tmp_path: Path):
-    found = surgery_actions.prune_heads(sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress())
+def test_listed_heads_are_pruned_as_the_library_does_and_the_proof_holds(
+    sample: OpenModel, tmp_path: Path
+):
+    found = surgery_actions.prune_heads(
+        sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress()
+    )
     net = bundled_sample.load_sample_model()
     small = load(tmp_path / "out" / "small")
     assert_equal_weights(small, hw.prune(net, DropHeads(NAMED_HEADS)).after)
@@ -84,7 +97,9 @@ def test_listed_heads_are_pruned_as_the_library_does_and_the_proof_holds(sample:
         "headwise.load of the written folder",
     }
     assert json.loads((tmp_path / "out" / "small" / "proof.json").read_text())["holds"] is True
-    assert (tmp_path / "out" / "small" / "texts.txt").read_text(encoding="utf-8").splitlines() == TEXTS
+    assert (tmp_path / "out" / "small" / "texts.txt").read_text(
+        encoding="utf-8"
+    ).splitlines() == TEXTS
     assert found["folder"] == str(tmp_path / "out" / "small")
     parameters = found["proof"]["savings"]["numbers"][0]
     assert parameters["after"] == sum(parameter.numel() for parameter in small.parameters())
@@ -99,7 +114,9 @@ def test_a_share_keeps_the_heads_that_the_library_ranks_highest(sample: OpenMode
     expected = hw.prune(net, KeepTop(0.5, HeadRanking("michel"), "model"), selection)
     names = [layer.name for layer in sample.get_trace().layers]
     planned = surgery_actions.plan_pruning(sample, arguments, progress())
-    assert sorted((names[site], head) for site, head in planned["removed"]) == sorted(expected.plan.removed_heads)
+    assert sorted((names[site], head) for site, head in planned["removed"]) == sorted(
+        expected.plan.removed_heads
+    )
     assert planned["kept"] == 27
     assert not (tmp_path / "out").exists()  # a plan writes nothing
     surgery_actions.prune_heads(sample, arguments | {"name": "half"}, progress())
@@ -119,7 +136,9 @@ def test_removed_heads_are_replaced_by_their_mean(sample: OpenModel, tmp_path: P
 def test_the_command_of_the_page_makes_the_same_model(
     sample: OpenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    found = surgery_actions.prune_heads(sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress())
+    found = surgery_actions.prune_heads(
+        sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress()
+    )
     program, *words = shlex.split(found["command"])
     assert program == "headwise"
     assert main([*words, "--seconds", "0.05"]) == 0
@@ -133,7 +152,9 @@ def test_a_transformers_folder_becomes_one_again(tmp_path: Path):
     model = open_target(Target(str(source), "a text", out=tmp_path / "out"))
     arguments = {"heads": [[0, 1], [1, 1]], "texts": ["one line", "another line"], "name": "small"}
     found = surgery_actions.prune_heads(model, arguments, progress())
-    expected = hw.prune(load(source), DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 1)))).after
+    expected = hw.prune(
+        load(source), DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 1)))
+    ).after
     assert_equal_weights(load(tmp_path / "out" / "small"), expected)
     assert found["kind"] != "ours"
     assert found["command"].split()[2] == str(source)
@@ -143,10 +164,13 @@ def test_a_transformers_folder_becomes_one_again(tmp_path: Path):
     ("arguments", "options", "pool"),
     [
         ({"kv": 2}, "--kv 2", Pool(2)),
-        ({"kv": 3, "align": "both", "grouping": "similar"}, "--kv 3 --align both --grouping similar",
-         Pool(3, "both", "similar")),
+        (
+            {"kv": 3, "align": "both", "grouping": "similar"},
+            "--kv 3 --align both --grouping similar",
+            Pool(3, "both", "similar"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_heads_are_pooled_as_the_library_does(
     sample: OpenModel, tmp_path: Path, arguments: dict[str, Any], options: str, pool: Pool
 ):
@@ -165,12 +189,14 @@ def test_heads_are_pooled_as_the_library_does(
 
 
 def test_an_exact_form_is_proved_to_be_exact(sample: OpenModel):
-    found = surgery_actions.convert_heads(sample, {"form": "latent", "texts": TEXTS, "name": "mla"}, progress())
+    found = surgery_actions.convert_heads(
+        sample, {"form": "latent", "texts": TEXTS, "name": "mla"}, progress()
+    )
     checks = {check["what"]: check["same"] for check in found["proof"]["equal"]}
     assert checks["the new form, an exact rewrite"] is True
 
 
-# --- What is possible ----------------------------------------------------------------------------------
+# --- What is possible -----------------------------------------------------------------------------
 
 
 def forms_of(model: OpenModel) -> dict[str, dict[str, Any]]:
@@ -196,7 +222,7 @@ def test_a_model_with_shared_key_value_heads_can_be_given_one_for_each_query_hea
     assert forms["mha"]["possible"]
 
 
-# --- What is refused -----------------------------------------------------------------------------------
+# --- What is refused ------------------------------------------------------------------------------
 
 
 def read_only(model: OpenModel) -> None:
@@ -251,24 +277,42 @@ def test_what_cannot_be_written_or_changed_is_refused(
 @pytest.mark.parametrize(
     ("kind", "arguments", "fact"),
     [
-        ("prune", PRUNE | {"heads": [[s, h] for s in range(9) for h in range(6)]}, "cannot remove all heads"),
+        (
+            "prune",
+            PRUNE | {"heads": [[s, h] for s in range(9) for h in range(6)]},
+            "cannot remove all heads",
+        ),
         ("prune", PRUNE | {"heads": [[0, 6]]}, "encoder.0.attention has no head 6"),
         ("prune", PRUNE | {"heads": []}, "0 of heads, keep, clusters say"),
         ("prune", PRUNE | {"keep": 0.5}, "2 of heads, keep, clusters say"),
         ("prune", PRUNE | {"heads": [], "keep": 1.5}, "cannot keep 1.5 of the heads"),
         ("prune", PRUNE | {"heads": [], "keep": "half"}, "keep='half' is no share"),
-        ("prune", PRUNE | {"heads": [], "keep": 0.5, "by": "luck"}, "unknown ranking method 'luck'"),
+        (
+            "prune",
+            PRUNE | {"heads": [], "keep": 0.5, "by": "luck"},
+            "unknown ranking method 'luck'",
+        ),
         ("prune", PRUNE | {"texts": TEXTS[:1]}, "a proof needs at least 2 texts"),
         ("prune", PRUNE | {"texts": "one"}, "texts must be a list"),
         ("prune", PRUNE | {"name": "../small"}, "'../small' is no folder name"),
-        ("convert", CONVERT | {"kv": 4}, "encoder.0.attention: cannot split 6 key-value heads into 4"),
+        (
+            "convert",
+            CONVERT | {"kv": 4},
+            "encoder.0.attention: cannot split 6 key-value heads into 4",
+        ),
         ("convert", CONVERT | {"kv": 0}, "kv=0 is not a whole number"),
         ("convert", CONVERT | {"form": "linear"}, "there is no form 'linear'"),
         ("convert", CONVERT | {"align": "keyz"}, "unknown align='keyz'"),
-        ("convert", CONVERT | {"form": "collaborative", "width": 8}, "encoder.0.attention: rotary transforms"),
+        (
+            "convert",
+            CONVERT | {"form": "collaborative", "width": 8},
+            "encoder.0.attention: rotary transforms",
+        ),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(sample: OpenModel, kind: str, arguments: dict[str, Any], fact: str):
+def test_arguments_that_cannot_work_are_refused(
+    sample: OpenModel, kind: str, arguments: dict[str, Any], fact: str
+):
     event = run_job(sample, kind, arguments)
     assert event["state"] == "failed"
     assert event["error"]["fact"].startswith(fact)
@@ -277,7 +321,7 @@ def test_arguments_that_cannot_work_are_refused(sample: OpenModel, kind: str, ar
     assert not list(sample.output_folder.rglob("*"))
 
 
-# --- Jobs that end early -------------------------------------------------------------------------------
+# --- Jobs that end early --------------------------------------------------------------------------
 
 
 class CancelledAt(JobProgress):
@@ -293,8 +337,12 @@ class CancelledAt(JobProgress):
         super().__call__(done, total, note)
 
 
-@pytest.mark.parametrize("note", ["removing heads", "writing the model", "comparing exported", "measuring speed"])
-def test_a_cancelled_job_leaves_no_folder_and_the_open_model_as_it_was(sample: OpenModel, note: str):
+@pytest.mark.parametrize(
+    "note", ["removing heads", "writing the model", "comparing exported", "measuring speed"]
+)
+def test_a_cancelled_job_leaves_no_folder_and_the_open_model_as_it_was(
+    sample: OpenModel, note: str
+):
     net: Any = sample.get_model()
     before, revision = fingerprint_model(net), sample.revision
     stop = CancelledAt(note)
@@ -307,7 +355,9 @@ def test_a_cancelled_job_leaves_no_folder_and_the_open_model_as_it_was(sample: O
     assert not list(sample.output_folder.rglob("*"))
 
 
-def test_a_job_that_fails_while_it_proves_leaves_no_folder(sample: OpenModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_that_fails_while_it_proves_leaves_no_folder(
+    sample: OpenModel, monkeypatch: pytest.MonkeyPatch
+):
     def fail(*_: Any) -> None:
         raise ValueError("the disk is full; delete something")
 

@@ -1,4 +1,6 @@
-"""The Text screen in a browser: one head, the mean of a set, two heads over each other, and generated tokens."""
+"""The Text screen in a browser: one head, the mean of a set, two heads over each other, and
+generated tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 def open_text(page: Any, url: str, fields: str) -> None:
@@ -35,7 +44,11 @@ def listed(page: Any, number: int = 0) -> list[float]:
 def open_gpt() -> tuple[OpenModel, Any, torch.Tensor]:
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     ids = torch.randint(0, 40, (1, 9), generator=torch.Generator().manual_seed(0))
-    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net), net, ids
+    return (
+        OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net),
+        net,
+        ids,
+    )
 
 
 def test_a_set_chosen_on_the_map_is_averaged(page: Any):
@@ -45,13 +58,17 @@ def test_a_set_chosen_on_the_map_is_averaged(page: Any):
     with served(model) as url:
         page.goto(url)
         for head in (1, 2, 4):  # a click with shift selects and pins
-            page.get_by_role("gridcell", name=re.compile(f"^E0 H{head}\\b")).click(modifiers=["Shift"])
+            page.get_by_role("gridcell", name=re.compile(f"^E0 H{head}\\b")).click(
+                modifiers=["Shift"]
+            )
         page.get_by_role("link", name="Text").click()
         page.get_by_role("button", name="mean of a set").click()
         page.locator(".chip").nth(3).click()
         expected = np.sort(np.mean(rows, 0))[::-1][:6]
         wait_until(
-            page, "document.querySelector('.text-lay h2 ~ *, .text-lay')?.textContent.includes('mean of 3 heads')"
+            page,
+            "document.querySelector('.text-lay h2 ~ *, .text-lay')?.textContent.includes('mean of "
+            "3 heads')",
         )
         page.wait_for_timeout(300)
         assert listed(page) == pytest.approx(expected, rel=0.06, abs=0.006)
@@ -69,10 +86,14 @@ def test_two_heads_have_two_colours_and_their_own_weights(page: Any):
             row = np.sort(trace.head_weights("decoder.0.cross", head)[9])[::-1][:6]
             assert listed(page, number) == pytest.approx(row, rel=0.06, abs=0.006)
         colours = page.evaluate(
-            "['a', 'b'].map((name) => getComputedStyle(document.querySelector(`.voice-lines rect.hue-${name}`)).fill)"
+            "['a', 'b'].map((name) => getComputedStyle(document.querySelector(`.voice-lines "
+            "rect.hue-${name}`)).fill)"
         )
         assert colours == ["rgb(213, 94, 0)", "rgb(0, 135, 95)"]
-        boxes = [page.get_by_role("heading", name=name, exact=True).bounding_box() for name in ("source", "text")]
+        boxes = [
+            page.get_by_role("heading", name=name, exact=True).bounding_box()
+            for name in ("source", "text")
+        ]
         assert boxes[0]["y"] == boxes[1]["y"]  # side by side
         assert boxes[0]["x"] < boxes[1]["x"]
 
@@ -84,7 +105,9 @@ def test_nothing_is_bare_before_a_token_is_chosen(page: Any):
         assert page.get_by_role("region", name="Strongest pairs").get_by_role("row").count() > 3
         assert page.locator(".voice-lines path").count() > 0
         page.locator(".chip").nth(1).hover()
-        wait_until(page, "document.querySelector('.text-lay h3').textContent.startsWith('1 attends')")
+        wait_until(
+            page, "document.querySelector('.text-lay h3').textContent.startsWith('1 attends')"
+        )
 
 
 def test_a_generated_text_is_that_of_generate():
@@ -100,7 +123,9 @@ def test_a_generated_text_is_that_of_generate():
         np.testing.assert_allclose(step, whole.head_weights(site, head), atol=1e-5)
 
 
-@pytest.mark.parametrize(("count", "message"), [(0, "count=0"), (65, "give 1 to 64"), ("many", "count='many'")])
+@pytest.mark.parametrize(
+    ("count", "message"), [(0, "count=0"), (65, "give 1 to 64"), ("many", "count='many'")]
+)
 def test_counts_out_of_range_are_refused(count: Any, message: str):
     model, _, _ = open_gpt()
     before = model.get_trace()
@@ -122,7 +147,11 @@ def test_generated_tokens_are_stepped_through(page: Any):
         page.get_by_role("button", name="Continue the text").click()
         page.get_by_role("button", name="next step").wait_for()
         generation = page.get_by_test_id("generation")
-        wait_until(page, "document.querySelector('[data-testid=generation]').textContent.includes('step 1 of 5')")
+        wait_until(
+            page,
+            "document.querySelector('[data-testid=generation]').textContent.includes('step 1 of "
+            "5')",
+        )
         page.get_by_role("button", name="next step").click()
         page.get_by_role("button", name="next step").click()
         words = model.get_trace().streams["text"][0].words
@@ -142,7 +171,9 @@ def test_a_kept_query_is_not_kept_in_the_source(page: Any):
         page.evaluate("location.hash = '#/text?site=4&head=1'")
         panels = page.locator(".chips")
         wait_until(page, "document.querySelectorAll('.chips').length === 2")
-        source, text = sorted((panels.nth(0), panels.nth(1)), key=lambda chips: "dollars" not in chips.inner_text())
+        source, text = sorted(
+            (panels.nth(0), panels.nth(1)), key=lambda chips: "dollars" not in chips.inner_text()
+        )
         text.locator(".chip").nth(5).click()
         page.locator(".chip[aria-pressed=true]").wait_for()
         assert source.locator("[aria-pressed]").count() == 0

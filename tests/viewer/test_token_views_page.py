@@ -1,4 +1,6 @@
-"""Views with other tokens in a browser: hidden and merged tokens, several queries added, a threshold, points."""
+"""Views with other tokens in a browser: hidden and merged tokens, several queries added, a
+threshold, points.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import open_trace
 from support.page_browser import sample_model, served, wait_until
 
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "vocab_size": 40,
+    "n_positions": 64,
+}
 
 
 def open_head(page: Any, url: str, fields: str) -> None:
@@ -39,7 +48,9 @@ def test_hidden_tokens_leave_every_view_and_the_rest_is_divided_by_its_sum(page:
         wait_until(page, f"document.querySelectorAll('.toks .tok').length === {len(words) - 1}")
         page.get_by_role("option", name=words[4], exact=True).first.click()
         expected = np.sort(weights / weights.sum())[::-1][:3]
-        wait_until(page, f"document.querySelector('.head-lay').textContent.includes('{expected[0]:.4g}')")
+        wait_until(
+            page, f"document.querySelector('.head-lay').textContent.includes('{expected[0]:.4g}')"
+        )
         page.get_by_role("link", name="Steps").click()
         page.get_by_text("This screen works with the tokens of the model.").wait_for()
         page.get_by_role("button", name="Show all tokens").click()
@@ -59,7 +70,9 @@ def test_tokens_kept_together_show_the_sum_of_their_weights(page: Any):
         page.mouse.move(5, 5)
         page.get_by_text("attend to (sum)").wait_for()
         expected = np.sort(rows[3] + rows[5])[::-1][0]
-        wait_until(page, f"document.querySelector('.finder').textContent.includes('{expected:.2f}')")
+        wait_until(
+            page, f"document.querySelector('.finder').textContent.includes('{expected:.2f}')"
+        )
         wait_until(page, "location.hash.includes('add=5')")
         assert "position=3" in page.url
 
@@ -88,10 +101,13 @@ def test_points_lie_where_the_queries_and_keys_are(page: Any):
         np.testing.assert_allclose(points - points[0], (expected - expected[0]) * scale, atol=1e-2)
         assert f"{round(found.share * 100)} %" in page.locator(".points p").first.inner_text()
         best = model.get_trace().head_weights("encoder.1.attention", 3)[4].max()
-        wait_until(page, f"document.querySelector('[data-testid=points-keys]').textContent.includes('{best:.2f}')")
+        wait_until(
+            page,
+            f"document.querySelector('[data-testid=points-keys]').textContent.includes('{best:.2f}')",
+        )
 
 
-# --- the job ---------------------------------------------------------------------------------------------
+# --- the job --------------------------------------------------------------------------------------
 
 
 def group(model: OpenModel, **arguments: Any) -> None:
@@ -120,10 +136,20 @@ def test_grouping_keeps_the_recorded_trace_for_the_model() -> None:
 
 
 def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
-    """A patch with a large weight gets the colour of the ramp; one with almost none shows the image."""
-    config = {"model_type": "vit", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1,
-              "intermediate_size": 20, "image_size": 28, "patch_size": 7, "num_channels": 3,
-              "architectures": ["ViTModel"]}  # fmt: skip
+    """A patch with a large weight gets the colour of the ramp; one with almost none shows the
+    image.
+    """
+    config = {
+        "model_type": "vit",
+        "hidden_size": 12,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 1,
+        "intermediate_size": 20,
+        "image_size": 28,
+        "patch_size": 7,
+        "num_channels": 3,
+        "architectures": ["ViTModel"],
+    }
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     pixels = torch.zeros(1, 3, 28, 28)
     pixels[:, 0, :14], pixels[:, 1, 14:] = 1, 1  # red above green
@@ -131,7 +157,9 @@ def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
     weights = np.full((1, 1, 17, 17), 1e-6, np.float32)
     weights[..., 1 + 5] = 1
     shown = trace_from_weights([weights], [str(n) for n in range(17)])
-    trace = dataclasses.replace(shown, streams={}, images={shown.layers[0].key_stream: trace.images["text"]})
+    trace = dataclasses.replace(
+        shown, streams={}, images={shown.layers[0].key_stream: trace.images["text"]}
+    )
     with served(open_trace(trace)) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
@@ -155,4 +183,8 @@ def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
         table = page.get_by_role("table", name="Patches")
         table.wait_for()
         assert table.get_by_role("row").count() == 1 + 16
-        assert table.get_by_role("row").nth(1).get_by_role("cell").all_inner_texts() == ["1", "1", "1.000"]
+        assert table.get_by_role("row").nth(1).get_by_role("cell").all_inner_texts() == [
+            "1",
+            "1",
+            "1.000",
+        ]

@@ -1,4 +1,6 @@
-"""`hw.view`: one HTML file, a sandboxed frame in notebooks, the browser, and weights of other libraries."""
+"""`hw.view`: one HTML file, a sandboxed frame in notebooks, the browser, and weights of other
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ HOSTILE = [
     "<img src=x onerror=document.title='hacked'>",
     "\u202ex",
 ]
-# Writes the tokens as text, and tries what a page must not do: a request, an inline script, code from a string.
+# Writes the tokens as text, and tries what a page must not do: a request, an inline script, code
+# from a string.
 PROBE_SCRIPT = """
 const data = JSON.parse(document.getElementById("headwise-data").textContent);
 const seen = [];
@@ -85,14 +88,23 @@ def test_an_export_holds_everything_that_is_open(tmp_path: Path):
     for number, layer in enumerate(trace.layers):
         for head in range(layer.heads):
             stored = data["weights"][f"{number}/{head}"]
-            weights = np.frombuffer(base64.b64decode(stored["base64"]), "<f4").reshape(stored["shape"])
+            weights = np.frombuffer(base64.b64decode(stored["base64"]), "<f4").reshape(
+                stored["shape"]
+            )
             np.testing.assert_array_equal(weights, trace.head_weights(layer.name, head))
 
 
-@pytest.mark.parametrize(("argv", "tag"), [((), '<html lang="en">'), (("zh",), '<html lang="zh" data-language="zh">')])
-def test_an_export_opens_in_the_language_that_is_given(argv: tuple[str, ...], tag: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("argv", "tag"), [((), '<html lang="en">'), (("zh",), '<html lang="zh" data-language="zh">')]
+)
+def test_an_export_opens_in_the_language_that_is_given(
+    argv: tuple[str, ...], tag: str, tmp_path: Path
+):
     path = tmp_path / "page.html"
-    assert cli.main(["view", str(TRACE), "--export", str(path), *(f"--lang={name}" for name in argv)]) == 0
+    assert (
+        cli.main(["view", str(TRACE), "--export", str(path), *(f"--lang={name}" for name in argv)])
+        == 0
+    )
     assert path.read_text(encoding="utf-8").splitlines()[1] == tag
 
 
@@ -102,19 +114,29 @@ def test_the_address_names_the_language_before_the_token():
 
 
 def test_an_export_of_a_model_has_measured_heads(tmp_path: Path):
-    """The measures over the open text are those of the library; a model without texts exports with a warning."""
+    """The measures over the open text are those of the library; a model without texts exports with
+    a warning.
+    """
     opened = view.open_target(view.Target(None, "2026-11-20", "<iso>20 November 2026"))
     assert opened.table is None
     view.write_export(opened, tmp_path / "a.html")
     assert opened.table is not None
     assert len(opened.table.heads) == 54
-    head, weights = opened.table.heads[0], opened.get_trace().head_weights(opened.table.heads[0].site, 0)
+    head, weights = (
+        opened.table.heads[0],
+        opened.get_trace().head_weights(opened.table.heads[0].site, 0),
+    )
     entropy = float(-(weights * np.log(np.maximum(weights, 1e-30))).sum(1).mean())
     assert head.measures["entropy"].value == pytest.approx(entropy, abs=1e-4)
-    net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    net = hw.build(
+        hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}),
+        seed=0,
+    )
     ids = OpenModel(hw.trace(net.eval(), torch.tensor([[3, 1, 4]]), log=lambda _: None), net)
     view.write_export(ids, tmp_path / "b.html")
-    warnings = exported_data((tmp_path / "b.html").read_text(encoding="utf-8"))["answers"]["/api/document"]["warnings"]
+    warnings = exported_data((tmp_path / "b.html").read_text(encoding="utf-8"))["answers"][
+        "/api/document"
+    ]["warnings"]
     assert [warning for warning in warnings if warning.startswith("the heads are not measured: ")]
 
 
@@ -156,14 +178,18 @@ def test_models_open_with_their_texts(tmp_path: Path):
 
 
 def test_a_pruned_folder_says_which_heads_are_gone(tmp_path: Path):
-    done = hw.prune(bundled_sample.load_sample_model(), hw.surgery.DropHeads((("decoder.1.attention", 2),)))
+    done = hw.prune(
+        bundled_sample.load_sample_model(), hw.surgery.DropHeads((("decoder.1.attention", 2),))
+    )
     write_model_folder(done.after, bundled_sample.MODEL, tmp_path / "small", done.data)
     opened = view.open_target(view.Target(str(tmp_path / "small"), "2026-11-20", SOURCE))
     pruned = {site["name"]: site["prunedHeads"] for site in opened.describe()["sites"]}
     assert {name: heads for name, heads in pruned.items() if heads} == {"decoder.1.attention": [2]}
 
 
-def test_a_page_that_is_not_built_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_page_that_is_not_built_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     def missing() -> PageAssets:
         raise ValueError(export_files.NOT_BUILT)
 
@@ -175,7 +201,9 @@ def test_a_page_that_is_not_built_is_one_line(capsys: pytest.CaptureFixture[str]
 
 
 def test_remote_hosts_are_warned_about(server: Serving, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["view", str(TRACE), "--no-browser", "--host", "0.0.0.0", "--allow-remote"]) == 0
+    assert (
+        cli.main(["view", str(TRACE), "--no-browser", "--host", "0.0.0.0", "--allow-remote"]) == 0
+    )
     assert "anyone who can reach 0.0.0.0" in capsys.readouterr().err
     assert server.calls[0][1]["host"] == "0.0.0.0"
 
@@ -208,7 +236,9 @@ def test_the_browser_opens_when_the_server_answers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(view, "has_browser", lambda: True)
     monkeypatch.setattr(view.webbrowser, "open", lambda _: opened.set())
     port = view.find_port("127.0.0.1", 0)
-    threading.Thread(target=view._open_when_ready, args=("127.0.0.1", port, "address"), daemon=True).start()
+    threading.Thread(
+        target=view._open_when_ready, args=("127.0.0.1", port, "address"), daemon=True
+    ).start()
     assert not opened.wait(0.2)
     with socket.create_server(("127.0.0.1", port)):
         assert opened.wait(5)
@@ -245,10 +275,15 @@ def test_the_widget_of_anywidget(monkeypatch: pytest.MonkeyPatch):
         def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
             return {"application/vnd.jupyter.widget-view+json": self.values}
 
-    for name, content in (("anywidget", {"AnyWidget": AnyWidget}), ("traitlets", {"Unicode": Trait, "Int": Trait})):
+    for name, content in (
+        ("anywidget", {"AnyWidget": AnyWidget}),
+        ("traitlets", {"Unicode": Trait, "Int": Trait}),
+    ):
         module = types.ModuleType(name)
         module.__dict__.update(content)
-        module.__spec__ = types.SimpleNamespace(name=name)  # what find_spec returns for a loaded module
+        module.__spec__ = types.SimpleNamespace(
+            name=name
+        )  # what find_spec returns for a loaded module
         monkeypatch.setitem(sys.modules, name, module)
     page = hw.view(load_sample_trace())
     (values,) = page._repr_mimebundle_().values()
@@ -263,7 +298,9 @@ def test_weights_in_the_format_of_bertviz():
     page = hw.view_attention(attention, list("abcde"))
     np.testing.assert_array_equal(page.opened.trace.head_weights(1, 2), attention[1][0, 2].numpy())
     cross = [torch.softmax(torch.randn(1, 3, 5, 7), -1)]
-    both = hw.view_attention(attention, list("abcde"), cross_attention=cross, encoder_tokens=list("ABCDEFG"))
+    both = hw.view_attention(
+        attention, list("abcde"), cross_attention=cross, encoder_tokens=list("ABCDEFG")
+    )
     assert [layer.name for layer in both.opened.trace.layers][-1] == "decoder.0.cross"
     with pytest.raises(ValueError, match="give a string for each token"):
         hw.view_attention(attention, list("abc"))
@@ -276,13 +313,26 @@ def test_a_text_for_a_trace_is_refused():
 
 @pytest.mark.lengthy
 def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: Path):
-    """Opened from the disk by Chromium: the page's own script runs; other scripts, eval and requests do not."""
+    """Opened from the disk by Chromium: the page's own script runs; other scripts, eval and
+    requests do not.
+    """
     browser_path = require_browser()
     page = render_html({"words": HOSTILE}, "probe", PageAssets(PROBE_SCRIPT, "p{margin:0}"))
     (tmp_path / "a.html").write_text(page, encoding="utf-8")
-    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    switches = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=3000",
+        "--dump-dom",
+    ]
     result = subprocess.run(
-        [browser_path, *switches, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'a.html'}"],
+        [
+            browser_path,
+            *switches,
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"file://{tmp_path / 'a.html'}",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -295,11 +345,17 @@ def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: 
 
 
 @pytest.mark.lengthy
-def test_the_page_works_in_the_frame_of_a_notebook(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In a sandboxed frame, which has no storage and no address of its own, with an empty console."""
+def test_the_page_works_in_the_frame_of_a_notebook(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a sandboxed frame, which has no storage and no address of its own,
+    with an empty console.
+    """
     monkeypatch.setattr(export_files, "load_assets", LOAD_ASSETS)
     frame = hw.view(load_sample_trace())._repr_html_()
-    (tmp_path / "a.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8")
+    (tmp_path / "a.html").write_text(
+        f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8"
+    )
     messages: list[str] = []
     page = browser.new_page(locale="en")
     page.on("console", lambda message: messages.append(message.text))

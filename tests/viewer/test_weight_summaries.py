@@ -1,4 +1,6 @@
-"""Tiles, marginals and thumbnail masks: every summary equals numpy's over the whole matrix of weights."""
+"""Tiles, marginals and thumbnail masks: every summary equals numpy's over the whole matrix of
+weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from headwise.viewer.weight_summaries import thumbnail_masks
 SITE = "layers.0"
 
 
-def record(mask: np.ndarray | None, *, causal: bool, heads: int = 2, queries: int = 1300, keys: int = 1300) -> Trace:
+def record(
+    mask: np.ndarray | None, *, causal: bool, heads: int = 2, queries: int = 1300, keys: int = 1300
+) -> Trace:
     """A trace of random queries and keys, longer than a block of queries."""
     rng = np.random.default_rng(5)
     arrays = {
@@ -23,9 +27,21 @@ def record(mask: np.ndarray | None, *, causal: bool, heads: int = 2, queries: in
         "v": rng.standard_normal((1, keys, heads, 8)).astype(np.float32),
     }
     grids = () if mask is None else (PackedMask.pack(mask),)
-    call = AttentionCallRecord((0, queries), (0, keys), causal=causal, grids=tuple(range(len(grids))))
+    call = AttentionCallRecord(
+        (0, queries), (0, keys), causal=causal, grids=tuple(range(len(grids)))
+    )
     layer = AttentionRecord(
-        SITE, "decoder", 0, "self", "test", heads, tuple(range(heads)), "text", "text", (call,), arrays
+        SITE,
+        "decoder",
+        0,
+        "self",
+        "test",
+        heads,
+        tuple(range(heads)),
+        "text",
+        "text",
+        (call,),
+        arrays,
     )
     return Trace({}, {"text": make_token_rows([list(map(str, range(queries)))])}, (layer,), grids)
 
@@ -38,10 +54,14 @@ def test_a_tile_of_a_long_text_is_pooled_exactly(pool: str, causal: bool):
     tile = opened.tile(SITE, 1, TileRange(slice(13, 1300), slice(3, 1203), (9, 40)), pool=pool)
     edges = 13 + np.arange(10) * 1287 // 9
     for row in range(9):
-        part = weights[edges[row] - 13 : edges[row + 1] - 13].reshape(edges[row + 1] - edges[row], 40, 30)
+        part = weights[edges[row] - 13 : edges[row + 1] - 13].reshape(
+            edges[row + 1] - edges[row], 40, 30
+        )
         expected = part.max((0, 2)) if pool == "max" else part.mean((0, 2))
         assert np.abs(tile.weights[row] - np.ceil(expected * 255 - 1e-4)).max() <= 1
-        assert tile.masked[row].tolist() == [int(causal and 3 + 30 * cell >= edges[row + 1]) for cell in range(40)]
+        assert tile.masked[row].tolist() == [
+            int(causal and 3 + 30 * cell >= edges[row + 1]) for cell in range(40)
+        ]
 
 
 def test_weights_of_a_causal_layer_do_not_depend_on_the_range():
@@ -61,7 +81,9 @@ def test_marginals_of_a_long_text(lens: str):
     found = opened.marginals(SITE, 0, lens=lens)
     assert np.allclose(found.received, weights.sum(0) / window.sum(0), rtol=1e-4)
     assert np.allclose(found.maximum, weights.max(1), rtol=1e-5)
-    assert np.allclose(found.entropy, -(plain * np.log(np.where(plain > 0, plain, 1))).sum(1), rtol=1e-4)
+    assert np.allclose(
+        found.entropy, -(plain * np.log(np.where(plain > 0, plain, 1))).sum(1), rtol=1e-4
+    )
     for offset in (-39, -1, 0, 7, 40, 1299):
         pairs = window.diagonal(-offset)
         expected = plain.diagonal(-offset)[pairs].mean() if pairs.any() else 0.0

@@ -1,14 +1,16 @@
 """Backends: implementations of the attention core, one file each, and the choice between them.
 
-`core_interface` defines what a backend knows before it is chosen (`CallSignature`) and what it receives when it runs
-(`CoreInputs`, `CoreSteps`). `dispatch` chooses and is the only module that runs a backend, for heads with different
-patterns one per pattern; `backend_report` explains the choice (`headwise why`).
+`core_interface` defines what a backend knows before it is chosen (`CallSignature`) and what it
+receives when it runs (`CoreInputs`, `CoreSteps`). `dispatch` chooses and is the only module that
+runs a backend, for heads with different patterns one per pattern; `backend_report` explains the
+choice (`headwise why`).
 
-`dense` is the definition in plain operations, with every score in memory. `sdpa` (torch's fused call), `flex`,
-`flash_cpu`, `bf16_matmul`, `chunked_attention` and `block_sparse` compute the same outputs in less time or memory.
-`linear_attention` keeps a recurrent state instead of keys; `routed_heads` skips closed heads; `varlen` runs packed
-sequences; `grouped_decode`, `ragged_decode` and `paged_decode` run
-decode steps (one query per row). `query_blocks` divides a call into blocks of queries for several of these backends.
+`dense` is the definition in plain operations, with every score in memory. `sdpa` (torch's fused
+call), `flex`, `flash_cpu`, `bf16_matmul`, `chunked_attention` and `block_sparse` compute the same
+outputs in less time or memory. `linear_attention` keeps a recurrent state instead of keys;
+`routed_heads` skips closed heads; `varlen` runs packed sequences; `grouped_decode`, `ragged_decode`
+and `paged_decode` run decode steps (one query per row). `query_blocks` divides a call into blocks
+of queries for several of these backends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`headwise why`: which backend runs a call of a spec, and which property of each other backend rules it out."""
+"""`headwise why`: which backend runs a call of a spec, and which property of each other backend
+rules it out.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ DTYPES = {
 }
 STATES = ("grad", "training", "mask", "paged", "packed")
 NO_KERNELS_NOTE = (
-    "CPU kernels are off: flash_cpu, ragged and paged do not run, paged caches are gathered before they are read, and "
+    "CPU kernels are off: flash_cpu, ragged and paged do not run, paged caches are gathered "
+    "before they are read, and "
     "torch operations replace the kernels of parts."
 )
 CALL_KINDS = {"many": "several queries per row", "one": "one query per row"}
@@ -57,14 +60,24 @@ class CallReport:
     signature: CallSignature
     size: CallSize | None  # None where the caller gave no length
     form: str  # the form of the project that runs, where it is not the spec's own
-    reasons_against: dict[str, list[str]]  # why a backend does not run the call: a limit, or another is faster
-    length_ranges: list[tuple[int, str]]  # (least tokens of a row, backend that runs it from there on)
-    notes: dict[str, list[str]]  # what a backend that supports the call does with it beyond the usual
-    groups: tuple[CallReport, ...] = ()  # the calls of heads with one pattern, where heads have several
+    reasons_against: dict[
+        str, list[str]
+    ]  # why a backend does not run the call: a limit, or another is faster
+    length_ranges: list[
+        tuple[int, str]
+    ]  # (least tokens of a row, backend that runs it from there on)
+    notes: dict[
+        str, list[str]
+    ]  # what a backend that supports the call does with it beyond the usual
+    groups: tuple[
+        CallReport, ...
+    ] = ()  # the calls of heads with one pattern, where heads have several
 
     @property
     def backend(self) -> str | None:
-        """The backend that runs the call: the first without a reason against it, or those of the groups of heads."""
+        """The backend that runs the call: the first without a reason against it, or those of the
+        groups of heads.
+        """
         if self.groups:
             return ", ".join(dict.fromkeys(group.backend or "none" for group in self.groups))
         return next((name for name, reasons in self.reasons_against.items() if not reasons), None)
@@ -73,10 +86,15 @@ class CallReport:
     def backends_text(self) -> str:
         """The backends that run the call, by length where no length is given."""
         if self.groups:
-            return "; ".join(f"{_group_text(group)}: {group.backends_text}" for group in self.groups)
+            return "; ".join(
+                f"{_group_text(group)}: {group.backends_text}" for group in self.groups
+            )
         text = self.backend or "no backend supports it"
         if self.size is None and len(self.length_ranges) > 1:
-            text = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in self.length_ranges)
+            text = "; ".join(
+                f"{name} from {least:,} keys on" if least else name
+                for least, name in self.length_ranges
+            )
         return text
 
     @property
@@ -120,7 +138,9 @@ class CallReport:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """The answer of `why`: the call in question, and the other kind of call (one query, or several) in short."""
+    """The answer of `why`: the call in question, and the other kind of call (one query, or several)
+    in short.
+    """
 
     spec: AttentionSpec
     call: CallReport
@@ -140,7 +160,9 @@ class BackendReport:
     def data(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
         other = self.other_call
-        return self.call.data | {"otherwise": {"tokens": other.tokens, "form": other.form, "runs": other.backend}}
+        return self.call.data | {
+            "otherwise": {"tokens": other.tokens, "form": other.form, "runs": other.backend}
+        }
 
     def json(self) -> str:
         """The report as one JSON document."""
@@ -148,7 +170,11 @@ class BackendReport:
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons_against))
-        lines = [*paragraph(_title(self.call)), "", f"  {label_cell('backend', width)}  {localise('answer')}"]
+        lines = [
+            *paragraph(_title(self.call)),
+            "",
+            f"  {label_cell('backend', width)}  {localise('answer')}",
+        ]
         for name, reasons in self.reasons_against.items():
             text = (
                 f"no: {'; '.join(reasons)}"
@@ -175,12 +201,14 @@ def why(
     tokens: str | int | CallSize = "many",
     when: Iterable[str] = (),
 ) -> BackendReport:
-    """Report which backend runs a call of this spec, and why the others do not; runs nothing and needs no device.
+    """Report which backend runs a call of this spec, and why the others do not; runs nothing and
+    needs no device.
 
-    `want` names the tensors that a probe reads. `tokens` is "many" or "one" query per row, how many tokens a row has,
-    or a `CallSize`. With a size, the answer includes which backend was measured to be faster; a backend named by the
-    layer runs at any size. `when` is any of "grad", "training", "mask" (the caller passes one), "paged" (a paged KV
-    cache) and "packed" (rows hold several sequences). One query per row means decoding from a cache.
+    `want` names the tensors that a probe reads. `tokens` is "many" or "one" query per row, how many
+    tokens a row has, or a `CallSize`. With a size, the answer includes which backend was measured
+    to be faster; a backend named by the layer runs at any size. `when` is any of "grad",
+    "training", "mask" (the caller passes one), "paged" (a paged KV cache) and "packed" (rows hold
+    several sequences). One query per row means decoding from a cache.
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
@@ -188,7 +216,10 @@ def why(
     ('dense', ['cannot show weights'])
     """
     if not isinstance(spec, AttentionSpec):
-        raise ValueError(f"why takes an attention spec, not {type(spec).__name__}; give layer.spec or hw.design(...)")
+        raise ValueError(
+            f"why takes an attention spec, not {type(spec).__name__}; give layer.spec or "
+            "hw.design(...)"
+        )
     want, when = _as_words(want), _as_words(when)
     _check_known("want", want, PROBE_POINTS)
     _check_known("when", when, STATES)
@@ -207,7 +238,9 @@ def why(
         is_packed="packed" in when,
     )
     return BackendReport(
-        spec, _call_report(call, kind, size), _call_report(call, "one" if kind == "many" else "many", None)
+        spec,
+        _call_report(call, kind, size),
+        _call_report(call, "one" if kind == "many" else "many", None),
     )
 
 
@@ -224,7 +257,9 @@ def explain_call(
     report = _signature_report(call, kind, size)
     if isinstance(dispatch, CoreDispatch):
         report = replace(report, reasons_against=dispatch.reasons_against(attention_mask, inputs))
-    return BackendReport(call.spec, report, _call_report(call, "one" if kind == "many" else "many", None))
+    return BackendReport(
+        call.spec, report, _call_report(call, "one" if kind == "many" else "many", None)
+    )
 
 
 def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> CallReport:
@@ -248,11 +283,18 @@ def _signature_report(call: CallSignature, tokens: str, size: CallSize | None) -
         else slower_reasons_by_backend(call, size)
     )
     reasons = {name: own_reasons or slower[name] for name, own_reasons in reasons.items()}
-    notes = {name: [] if own_reasons else backends.backend_notes(name, call) for name, own_reasons in reasons.items()}
+    notes = {
+        name: [] if own_reasons else backends.backend_notes(name, call)
+        for name, own_reasons in reasons.items()
+    }
     parts = backends.split_by_pattern(call) if call.head_group is None else ()
-    groups = tuple(_call_report(part, tokens, size) for part in parts if part.head_group is not None)
+    groups = tuple(
+        _call_report(part, tokens, size) for part in parts if part.head_group is not None
+    )
     form = "" if project == spec.project else repr(project)
-    return CallReport(tokens, call, size, form, reasons, backends.backends_by_length(call), notes, groups)
+    return CallReport(
+        tokens, call, size, form, reasons, backends.backends_by_length(call), notes, groups
+    )
 
 
 def _title(report: CallReport) -> str:
@@ -278,7 +320,8 @@ def _packed_note(report: CallReport) -> str:
     kernel = f"up to {longest} tokens in one kernel, longer ones " if longest else ""
     return (
         f"Packed sequences run separately: {kernel}in groups of similar "
-        f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
+        f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: "
+        "dense)."
     )
 
 
@@ -287,11 +330,19 @@ def _answer(report: CallReport, name: str) -> str:
     if report.groups:
         return "supports this call; one call per pattern is preferred"
     if report.size is not None or len(report.length_ranges) < 2:
-        return "runs this call" if name == report.backend else f"supports this call; {report.backend} is preferred"
+        return (
+            "runs this call"
+            if name == report.backend
+            else f"supports this call; {report.backend} is preferred"
+        )
     starts = [least for least, _ in report.length_ranges]
     ranges = zip(report.length_ranges, [*starts[1:], None], strict=True)
     lengths = [_length_range(least, end) for (least, runs), end in ranges if runs == name]
-    return f"runs calls of {' and '.join(lengths)} keys" if lengths else "supports this call; never preferred"
+    return (
+        f"runs calls of {' and '.join(lengths)} keys"
+        if lengths
+        else "supports this call; never preferred"
+    )
 
 
 def _length_range(least: int, end: int | None) -> str:
@@ -341,7 +392,9 @@ def _parse_tokens(tokens: str | int | CallSize) -> tuple[str, CallSize | None]:
         count = int(tokens)
         return ("one", None) if count == 1 else ("many", CallSize(1, count, count, count))
     if tokens not in CALL_KINDS:
-        raise ValueError(f"tokens={tokens!r} is unknown; use one of many, one, or a number of tokens")
+        raise ValueError(
+            f"tokens={tokens!r} is unknown; use one of many, one, or a number of tokens"
+        )
     return str(tokens), None
 
 

@@ -1,7 +1,7 @@
 """Plain softmax attention as matrix products, a block of queries at a time: for bfloat16 on a CPU.
 
-A CPU multiplies large bfloat16 matrices several times as fast as float32 ones. torch's fused call uses blocks too
-small to gain from that, and its backward pass is slower.
+A CPU multiplies large bfloat16 matrices several times as fast as float32 ones. torch's fused call
+uses blocks too small to gain from that, and its backward pass is slower.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
 from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
-MAX_SAVED_KEYS = 512  # keys up to which weights are saved for the backward pass; beyond, they are recomputed
+MAX_SAVED_KEYS = (
+    512  # keys up to which weights are saved for the backward pass; beyond, they are recomputed
+)
 
 
 class CausalBlock(NamedTuple):
-    """A block of queries, the keys up to the last that any of them may attend to, its mask, and rows without keys."""
+    """A block of queries, the keys up to the last that any of them may attend to, its mask, and
+    rows without keys.
+    """
 
     queries: slice
     keys: slice
@@ -33,7 +37,9 @@ class CausalBlock(NamedTuple):
 
 
 class BlockedMatmulPlan(NamedTuple):
-    """How a call runs: its blocks, the scale, and whether weights are saved for the backward pass."""
+    """How a call runs: its blocks, the scale, and whether weights are saved for
+    the backward pass.
+    """
 
     blocks: tuple[CausalBlock, ...]
     scale: float
@@ -53,14 +59,18 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     if call.single_query:
         reasons.append("needs more than one query per row")
     if call.is_compiling:
-        reasons.append("rows without allowed keys are found at run time, so torch.compile is not supported")
+        reasons.append(
+            "rows without allowed keys are found at run time, so torch.compile is not supported"
+        )
     if "lse" in call.probed_tensors:
         reasons.append("does not return the log-sum-exp")
     return reasons
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """Whether it is tried before torch's call: in bfloat16 on a CPU, on its side of the take-over points."""
+    """Whether it is tried before torch's call: in bfloat16 on a CPU, on its side of the take-over
+    points.
+    """
     return call.device == "cpu" and call.dtype == torch.bfloat16
 
 
@@ -68,7 +78,9 @@ tensor_conflicts = no_tensor_conflicts
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size; in other dtypes it is the last resort at every size."""
+    """Why another backend is preferred at this size; in other dtypes it is the last resort at every
+    size.
+    """
     if not is_preferred(call):
         return []
     faster = "torch's fused call takes less time"
@@ -83,7 +95,11 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     q, k, v = (t.to(call.dtype) for t in inputs[:3])
@@ -108,8 +124,14 @@ def _make_causal_blocks(attention_mask: AttentionMask, like: Tensor) -> Iterator
         rows = slice(start, min(start + QUERY_BLOCK_SIZE, queries.count))
         if attention_mask.shape == "full":
             yield CausalBlock(rows, slice(0, keys.count))
-        elif queries.start is not None and keys.start is not None and isinstance(attention_mask.pattern, Causal):
-            first_row_keys = queries.start - keys.start + start + 1  # number of keys of the first query
+        elif (
+            queries.start is not None
+            and keys.start is not None
+            and isinstance(attention_mask.pattern, Causal)
+        ):
+            first_row_keys = (
+                queries.start - keys.start + start + 1
+            )  # number of keys of the first query
             stop = min(keys.count, max(first_row_keys + rows.stop - start - 1, 0))
             mask = like.new_full((1, 1, rows.stop - start, stop), low).triu_(first_row_keys)
             rows_without_keys = None if first_row_keys > 0 else (mask < 0).all(-1, keepdim=True)
@@ -119,17 +141,24 @@ def _make_causal_blocks(attention_mask: AttentionMask, like: Tensor) -> Iterator
             rows_without_keys = hidden.all(-1, keepdim=True)
             mask = like.new_zeros(hidden.shape).masked_fill_(hidden, low)
             any_row = bool(rows_without_keys.any())
-            yield CausalBlock(rows, slice(0, keys.count), mask, rows_without_keys if any_row else None)
+            yield CausalBlock(
+                rows, slice(0, keys.count), mask, rows_without_keys if any_row else None
+            )
 
 
 class _BlockedMatmulAttention(torch.autograd.Function):
-    """Attention by batched matrix products: queries are [B x KV heads, query heads per KV head, T, K], keys and values
-    [B x KV heads, S, K]."""
+    """Attention by batched matrix products: queries are [B x KV heads, query heads per KV head, T,
+    K], keys and values [B x KV heads, S, K].
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockedMatmulPlan) -> Tensor:
         batch, count, heads, _ = q.shape
-        queries, keys, values = _group_query_heads(q, k.shape[2]), _flatten_kv_heads(k), _flatten_kv_heads(v)
+        queries, keys, values = (
+            _group_query_heads(q, k.shape[2]),
+            _flatten_kv_heads(k),
+            _flatten_kv_heads(v),
+        )
         o, saved_weights = v.new_empty(batch, count, heads, v.shape[-1]), list[Tensor]()
         for block in plan.blocks:
             w = _block_weights(queries, keys, block, plan.scale)
@@ -148,13 +177,21 @@ class _BlockedMatmulAttention(torch.autograd.Function):
         d_queries = torch.empty_like(queries)
         d_keys, d_values = _Float32Accumulator(keys, plan), _Float32Accumulator(values, plan)
         for n, block in enumerate(plan.blocks):
-            w = saved_weights[n] if saved_weights else _block_weights(queries, keys, block, plan.scale)
+            w = (
+                saved_weights[n]
+                if saved_weights
+                else _block_weights(queries, keys, block, plan.scale)
+            )
             block_queries, block_grad = _rows_of_block(queries, block), _rows_of_block(grad, block)
             d_weights = torch.bmm(block_grad, values[:, block.keys].transpose(1, 2))
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, w, -1, w.dtype)
             d_block_queries = d_queries[:, :, block.queries]
-            d_block_queries.copy_(_scaled_matmul(d_scores, keys[:, block.keys], plan.scale).view_as(d_block_queries))
-            d_keys.add(block.keys, _scaled_matmul(d_scores.transpose(1, 2), block_queries, plan.scale))
+            d_block_queries.copy_(
+                _scaled_matmul(d_scores, keys[:, block.keys], plan.scale).view_as(d_block_queries)
+            )
+            d_keys.add(
+                block.keys, _scaled_matmul(d_scores.transpose(1, 2), block_queries, plan.scale)
+            )
             d_values.add(block.keys, torch.bmm(w.transpose(1, 2), block_grad))
         input_grads = d_queries, d_keys.result(), d_values.result()
         dq, dk, dv = (t.view(ctx.batch, -1, *t.shape[-2:]).transpose(1, 2) for t in input_grads)
@@ -162,10 +199,15 @@ class _BlockedMatmulAttention(torch.autograd.Function):
 
 
 class _Float32Accumulator:
-    """Sum of a gradient of keys or values over blocks, in float32, so that it is rounded only once."""
+    """Sum of a gradient of keys or values over blocks, in float32, so that it
+    is rounded only once.
+    """
 
     def __init__(self, like: Tensor, plan: BlockedMatmulPlan) -> None:
-        self.like, self.is_single = like, len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1]
+        self.like, self.is_single = (
+            like,
+            len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1],
+        )
         exact = torch.promote_types(like.dtype, torch.float32)
         self.total = like if self.is_single else torch.zeros_like(like, dtype=exact)
 
@@ -207,5 +249,7 @@ def _block_weights(queries: Tensor, keys: Tensor, block: CausalBlock, scale: flo
     mask = block.additive_mask[:, :, None].expand(batch, *by_group).flatten(0, 1).flatten(1, 2)
     w = torch.baddbmm(mask, block_queries, block_keys, alpha=scale).softmax(-1)
     if block.rows_without_keys is not None:
-        w.view(batch, by_group[0] * by_group[1], num_queries, num_keys).masked_fill_(block.rows_without_keys, 0)
+        w.view(batch, by_group[0] * by_group[1], num_queries, num_keys).masked_fill_(
+            block.rows_without_keys, 0
+        )
     return w

@@ -1,4 +1,6 @@
-"""Fused attention in blocks of queries: keys that no query of a block may attend to are not read."""
+"""Fused attention in blocks of queries: keys that no query of a block may
+attend to are not read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from ..masking.patterns import Causal, Full, parse_pattern
 from ..masking.sequence_info import AttentionMask
 from ..parts.softmax import SinkSoftmax
 from . import query_blocks, sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    expand_kv_heads,
+    no_tensor_conflicts,
+)
 from .query_blocks import (
     QUERY_BLOCK_SIZE,
     BlockBatch,
@@ -28,7 +36,9 @@ from .query_blocks import (
     plan_block_batches,
 )
 
-MIN_RUN_LENGTH = 16  # average length of runs of consecutive tokens below which blocks of runs do not pay
+MIN_RUN_LENGTH = (
+    16  # average length of runs of consecutive tokens below which blocks of runs do not pay
+)
 
 TokenRun = tuple[int, TokenAxis]  # a segment, and consecutive tokens of it
 
@@ -38,12 +48,15 @@ def find_token_runs(
 ) -> list[tuple[Sequence[int], TokenAxis, tuple[TokenAxis, ...]]] | None:
     """Find runs of consecutive queries: (rows of the batch, queries, keys of the same segment).
 
-    `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] if all rows are equal. Returns None
-    if the runs are too short.
+    `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] if all rows are
+    equal. Returns None if the runs are too short.
     """
     query_runs, key_runs = _scan_token_runs(*tokens[:2]), _scan_token_runs(*tokens[2:])
     for runs_by_row, positions in ((query_runs, tokens[0]), (key_runs, tokens[2])):
-        if max(map(len, runs_by_row), default=0) > MIN_RUN_LENGTH + positions.shape[1] // MIN_RUN_LENGTH:
+        if (
+            max(map(len, runs_by_row), default=0)
+            > MIN_RUN_LENGTH + positions.shape[1] // MIN_RUN_LENGTH
+        ):
             return None
     rows_are_equal = len(query_runs) == len(key_runs) == 1
     runs: list[tuple[Sequence[int], TokenAxis, tuple[TokenAxis, ...]]] = []
@@ -64,7 +77,10 @@ def _scan_token_runs(position_BT: Tensor, segment_BT: Tensor) -> list[list[Token
     rows, slots = begins.nonzero(as_tuple=True)
     columns = (t.tolist() for t in (rows, slots, position_BT[rows, slots], segment_BT[rows, slots]))
     runs: list[list[TokenRun]] = [[] for _ in position_BT]
-    next_begins: list[tuple[int, int]] = [*zip(rows.tolist()[1:], slots.tolist()[1:], strict=True), (-1, 0)]
+    next_begins: list[tuple[int, int]] = [
+        *zip(rows.tolist()[1:], slots.tolist()[1:], strict=True),
+        (-1, 0),
+    ]
     for (row, slot, position, segment), (next_row, next_slot) in zip(
         zip(*columns, strict=True), next_begins, strict=True
     ):
@@ -74,13 +90,17 @@ def _scan_token_runs(position_BT: Tensor, segment_BT: Tensor) -> list[list[Token
     return runs
 
 
-# --- Batches of blocks as views of q, k and v ----------------------------------------------------------
+# --- Batches of blocks as views of q, k and v -----------------------------------------------------
 
-MAX_CALL_BYTES = 2**24  # bytes of keys and values per fused call, so that its gathered copies stay in the cache
+MAX_CALL_BYTES = (
+    2**24
+)  # bytes of keys and values per fused call, so that its gathered copies stay in the cache
 
 
 class BatchedBlocks(NamedTuple):
-    """The blocks of one fused call: several blocks of one row of the batch, or (row None) one block of all rows."""
+    """The blocks of one fused call: several blocks of one row of the batch, or (row None) one block
+    of all rows.
+    """
 
     batch_row: int | None
     queries: Sequence[range]
@@ -95,8 +115,12 @@ class BatchedBlocks(NamedTuple):
         if len(self.keys[0]) == 1:
             return self._view(x_BSGD, [key_range for (key_range,) in self.keys]).transpose(1, 2)
         if self.batch_row is None:
-            return torch.cat([x_BSGD[:, _range_to_slice(keys)] for keys in self.keys[0]], 1).transpose(1, 2)
-        parts = [x_BSGD[self.batch_row, _range_to_slice(keys)] for ranges in self.keys for keys in ranges]
+            return torch.cat(
+                [x_BSGD[:, _range_to_slice(keys)] for keys in self.keys[0]], 1
+            ).transpose(1, 2)
+        parts = [
+            x_BSGD[self.batch_row, _range_to_slice(keys)] for ranges in self.keys for keys in ranges
+        ]
         return torch.cat(parts).unflatten(0, (len(self.keys), -1)).transpose(1, 2)
 
     def scatter_queries(self, into_BTHD: Tensor, x_NHRD: Tensor) -> None:
@@ -115,12 +139,16 @@ class BatchedBlocks(NamedTuple):
                 _add_to_ranges(into_BSGD[self.batch_row], x_WGD, ranges)
 
     def _overlap(self, into_BSGD: Tensor, x_NWGD: Tensor, ranges: Sequence[range]) -> None:
-        """Add gradients of overlapping key ranges, in slices of columns that no two blocks share."""
+        """Add gradients of overlapping key ranges, in slices of columns that no
+        two blocks share.
+        """
         gap, step, width = ranges[1].start - ranges[0].start, ranges[0].step, len(ranges[0])
         if gap == 0:
             into_BSGD[self.batch_row, _range_to_slice(ranges[0])] += x_NWGD.sum(0)
             return
-        is_interleaved = len(ranges) * gap <= step  # each range lies between the tokens of the others
+        is_interleaved = (
+            len(ranges) * gap <= step
+        )  # each range lies between the tokens of the others
         slice_width = width if is_interleaved else gap // step
         for begin in range(0, width, slice_width):
             columns = [keys[begin : begin + slice_width] for keys in ranges]
@@ -137,14 +165,21 @@ class BatchedBlocks(NamedTuple):
         return x_BTHD.as_strided(shape, (gap * token, step * token, head, channel), offset)
 
 
-def batch_blocks(block_batch: BlockBatch, rows: Sequence[int], nbytes: int) -> Iterator[BatchedBlocks]:
-    """The fused calls for these blocks over these rows of the batch; a key and its value take `nbytes`."""
+def batch_blocks(
+    block_batch: BlockBatch, rows: Sequence[int], nbytes: int
+) -> Iterator[BatchedBlocks]:
+    """The fused calls for these blocks over these rows of the batch; a key and its value take
+    `nbytes`.
+    """
     blocks = list(zip(block_batch.queries, block_batch.keys, strict=True))
     if 1 < len(rows) >= len(blocks):  # then `rows` are all rows of the batch
         yield from (BatchedBlocks(None, [queries], [keys]) for queries, keys in blocks)
         return
     max_blocks = max(1, MAX_CALL_BYTES // (nbytes * sum(map(len, blocks[0][1]))))
-    runs = min((_evenly_spaced_runs(order) for order in (blocks, sorted(blocks, key=_block_start))), key=len)
+    runs = min(
+        (_evenly_spaced_runs(order) for order in (blocks, sorted(blocks, key=_block_start))),
+        key=len,
+    )
     for row in rows:
         for run in runs:
             for begin in range(0, len(run), max_blocks):
@@ -156,13 +191,21 @@ def _block_start(block: tuple[range, KeyRanges]) -> int:
     return block[0].start
 
 
-def _evenly_spaced_runs(blocks: Sequence[tuple[range, KeyRanges]]) -> list[list[tuple[range, KeyRanges]]]:
-    """Split the blocks into runs whose queries start at equal distances; also their keys, if these are one range."""
+def _evenly_spaced_runs(
+    blocks: Sequence[tuple[range, KeyRanges]],
+) -> list[list[tuple[range, KeyRanges]]]:
+    """Split the blocks into runs whose queries start at equal distances; also their keys, if these
+    are one range.
+    """
     runs: list[list[tuple[range, KeyRanges]]] = []
     run_distance: tuple[int, ...] | None = None
     for block in blocks:
         distance = None if not runs else _block_distance(runs[-1][-1], block)
-        if distance is None or (run_distance is not None and distance != run_distance) or min(distance) < 0:
+        if (
+            distance is None
+            or (run_distance is not None and distance != run_distance)
+            or min(distance) < 0
+        ):
             runs.append([block])
             run_distance = None
         else:
@@ -171,7 +214,9 @@ def _evenly_spaced_runs(blocks: Sequence[tuple[range, KeyRanges]]) -> list[list[
     return runs
 
 
-def _block_distance(block: tuple[range, KeyRanges], next_block: tuple[range, KeyRanges]) -> tuple[int, ...]:
+def _block_distance(
+    block: tuple[range, KeyRanges], next_block: tuple[range, KeyRanges]
+) -> tuple[int, ...]:
     (queries, keys), (next_queries, next_keys) = block, next_block
     distance = next_queries.start - queries.start
     return (distance, next_keys[0].start - keys[0].start) if len(keys) == 1 else (distance,)
@@ -187,20 +232,27 @@ def _range_to_slice(tokens: range) -> slice:
     return slice(tokens.start, tokens.stop, tokens.step)
 
 
-# --- The operation: torch's fused CPU kernel over all blocks, forward and backward ---------------------
+# --- The operation: torch's fused CPU kernel over all blocks, forward and backward ----------------
 
 FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-OP_INPUT_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] tokens, int[] starts, str pattern, float scale"
+OP_INPUT_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] tokens, int[] starts, "
+    "str pattern, float scale"
+)
 MAX_CACHED_PLANS = 256  # the cache is cleared when it holds as many
 
 _PLAN_CACHE: dict[tuple[str, TokenAxis, tuple[TokenAxis, ...]], list[BlockBatch]] = {}
 
 
-def cached_block_batches(pattern: str, query_axis: TokenAxis, key_axes: tuple[TokenAxis, ...]) -> list[BlockBatch]:
+def cached_block_batches(
+    pattern: str, query_axis: TokenAxis, key_axes: tuple[TokenAxis, ...]
+) -> list[BlockBatch]:
     """The batches of blocks for these queries and keys, cached."""
     key = pattern, query_axis, key_axes
-    plan = _PLAN_CACHE.get(key)  # looked up once, because another thread may clear the cache at any time
+    plan = _PLAN_CACHE.get(
+        key
+    )  # looked up once, because another thread may clear the cache at any time
     if plan is None:
         if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
             _PLAN_CACHE.clear()
@@ -211,8 +263,8 @@ def cached_block_batches(pattern: str, query_axis: TokenAxis, key_axes: tuple[To
 class BlockSparseArgs(NamedTuple):
     """The positions, pattern and scale of a call.
 
-    `first_positions` are those of the first query and the first key if all rows hold consecutive tokens of one
-    segment; otherwise `tokens` are position and segment of queries and of keys.
+    `first_positions` are those of the first query and the first key if all rows hold consecutive
+    tokens of one segment; otherwise `tokens` are position and segment of queries and of keys.
     """
 
     tokens: Sequence[Tensor]
@@ -229,14 +281,21 @@ class BlockSparseCall:
         self.block_batches = self._plan_batches()
 
     def _plan_batches(self) -> list[tuple[BlockBatch, Sequence[int]]] | None:
-        """The batches of blocks, each with its rows of the batch; None if tokens are in no order."""
+        """The batches of blocks, each with its rows of the batch; None if
+        tokens are in no order.
+        """
         (batch, num_queries), num_keys = self.q.shape[:2], self.k.shape[1]
         if self.args.first_positions:
             queries, keys = (
                 TokenAxis(range(first, first + count))
-                for first, count in zip(self.args.first_positions, (num_queries, num_keys), strict=True)
+                for first, count in zip(
+                    self.args.first_positions, (num_queries, num_keys), strict=True
+                )
             )
-            return [(blocks, range(batch)) for blocks in cached_block_batches(self.args.pattern, queries, (keys,))]
+            return [
+                (blocks, range(batch))
+                for blocks in cached_block_batches(self.args.pattern, queries, (keys,))
+            ]
         if (runs := find_token_runs(self.args.tokens, batch)) is None:
             return None
         return [
@@ -269,9 +328,18 @@ class BlockSparseCall:
         position, segment, key_position, key_segment = (t[:, None, None] for t in self.args.tokens)
         for start in range(0, self.q.shape[1], QUERY_BLOCK_SIZE):
             queries = range(start, min(start + QUERY_BLOCK_SIZE, self.q.shape[1]))
-            i, own_segment = (t.transpose(2, 3)[:, :, queries.start : queries.stop] for t in (position, segment))
-            allowed = (own_segment == key_segment) & (own_segment >= 0) & self.pattern.allows(i, key_position)
-            yield BatchedBlocks(None, [queries], [(range(self.k.shape[1]),)]), self._additive_mask(allowed)
+            i, own_segment = (
+                t.transpose(2, 3)[:, :, queries.start : queries.stop] for t in (position, segment)
+            )
+            allowed = (
+                (own_segment == key_segment)
+                & (own_segment >= 0)
+                & self.pattern.allows(i, key_position)
+            )
+            yield (
+                BatchedBlocks(None, [queries], [(range(self.k.shape[1]),)]),
+                self._additive_mask(allowed),
+            )
 
     def _additive_mask(self, allowed: Tensor) -> Tensor:
         return self.q.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
@@ -284,10 +352,13 @@ class BlockSparseCall:
         return sum(blocks.num_pairs * len(rows) for blocks, rows in self.block_batches)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
+) -> tuple[Tensor, Tensor]:
     """Outputs o_BTRV and the log-sum-exp l_BTH of the scores, for q_BTHK, k_BSGK and v_BSGV.
 
-    `sinks` [H] adds one score per head to every row of scores; it has no value. `fields` are those of BlockSparseArgs.
+    `sinks` [H] adds one score per head to every row of scores; it has no value. `fields` are those
+    of BlockSparseArgs.
     """
     args = BlockSparseArgs(*fields)
     q, k, v = _contiguous_channels(q), _contiguous_channels(k), _contiguous_channels(v)
@@ -312,8 +383,12 @@ def run_backward(
     """The gradients of q, k and v; `rest` is v, the sinks and the fields of BlockSparseArgs."""
     v, args = rest[0], BlockSparseArgs(*rest[2:])
     grad, q, k, v = (_contiguous_channels(x) for x in (grad, q, k, v))
-    q_grad, k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]  # rows without keys: every weight is exp(-inf - 0)
+    q_grad, k_grad, v_grad = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
+    )
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)[
+        ..., None
+    ]  # rows without keys: every weight is exp(-inf - 0)
     for blocks, mask in BlockSparseCall(q, k, args):
         tensors = (
             blocks.gather_queries(grad),
@@ -337,7 +412,10 @@ def _contiguous_channels(x: Tensor) -> Tensor:
 
 # Custom operations, so that torch.compile and FLOP counters see one operation with a name.
 block_sparse_attention = torch.library.custom_op(
-    "headwise::block_sparse_attention", run_forward, mutates_args=(), schema=f"({OP_INPUT_SCHEMA}) -> (Tensor, Tensor)"
+    "headwise::block_sparse_attention",
+    run_forward,
+    mutates_args=(),
+    schema=f"({OP_INPUT_SCHEMA}) -> (Tensor, Tensor)",
 )
 block_sparse_attention_backward = torch.library.custom_op(
     "headwise::block_sparse_attention_backward",
@@ -350,7 +428,9 @@ block_sparse_attention_backward = torch.library.custom_op(
 @block_sparse_attention.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=exact)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
+        q.shape[:3], dtype=exact
+    )
 
 
 @block_sparse_attention_backward.register_fake
@@ -390,24 +470,40 @@ block_sparse_attention.register_autograd(_run_autograd_backward, setup_context=_
 
 @register_flop_formula(torch.ops.headwise.block_sparse_attention, get_raw=True)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Any, *fields: Any, **_: Any) -> int:
-    return 2 * _count_call_pairs(q, k, BlockSparseArgs(*fields)) * q.shape[2] * (q.shape[3] + v.shape[3])
+    return (
+        2
+        * _count_call_pairs(q, k, BlockSparseArgs(*fields))
+        * q.shape[2]
+        * (q.shape[3] + v.shape[3])
+    )
 
 
 @register_flop_formula(torch.ops.headwise.block_sparse_attention_backward, get_raw=True)
-def _backward_flops(grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any, **_: Any) -> int:
-    # Products with the head dimension: recomputed scores, gradients of queries and keys; with the value dimension:
-    # gradients of weights and values. `rest` is v, the sinks and the fields of BlockSparseArgs.
-    return 2 * _count_call_pairs(q, k, BlockSparseArgs(*rest[2:])) * q.shape[2] * (3 * q.shape[3] + 2 * o.shape[3])
+def _backward_flops(
+    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any, **_: Any
+) -> int:
+    # Products with the head dimension: recomputed scores, gradients of queries and keys; with the
+    # value dimension: gradients of weights and values. `rest` is v, the sinks and the fields of
+    # BlockSparseArgs.
+    return (
+        2
+        * _count_call_pairs(q, k, BlockSparseArgs(*rest[2:]))
+        * q.shape[2]
+        * (3 * q.shape[3] + 2 * o.shape[3])
+    )
 
 
 def _count_call_pairs(q: Tensor, k: Tensor, args: BlockSparseArgs) -> int:
     if not args.first_positions:
         return BlockSparseCall(q, k, args).num_pairs
-    queries, keys = (range(first, first + x.shape[1]) for first, x in zip(args.first_positions, (q, k), strict=True))
+    queries, keys = (
+        range(first, first + x.shape[1])
+        for first, x in zip(args.first_positions, (q, k), strict=True)
+    )
     return q.shape[0] * count_batch_pairs(parse_pattern(args.pattern), queries, keys)
 
 
-# --- Fused attention in blocks of queries --------------------------------------------------------------
+# --- Fused attention in blocks of queries ---------------------------------------------------------
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -432,7 +528,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size."""
     if _has_cpu_kernel(call) and mask_shape != "any":
-        return [f"one fused call already skips the keys of this call that {call.pattern.text} hides"]
+        return [
+            f"one fused call already skips the keys of this call that {call.pattern.text} hides"
+        ]
     return call.slower_below("block_sparse", size, "one call with a mask takes less time")
 
 
@@ -440,13 +538,17 @@ tensor_conflicts = no_tensor_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of all blocks with the keys that any of their queries may attend to, and of the column of a sink."""
+    """FLOPs of all blocks with the keys that any of their queries may attend to, and of the column
+    of a sink.
+    """
     columns = 0 if _has_cpu_kernel(call) else sdpa.num_sink_columns(call) * size.queries
     return call.core.flops(size.batch * (count_formed_pairs(call, size) + columns))
 
 
 def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
-    """Number of computed scores per head and row of the batch; the queries are the last tokens of the keys."""
+    """Number of computed scores per head and row of the batch; the queries are the last tokens of
+    the keys.
+    """
     if _has_cpu_kernel(call):
         return query_blocks.count_batch_pairs(call.pattern, *_position_ranges(call, size))
     if size.queries <= QUERY_BLOCK_SIZE:
@@ -455,7 +557,11 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     if not _has_cpu_kernel(call) or is_under_functorch():
@@ -468,7 +574,9 @@ def attend(
             for x, by in ((k, call.core.key_head_of_query), (v, call.core.value_head_of_row))
         )
     is_contiguous = queries.start is not None and keys.start is not None
-    tokens = [] if is_contiguous else [queries.position, queries.segment, keys.position, keys.segment]
+    tokens = (
+        [] if is_contiguous else [queries.position, queries.segment, keys.position, keys.segment]
+    )
     sinks = (
         steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
         if isinstance(steps.normaliser, SinkSoftmax)
@@ -476,7 +584,14 @@ def attend(
     )
     first_positions = [queries.start, keys.start] if is_contiguous else []
     return block_sparse_attention(
-        inputs.q, k, v, sinks, tokens, first_positions, steps.pattern_text, inputs.query_context.scale
+        inputs.q,
+        k,
+        v,
+        sinks,
+        tokens,
+        first_positions,
+        steps.pattern_text,
+        inputs.query_context.scale,
     )[0]
 
 
@@ -498,7 +613,10 @@ def _attend_per_block(
     blocks = CallBlocks(attention_mask, inputs)
     if len(blocks.all) == 1:
         return sdpa.fused_attention(call, attention_mask, inputs, steps, None)
-    query_ranges, key_ranges = [(block.queries,) for block in blocks.all], [block.keys for block in blocks.all]
+    query_ranges, key_ranges = (
+        [(block.queries,) for block in blocks.all],
+        [block.keys for block in blocks.all],
+    )
     context = inputs.query_context
     slices = zip(
         gather_slices(inputs.q, query_ranges),
@@ -509,12 +627,22 @@ def _attend_per_block(
         strict=True,
     )
     outputs = [
-        sdpa.fused_attention(call, blocks.mask_of(block), _block_inputs(blocks.inputs_of(block), *tensors), steps, None)
+        sdpa.fused_attention(
+            call,
+            blocks.mask_of(block),
+            _block_inputs(blocks.inputs_of(block), *tensors),
+            steps,
+            None,
+        )
         for block, tensors in zip(blocks.all, slices, strict=True)
     ]
     return torch.cat(outputs, 1)
 
 
-def _block_inputs(inputs: CoreInputs, q: Tensor, k: Tensor, v: Tensor, x_BTD: Tensor, q_BTHK: Tensor) -> CoreInputs:
+def _block_inputs(
+    inputs: CoreInputs, q: Tensor, k: Tensor, v: Tensor, x_BTD: Tensor, q_BTHK: Tensor
+) -> CoreInputs:
     """The inputs of a block with these slices of the tensors that need gradients."""
-    return inputs._replace(q=q, k=k, v=v, query_context=inputs.query_context._replace(x_BTD=x_BTD, q_BTHK=q_BTHK))
+    return inputs._replace(
+        q=q, k=k, v=v, query_context=inputs.query_context._replace(x_BTD=x_BTD, q_BTHK=q_BTHK)
+    )

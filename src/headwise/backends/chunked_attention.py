@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..interfaces.core_types import CallSize, Probe
-from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from ..kernels.autograd_guards import (
+    NO_DOUBLE_BACKWARD_REMEDY,
+    forbid_double_backward,
+    is_under_functorch,
+)
 from ..masking.sequence_info import AttentionMask
 from . import dense
 from .core_interface import (
@@ -32,11 +36,15 @@ from .query_blocks import (
     slice_inputs,
 )
 
-NUM_QUERY_TENSORS = 3  # the first tensors of `_tensors_of` have one row per query, the others one row per key
+NUM_QUERY_TENSORS = (
+    3  # the first tensors of `_tensors_of` have one row per query, the others one row per key
+)
 
 
 class RecomputePlan(NamedTuple):
-    """The blocks of a call, the function that runs one of them, and whether it draws random numbers."""
+    """The blocks of a call, the function that runs one of them, and whether it draws random
+    numbers.
+    """
 
     blocks: Sequence[QueryBlock]
     attend_block: Callable[[QueryBlock, CoreInputs], Tensor]
@@ -44,18 +52,29 @@ class RecomputePlan(NamedTuple):
 
 
 def attend_recomputed(plan: RecomputePlan, inputs: CoreInputs, learned: Sequence[Tensor]) -> Tensor:
-    """Outputs o_BTRV of all blocks, with gradients for the inputs and for the parameters `learned`."""
+    """Outputs o_BTRV of all blocks, with gradients for the inputs and for the
+    parameters `learned`.
+    """
     tensors = [*_tensors_of(inputs), *learned]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors) or _must_keep_graph(inputs, learned):
-        return torch.cat([plan.attend_block(block, slice_inputs(inputs, block)) for block in plan.blocks], 1)
-    empty = _replace_tensors(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(tensors) - len(learned)))
+    if (
+        not torch.is_grad_enabled()
+        or not any(t.requires_grad for t in tensors)
+        or _must_keep_graph(inputs, learned)
+    ):
+        return torch.cat(
+            [plan.attend_block(block, slice_inputs(inputs, block)) for block in plan.blocks], 1
+        )
+    empty = _replace_tensors(
+        inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(tensors) - len(learned))
+    )
     o_BTRV: Any = _RecomputedBlocks.apply(plan, empty, *tensors)
     return o_BTRV
 
 
 def _must_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
-    """Whether the graphs of all blocks are kept: under functorch, for meta tensors, which need no memory, and for
-    parameters with hooks, because recomputation would call these once per block."""
+    """Whether the graphs of all blocks are kept: under functorch, for meta tensors, which need no
+    memory, and for parameters with hooks, because recomputation would call these once per block.
+    """
     return is_under_functorch() or inputs.q.is_meta or any(t._backward_hooks for t in learned)
 
 
@@ -74,10 +93,12 @@ def _replace_tensors(inputs: CoreInputs, tensors: Sequence[Tensor]) -> CoreInput
 
 
 class _RecomputedBlocks(torch.autograd.Function):
-    """Forward without a graph; backward block by block, with a graph that is freed before the next block.
+    """Forward without a graph; backward block by block, with a graph that is freed before the next
+    block.
 
-    The gradients of keys are summed in one tensor for all blocks. Autograd would allocate zeros of the full length for
-    the slice of every block, so that its cost would grow with the square of the length.
+    The gradients of keys are summed in one tensor for all blocks. Autograd would allocate zeros of
+    the full length for the slice of every block, so that its cost would grow with the square of the
+    length.
     """
 
     @staticmethod
@@ -85,7 +106,11 @@ class _RecomputedBlocks(torch.autograd.Function):
         ctx.plan, ctx.empty = plan, empty
         ctx.save_for_backward(*tensors)
         device = tensors[0].device
-        ctx.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        ctx.autocast = (
+            device.type,
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(device.type),
+        )
         ctx.rng_states, outputs = [], []
         inputs = _replace_tensors(empty, tensors[: len(_tensors_of(empty))])
         for block in plan.blocks:
@@ -97,7 +122,9 @@ class _RecomputedBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
         count = len(_tensors_of(ctx.empty))
-        saved = list(ctx.saved_tensors)  # read once, because a checkpoint hands out each tensor only once
+        saved = list(
+            ctx.saved_tensors
+        )  # read once, because a checkpoint hands out each tensor only once
         tensors, learned = saved[:count], saved[count:]
         sums = _GradientSums(tensors, learned, ctx.needs_input_grad[2:])
         device, dtype, is_enabled = ctx.autocast
@@ -111,22 +138,33 @@ class _RecomputedBlocks(torch.autograd.Function):
             ):
                 leaves = sums.make_leaves(_tensors_of(part))
                 o_BTRV = ctx.plan.attend_block(block, _replace_tensors(part, leaves))
-            sums.add_block(block, o_BTRV, leaves, grads[0][:, block.queries.start : block.queries.stop])
+            sums.add_block(
+                block, o_BTRV, leaves, grads[0][:, block.queries.start : block.queries.stop]
+            )
         return None, None, *sums.all
 
 
 class _GradientSums:
-    """Sums over blocks of the gradients of the inputs and of the parameters, as far as they are needed."""
+    """Sums over blocks of the gradients of the inputs and of the parameters, as far as they are
+    needed.
+    """
 
-    def __init__(self, tensors: Sequence[Tensor], learned: Sequence[Tensor], needed: Sequence[bool]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], learned: Sequence[Tensor], needed: Sequence[bool]
+    ) -> None:
         self.tensors, self.learned, self.needed = tensors, learned, needed
         self.all: list[Tensor | None] = [None] * len(needed)
 
     def make_leaves(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Leaf tensors for the inputs of a block, whose gradients can be taken."""
-        return [part.detach().requires_grad_(need) for part, need in zip(parts, self.needed, strict=False)]
+        return [
+            part.detach().requires_grad_(need)
+            for part, need in zip(parts, self.needed, strict=False)
+        ]
 
-    def add_block(self, block: QueryBlock, o_BTRV: Tensor, leaves: Sequence[Tensor], grad_BTRV: Tensor) -> None:
+    def add_block(
+        self, block: QueryBlock, o_BTRV: Tensor, leaves: Sequence[Tensor], grad_BTRV: Tensor
+    ) -> None:
         """Add the gradients of one block."""
         if not o_BTRV.requires_grad:
             return
@@ -135,7 +173,13 @@ class _GradientSums:
         grads = torch.autograd.grad(o_BTRV, tensors, grad_BTRV, allow_unused=True)
         for n, grad in zip(numbers, grads, strict=True):
             if grad is not None:
-                ranges = None if n >= len(leaves) else (block.queries,) if n < NUM_QUERY_TENSORS else block.keys
+                ranges = (
+                    None
+                    if n >= len(leaves)
+                    else (block.queries,)
+                    if n < NUM_QUERY_TENSORS
+                    else block.keys
+                )
                 self._add(n, grad, ranges)
 
     def _add(self, n: int, grad: Tensor, ranges: Sequence[range] | None) -> None:
@@ -153,26 +197,32 @@ class _GradientSums:
 
 
 def _rng_state(device: torch.device) -> tuple[Tensor, ...]:
-    """States of the random number generators that a block may use: of the CPU, and of its device."""
+    """States of the random number generators that a block may use: of the CPU,
+    and of its device.
+    """
     own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
     return torch.get_rng_state(), *own
 
 
 @contextmanager
 def _restored_rng_state(device: torch.device, rng_states: tuple[Tensor, ...]) -> Iterator[None]:
-    """Repeat the random numbers drawn from these states; afterwards the generators are as before."""
+    """Repeat the random numbers drawn from these states; afterwards the
+    generators are as before.
+    """
     if not rng_states:
         yield
         return
     has_device = bool(rng_states[1:])
-    with torch.random.fork_rng([device] if has_device else [], device_type=device.type if has_device else "cuda"):
+    with torch.random.fork_rng(
+        [device] if has_device else [], device_type=device.type if has_device else "cuda"
+    ):
         torch.set_rng_state(rng_states[0])
         for state in rng_states[1:]:
             torch.get_device_module(device).set_rng_state(state, device)
         yield
 
 
-# --- The backend ---------------------------------------------------------------------------------------
+# --- The backend ----------------------------------------------------------------------------------
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -204,23 +254,39 @@ slower_reasons = never_slower
 def executed_flops(call: CallSignature, size: CallSize) -> int:
     """FLOPs of all blocks with the keys that any of their queries may attend to."""
     again = sum(part.query_independent_flops(call.spec) for _, part in call.spec.parts())
-    return call.core.flops(size.batch * count_formed_pairs(call, size)) + again * (count_query_blocks(size.queries) - 1)
+    return call.core.flops(size.batch * count_formed_pairs(call, size)) + again * (
+        count_query_blocks(size.queries) - 1
+    )
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
-    """Per-head outputs o_BTRV. The backward pass recomputes the scores of each block, so none are saved."""
+    """Per-head outputs o_BTRV. The backward pass recomputes the scores of each block, so none are
+    saved.
+    """
     blocks = CallBlocks(attention_mask, inputs)
     # Fused kernels read one mask for all heads.
     fused_steps = steps if attention_mask.differs_by_head else steps.with_fused_kernels()
-    if len(blocks.all) == 1:  # saves what `dense` saves, because recomputing a single block saves no memory
+    if (
+        len(blocks.all) == 1
+    ):  # saves what `dense` saves, because recomputing a single block saves no memory
         plain = torch.is_grad_enabled() and not _can_gather_values(call)
-        return dense.attend_all_pairs(call, attention_mask, inputs, steps if plain else fused_steps, None)
+        return dense.attend_all_pairs(
+            call, attention_mask, inputs, steps if plain else fused_steps, None
+        )
     steps = fused_steps
     attend_block = partial(_attend_block, call, blocks.mask_of, steps)
-    if torch.compiler.is_compiling():  # the compiler does not trace a gradient within a gradient, but checkpoints
-        checkpointed = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=call.training)
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler does not trace a gradient within a gradient, but checkpoints
+        checkpointed = partial(
+            checkpoint, attend_block, use_reentrant=False, preserve_rng_state=call.training
+        )
         run = checkpointed if torch.is_grad_enabled() else attend_block
         return torch.cat([run(block, blocks.inputs_of(block)) for block in blocks.all], 1)
     plan = RecomputePlan(blocks.all, attend_block, call.training)
@@ -228,7 +294,9 @@ def attend(
 
 
 def _can_gather_values(call: CallSignature) -> bool:
-    return has_unmodified_weights(call.spec) and call.spec.normaliser.prefers_gather(call.device, call.dtype)
+    return has_unmodified_weights(call.spec) and call.spec.normaliser.prefers_gather(
+        call.device, call.dtype
+    )
 
 
 def _attend_block(

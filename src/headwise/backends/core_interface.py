@@ -1,4 +1,6 @@
-"""The properties of a call that a backend is chosen by, and the tensors that it receives when it runs."""
+"""The properties of a call that a backend is chosen by, and the tensors that it receives when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..interfaces import Mix, Normaliser, Part, RecurrentPart, ScoreStep, Similarity, ValueStep, WeightStep
+from ..interfaces import (
+    Mix,
+    Normaliser,
+    Part,
+    RecurrentPart,
+    ScoreStep,
+    Similarity,
+    ValueStep,
+    WeightStep,
+)
 from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
 from ..machine.takeover_points import CALIBRATE_COMMAND, current_points, takeover_size
 from ..masking.patterns import Pattern, PerHead
@@ -28,20 +39,26 @@ class HeadGroup:
 
 
 def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
-    """The groups of score heads that can be computed apart; empty if all have one pattern, or if heads are mixed.
+    """The groups of score heads that can be computed apart; empty if all have one pattern, or if
+    heads are mixed.
 
     Heads of the core without a row of weights are in none.
     """
     if not isinstance(spec.pattern, PerHead) or spec.parts_of(Mix):
         return ()
     rows = frozenset(spec.score_head_of_row)
-    groups = (HeadGroup(pattern, tuple(h for h in heads if h in rows)) for pattern, heads in spec.pattern.groups)
+    groups = (
+        HeadGroup(pattern, tuple(h for h in heads if h in rows))
+        for pattern, heads in spec.pattern.groups
+    )
     return tuple(group for group in groups if group.score_heads)
 
 
 @dataclass(frozen=True)
 class CallSignature:
-    """One kind of call: everything that is known without reading a tensor's values, which would wait for the device."""
+    """One kind of call: everything that is known without reading a tensor's values, which would
+    wait for the device.
+    """
 
     spec: AttentionSpec
     core: CoreShape
@@ -49,25 +66,37 @@ class CallSignature:
     dtype: torch.dtype = torch.float32
     needs_grad: bool = False
     single_query: bool = False  # a single query per row
-    has_recurrent_state: bool = False  # the cache holds a recurrent state instead of keys and values
+    has_recurrent_state: bool = (
+        False  # the cache holds a recurrent state instead of keys and values
+    )
     has_paged_cache: bool = False  # the cache holds pages, which rows may share
     has_caller_mask: bool = False  # the caller passes a mask
     training: bool = False
     probed_tensors: frozenset[str] = field(default_factory=frozenset)
     is_compiling: bool = False  # traced by torch.compile, so values of tensors are unknown
     cache_format: str | None = None  # how cached tensors are stored, if not in `dtype`: "int8"
-    is_transformed: bool = False  # inside torch.func or a forward-mode derivative, which see plain operations only
-    is_packed: bool = False  # rows hold several sequences of known lengths, which are computed separately
+    is_transformed: bool = (
+        False  # inside torch.func or a forward-mode derivative, which see plain operations only
+    )
+    is_packed: bool = (
+        False  # rows hold several sequences of known lengths, which are computed separately
+    )
     head_group: HeadGroup | None = None  # the heads that this call computes, if not all
 
-    heads_in_order: bool = field(init=False)  # one row of weights per query head of the core, in order
-    group_size: int = field(init=False)  # query heads per key head, or 0 if the groups differ in size
+    heads_in_order: bool = field(
+        init=False
+    )  # one row of weights per query head of the core, in order
+    group_size: int = field(
+        init=False
+    )  # query heads per key head, or 0 if the groups differ in size
 
     def __post_init__(self) -> None:
         keys = self.core.key_head_of_query
         kv_heads = max(keys) + 1
         size = len(keys) // kv_heads
-        is_even = keys == self.core.value_head_of_row and keys == tuple(h // size for h in range(size * kv_heads))
+        is_even = keys == self.core.value_head_of_row and keys == tuple(
+            h // size for h in range(size * kv_heads)
+        )
         object.__setattr__(self, "group_size", size if is_even else 0)
         object.__setattr__(self, "heads_in_order", self.score_head_of_row == self.score_heads)
 
@@ -79,7 +108,9 @@ class CallSignature:
     @property
     def score_heads(self) -> tuple[int, ...]:
         """The score heads that the call computes, in order."""
-        return self.spec.core_score_heads if self.head_group is None else self.head_group.score_heads
+        return (
+            self.spec.core_score_heads if self.head_group is None else self.head_group.score_heads
+        )
 
     @property
     def score_head_of_row(self) -> tuple[int, ...]:
@@ -88,16 +119,22 @@ class CallSignature:
         return tuple(head for head in self.spec.score_head_of_row if head in computed)
 
     def slower_below(self, point: str, size: CallSize, faster: str) -> list[str]:
-        """Why another backend runs a call with few keys: `faster` takes less time below the take-over point.
+        """Why another backend runs a call with few keys: `faster` takes less time below the
+        take-over point.
 
-        This is a preference and not a limit. It holds on the CPU, where it was measured, for more than one query.
+        This is a preference and not a limit. It holds on the CPU, where it was measured, for more
+        than one query.
         """
         if self.device != "cpu" or self.single_query:
             return []
         least = takeover_size(point)
         if size.keys >= least:
             return []
-        limit = f"{faster} below {int(least):,} keys; this call has {size.keys:,}" if math.isfinite(least) else ""
+        limit = (
+            f"{faster} below {int(least):,} keys; this call has {size.keys:,}"
+            if math.isfinite(least)
+            else ""
+        )
         return [limit or slower_at_every_size(point, faster)]
 
     def slower_above(self, point: str, size: CallSize, faster: str) -> list[str]:
@@ -114,8 +151,8 @@ class CallSignature:
 class HeadsKV(NamedTuple):
     """Keys and values of some key-value heads, with their own tokens.
 
-    `pattern` is the pattern of all query heads of these, by which a cache says which tokens the last query attends to;
-    None if they are those of all heads.
+    `pattern` is the pattern of all query heads of these, by which a cache says which tokens the
+    last query attends to; None if they are those of all heads.
     """
 
     kv_heads: tuple[int, ...]
@@ -126,12 +163,14 @@ class HeadsKV(NamedTuple):
 
 
 class CoreInputs(NamedTuple):
-    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv entry.
+    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv
+    entry.
 
-    Queries are those of `AttentionSpec.core_score_heads`, in the context too.
-    `gates` are the gate values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
-    With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool. `kv_by_heads` are the
-    keys and values of groups of heads that have different tokens; then k and v are those of the first group alone.
+    Queries are those of `AttentionSpec.core_score_heads`, in the context too. `gates` are the gate
+    values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
+    With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool.
+    `kv_by_heads` are the keys and values of groups of heads that have different tokens; then k and
+    v are those of the first group alone.
     """
 
     q: Tensor
@@ -144,7 +183,9 @@ class CoreInputs(NamedTuple):
     kv_by_heads: Sequence[HeadsKV] = ()
 
 
-def no_tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:
+def no_tensor_conflicts(
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs
+) -> list[str]:
     """`tensor_conflicts` of backends that run all tensors of the calls they support."""
     return []
 
@@ -154,23 +195,30 @@ def slower_at_every_size(point: str, faster: str) -> str:
     points = current_points()
     if points.points[point].measured_on:
         return f"{faster} on this class of machine ({points.machine_class})"
-    return f"not measured on this class of machine ({points.machine_class}); {CALIBRATE_COMMAND} measures it"
+    return (
+        f"not measured on this class of machine ({points.machine_class}); {CALIBRATE_COMMAND} "
+        "measures it"
+    )
 
 
 slower_at_every_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it
 
 
 def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """`slower_reasons` of backends that are preferred at every size to those after them in `BACKENDS`."""
+    """`slower_reasons` of backends that are preferred at every size to those after them in
+    `BACKENDS`.
+    """
     return []
 
 
 def flops_of_all_pairs(call: CallSignature, size: CallSize) -> int:
-    """`executed_flops` of backends that compute every (query, key) pair, including those that the mask hides."""
+    """`executed_flops` of backends that compute every (query, key) pair, including those that the
+    mask hides.
+    """
     return call.core.flops(size.batch * size.queries * size.keys)
 
 
-# --- The parts that run inside the core, each with its weights, in the order in which they act ---------
+# --- The parts that run inside the core, each with its weights, in the order in which they act ----
 
 GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]
 CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
@@ -180,16 +228,22 @@ CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep
 class ScoreTransform(Protocol):
     """One change of a tensor [B, H, T, S] of scores or weights."""
 
-    def __call__(self, a_BHTS: Tensor, attention_mask: AttentionMask, inputs: CoreInputs, /) -> Tensor: ...
+    def __call__(
+        self, a_BHTS: Tensor, attention_mask: AttentionMask, inputs: CoreInputs, /
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class CoreSteps:
-    """The parts of a spec that a backend runs between q, k, v and the per-head outputs, bound to their weights."""
+    """The parts of a spec that a backend runs between q, k, v and the per-head outputs, bound to
+    their weights.
+    """
 
     similarity: Similarity
     similarity_p: PartParams
-    recurrent_part: tuple[RecurrentPart, PartParams] | None  # the part with a state of fixed size (linear attention)
+    recurrent_part: (
+        tuple[RecurrentPart, PartParams] | None
+    )  # the part with a state of fixed size (linear attention)
     scores: Sequence[ScoreTransform]
     normaliser: Normaliser
     normaliser_p: PartParams
@@ -201,7 +255,9 @@ class CoreSteps:
     selected_rows: tuple[int, ...] | None  # rows of weights that read values; None: all rows
     part_weights: Sequence[PartParams]  # the weights of all these parts
     weights_unmodified: bool  # whether no part changes weights after normalisation
-    pattern_text: str  # the pattern as text, which an operation registered with torch can take as an argument
+    pattern_text: (
+        str  # the pattern as text, which an operation registered with torch can take as an argument
+    )
     of_groups: tuple[CoreSteps, ...] = ()  # the steps of each of `list_head_groups`
 
     @staticmethod
@@ -209,13 +265,18 @@ class CoreSteps:
         """Bind the parts of a spec to their weights."""
         steps = CoreSteps._of_heads(spec, p, HeadGroup(spec.pattern, spec.core_score_heads))
         groups = list_head_groups(spec)
-        return replace(steps, of_groups=tuple(CoreSteps._of_heads(spec, p, group) for group in groups))
+        return replace(
+            steps, of_groups=tuple(CoreSteps._of_heads(spec, p, group) for group in groups)
+        )
 
     @staticmethod
     def _of_heads(spec: AttentionSpec, p: Mapping[str, PartParams], group: HeadGroup) -> CoreSteps:
         core = group.score_heads
         if core != tuple(range(spec.heads.q)):
-            p = {name: SelectedHeadParams(spec, part, p[name], core) for name, part in spec.parts_of(Part)}
+            p = {
+                name: SelectedHeadParams(spec, part, p[name], core)
+                for name, part in spec.parts_of(Part)
+            }
         rows = core if spec.heads.rows == spec.heads.q else spec.core_rows
         index_of_row = {row: index for index, row in enumerate(rows)}
         own_rows = tuple(row for row in spec.score_head_of_row if row in index_of_row)
@@ -227,12 +288,15 @@ class CoreSteps:
             ]
             for phase in (Phase.SCORES, Phase.WEIGHTS)
         }
-        mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
+        mixed = any(
+            isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts()
+        )
         every = mixed or own_rows == rows
         return CoreSteps(
             similarity=spec.similarity,
             similarity_p=p["similarity"],
-            recurrent_part=spec.recurrent_part and (spec.recurrent_part[1], p[spec.recurrent_part[0]]),
+            recurrent_part=spec.recurrent_part
+            and (spec.recurrent_part[1], p[spec.recurrent_part[0]]),
             scores=acts[Phase.SCORES],
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],
@@ -243,15 +307,22 @@ class CoreSteps:
             values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
             selected_rows=None if every else tuple(index_of_row[row] for row in own_rows),
-            part_weights=[p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)],
+            part_weights=[
+                p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)
+            ],
             pattern_text=group.pattern.text,
         )
 
     def with_fused_kernels(self) -> CoreSteps:
         """Copy that mixes heads and normalises scores by fused kernels, for parts that have one."""
-        acts = {phase: [*map(_use_fused_kernel, getattr(self, phase))] for phase in ("scores", "weights")}
+        acts = {
+            phase: [*map(_use_fused_kernel, getattr(self, phase))]
+            for phase in ("scores", "weights")
+        }
         gather = self.normaliser.gather_values if self.weights_unmodified else None
-        return replace(self, **acts, normalise=self.normaliser.fused_normalise, gather_values=gather)
+        return replace(
+            self, **acts, normalise=self.normaliser.fused_normalise, gather_values=gather
+        )
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -259,7 +330,9 @@ class CoreSteps:
         return [t for p in self.part_weights for t in p.trainable()]
 
     def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-        """The sum of all additive score steps, [B or 1, H or 1, T, S]: their result for scores of zero."""
+        """The sum of all additive score steps, [B or 1, H or 1, T, S]: their result for scores of
+        zero.
+        """
         zero = inputs.q.new_zeros(1, 1, attention_mask.queries.count, attention_mask.keys.count)
         for act in self.scores:
             zero = act(zero, attention_mask, inputs)
@@ -267,18 +340,26 @@ class CoreSteps:
 
 
 class SelectedHeadParams:
-    """`PartParams` of one part for some of its score heads: those of the core, or of a group with one pattern.
+    """`PartParams` of one part for some of its score heads: those of the core, or of a group with
+    one pattern.
 
     They are selected in every call, so that training changes the weights of the layer.
     """
 
-    def __init__(self, spec: AttentionSpec, part: Part, every: PartParams, heads: tuple[int, ...]) -> None:
+    def __init__(
+        self, spec: AttentionSpec, part: Part, every: PartParams, heads: tuple[int, ...]
+    ) -> None:
         self.every, self.heads = every, heads
         self.sizes: Mapping[str, int] = {**every.sizes, "q": len(heads)}
         layouts = {name: param.layout for name, param in part.params(spec).items()}
-        # Shapes are found here, because compiled graphs call the other methods and cannot trace layouts.
+        # Shapes are found here, because compiled graphs call the other methods and cannot trace
+        # layouts.
         self._shapes = {
-            name: (layout.axes.index("q"), layout.unmerged_shape(every.sizes), layout.shape(self.sizes))
+            name: (
+                layout.axes.index("q"),
+                layout.unmerged_shape(every.sizes),
+                layout.shape(self.sizes),
+            )
             for name, layout in layouts.items()
             if "q" in layout.axes
         }
@@ -302,13 +383,23 @@ class SelectedHeadParams:
         return name in self.every
 
     def head(self, h: Any) -> Mapping[str, Tensor]:
-        """All tensors; those with a leading axis of score heads are indexed by h, a head of the core."""
-        return {name: self[name][h] if by_head else self[name] for name, by_head in self._by_head.items()}
+        """All tensors; those with a leading axis of score heads are indexed by h, a head of the
+        core.
+        """
+        return {
+            name: self[name][h] if by_head else self[name]
+            for name, by_head in self._by_head.items()
+        }
 
     def broadcast_over_scores(self) -> Mapping[str, Tensor]:
-        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over s_BHTS."""
+        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over
+        s_BHTS.
+        """
         scalars = self._is_scalar.items()
-        return {name: self[name][:, None, None] if is_scalar else self[name] for name, is_scalar in scalars}
+        return {
+            name: self[name][:, None, None] if is_scalar else self[name]
+            for name, is_scalar in scalars
+        }
 
     def trainable(self) -> list[Tensor]:
         """All parameters of the part."""
@@ -316,7 +407,9 @@ class SelectedHeadParams:
 
 
 class PairPositions:
-    """`ScorePosition` of all pairs of a call: positions `i` [B, 1, T, 1] of queries and `j` [B, 1, 1, S] of keys."""
+    """`ScorePosition` of all pairs of a call: positions `i` [B, 1, T, 1] of queries and `j` [B, 1,
+    1, S] of keys.
+    """
 
     def __init__(self, attention_mask: AttentionMask) -> None:
         self.i, self.j = attention_mask.i, attention_mask.j
@@ -329,14 +422,21 @@ class PairPositions:
 
 def has_unmodified_weights(spec: AttentionSpec) -> bool:
     """Whether no part changes or selects rows of weights after normalisation."""
-    acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
+    acts = (
+        part
+        for part in spec.modifiers
+        if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep)
+    )
     return spec.score_head_of_row == spec.core_rows and not any(acts)
 
 
 def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -> ScoreTransform:
-    # Partials and not closures: a copy of a layer must act with its own weights, and only these are copied.
+    # Partials and not closures: a copy of a layer must act with its own weights, and only these are
+    # copied.
     if isinstance(part, Mix):
-        return partial(_apply_mix, part, p, {key: f"{name}.{key}" for key in part.kv_entry_layouts(spec)})
+        return partial(
+            _apply_mix, part, p, {key: f"{name}.{key}" for key in part.kv_entry_layouts(spec)}
+        )
     if isinstance(part, ScoreStep):
         return partial(_apply_score_step, part, p)
     assert isinstance(part, WeightStep)
@@ -344,11 +444,20 @@ def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -
 
 
 def _use_fused_kernel(act: ScoreTransform) -> ScoreTransform:
-    return partial(_apply_mix_fused, *act.args) if isinstance(act, partial) and act.func is _apply_mix else act
+    return (
+        partial(_apply_mix_fused, *act.args)
+        if isinstance(act, partial) and act.func is _apply_mix
+        else act
+    )
 
 
 def _apply_mix_fused(
-    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
+    part: Mix,
+    p: PartParams,
+    names: Mapping[str, str],
+    a: Tensor,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
 ) -> Tensor:
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
     mixed = part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
@@ -356,7 +465,12 @@ def _apply_mix_fused(
 
 
 def _apply_mix(
-    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
+    part: Mix,
+    p: PartParams,
+    names: Mapping[str, str],
+    a: Tensor,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
 ) -> Tensor:
     key_factors = {key: inputs.kv_entry[name] for key, name in names.items()}
     mixed = part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), key_factors, p)
@@ -378,7 +492,10 @@ def _apply_score_step(
     part: ScoreStep, p: PartParams, s: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
     return part.score(
-        s, PairPositions(attention_mask), part.query_factors(inputs.query_context, p), p.broadcast_over_scores()
+        s,
+        PairPositions(attention_mask),
+        part.query_factors(inputs.query_context, p),
+        p.broadcast_over_scores(),
     )
 
 
@@ -389,7 +506,9 @@ def _apply_weight_step(
 
 
 def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Repeat key-value heads for query heads: x_BHSK whose head h is head `heads[h]` of x; a view for MHA and MQA."""
+    """Repeat key-value heads for query heads: x_BHSK whose head h is head `heads[h]` of x; a view
+    for MHA and MQA.
+    """
     x_BGSK = x_BSGK.transpose(1, 2)
     if heads == tuple(range(x_BGSK.shape[1])):
         return x_BGSK
@@ -399,7 +518,9 @@ def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:
-    """[B, heads / group_size, group_size x T, K]: the queries of a group as rows of one product with its key head."""
+    """[B, heads / group_size, group_size x T, K]: the queries of a group as rows of one product
+    with its key head.
+    """
     return x_BHTK.unflatten(1, (-1, group_size)).flatten(2, 3)
 
 

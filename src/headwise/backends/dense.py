@@ -1,4 +1,5 @@
-"""The attention core in plain tensor operations: supports every spec, and probes can read every score and weight.
+"""The attention core in plain tensor operations: supports every spec, and probes can read every
+score and weight.
 
 The numbers of the steps are those of `nn/attention.py`.
 """
@@ -26,7 +27,11 @@ from .core_interface import (
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
-    return ["needs cached keys and values; this layer caches a recurrent state"] if call.has_recurrent_state else []
+    return (
+        ["needs cached keys and values; this layer caches a recurrent state"]
+        if call.has_recurrent_state
+        else []
+    )
 
 
 tensor_conflicts = no_tensor_conflicts
@@ -35,7 +40,11 @@ executed_flops = flops_of_all_pairs
 
 
 def attend_all_pairs(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV, one head for each row of weights that reads values."""
     s_BHTS = _scores(call, inputs, steps)  # 3 compare
@@ -65,11 +74,14 @@ def attend_all_pairs(
         w_BHTS = probe("weights", w_BHTS)
     o_BRTV = _weighted_values(w_BHTS.to(inputs.v.dtype), inputs.v, call)  # 8 gather values
     for step, p in steps.values:
-        o_BRTV = o_BRTV + step.weighted_values(w_BHTS, attention_mask.i, attention_mask.j, p).to(o_BRTV.dtype)
+        o_BRTV = o_BRTV + step.weighted_values(w_BHTS, attention_mask.i, attention_mask.j, p).to(
+            o_BRTV.dtype
+        )
     return o_BRTV.transpose(1, 2)
 
 
-attend = attend_all_pairs  # only dispatch calls `attend`; other backends call `attend_all_pairs` for their blocks
+# only dispatch calls `attend`; other backends call `attend_all_pairs` for their blocks
+attend = attend_all_pairs
 
 
 def _scores(call: CallSignature, inputs: CoreInputs, steps: CoreSteps) -> Tensor:
@@ -89,6 +101,11 @@ def _weighted_values(w_BHTS: Tensor, v_BSGV: Tensor, call: CallSignature) -> Ten
     group_size = call.group_size if all_heads_used else 0
     if group_size <= 1:
         return torch.matmul(
-            w_BHTS, v_BSGV.transpose(1, 2) if group_size else expand_kv_heads(v_BSGV, call.core.value_head_of_row)
+            w_BHTS,
+            v_BSGV.transpose(1, 2)
+            if group_size
+            else expand_kv_heads(v_BSGV, call.core.value_head_of_row),
         )
-    return rows_to_heads(torch.matmul(heads_to_rows(w_BHTS, group_size), v_BSGV.transpose(1, 2)), group_size)
+    return rows_to_heads(
+        torch.matmul(heads_to_rows(w_BHTS, group_size), v_BSGV.transpose(1, 2)), group_size
+    )

@@ -1,17 +1,21 @@
 """Chooses the backend that computes the core of a call, and runs it; no other module does either.
 
-The choice has two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known before any
-tensor is computed: `make_dispatch` keeps the backends that support it, and refuses the call if none does. Its sizes and
-its mask are known once queries and keys exist: `CoreDispatch.select` skips backends that cannot run these tensors
-(`tensor_conflicts`) or that were measured to be slower for this size (`slower_reasons`), and the first that remains
-runs. A backend that the caller names runs at any size, or the call is refused. No backend passes a call on to another.
+The choice has two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known
+before any tensor is computed: `make_dispatch` keeps the backends that support it, and refuses the
+call if none does. Its sizes and its mask are known once queries and keys exist:
+`CoreDispatch.select` skips backends that cannot run these tensors (`tensor_conflicts`) or that were
+measured to be slower for this size (`slower_reasons`), and the first that remains runs. A backend
+that the caller names runs at any size, or the call is refused. No backend passes a call on to
+another.
 
 Packed rows with known lengths are cut into their sequences here: short plain ones run in one kernel
-(`varlen.attend_by_kernel`), the others in groups of similar length, for each of which a backend is selected.
+(`varlen.attend_by_kernel`), the others in groups of similar length, for each of which a backend is
+selected.
 
-Of layers whose heads have different patterns, each group of heads with one pattern runs as a call of its own, for which
-`plan_dispatch` chooses a backend. One call computes all heads, with a mask for each, if heads are mixed, if a probe
-reads scores or weights, or if the caller names a backend that supports such masks.
+Of layers whose heads have different patterns, each group of heads with one pattern runs as a call
+of its own, for which `plan_dispatch` chooses a backend. One call computes all heads, with a mask
+for each, if heads are mixed, if a probe reads scores or weights, or if the caller names a backend
+that supports such masks.
 """
 
 from __future__ import annotations
@@ -45,7 +49,14 @@ from . import (
     sdpa,
     varlen,
 )
-from .core_interface import CallSignature, CoreInputs, CoreSteps, HeadGroup, HeadsKV, list_head_groups
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    HeadGroup,
+    HeadsKV,
+    list_head_groups,
+)
 from .query_blocks import QUERY_BLOCK_SIZE, slice_rows, slice_sequence
 
 # In order of preference; see `preference_order` for the two that some calls try last.
@@ -75,10 +86,17 @@ POINTS_IN_KEYS = (
     "bf16_matmul",
     "bf16_matmul_gradients",
 )
-MASK_PER_HEAD_BACKENDS = ("chunked", "dense")  # those that support heads with different patterns in one call
+MASK_PER_HEAD_BACKENDS = (
+    "chunked",
+    "dense",
+)  # those that support heads with different patterns in one call
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite take-over point
-MAX_COUNTED_KEYS = 2**14  # keys up to which the pairs of a pattern are counted to know the shape of its mask
-MAX_DENSE_LENGTH = 32  # tokens of a packed sequence up to which plain operations take less time on a CPU
+MAX_COUNTED_KEYS = (
+    2**14
+)  # keys up to which the pairs of a pattern are counted to know the shape of its mask
+MAX_DENSE_LENGTH = (
+    32  # tokens of a packed sequence up to which plain operations take less time on a CPU
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,11 @@ class CoreDispatch:
     is_named_by_caller: bool = False
 
     def attend(
-        self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+        self,
+        attention_mask: AttentionMask,
+        inputs: CoreInputs,
+        steps: CoreSteps,
+        probe: Probe | None,
     ) -> Tensor:
         """Per-head outputs o_BTRV, computed by the backend that `select` names."""
         backend = BACKENDS[self.select(attention_mask, inputs)]
@@ -115,35 +137,62 @@ class CoreDispatch:
             conflicts[name] = reasons
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
 
-    def reasons_against(self, attention_mask: AttentionMask, inputs: CoreInputs) -> dict[str, list[str]]:
-        """Why each backend does not run these tensors; no reasons for the one that does, and for those behind it."""
+    def reasons_against(
+        self, attention_mask: AttentionMask, inputs: CoreInputs
+    ) -> dict[str, list[str]]:
+        """Why each backend does not run these tensors; no reasons for the one that does, and for
+        those behind it.
+        """
         selected, names = self.select(attention_mask, inputs), preference_order(self.signature)
         if _is_empty(attention_mask, inputs):
-            return {name: [] if name == selected else ["there is nothing to compute"] for name in names}
+            return {
+                name: [] if name == selected else ["there is nothing to compute"] for name in names
+            }
         if self.is_named_by_caller:
-            return {name: [] if name == selected else [f"the layer names {selected}"] for name in names}
+            return {
+                name: [] if name == selected else [f"the layer names {selected}"] for name in names
+            }
         size, shape = self._size_and_mask_shape(attention_mask, inputs)
         return {
             name: unsupported_reasons(name, self.signature)
             or BACKENDS[name].slower_reasons(self.signature, size, shape)
-            or (BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs) if name != selected else [])
+            or (
+                BACKENDS[name].tensor_conflicts(self.signature, attention_mask, inputs)
+                if name != selected
+                else []
+            )
             for name in names
         }
 
     def select_for_size(self, size: CallSize) -> str:
-        """The name of the backend that a call of this size runs on, as far as the size decides it."""
+        """The name of the backend that a call of this size runs on, as far as
+        the size decides it.
+        """
         if self.is_named_by_caller:
             return self.backend_names[0]
         size = self._decisive_size(size)
         shape = "any" if size is LONGEST else contiguous_mask_shape(self.signature, size)
-        fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.signature, size, shape))
+        fitting = (
+            n
+            for n in self.backend_names
+            if not BACKENDS[n].slower_reasons(self.signature, size, shape)
+        )
         return next(fitting, self.backend_names[-1])
 
-    def _size_and_mask_shape(self, attention_mask: AttentionMask, inputs: CoreInputs) -> tuple[CallSize, str]:
+    def _size_and_mask_shape(
+        self, attention_mask: AttentionMask, inputs: CoreInputs
+    ) -> tuple[CallSize, str]:
         """The size and the shape of the mask by which the call is chosen."""
         batch, queries = inputs.q.shape[:2]
         size = self._decisive_size(CallSize(batch, queries, 0, attention_mask.keys.count))
-        return size, "any" if size is LONGEST else "" if self.signature.single_query else attention_mask.shape
+        return (
+            size,
+            "any"
+            if size is LONGEST
+            else ""
+            if self.signature.single_query
+            else attention_mask.shape,
+        )
 
     def _decisive_size(self, size: CallSize) -> CallSize:
         # A compiled graph serves every length, so a choice by length would recompile it for each.
@@ -156,22 +205,29 @@ def _is_empty(attention_mask: AttentionMask, inputs: CoreInputs) -> bool:
 
 @dataclass(frozen=True)
 class PackedDispatch:
-    """Runs every sequence of packed rows on its own: all in one kernel, or in groups of similar length.
+    """Runs every sequence of packed rows on its own: all in one kernel, or in groups of similar
+    length.
 
-    `groups` selects a backend for each group. A backend that the caller names runs every group; otherwise `dense` runs
-    groups of short sequences.
+    `groups` selects a backend for each group. A backend that the caller names runs every group;
+    otherwise `dense` runs groups of short sequences.
     """
 
     groups: CoreDispatch
 
     def attend(
-        self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+        self,
+        attention_mask: AttentionMask,
+        inputs: CoreInputs,
+        steps: CoreSteps,
+        probe: Probe | None,
     ) -> Tensor:
         """Per-head outputs o_BTRV."""
         if self._uses_kernel(attention_mask, inputs.q.dtype):
             return varlen.attend_by_kernel(attention_mask, inputs)
         plan, outputs = varlen.group_plan(attention_mask), list[Tensor]()
-        for (queries, keys), group in zip(plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True):
+        for (queries, keys), group in zip(
+            plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True
+        ):
             group_mask = AttentionMask(queries, keys, attention_mask.pattern)
             backend = BACKENDS[self._select_for_group(group_mask, group)]
             outputs.append(backend.attend(self.groups.signature, group_mask, group, steps, None))
@@ -188,11 +244,17 @@ class PackedDispatch:
         name = self.groups.select(group_mask, group)
         longest = max(group_mask.queries.count, group_mask.keys.count)
         short = longest <= MAX_DENSE_LENGTH and self.groups.signature.device == "cpu"
-        return "dense" if short and name in SLOWER_THAN_DENSE_IF_SHORT and not self.groups.is_named_by_caller else name
+        return (
+            "dense"
+            if short and name in SLOWER_THAN_DENSE_IF_SHORT and not self.groups.is_named_by_caller
+            else name
+        )
 
 
 def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreDispatch:
-    """The backends that support a call, or the one that the caller names; refuses if there is none."""
+    """The backends that support a call, or the one that the caller names;
+    refuses if there is none.
+    """
     check_backend_name(backend_name)
     refusals = {}
     supported = []
@@ -209,7 +271,9 @@ def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreD
 
 
 def choose_backend(call: CallSignature, size: CallSize | None = None) -> ModuleType:
-    """The backend that a call runs on; without a size, the preferred one of those that support it."""
+    """The backend that a call runs on; without a size, the preferred one of
+    those that support it.
+    """
     dispatch = make_dispatch(call)
     return BACKENDS[dispatch.backend_names[0] if size is None else dispatch.select_for_size(size)]
 
@@ -230,7 +294,9 @@ def preference_order(call: CallSignature) -> list[str]:
 
 
 def unsupported_reasons_by_backend(call: CallSignature) -> dict[str, list[str]]:
-    """The reasons of every backend not to support a call, in order of preference; an empty list means that it does."""
+    """The reasons of every backend not to support a call, in order of preference; an empty list
+    means that it does.
+    """
     return {name: unsupported_reasons(name, call) for name in preference_order(call)}
 
 
@@ -248,13 +314,17 @@ def slower_reasons_by_backend(call: CallSignature, size: CallSize) -> dict[str, 
 
 
 def never_preferred_reasons(name: str, call: CallSignature) -> list[str]:
-    """Why a backend is not preferred at any size on this machine; empty if it is from some size on."""
+    """Why a backend is not preferred at any size on this machine; empty if it
+    is from some size on.
+    """
     size = replace(LONGEST, queries=1) if call.single_query else LONGEST
     return BACKENDS[name].slower_reasons(call, size, "any")
 
 
 def backends_by_length(call: CallSignature) -> list[tuple[int, str]]:
-    """Pairs (least number of tokens, backend): what a call of one row runs on as it grows longer."""
+    """Pairs (least number of tokens, backend): what a call of one row runs on
+    as it grows longer.
+    """
     try:
         dispatch = make_dispatch(call)
     except NoBackend:
@@ -274,16 +344,26 @@ def backend_notes(name: str, call: CallSignature) -> list[str]:
 
 
 def reads_cache_in_place(backend_name: str, call: CallSignature) -> bool:
-    """Whether a backend reads a cache in the form in which it is stored; others are handed full-precision tensors."""
-    return backend_name == "paged" or (backend_name == "ragged" and ragged_decode.reads_quantized_cache(call))
-
-
-def recomputed_flops(backend: ModuleType, call: CallSignature, size: CallSize, core_flops: int) -> int:
-    """How many of the core's FLOPs a backend executes once more in the backward pass, on scores that it did not keep.
-
-    Fused kernels keep none (2205.14135), and `chunked` keeps none of a call that it cut into blocks.
+    """Whether a backend reads a cache in the form in which it is stored; others are handed
+    full-precision tensors.
     """
-    if backend in (dense, linear_attention) or (backend is chunked_attention and size.queries <= QUERY_BLOCK_SIZE):
+    return backend_name == "paged" or (
+        backend_name == "ragged" and ragged_decode.reads_quantized_cache(call)
+    )
+
+
+def recomputed_flops(
+    backend: ModuleType, call: CallSignature, size: CallSize, core_flops: int
+) -> int:
+    """How many of the core's FLOPs a backend executes once more in the backward pass, on scores
+    that it did not keep.
+
+    Fused kernels keep none (2205.14135), and `chunked` keeps none of a call that it cut into
+    blocks.
+    """
+    if backend in (dense, linear_attention) or (
+        backend is chunked_attention and size.queries <= QUERY_BLOCK_SIZE
+    ):
         return 0
     if backend is bf16_matmul and bf16_matmul.saves_weights_for_backward(size.keys):
         return 0
@@ -293,11 +373,15 @@ def recomputed_flops(backend: ModuleType, call: CallSignature, size: CallSize, c
 
 
 def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
-    """The `AttentionMask.shape` of a call whose queries are the last of its keys, or come from another sequence."""
+    """The `AttentionMask.shape` of a call whose queries are the last of its keys, or come from
+    another sequence.
+    """
     pattern = call.pattern
     if size.keys > MAX_COUNTED_KEYS:
         first, last = pattern.retention
-        return "triangle" if last is not None and first + last >= size.keys == size.queries else "any"
+        return (
+            "triangle" if last is not None and first + last >= size.keys == size.queries else "any"
+        )
     start = max(size.keys - size.queries, 0) if call.spec.source is None else 0
     queries, keys = range(start, start + size.queries), range(size.keys)
     return mask_shape(pattern, queries, keys, count_pairs_by_head(pattern, queries, keys)[0])
@@ -320,7 +404,9 @@ def _is_last_resort(name: str, call: CallSignature) -> bool:
 
 
 def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:
-    listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in reasons_by_backend.items())
+    listed = "; ".join(
+        f"{name}: {', '.join(reasons)}" for name, reasons in reasons_by_backend.items()
+    )
     return (
         f"the requested backend does not support this call: {listed}"
         if is_named
@@ -331,7 +417,9 @@ def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:
 PROBED_BY_ALL_HEADS = frozenset({"scores", "weights", "lse"})
 
 
-def split_by_pattern(call: CallSignature, backend_name: str | None = None) -> tuple[CallSignature, ...]:
+def split_by_pattern(
+    call: CallSignature, backend_name: str | None = None
+) -> tuple[CallSignature, ...]:
     """The calls that a call runs as: one for each pattern of its heads, or the call itself."""
     if call.probed_tensors & PROBED_BY_ALL_HEADS or backend_name in MASK_PER_HEAD_BACKENDS:
         return (call,)
@@ -341,7 +429,9 @@ def split_by_pattern(call: CallSignature, backend_name: str | None = None) -> tu
 
 def _call_of_group(call: CallSignature, group: HeadGroup) -> CallSignature:
     heads, core = GroupHeads.of(call, group), call.core
-    key_indices, value_indices = ({head: n for n, head in enumerate(own)} for own in (heads.keys, heads.values))
+    key_indices, value_indices = (
+        {head: n for n, head in enumerate(own)} for own in (heads.keys, heads.values)
+    )
     own_core = CoreShape(
         tuple(key_indices[core.key_head_of_query[n]] for n in heads.queries),
         tuple(value_indices[core.value_head_of_row[n]] for n in heads.rows),
@@ -362,7 +452,11 @@ def plan_dispatch(
     dispatches = [_dispatch_of(own_call, backend_name) for own_call in calls]
     if len(dispatches) == 1 and calls[0].head_group is None:
         return dispatches[0]
-    heads = [GroupHeads.of(call, own_call.head_group) for own_call in calls if own_call.head_group is not None]
+    heads = [
+        GroupHeads.of(call, own_call.head_group)
+        for own_call in calls
+        if own_call.head_group is not None
+    ]
     rows = [row for own in heads for row in own.rows]
     order = tuple(rows.index(row) for row in range(len(rows)))
     return HeadGroupDispatch(tuple(zip(heads, dispatches, strict=True)), order)
@@ -375,7 +469,9 @@ def _dispatch_of(call: CallSignature, backend_name: str | None) -> CoreDispatch 
 
 @dataclass(frozen=True)
 class GroupHeads:
-    """The pattern of a group, and the places of its heads among those of the call: queries, keys, values and rows."""
+    """The pattern of a group, and the places of its heads among those of the call: queries, keys,
+    values and rows.
+    """
 
     pattern: Pattern
     score_heads: tuple[int, ...]
@@ -393,13 +489,17 @@ class GroupHeads:
         rows = tuple(row for row, head in enumerate(spec.score_head_of_row) if head in own)
         keys = sorted({core.key_head_of_query[n] for n in queries})
         values = sorted({core.value_head_of_row[n] for n in rows})
-        return GroupHeads(group.pattern, group.score_heads, queries, tuple(keys), tuple(values), rows)
+        return GroupHeads(
+            group.pattern, group.score_heads, queries, tuple(keys), tuple(values), rows
+        )
 
-    def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> tuple[AttentionMask, CoreInputs]:
+    def select(
+        self, attention_mask: AttentionMask, inputs: CoreInputs
+    ) -> tuple[AttentionMask, CoreInputs]:
         """The mask and the inputs of the group.
 
-        A single query at a known position gets only the keys that it may attend to, so that heads with a window do not
-        read the whole cache.
+        A single query at a known position gets only the keys that it may attend to, so that heads
+        with a window do not read the whole cache.
         """
         context, kv = inputs.query_context, self._read_kv(attention_mask.keys, inputs)
         own_inputs = inputs._replace(
@@ -417,22 +517,38 @@ class GroupHeads:
         if keys.num_visible is not None and keys.start is not None and queries.start is not None:
             visible = self.pattern.visible_keys(_positions(queries), _positions(keys))
             ranges = [range(part.start - keys.start, part.stop - keys.start) for part in visible]
-            own_inputs = own_inputs._replace(k=slice_rows(own_inputs.k, ranges), v=slice_rows(own_inputs.v, ranges))
+            own_inputs = own_inputs._replace(
+                k=slice_rows(own_inputs.k, ranges), v=slice_rows(own_inputs.v, ranges)
+            )
             own_keys = slice_sequence(keys, ranges)
             own_keys = SequenceInfo(
-                own_keys.position, torch.zeros_like(own_keys.segment), checked=True, num_visible=own_keys.count
+                own_keys.position,
+                torch.zeros_like(own_keys.segment),
+                checked=True,
+                num_visible=own_keys.count,
             )
             return AttentionMask(queries, own_keys, self.pattern), own_inputs
         own_keys = keys if kv.pattern == self.pattern else _keys_of_pattern(keys, self.pattern)
         return AttentionMask(queries, own_keys, self.pattern), own_inputs
 
     def _read_kv(self, keys: SequenceInfo, inputs: CoreInputs) -> HeadsKV:
-        """The keys and values of the group's heads: of the call, or of the heads that are cached together."""
+        """The keys and values of the group's heads: of the call, or of the heads that are cached
+        together.
+        """
         for kv in inputs.kv_by_heads:
             if self.keys[0] in kv.kv_heads:
-                places = [tuple(kv.kv_heads.index(head) for head in heads) for heads in (self.keys, self.values)]
+                places = [
+                    tuple(kv.kv_heads.index(head) for head in heads)
+                    for heads in (self.keys, self.values)
+                ]
                 return kv._replace(k=take_heads(kv.k, places[0]), v=take_heads(kv.v, places[1]))
-        return HeadsKV(self.keys, None, take_heads(inputs.k, self.keys), take_heads(inputs.v, self.values), keys)
+        return HeadsKV(
+            self.keys,
+            None,
+            take_heads(inputs.k, self.keys),
+            take_heads(inputs.v, self.values),
+            keys,
+        )
 
 
 def _positions(sequence: SequenceInfo) -> range:
@@ -441,11 +557,15 @@ def _positions(sequence: SequenceInfo) -> range:
 
 
 def _keys_of_pattern(keys: SequenceInfo, pattern: Pattern) -> SequenceInfo:
-    """The keys without the fields that a cache sets for the union of all patterns, if this pattern allows fewer."""
+    """The keys without the fields that a cache sets for the union of all patterns, if this pattern
+    allows fewer.
+    """
     if (keys.num_visible is None and keys.visible_per_row is None) or pattern in (Causal(), Full()):
         return keys
     segment = keys.segment
-    if keys.num_visible is not None:  # rows are uniform, and the cache may not have written their segments
+    if (
+        keys.num_visible is not None
+    ):  # rows are uniform, and the cache may not have written their segments
         slot = torch.arange(keys.count, device=segment.device)
         segment = ((slot < keys.num_visible).long() - 1).expand_as(segment)
     return SequenceInfo(keys.position, segment, checked=True)
@@ -470,7 +590,11 @@ class HeadGroupDispatch:
     order: tuple[int, ...]
 
     def attend(
-        self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+        self,
+        attention_mask: AttentionMask,
+        inputs: CoreInputs,
+        steps: CoreSteps,
+        probe: Probe | None,
     ) -> Tensor:
         """Per-head outputs o_BTHV."""
         outputs = [

@@ -1,4 +1,6 @@
-"""Flash attention on the CPU for plain softmax heads: tiles of 64 queries, no score kept in memory."""
+"""Flash attention on the CPU for plain softmax heads: tiles of 64 queries, no
+score kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ import torch
 from torch import Tensor
 
 from ..interfaces.core_types import CallSize, Probe
-from ..kernels.flash_attention import QUERY_TILE_ROWS, FlashAttentionShape, attend_key_ranges, count_executed_pairs
+from ..kernels.flash_attention import (
+    QUERY_TILE_ROWS,
+    FlashAttentionShape,
+    attend_key_ranges,
+    count_executed_pairs,
+)
 from ..kernels.launch import COMPUTE_DTYPES, kernel_problem
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
@@ -26,7 +33,10 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     if call.device != "cpu":
         reasons.append(f"has a kernel for the CPU only, not {call.device}")
     if call.dtype not in COMPUTE_DTYPES:
-        reasons.append(f"computes in float32 and float64 only; sdpa multiplies {_dtype_name(call.dtype)} directly")
+        reasons.append(
+            f"computes in float32 and float64 only; sdpa multiplies {_dtype_name(call.dtype)} "
+            "directly"
+        )
     if call.single_query:
         reasons.append("needs more than one query per row")
     if "lse" in call.probed_tensors:
@@ -42,10 +52,17 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     return call.slower_below(point, size, "torch's fused call takes less time")
 
 
-def tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:
+def tensor_conflicts(
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs
+) -> list[str]:
     """Why these tensors cannot run here: the kernel reads one range of keys per query."""
     if _key_ranges(attention_mask, inputs.q) is None:
-        return ["needs the allowed keys of each query to be one range, and a mask known before compilation"]
+        return [
+            (
+                "needs the allowed keys of each query to be one range, and a mask known before "
+                "compilation"
+            )
+        ]
     return []
 
 
@@ -55,20 +72,34 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
     """FLOPs of whole tiles of queries, each with all keys up to that of its last query."""
-    ahead = size.keys - size.queries if call.pattern == Causal() and call.spec.source is None else None
-    shape = FlashAttentionShape(
-        size.batch, size.queries, len(call.core.key_head_of_query), size.keys, _num_kernel_kv_heads(call)
+    ahead = (
+        size.keys - size.queries if call.pattern == Causal() and call.spec.source is None else None
     )
-    return call.core.flops(count_executed_pairs(shape, None, ahead)) // len(call.core.key_head_of_query)
+    shape = FlashAttentionShape(
+        size.batch,
+        size.queries,
+        len(call.core.key_head_of_query),
+        size.keys,
+        _num_kernel_kv_heads(call),
+    )
+    return call.core.flops(count_executed_pairs(shape, None, ahead)) // len(
+        call.core.key_head_of_query
+    )
 
 
 def _num_kernel_kv_heads(call: CallSignature) -> int:
-    """The number of key heads that the kernel receives; heads of unequal groups are repeated for each query head."""
+    """The number of key heads that the kernel receives; heads of unequal groups are repeated for
+    each query head.
+    """
     return len(call.core.key_head_of_query) // (call.group_size or 1)
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -83,11 +114,14 @@ def attend(
     return attend_key_ranges(q, k, v, ends, ahead, inputs.query_context.scale)
 
 
-def _key_ranges(attention_mask: AttentionMask, q: Tensor) -> tuple[Tensor | None, int | None] | None:
-    """The range of keys of each query, as (ends [1 or B, T, 2], None), or (None, offset) for a full or causal mask.
+def _key_ranges(
+    attention_mask: AttentionMask, q: Tensor
+) -> tuple[Tensor | None, int | None] | None:
+    """The range of keys of each query, as (ends [1 or B, T, 2], None), or (None, offset) for a full
+    or causal mask.
 
-    The offset is the number of keys before the first query; it is None for a full mask. The result is None if the keys
-    of some query are not one range.
+    The offset is the number of keys before the first query; it is None for a full mask. The result
+    is None if the keys of some query are not one range.
     """
     if attention_mask.shape in ("full", "triangle"):
         return None, None if attention_mask.shape == "full" else 0

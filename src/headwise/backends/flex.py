@@ -1,4 +1,6 @@
-"""torch's FlexAttention: compiles elementwise score steps (ALiBi, soft-capping, ...) into one fused kernel."""
+"""torch's FlexAttention: compiles elementwise score steps (ALiBi, soft-capping, ...) into one fused
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("needs a softmax over scaled dot products")
     for _, part in spec.parts():
         if isinstance(part, (Mix, ValueStep)):
-            reasons.append(f"{type(part).__name__} needs all heads or the weights; the kernel sees one score")
+            reasons.append(
+                f"{type(part).__name__} needs all heads or the weights; the kernel sees one score"
+            )
         elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
             reasons.append("does not support dropout")
     if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
@@ -49,7 +53,11 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 def _unsupported_device_reasons(call: CallSignature) -> list[str]:
     if call.device == "cuda":
         sizes = (call.core.dim, call.core.vdim)
-        return [] if min(sizes) >= 16 else [f"needs heads of at least 16 channels on CUDA, not {min(sizes)}"]
+        return (
+            []
+            if min(sizes) >= 16
+            else [f"needs heads of at least 16 channels on CUDA, not {min(sizes)}"]
+        )
     if call.device != "cpu":
         return [f"has no kernel for {call.device}"]
     reasons = ["has no backward pass on the CPU"] if call.needs_grad else []
@@ -63,9 +71,11 @@ def _unsupported_device_reasons(call: CallSignature) -> list[str]:
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """Whether it comes before every other fused call: on CUDA, for patterns that hide keys and for score steps.
+    """Whether it comes before every other fused call: on CUDA, for patterns that hide keys and for
+    score steps.
 
-    One kernel skips the hidden blocks and computes the steps, where others loop over blocks in Python or store a bias.
+    One kernel skips the hidden blocks and computes the steps, where others loop over blocks in
+    Python or store a bias.
     """
     has_steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
     return call.device == "cuda" and (has_steps or call.pattern not in (Full(), Causal()))
@@ -76,12 +86,16 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of the allowed pairs, a lower bound: the kernel computes whole blocks of 128 x 128 pairs."""
+    """FLOPs of the allowed pairs, a lower bound: the kernel computes whole blocks of 128 x 128
+    pairs.
+    """
     return call.core.flops(size.batch * size.pairs)
 
 
 class _FlexPair:
-    """One (query, key) pair inside the compiled kernel, as the `ScorePosition` that score steps take."""
+    """One (query, key) pair inside the compiled kernel, as the `ScorePosition` that score steps
+    take.
+    """
 
     def __init__(self, i: Tensor, j: Tensor, b: Tensor, h: Tensor, t: Tensor) -> None:
         self.i, self.j, self._at = i, j, (b, t, h)
@@ -93,16 +107,23 @@ class _FlexPair:
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     batch = q.shape[0]
     query_position, key_position = (
-        sequence.position.expand(batch, -1) for sequence in (attention_mask.queries, attention_mask.keys)
+        sequence.position.expand(batch, -1)
+        for sequence in (attention_mask.queries, attention_mask.keys)
     )
     blocks = block_mask(attention_mask, batch, str(q.device))
-    score_steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise]
+    score_steps = [
+        (step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise
+    ]
 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
         pair = _FlexPair(query_position[b, t], key_position[b, n], b, h, t)
@@ -123,22 +144,33 @@ _MASK_CACHE: dict[tuple[object, ...], Any] = {}
 def block_mask(attention_mask: AttentionMask, batch: int, device: str) -> Any:
     """The blocks of pairs that a pattern allows, as FlexAttention's `BlockMask`.
 
-    Sequences of consecutive positions share one mask for all rows, which is kept for later calls of these lengths; for
-    others the mask is kept with the positions of the queries, so that the layers of a model make it once.
+    Sequences of consecutive positions share one mask for all rows, which is kept for later calls of
+    these lengths; for others the mask is kept with the positions of the queries, so that the layers
+    of a model make it once.
     """
     queries, keys, pattern = attention_mask.queries, attention_mask.keys, attention_mask.pattern
     if torch.compiler.is_compiling():
-        return _make_block_mask(_pairs_by_tensors(attention_mask, batch), batch, attention_mask, device)
+        return _make_block_mask(
+            _pairs_by_tensors(attention_mask, batch), batch, attention_mask, device
+        )
     if queries.start is None or keys.start is None:
         for plan in queries.backend_plans:
-            if isinstance(plan, _SequenceBlockMask) and plan.keys is keys and plan.key == (pattern, batch, device):
+            if (
+                isinstance(plan, _SequenceBlockMask)
+                and plan.keys is keys
+                and plan.key == (pattern, batch, device)
+            ):
                 return plan.mask
-        mask = _make_block_mask(_pairs_by_tensors(attention_mask, batch), batch, attention_mask, device)
+        mask = _make_block_mask(
+            _pairs_by_tensors(attention_mask, batch), batch, attention_mask, device
+        )
         queries.backend_plans.append(_SequenceBlockMask(keys, (pattern, batch, device), mask))
         return mask
     query_start, key_start = queries.start, keys.start
     key = pattern.text, query_start, queries.count, key_start, keys.count, device
-    mask = _MASK_CACHE.get(key)  # looked up once, because another thread may clear the cache at any time
+    mask = _MASK_CACHE.get(
+        key
+    )  # looked up once, because another thread may clear the cache at any time
     if mask is None:
         if len(_MASK_CACHE) >= MAX_CACHED_MASKS:
             _MASK_CACHE.clear()
@@ -167,7 +199,9 @@ def _pairs_by_tensors(attention_mask: AttentionMask, batch: int) -> Callable[...
 
     def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         same_segment = (query_segment[b, t] == key_segment[b, s]) & (key_segment[b, s] >= 0)
-        return same_segment & attention_mask.pattern.allows(query_position[b, t], key_position[b, s])
+        return same_segment & attention_mask.pattern.allows(
+            query_position[b, t], key_position[b, s]
+        )
 
     return allowed
 
@@ -177,22 +211,26 @@ def _make_block_mask(
 ) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(allowed, batch, None, attention_mask.queries.count, attention_mask.keys.count, device)
+    return create_block_mask(
+        allowed, batch, None, attention_mask.queries.count, attention_mask.keys.count, device
+    )
 
 
 _COMPILED_KERNELS: dict[str, Any] = {}
 
 
 def _run_compiled(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Run `flex_attention` compiled for these shapes; uncompiled it would compute every score, as `dense` does."""
+    """Run `flex_attention` compiled for these shapes; uncompiled it would compute every score, as
+    `dense` does.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling():
         return cast(Tensor, flex_attention(q, k, v, **options))
     kind = q.device.type
     if kind not in _COMPILED_KERNELS:
-        # On the CPU each length compiles its own kernel, because the code generator fails on symbolic lengths. On CUDA
-        # the second length compiles a kernel for all lengths.
+        # On the CPU each length compiles its own kernel, because the code generator fails on
+        # symbolic lengths. On CUDA the second length compiles a kernel for all lengths.
         _COMPILED_KERNELS[kind] = torch.compile(
             flex_attention, dynamic=False if kind == "cpu" else None, fullgraph=True
         )

@@ -1,4 +1,6 @@
-"""Decode step of grouped heads: the query heads that share a key head become rows of one fused call."""
+"""Decode step of grouped heads: the query heads that share a key head become rows of one fused
+call.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from torch import Tensor
 from ..interfaces.core_types import Probe
 from ..masking.sequence_info import AttentionMask
 from ..parts.softmax import SinkSoftmax
-from .core_interface import CallSignature, CoreInputs, CoreSteps, flops_of_all_pairs, never_slower, no_tensor_conflicts
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    flops_of_all_pairs,
+    never_slower,
+    no_tensor_conflicts,
+)
 from .sdpa import attend_with_lse, fused_call_conflicts, mask_or_bias
 
 
@@ -30,7 +39,11 @@ executed_flops = flops_of_all_pairs
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
     batch, _, heads, dim = inputs.q.shape

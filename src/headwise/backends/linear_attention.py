@@ -1,4 +1,6 @@
-"""Linear attention: sums over tokens instead of scores, with linear cost; decoding keeps a recurrent state."""
+"""Linear attention: sums over tokens instead of scores, with linear cost; decoding keeps a
+recurrent state.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    expand_kv_heads,
+    no_tensor_conflicts,
+)
 
 CHUNK_SIZE = 128  # tokens whose scores are computed before they are added to the state
 
@@ -39,15 +47,23 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size; calls with a recurrent state run here at every size."""
-    return [] if call.has_recurrent_state else call.slower_below("linear", size, "every score takes less time")
+    """Why another backend is preferred at this size; calls with a recurrent state run here at every
+    size.
+    """
+    return (
+        []
+        if call.has_recurrent_state
+        else call.slower_below("linear", size, "every score takes less time")
+    )
 
 
 tensor_conflicts = no_tensor_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of the scores within each chunk, of updates of the state, and of each query's product with the state."""
+    """FLOPs of the scores within each chunk, of updates of the state, and of each query's product
+    with the state.
+    """
     assert call.spec.recurrent_part is not None
     rows = len(call.core.value_head_of_row)
     features = call.spec.recurrent_part[1].num_state_features(call.core)
@@ -57,18 +73,26 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
         pairs, state_updates, state_reads = queries * queries, 0, queries
     elif call.pattern == Full() or queries == keys == 1:
         pairs, state_updates, state_reads = 0, keys, queries
-    elif call.spec.source is not None:  # the order of queries and source tokens depends on the data: one chunk
+    elif (
+        call.spec.source is not None
+    ):  # the order of queries and source tokens depends on the data: one chunk
         pairs, state_updates, state_reads = queries * keys, 0, 0
     else:
         full, rest = divmod(queries, CHUNK_SIZE)
         pairs = full * CHUNK_SIZE**2 + rest**2
         state_reads = max(queries - CHUNK_SIZE, 0)
         state_updates = max(queries - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
-    per_row = pairs * (features + vdim) + state_updates * features * vdim + state_reads * features * (vdim + 1)
+    per_row = (
+        pairs * (features + vdim)
+        + state_updates * features * vdim
+        + state_reads * features * (vdim + 1)
+    )
     return 2 * size.batch * rows * per_row
 
 
-def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def empty_state(
+    spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """The state before any token; at least float32, because it sums over thousands of tokens."""
     assert spec.recurrent_part is not None
     part, exact = spec.recurrent_part[1], torch.promote_types(dtype, torch.float32)
@@ -87,9 +111,15 @@ def values_per_row(inputs: CoreInputs, call: CallSignature) -> tuple[Tensor, Ten
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
-    """Per-head outputs o_BTRV: weighted sums of values, over the state and the keys, divided by the sums of weights."""
+    """Per-head outputs o_BTRV: weighted sums of values, over the state and the keys, divided by the
+    sums of weights.
+    """
     q_BHTK = inputs.q.transpose(1, 2)
     if steps.selected_rows is not None:
         q_BHTK = q_BHTK.index_select(1, torch.tensor(steps.selected_rows, device=q_BHTK.device))
@@ -97,7 +127,12 @@ def attend(
     reader = _StateReader(steps, call.spec.normaliser, inputs.query_context.scale, v_BHSV.dtype)
     if call.has_recurrent_state:
         o_BHTV = reader.read_state_and_keys(
-            q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed, inputs.state, attention_mask.queries.is_real
+            q_BHTK,
+            k_BHSK,
+            v_BHSV,
+            attention_mask.allowed,
+            inputs.state,
+            attention_mask.queries.is_real,
         )
     elif attention_mask.shape == "any":  # the mask depends on the data: one chunk, without a state
         o_BHTV = reader.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed)
@@ -111,7 +146,9 @@ def attend(
 class _StateReader:
     """Computes outputs from a recurrent state, from keys, or from both."""
 
-    def __init__(self, steps: CoreSteps, normaliser: Normaliser, scale: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, steps: CoreSteps, normaliser: Normaliser, scale: float, dtype: torch.dtype
+    ) -> None:
         assert steps.recurrent_part is not None
         self.normaliser = normaliser
         (self.part, self.p), self.scale, self.dtype = steps.recurrent_part, scale, dtype
@@ -125,25 +162,40 @@ class _StateReader:
         state: Mapping[str, Tensor] | None = None,
         live_BT: Tensor | None = None,
     ) -> Tensor:
-        """o_BHTV over the allowed keys and, if there is one, the state. `live_BT` is False for padding."""
-        w_BHTS = self.part.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
-        w_BHTS = w_BHTS.to(torch.promote_types(w_BHTS.dtype, torch.float32))  # sums over thousands of tokens
+        """o_BHTV over the allowed keys and, if there is one, the state. `live_BT` is False for
+        padding.
+        """
+        w_BHTS = self.part.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(
+            ~allowed, 0.0
+        )
+        w_BHTS = w_BHTS.to(
+            torch.promote_types(w_BHTS.dtype, torch.float32)
+        )  # sums over thousands of tokens
         value_BHTV, total = torch.matmul(w_BHTS, v_BHSV.to(w_BHTS.dtype)), w_BHTS.sum(-1)
         if state is not None:
             past_BHTV, past_total = self.part.read_state(q_BHTK, state, self.p)
             if live_BT is not None:
                 live = live_BT[:, None, :]
-                past_BHTV, past_total = past_BHTV.masked_fill(~live[..., None], 0.0), past_total.masked_fill(~live, 0.0)
+                past_BHTV, past_total = (
+                    past_BHTV.masked_fill(~live[..., None], 0.0),
+                    past_total.masked_fill(~live, 0.0),
+                )
             value_BHTV, total = value_BHTV + past_BHTV, total + past_total
         return self._divide(value_BHTV, total)
 
-    def read_all_keys(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def read_all_keys(
+        self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]
+    ) -> Tensor:
         """o_BHTV of queries that attend to every key."""
         state = self._update_state(state, k_BHSK, v_BHSV)
         return self._divide(*self.part.read_state(q_BHTK, state, self.p))
 
-    def read_causal_chunks(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """o_BHTV under a causal mask, chunk by chunk: the scores of a chunk, and the state of all earlier tokens."""
+    def read_causal_chunks(
+        self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]
+    ) -> Tensor:
+        """o_BHTV under a causal mask, chunk by chunk: the scores of a chunk, and the state of all
+        earlier tokens.
+        """
         chunks: list[Tensor] = []
         for start in range(0, q_BHTK.shape[2], CHUNK_SIZE):
             q, k, v = (t[:, :, start : start + CHUNK_SIZE] for t in (q_BHTK, k_BHSK, v_BHSV))
@@ -153,8 +205,12 @@ class _StateReader:
                 state = self._update_state(state, k, v)
         return torch.cat(chunks, 2) if chunks else torch.zeros_like(v_BHSV)
 
-    def _update_state(self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor) -> dict[str, Tensor]:
-        live_BS = torch.ones(k_BHSK.shape[0], k_BHSK.shape[2], dtype=torch.bool, device=k_BHSK.device)
+    def _update_state(
+        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor
+    ) -> dict[str, Tensor]:
+        live_BS = torch.ones(
+            k_BHSK.shape[0], k_BHSK.shape[2], dtype=torch.bool, device=k_BHSK.device
+        )
         return self.part.update_state(state, k_BHSK, v_BHSV, live_BS, self.p)
 
     def _divide(self, value_BHTV: Tensor, total: Tensor) -> Tensor:

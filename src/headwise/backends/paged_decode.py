@@ -1,4 +1,6 @@
-"""Decode step over a paged KV cache: one query per row reads pages in place, and shared pages once."""
+"""Decode step over a paged KV cache: one query per row reads pages in place,
+and shared pages once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from ..interfaces.core_types import Probe
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.softmax import SinkSoftmax
 from . import ragged_decode
-from .core_interface import CallSignature, CoreInputs, CoreSteps, flops_of_all_pairs, never_slower, no_tensor_conflicts
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    flops_of_all_pairs,
+    never_slower,
+    no_tensor_conflicts,
+)
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -17,7 +26,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     reasons = [] if call.has_paged_cache else ["the KV cache is not paged"]
     reasons += ragged_decode.unsupported_reasons(call)
     if not call.spec.project.caches_keys_and_values:
-        reasons.append(f"{type(call.spec.project).__name__} computes keys and values from what is cached")
+        reasons.append(
+            f"{type(call.spec.project).__name__} computes keys and values from what is cached"
+        )
     if call.needs_grad:
         reasons.append("a paged cache keeps no gradients")
     if unseen := sorted(call.probed_tensors & {"k", "v"}):
@@ -33,28 +44,44 @@ executed_flops = flops_of_all_pairs
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
     spans = attention_mask.keys.block_table
     assert spans is not None, "the paged backend needs the block table of a paged cache"
     hidden = None if spans.all_visible else ~attention_mask.allowed[:, :, 0]
-    return ragged_decode.attend_spans(call, attention_mask, inputs, steps, probe, (spans.table, hidden))
+    return ragged_decode.attend_spans(
+        call, attention_mask, inputs, steps, probe, (spans.table, hidden)
+    )
 
 
-def gather_pages(attention_mask: AttentionMask, inputs: CoreInputs) -> tuple[AttentionMask, CoreInputs]:
-    """The mask and inputs of a call with the pages of each row gathered and dequantised, for other backends."""
+def gather_pages(
+    attention_mask: AttentionMask, inputs: CoreInputs
+) -> tuple[AttentionMask, CoreInputs]:
+    """The mask and inputs of a call with the pages of each row gathered and dequantised, for other
+    backends.
+    """
     if inputs.k.dtype == torch.int8:
         scales = (inputs.kv_entry[f"{side}.scale"] for side in "kv")
         k, v = (
-            (x * scale[..., None]).to(inputs.q.dtype) for x, scale in zip((inputs.k, inputs.v), scales, strict=True)
+            (x * scale[..., None]).to(inputs.q.dtype)
+            for x, scale in zip((inputs.k, inputs.v), scales, strict=True)
         )
         inputs = inputs._replace(k=k, v=v)
     keys = attention_mask.keys
     if keys.block_table is None:
         return attention_mask, inputs
     pages = keys.block_table.table[..., 0]
-    k, v = (x[pages].flatten(1, 2).masked_fill(~keys.is_real[..., None, None], 0) for x in (inputs.k, inputs.v))
+    k, v = (
+        x[pages].flatten(1, 2).masked_fill(~keys.is_real[..., None, None], 0)
+        for x in (inputs.k, inputs.v)
+    )
     gathered_keys = SequenceInfo(keys.position, keys.segment, checked=True)
-    gathered_mask = AttentionMask(attention_mask.queries, gathered_keys, attention_mask.pattern, attention_mask.mask)
+    gathered_mask = AttentionMask(
+        attention_mask.queries, gathered_keys, attention_mask.pattern, attention_mask.mask
+    )
     return gathered_mask, inputs._replace(k=k, v=v)

@@ -1,8 +1,9 @@
-"""Plans of block-sparse attention: blocks of queries, each with the ranges of keys that its queries may attend to.
+"""Plans of block-sparse attention: blocks of queries, each with the ranges of keys that its queries
+may attend to.
 
-In reading order: dilated patterns as r patterns without gaps (`ResiduePattern`), blocks of consecutive queries
-(`split_queries`, `CallBlocks`), gradients of slices (`gather_slices`), and batches of equally shaped blocks
-(`plan_block_batches`).
+In reading order: dilated patterns as r patterns without gaps (`ResiduePattern`), blocks of
+consecutive queries (`split_queries`, `CallBlocks`), gradients of slices (`gather_slices`), and
+batches of equally shaped blocks (`plan_block_batches`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,21 @@ def find_dilation(pattern: Pattern) -> int:
     """The largest r known for which allows(i, j) implies that r divides i - j.
 
     >>> from headwise.masking.patterns import Dilated, Window
-    >>> [find_dilation(one) for one in (Window(9), Dilated(5, rate=6), Dilated(5, rate=6) | Dilated(3, rate=4))]
+    >>> [
+    ...     find_dilation(one)
+    ...     for one in (Window(9), Dilated(5, rate=6), Dilated(5, rate=6) | Dilated(3, rate=4))
+    ... ]
     [1, 6, 2]
     """
     if isinstance(pattern, Dilated):
         return pattern.rate
     if isinstance(pattern, And):
         return lcm(find_dilation(pattern.left), find_dilation(pattern.right))
-    return gcd(find_dilation(pattern.left), find_dilation(pattern.right)) if isinstance(pattern, Or) else 1
+    return (
+        gcd(find_dilation(pattern.left), find_dilation(pattern.right))
+        if isinstance(pattern, Or)
+        else 1
+    )
 
 
 def split_by_residue(count: int, positions: range) -> list[range]:
@@ -53,8 +61,9 @@ def split_by_residue(count: int, positions: range) -> list[range]:
 
 @dataclass(frozen=True)
 class ResiduePattern:
-    """A pattern restricted to positions with one residue, which are numbered among themselves: n stands for
-    `residue + modulus * n`."""
+    """A pattern restricted to positions with one residue, which are numbered among themselves: n
+    stands for `residue + modulus * n`.
+    """
 
     pattern: Pattern
     modulus: int
@@ -90,7 +99,9 @@ class ResiduePattern:
 
     def original_positions(self, numbers: range) -> range:
         """Their positions in the whole sequence."""
-        first, stop = (self.residue + self.modulus * number for number in (numbers.start, numbers.stop))
+        first, stop = (
+            self.residue + self.modulus * number for number in (numbers.start, numbers.stop)
+        )
         return range(first, stop, self.modulus)
 
     def _between(self, numbers: range) -> range:
@@ -103,11 +114,16 @@ class ResiduePattern:
         return -((self.residue - position) // self.modulus)
 
 
-# --- Blocks of consecutive queries, each with the keys that any of its queries may attend to -----------
+# --- Blocks of consecutive queries, each with the keys that any of its queries may attend to ------
 
 QUERY_BLOCK_SIZE = 128
 # Lengths at which the number of blocks changes, for tests of boundaries.
-QUERY_BLOCK_LENGTHS = (QUERY_BLOCK_SIZE - 1, QUERY_BLOCK_SIZE, QUERY_BLOCK_SIZE + 1, 2 * QUERY_BLOCK_SIZE + 3)
+QUERY_BLOCK_LENGTHS = (
+    QUERY_BLOCK_SIZE - 1,
+    QUERY_BLOCK_SIZE,
+    QUERY_BLOCK_SIZE + 1,
+    2 * QUERY_BLOCK_SIZE + 3,
+)
 
 
 class QueryBlock(NamedTuple):
@@ -126,7 +142,10 @@ def split_queries(pattern: Pattern, queries: range, keys: range) -> Iterator[Que
     """Split queries at these positions into blocks, each with its keys."""
     for start, stop in _split_into_blocks(len(queries)):
         visible = pattern.visible_keys(queries[start:stop], keys)
-        yield QueryBlock(range(start, stop), tuple(range(s.start - keys.start, s.stop - keys.start) for s in visible))
+        yield QueryBlock(
+            range(start, stop),
+            tuple(range(s.start - keys.start, s.stop - keys.start) for s in visible),
+        )
 
 
 def _split_into_blocks(count: int) -> Iterator[tuple[int, int]]:
@@ -149,7 +168,9 @@ def count_query_blocks(queries: int) -> int:
 
 
 def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
-    """Number of computed scores per head and row of the batch; the queries are the last tokens of the keys."""
+    """Number of computed scores per head and row of the batch; the queries are the last tokens of
+    the keys.
+    """
     if size.queries <= QUERY_BLOCK_SIZE:
         return size.queries * size.keys
     # Positions of a source start at 0, as those of the queries.
@@ -158,7 +179,8 @@ def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
 
 
 def sum_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
-    """Number of computed scores of all blocks; long stretches in which it grows linearly are summed as a series.
+    """Number of computed scores of all blocks; long stretches in which it grows linearly are summed
+    as a series.
 
     >>> from headwise.masking.patterns import Window
     >>> sum_block_pairs(Window(1000), range(10**15), range(10**15)) == 10**15 * 1127 - 128 * sum(
@@ -168,7 +190,10 @@ def sum_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
     """
     turns, total, at = boundary_rows(pattern, queries, keys), 0, queries.start
     for top, stop in pairwise(turns) if len(turns) < len(queries) // QUERY_BLOCK_SIZE else ():
-        first = queries.start + -(-(max(top, at) - queries.start) // QUERY_BLOCK_SIZE) * QUERY_BLOCK_SIZE
+        first = (
+            queries.start
+            + -(-(max(top, at) - queries.start) // QUERY_BLOCK_SIZE) * QUERY_BLOCK_SIZE
+        )
         count = (stop - first) // QUERY_BLOCK_SIZE
         if count > 2:
             ends = [
@@ -206,7 +231,10 @@ class CallBlocks:
     def mask_of(self, block: QueryBlock) -> AttentionMask:
         """The attention mask of one block."""
         mask = self.attention_mask
-        queries, keys = slice_sequence(mask.queries, (block.queries,)), slice_sequence(mask.keys, block.keys)
+        queries, keys = (
+            slice_sequence(mask.queries, (block.queries,)),
+            slice_sequence(mask.keys, block.keys),
+        )
         return AttentionMask(queries, keys, mask.pattern)
 
     def inputs_of(self, block: QueryBlock) -> CoreInputs:
@@ -225,13 +253,17 @@ def slice_inputs(inputs: CoreInputs, block: QueryBlock) -> CoreInputs:
     )
     entries = {name: slice_rows(entry, block.keys) for name, entry in key_entries.items()}
     q = q[:, rows.start : rows.stop]
-    return CoreInputs(q, slice_rows(k, block.keys), slice_rows(v, block.keys), context, entries, state)
+    return CoreInputs(
+        q, slice_rows(k, block.keys), slice_rows(v, block.keys), context, entries, state
+    )
 
 
 def slice_sequence(tokens: SequenceInfo, ranges: Sequence[range]) -> SequenceInfo:
     """The positions of some ranges of tokens."""
     position, segment = (slice_rows(t, ranges) for t in (tokens.position, tokens.segment))
-    start = tokens.start + ranges[0].start if tokens.start is not None and len(ranges) == 1 else None
+    start = (
+        tokens.start + ranges[0].start if tokens.start is not None and len(ranges) == 1 else None
+    )
     return SequenceInfo(position, segment, start, checked=True)
 
 
@@ -243,7 +275,7 @@ def slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
     return t.index_select(1, torch.cat(index) if index else torch.arange(0, device=t.device))
 
 
-# --- Slices whose gradients are added in place, where autograd would allocate a full tensor per slice ---
+# --- Slices whose gradients are added in place, where autograd would allocate a full tensor per sli
 
 SliceRanges = tuple[range, ...]
 
@@ -251,13 +283,19 @@ SliceRanges = tuple[range, ...]
 def gather_slices(x: Tensor, range_lists: Sequence[SliceRanges]) -> Sequence[Tensor]:
     """For each list of ranges, the rows of dimension 1; a view if they are one range."""
     if torch.is_grad_enabled() and x.requires_grad and not is_under_functorch():
-        return _GatherSlices.apply(x, [[(rows.start, rows.stop) for rows in ranges] for ranges in range_lists])
-    return [_concat_ranges(x, [(rows.start, rows.stop) for rows in ranges]) for ranges in range_lists]
+        return _GatherSlices.apply(
+            x, [[(rows.start, rows.stop) for rows in ranges] for ranges in range_lists]
+        )
+    return [
+        _concat_ranges(x, [(rows.start, rows.stop) for rows in ranges]) for ranges in range_lists
+    ]
 
 
 class _GatherSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, range_lists: list[list[tuple[int, int]]]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, range_lists: list[list[tuple[int, int]]]
+    ) -> tuple[Tensor, ...]:
         ctx.range_lists, ctx.shape = range_lists, x.shape
         return tuple(_concat_ranges(x, ranges) for ranges in range_lists)
 
@@ -278,18 +316,23 @@ def _concat_ranges(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([x[:, start:stop] for start, stop in ranges], 1) if ranges else x[:, :0]
 
 
-# --- Batches of equally shaped blocks ------------------------------------------------------------------
+# --- Batches of equally shaped blocks -------------------------------------------------------------
 
-# Time per score in blocks of this many queries, forward and backward, relative to blocks of 64. Sizes 128 and 256 were
-# measured on an idle machine, 32 on a busy one; 16 is an estimate.
+# Time per score in blocks of this many queries, forward and backward, relative to blocks of 64.
+# Sizes 128 and 256 were measured on an idle machine, 32 on a busy one; 16 is an estimate.
 BLOCK_SIZE_COSTS = {16: 2.0, 32: 1.35, 64: 1.0, 128: 0.93, 256: 0.93}
-BLOCK_SIZE_PROBE = range(2048, 2560), range(4096)  # queries and keys over which block sizes are compared
+BLOCK_SIZE_PROBE = (
+    range(2048, 2560),
+    range(4096),
+)  # queries and keys over which block sizes are compared
 
 KeyRanges = tuple[range, ...]
 
 
 class TokenAxis(NamedTuple):
-    """Tokens at consecutive positions of a pattern, at every `slot_stride`-th slot of the tensor."""
+    """Tokens at consecutive positions of a pattern, at every `slot_stride`-th
+    slot of the tensor.
+    """
 
     positions: range
     first_slot: int = 0
@@ -318,10 +361,11 @@ class BlockBatch(NamedTuple):
 
 
 class SparseBlock(NamedTuple):
-    """Consecutive queries, the keys (on each key axis) that any of them may attend to, and stretches of rows.
+    """Consecutive queries, the keys (on each key axis) that any of them may attend to, and
+    stretches of rows.
 
-    Between the boundaries of a stretch, the ends of the key ranges move linearly. A stretch is (first row, end row,
-    keys of the first row, keys of the last row).
+    Between the boundaries of a stretch, the ends of the key ranges move linearly. A stretch is
+    (first row, end row, keys of the first row, keys of the last row).
     """
 
     queries: range
@@ -364,32 +408,44 @@ class SparseBlock(NamedTuple):
         return tuple(columns)
 
 
-def plan_block_batches(pattern: Pattern, query_axis: TokenAxis, key_axes: Sequence[TokenAxis]) -> list[BlockBatch]:
+def plan_block_batches(
+    pattern: Pattern, query_axis: TokenAxis, key_axes: Sequence[TokenAxis]
+) -> list[BlockBatch]:
     """Batches of blocks that contain every allowed pair once; queries without keys are left out.
 
     >>> from headwise.masking.patterns import Window
     >>> [
     ...     (len(one.queries), one.num_pairs)
-    ...     for one in plan_block_batches(Window(256), TokenAxis(range(1024)), [TokenAxis(range(1024))])
+    ...     for one in plan_block_batches(
+    ...         Window(256), TokenAxis(range(1024)), [TokenAxis(range(1024))]
+    ...     )
     ... ]
     [(1, 4096), (1, 8192), (1, 12288), (1, 16384), (11, 224576), (1, 20416)]
     """
     modulus, block_size = find_dilation(pattern), choose_block_size(pattern)
     batches: dict[object, tuple[list[range], list[KeyRanges], tuple[range, KeyRanges] | None]] = {}
     for residue in sorted({position % modulus for position in query_axis.positions[:modulus]}):
-        own_pattern, queries = ResiduePattern(pattern, modulus, residue), _residue_axis(query_axis, modulus, residue)
+        own_pattern, queries = (
+            ResiduePattern(pattern, modulus, residue),
+            _residue_axis(query_axis, modulus, residue),
+        )
         axes = [_residue_axis(axis, modulus, residue) for axis in key_axes]
-        for block in _make_sparse_blocks(own_pattern, queries.positions, [axis.positions for axis in axes], block_size):
+        for block in _make_sparse_blocks(
+            own_pattern, queries.positions, [axis.positions for axis in axes], block_size
+        ):
             positions = None if block.is_full else _block_positions(own_pattern, block)
             query_slots, key_slots, _ = batches.setdefault(block.batching_key, ([], [], positions))
             query_slots.append(queries.slots_of(block.queries))
             axis_keys = zip(axes, block.keys, strict=True)
-            key_slots.append(tuple(axis.slots_of(keys) for axis, ranges in axis_keys for keys in ranges))
+            key_slots.append(
+                tuple(axis.slots_of(keys) for axis, ranges in axis_keys for keys in ranges)
+            )
     return [BlockBatch(*batch) for batch in batches.values()]
 
 
 def count_batch_pairs(pattern: Pattern, queries: range, keys: range) -> int:
-    """Number of computed scores of all batches, for tokens in order; linear stretches are summed as a series.
+    """Number of computed scores of all batches, for tokens in order; linear stretches are summed as
+    a series.
 
     >>> from headwise.masking.patterns import Window
     >>> count_batch_pairs(Window(256), range(1024), range(1024))
@@ -402,7 +458,9 @@ def count_batch_pairs(pattern: Pattern, queries: range, keys: range) -> int:
     modulus, block_size = find_dilation(pattern), choose_block_size(pattern)
     tokens = zip(split_by_residue(modulus, queries), split_by_residue(modulus, keys), strict=True)
     return sum(
-        _sum_batch_pairs(ResiduePattern(pattern, modulus, residue), own_queries, own_keys, block_size)
+        _sum_batch_pairs(
+            ResiduePattern(pattern, modulus, residue), own_queries, own_keys, block_size
+        )
         for residue, (own_queries, own_keys) in enumerate(tokens)
     )
 
@@ -411,7 +469,9 @@ _BLOCK_SIZES: dict[str, int] = {}
 
 
 def choose_block_size(pattern: Pattern) -> int:
-    """Number of queries per block: large blocks multiply faster, but compute more scores that the mask discards."""
+    """Number of queries per block: large blocks multiply faster, but compute more scores that the
+    mask discards.
+    """
     if (text := pattern.text) not in _BLOCK_SIZES:
         own_pattern = ResiduePattern(pattern, find_dilation(pattern), 0)
         costs = {
@@ -439,7 +499,9 @@ def _block_positions(pattern: ResiduePattern, block: SparseBlock) -> tuple[range
 def _split_at_multiples(queries: range, rows: int) -> Iterator[range]:
     """Split queries at multiples of `rows`."""
     inside = range(queries.start // rows * rows + rows, queries.stop, rows)
-    yield from (range(start, stop) for start, stop in pairwise([queries.start, *inside, queries.stop]))
+    yield from (
+        range(start, stop) for start, stop in pairwise([queries.start, *inside, queries.stop])
+    )
 
 
 def _make_sparse_blocks(
@@ -449,10 +511,14 @@ def _make_sparse_blocks(
     if not queries:
         return
     turns = sorted(
-        {*queries[:1], queries.stop}.union(*(boundary_rows(pattern, queries, keys) for keys in key_positions if keys))
+        {*queries[:1], queries.stop}.union(
+            *(boundary_rows(pattern, queries, keys) for keys in key_positions if keys)
+        )
     )
     for block_queries in _split_at_multiples(queries, rows):
-        inner_turns = turns[bisect_right(turns, block_queries.start) : bisect_left(turns, block_queries.stop)]
+        inner_turns = turns[
+            bisect_right(turns, block_queries.start) : bisect_left(turns, block_queries.stop)
+        ]
         block = _make_sparse_block(pattern, block_queries, inner_turns, key_positions)
         if any(block.keys):
             yield block
@@ -465,7 +531,10 @@ def _make_sparse_block(
     pending = list(pairwise([queries.start, *turns, queries.stop]))[::-1]
     while pending:
         top, stop = pending.pop()
-        first, last = (tuple(_key_ranges_of_row(pattern, i, keys) for keys in key_positions) for i in (top, stop - 1))
+        first, last = (
+            tuple(_key_ranges_of_row(pattern, i, keys) for keys in key_positions)
+            for i in (top, stop - 1)
+        )
         if any(len(a) != len(b) for a, b in zip(first, last, strict=True)):
             # Ranges merge or split in between, so these rows are handled one by one.
             pending += [(row, row + 1) for row in reversed(range(top, stop))]
@@ -474,7 +543,9 @@ def _make_sparse_block(
         for ranges, first_keys, last_keys in zip(block_keys, first, last, strict=True):
             pairs = zip(first_keys, last_keys, strict=True)
             ranges += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in pairs]
-    return SparseBlock(queries, tuple(_merge_ranges(ranges) for ranges in block_keys), tuple(stretches))
+    return SparseBlock(
+        queries, tuple(_merge_ranges(ranges) for ranges in block_keys), tuple(stretches)
+    )
 
 
 def _key_ranges_of_row(pattern: ResiduePattern, i: int, keys: range) -> KeyRanges:
@@ -502,7 +573,10 @@ def _sum_batch_pairs(pattern: ResiduePattern, queries: range, keys: range, rows:
                 _pairs_of_sparse_blocks(pattern, range(n, n + rows), keys, rows)
                 for n in (first, first + (count - 1) * rows)
             ]
-            total += _pairs_of_sparse_blocks(pattern, range(at, first), keys, rows) + sum(ends) * count // 2
+            total += (
+                _pairs_of_sparse_blocks(pattern, range(at, first), keys, rows)
+                + sum(ends) * count // 2
+            )
             at = first + count * rows
     return total + _pairs_of_sparse_blocks(pattern, range(at, queries.stop), keys, rows)
 

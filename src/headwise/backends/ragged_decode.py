@@ -30,7 +30,11 @@ from .core_interface import (
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 # The take-over points, in bytes of keys and values; torch's fused call is slow in bfloat16.
-POINT_BY_DTYPE = {torch.bfloat16: "ragged_bfloat16", torch.float32: "ragged_float32", torch.float64: "ragged_float32"}
+POINT_BY_DTYPE = {
+    torch.bfloat16: "ragged_bfloat16",
+    torch.float32: "ragged_float32",
+    torch.float64: "ragged_float32",
+}
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -38,7 +42,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     cap = leading_softcap(call.spec)
     core = sdpa.fused_call_conflicts(replace(call, probed_tensors=call.probed_tensors - {"lse"}))
     reasons = list(core)
-    if cap is not None:  # the kernel applies a soft cap before all other score steps, but none after them
+    if (
+        cap is not None
+    ):  # the kernel applies a soft cap before all other score steps, but none after them
         reasons.remove(f"{type(cap).__name__} is not additive")
     if not call.single_query:
         reasons.append("supports one query per row only")
@@ -54,7 +60,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def leading_softcap(spec: AttentionSpec) -> Softcap | None:
-    """The soft cap that is the first score step of the spec; None if the first step is another part."""
+    """The soft cap that is the first score step of the spec; None if the first step is another
+    part.
+    """
     steps = [step for _, step in spec.parts_of(ScoreStep)]
     return steps[0] if steps and isinstance(steps[0], Softcap) else None
 
@@ -64,7 +72,9 @@ executed_flops = flops_of_all_pairs
 
 
 def reads_quantized_cache(call: CallSignature) -> bool:
-    """Whether int8 keys and values are read in place; this needs a `Direct` project and no probe of keys or values."""
+    """Whether int8 keys and values are read in place; this needs a `Direct` project and no probe of
+    keys or values.
+    """
     probed = call.probed_tensors & {"k", "v"}
     return (
         call.cache_format == "int8"
@@ -75,34 +85,60 @@ def reads_quantized_cache(call: CallSignature) -> bool:
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size: torch operations are faster on few bytes of keys and values."""
+    """Why another backend is preferred at this size: torch operations are faster on few bytes of
+    keys and values.
+    """
     nbytes, least = size.batch * size.keys * bytes_per_token(call), min_bytes(call)
     if nbytes >= least or not bytes_per_token(call):
         return []
     if math.isinf(least):
-        return [slower_at_every_size(POINT_BY_DTYPE[call.dtype], "torch's fused call takes less time")]
+        return [
+            slower_at_every_size(POINT_BY_DTYPE[call.dtype], "torch's fused call takes less time")
+        ]
     return [
-        f"plain calls take less time below {least / 2**20:.3g} MiB of keys and values; this call has {nbytes:,} bytes"
+        (
+            f"plain calls take less time below {least / 2**20:.3g} MiB of keys and values; this "
+            "call "
+            f"has {nbytes:,} bytes"
+        )
     ]
 
 
 def min_bytes(call: CallSignature) -> float:
-    """Bytes of keys and values from which the kernel runs; infinity if torch's calls are faster at every size."""
+    """Bytes of keys and values from which the kernel runs; infinity if torch's calls are faster at
+    every size.
+    """
     return takeover_size(POINT_BY_DTYPE[call.dtype])
 
 
 def bytes_per_token(call: CallSignature) -> int:
-    """Bytes of the keys and values of one token; 0 if no other backend can read the cache in its storage format."""
-    if reads_quantized_cache(call) or "lse" in call.probed_tensors or call.dtype not in POINT_BY_DTYPE:
+    """Bytes of the keys and values of one token; 0 if no other backend can read the cache in its
+    storage format.
+    """
+    if (
+        reads_quantized_cache(call)
+        or "lse" in call.probed_tensors
+        or call.dtype not in POINT_BY_DTYPE
+    ):
         return 0
-    return (call.core.dim + call.core.vdim) * (max(call.core.key_head_of_query) + 1) * call.dtype.itemsize
+    return (
+        (call.core.dim + call.core.vdim)
+        * (max(call.core.key_head_of_query) + 1)
+        * call.dtype.itemsize
+    )
 
 
 def attend(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
-    return attend_spans(call, attention_mask, inputs, steps, probe, key_spans(attention_mask, len(inputs.q)))
+    return attend_spans(
+        call, attention_mask, inputs, steps, probe, key_spans(attention_mask, len(inputs.q))
+    )
 
 
 def attend_spans(
@@ -115,14 +151,18 @@ def attend_spans(
 ) -> Tensor:
     """Per-head outputs o_B1HV of keys in spans of slots. `span_args` is (spans, hidden).
 
-    Spans [B, N, 3] are (page or row, begin, end), or None if every row reads all of its keys; `hidden` marks the key
-    columns that the mask hides, or is None.
+    Spans [B, N, 3] are (page or row, begin, end), or None if every row reads all of its keys;
+    `hidden` marks the key columns that the mask hides, or is None.
     """
     cap, (spans_BN3, hidden) = leading_softcap(call.spec), span_args
     if cap is not None:
         steps = replace(steps, scores=steps.scores[1:])
     exact = torch.promote_types(inputs.q.dtype, torch.float32)
-    bias = steps.additive_bias(attention_mask, inputs._replace(q=inputs.q.to(exact)))[:, :, 0] if steps.scores else None
+    bias = (
+        steps.additive_bias(attention_mask, inputs._replace(q=inputs.q.to(exact)))[:, :, 0]
+        if steps.scores
+        else None
+    )
     if hidden is not None:
         zero = inputs.q.new_zeros(()) if bias is None else bias
         bias = torch.where(hidden, -torch.inf, zero)
@@ -138,15 +178,18 @@ def attend_spans(
     )
     options = PagedDecodeOptions(bias, sink, *scales, softcap=0.0 if cap is None else cap.limit)
     k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
-    o_BHV, lse_BH = attend_paged(inputs.q[:, 0], k, v, spans_BN3, scale=inputs.query_context.scale, options=options)
+    o_BHV, lse_BH = attend_paged(
+        inputs.q[:, 0], k, v, spans_BN3, scale=inputs.query_context.scale, options=options
+    )
     if probe is not None and "lse" in probe.points:
         probe("lse", lse_BH[..., None])
     return o_BHV[:, None]
 
 
 def key_spans(attention_mask: AttentionMask, batch: int) -> tuple[Tensor | None, Tensor | None]:
-    """The span of slots of each row, [B, 1, 3], or None for all slots; and the slots in it that the mask hides,
-    [B or 1, 1, S], or None if there are none."""
+    """The span of slots of each row, [B, 1, 3], or None for all slots; and the slots in it that the
+    mask hides, [B or 1, 1, S], or None if there are none.
+    """
     keys, device = attention_mask.keys, attention_mask.keys.position.device
     if attention_mask.shape == "full":
         return None, None

@@ -16,7 +16,13 @@ from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Dot
 from ..parts.softmax import SinkSoftmax, Softmax
 from ..parts.weight_dropout import WeightDropout
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    expand_kv_heads,
+    no_tensor_conflicts,
+)
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -32,7 +38,9 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
 
 
 def fused_call_conflicts(call: CallSignature) -> list[str]:
-    """Properties of a call that a fused softmax call does not support, torch's or one of our kernels."""
+    """Properties of a call that a fused softmax call does not support, torch's or one of our
+    kernels.
+    """
     spec, reasons = call.spec, []
     if call.has_recurrent_state:
         reasons.append("needs cached keys and values; this layer caches a recurrent state")
@@ -68,9 +76,13 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
 
 
 def plain_softmax_conflicts(call: CallSignature) -> list[str]:
-    """Properties of a call beyond a plain softmax over scaled dot products with a full or causal mask."""
+    """Properties of a call beyond a plain softmax over scaled dot products with a full or causal
+    mask.
+    """
     spec, reasons = call.spec, fused_call_conflicts(call)
-    if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
+    if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(
+        spec.normaliser, Softmax
+    ):
         reasons.append("needs a plain softmax over scaled dot products, with nothing added")
     if call.pattern not in (Full(), Causal()):
         reasons.append(f"computes every score, also those that {call.pattern.text} hides")
@@ -78,7 +90,9 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
 
 
 def _can_return_lse(call: CallSignature) -> bool:
-    """Whether the fused call can return the log-sum-exp: on the CPU, without its gradient and without a sink in it."""
+    """Whether the fused call can return the log-sum-exp: on the CPU, without its gradient and
+    without a sink in it.
+    """
     plain = not call.needs_grad and not isinstance(call.spec.normaliser, SinkSoftmax)
     return plain and call.device == "cpu" and call.core.dim == call.core.vdim
 
@@ -87,7 +101,9 @@ tensor_conflicts = no_tensor_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """FLOPs of all (query, key) pairs, including those that the mask hides, and of the key column of a sink."""
+    """FLOPs of all (query, key) pairs, including those that the mask hides, and of the key column
+    of a sink.
+    """
     return call.core.flops(size.batch * size.queries * (size.keys + num_sink_columns(call)))
 
 
@@ -97,7 +113,11 @@ def num_sink_columns(call: CallSignature) -> int:
 
 
 def fused_attention(
-    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    call: CallSignature,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+    steps: CoreSteps,
+    probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
     q_BHTK = inputs.q.transpose(1, 2)
@@ -112,8 +132,12 @@ def fused_attention(
     )
     triangle, bias = mask_or_bias(attention_mask, inputs, steps)
     if isinstance(steps.normaliser, SinkSoftmax):
-        # A softmax with a sink equals a softmax over one more key, with key 0, value 0 and the sink as its bias.
-        bias, triangle = _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs), False
+        # A softmax with a sink equals a softmax over one more key, with key 0, value 0 and the sink
+        # as its bias.
+        bias, triangle = (
+            _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs),
+            False,
+        )
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     scale = inputs.query_context.scale
     if probe is not None and "lse" in probe.points:
@@ -126,13 +150,16 @@ def fused_attention(
     return o_BHTV.transpose(1, 2)
 
 
-attend = fused_attention  # only dispatch calls `attend`; other backends call `fused_attention` for their blocks
+# only dispatch calls `attend`; other backends call `fused_attention` for their blocks
+attend = fused_attention
 
 
 def attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, mask_args: tuple[Tensor | None, bool, float]
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exp of torch's fused CPU kernel; the log-sum-exp is -inf for queries without allowed keys."""
+    """Outputs and log-sum-exp of torch's fused CPU kernel; the log-sum-exp is -inf for queries
+    without allowed keys.
+    """
     bias, triangle, scale = mask_args
     if bias is not None and bias.dtype == torch.bool:
         bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
@@ -143,18 +170,26 @@ def attend_with_lse(
     return o, lse
 
 
-def mask_or_bias(attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> tuple[bool, Tensor | None]:
-    """The arguments `is_causal` and `attn_mask` of the fused call, from the mask and the additive score steps."""
+def mask_or_bias(
+    attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
+) -> tuple[bool, Tensor | None]:
+    """The arguments `is_causal` and `attn_mask` of the fused call, from the mask and the additive
+    score steps.
+    """
     if not steps.scores:
         if attention_mask.shape == "any":
             return False, attention_mask.allowed
         return attention_mask.shape == "triangle", None
     bias = steps.additive_bias(attention_mask, inputs)
-    return False, bias if attention_mask.shape == "full" else bias.masked_fill(~attention_mask.allowed, -torch.inf)
+    return False, bias if attention_mask.shape == "full" else bias.masked_fill(
+        ~attention_mask.allowed, -torch.inf
+    )
 
 
 class SoftmaxArgs(NamedTuple):
-    """Arguments of a softmax call beside q, k and v: mask or causal flag, additive bias, and the sink of each head."""
+    """Arguments of a softmax call beside q, k and v: mask or causal flag, additive bias, and the
+    sink of each head.
+    """
 
     mask: Tensor | None
     causal: bool
@@ -163,11 +198,17 @@ class SoftmaxArgs(NamedTuple):
 
 
 def is_softmax_with_bias(call: CallSignature) -> bool:
-    """Whether the weights of this call are a softmax over scaled dot products plus additive biases."""
-    return not fused_call_conflicts(replace(call, probed_tensors=frozenset(), has_caller_mask=False, training=False))
+    """Whether the weights of this call are a softmax over scaled dot products
+    plus additive biases.
+    """
+    return not fused_call_conflicts(
+        replace(call, probed_tensors=frozenset(), has_caller_mask=False, training=False)
+    )
 
 
-def softmax_args(attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> SoftmaxArgs:
+def softmax_args(
+    attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
+) -> SoftmaxArgs:
     """Mask, causal flag, bias and sinks of a plain softmax call."""
     sinks = (
         steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
@@ -188,5 +229,9 @@ def _bias_with_sink_column(bias: Tensor | None, steps: CoreSteps, inputs: CoreIn
     zero = inputs.q.new_zeros(1, 1, queries, keys)
     if bias is None or bias.dtype == torch.bool:
         bias = zero if bias is None else zero.masked_fill(~bias, -torch.inf)
-    sink = steps.normaliser_p.broadcast_over_scores()["sink"].to(bias.dtype).expand(*bias.shape[:1], heads, queries, 1)
+    sink = (
+        steps.normaliser_p.broadcast_over_scores()["sink"]
+        .to(bias.dtype)
+        .expand(*bias.shape[:1], heads, queries, 1)
+    )
     return torch.cat([bias.expand(-1, heads, queries, keys), sink], -1)

@@ -1,7 +1,8 @@
 """Packed rows: several sequences in one row, and attention within each sequence.
 
-Plain softmax attention of short sequences on a CPU runs in one kernel, which reads the packed tokens in place.
-Otherwise sequences of similar lengths form groups, and each group runs as a padded batch on any backend.
+Plain softmax attention of short sequences on a CPU runs in one kernel, which reads the packed
+tokens in place. Otherwise sequences of similar lengths form groups, and each group runs as a padded
+batch on any backend.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from ..masking.sequence_info import AttentionMask, SequenceInfo
 from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps
 
-# Sequences of different lengths share a group while padding adds at most this share of the needed pairs.
+# Sequences of different lengths share a group while padding adds at most this share of the needed
+# pairs.
 MAX_WASTED_PAIRS_RATIO = 0.25
 FREE_PAIRS = 4096  # padded pairs that take less time than one more call
-PROBED_TENSORS = frozenset({"q", "k", "v", "heads"})  # tensors that a probe can observe in packed rows
-KERNEL_DTYPES = (torch.float32, torch.float64)  # dtypes that the kernel computes in; other dtypes are converted
-# Plans kept per SequenceInfo: for self-attention and for a source, each for the kernel and for groups.
+PROBED_TENSORS = frozenset(
+    {"q", "k", "v", "heads"}
+)  # tensors that a probe can observe in packed rows
+KERNEL_DTYPES = (
+    torch.float32,
+    torch.float64,
+)  # dtypes that the kernel computes in; other dtypes are converted
+# Plans kept per SequenceInfo: for self-attention and for a source, each for the kernel and for
+# groups.
 MAX_PLANS_PER_SEQUENCE = 4
 IntArray = NDArray[np.int64]
 SlotMap = tuple[Tensor, Tensor, Tensor | None, int]
@@ -37,9 +45,10 @@ SlotMap = tuple[Tensor, Tensor, Tensor | None, int]
 class TokenSlots(NamedTuple):
     """The slots of tokens in padded groups, as index tensors.
 
-    `token_of_slot[s]` is the token in slot s, and `slot_of_token[n]` the slot of the n-th token that is not padding.
-    `live_tokens` are the indices of these tokens among all `num_tokens`; None if no token is padding. A padding slot
-    of a group holds the first token of its sequence; its result is not used.
+    `token_of_slot[s]` is the token in slot s, and `slot_of_token[n]` the slot of the n-th token
+    that is not padding. `live_tokens` are the indices of these tokens among all `num_tokens`; None
+    if no token is padding. A padding slot of a group holds the first token of its sequence; its
+    result is not used.
     """
 
     token_of_slot: Tensor
@@ -56,11 +65,16 @@ class TokenSlots(NamedTuple):
 
     def scatter_groups(self, groups: Sequence[Tensor]) -> Tensor:
         """Put the groups back into one tensor [B x T, ...] with zeros at padding tokens."""
-        return cast(Tensor, _ScatterTokens.apply(torch.cat([group.flatten(0, 1) for group in groups]), *self[:4]))
+        return cast(
+            Tensor,
+            _ScatterTokens.apply(torch.cat([group.flatten(0, 1) for group in groups]), *self[:4]),
+        )
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Copy each slot's token into it. The gradient of a token is that of its own slot; padding slots have none."""
+    """Copy each slot's token into it. The gradient of a token is that of its own slot; padding
+    slots have none.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *places: *SlotMap) -> Tensor:
@@ -94,36 +108,53 @@ class _ScatterTokens(torch.autograd.Function):
 
 
 class VarlenPlan(NamedTuple):
-    """The groups of one call: query and key positions of each group, and the slots of queries and keys."""
+    """The groups of one call: query and key positions of each group, and the slots of queries and
+    keys.
+    """
 
     groups: tuple[tuple[SequenceInfo, SequenceInfo], ...]
     queries: TokenSlots
     keys: TokenSlots
 
 
-def has_known_lengths(query_sequence: SequenceInfo, key_sequence: SequenceInfo | None, batch_size: int) -> bool:
-    """Whether the lengths of all packed sequences are known, for queries and for keys, in every row."""
-    all_lengths = [tokens.lengths for tokens in (query_sequence, key_sequence) if tokens is not None]
+def has_known_lengths(
+    query_sequence: SequenceInfo, key_sequence: SequenceInfo | None, batch_size: int
+) -> bool:
+    """Whether the lengths of all packed sequences are known, for queries and for keys, in every
+    row.
+    """
+    all_lengths = [
+        tokens.lengths for tokens in (query_sequence, key_sequence) if tokens is not None
+    ]
     return (
         key_sequence is not None
         and not is_under_functorch()
         and all(
-            lengths is not None and len(lengths) == batch_size and sum(map(sum, lengths)) for lengths in all_lengths
+            lengths is not None and len(lengths) == batch_size and sum(map(sum, lengths))
+            for lengths in all_lengths
         )
     )
 
 
 class VarlenTable(NamedTuple):
-    """Arguments of the kernel: [sequences, 4] with first query, number of queries, first key and number of keys of each
-    sequence, and the largest of these numbers of tokens."""
+    """Arguments of the kernel: [sequences, 4] with first query, number of queries, first key and
+    number of keys of each sequence, and the largest of these numbers of tokens.
+    """
 
     table: Tensor
     longest: int
 
 
 def supports_kernel(call: CallSignature) -> bool:
-    """Whether the kernel supports the call: plain softmax attention with equally large groups of heads."""
-    return call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call) and has_kernels()
+    """Whether the kernel supports the call: plain softmax attention with equally large groups of
+    heads.
+    """
+    return (
+        call.device == "cpu"
+        and call.group_size > 0
+        and not sdpa.plain_softmax_conflicts(call)
+        and has_kernels()
+    )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -140,7 +171,9 @@ def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tenso
 
 
 def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iterator[CoreInputs]:
-    """The inputs of each group. Tensors beside q, k and v are only gathered if a part of the spec uses them."""
+    """The inputs of each group. Tensors beside q, k and v are only gathered if a part of the spec
+    uses them.
+    """
     q, k, v, query_context, key_entries, state, gates, _ = inputs
     needs_context = bool(steps.scores or steps.weights)
     q_groups = plan.queries.gather_groups(q)
@@ -150,16 +183,23 @@ def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iter
     raw_q_groups = q_groups if shares_q else plan.queries.gather_groups(query_context.q_BTHK)
     x_groups = plan.queries.gather_groups(query_context.x_BTD) if needs_context else raw_q_groups
     entry_groups = (
-        {name: plan.keys.gather_groups(entry) for name, entry in key_entries.items()} if needs_context else {}
+        {name: plan.keys.gather_groups(entry) for name, entry in key_entries.items()}
+        if needs_context
+        else {}
     )
     gate_groups = [
-        plan.queries.gather_groups(gate.detach()) if gate.dim() > 3 else [gate] * len(plan.groups) for gate in gates
+        plan.queries.gather_groups(gate.detach()) if gate.dim() > 3 else [gate] * len(plan.groups)
+        for gate in gates
     ]
     for n, (query_sequence, _) in enumerate(plan.groups):
-        context = query_context._replace(x_BTD=x_groups[n], q_BTHK=raw_q_groups[n], sequence=query_sequence)
+        context = query_context._replace(
+            x_BTD=x_groups[n], q_BTHK=raw_q_groups[n], sequence=query_sequence
+        )
         entries = {name: groups[n] for name, groups in entry_groups.items()}
         group_gates = [groups[n] for groups in gate_groups]
-        yield CoreInputs(q_groups[n], k_groups[n], v_groups[n], context, entries, state, group_gates)
+        yield CoreInputs(
+            q_groups[n], k_groups[n], v_groups[n], context, entries, state, group_gates
+        )
 
 
 def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
@@ -175,7 +215,9 @@ def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
 def kernel_table(attention_mask: AttentionMask) -> VarlenTable:
     """The arguments of the kernel; computed once for all layers with the same tokens."""
     return _cached_plan(
-        attention_mask, "kernel", lambda: _make_kernel_table(attention_mask.queries, attention_mask.keys)
+        attention_mask,
+        "kernel",
+        lambda: _make_kernel_table(attention_mask.queries, attention_mask.keys),
     )
 
 
@@ -186,39 +228,60 @@ def _cached_plan(attention_mask: AttentionMask, kind: str, make: Callable[[], An
         if plan_source is source and plan_kind == kind:
             return plan
     plan = make()
-    queries.backend_plans[:] = [(source, kind, plan), *queries.backend_plans[: MAX_PLANS_PER_SEQUENCE - 1]]
+    queries.backend_plans[:] = [
+        (source, kind, plan),
+        *queries.backend_plans[: MAX_PLANS_PER_SEQUENCE - 1],
+    ]
     return plan
 
 
 def _make_kernel_table(queries: SequenceInfo, keys: SequenceInfo) -> VarlenTable:
-    (num_queries, first_query), (num_keys, first_key) = _sequence_offsets(queries), _sequence_offsets(keys, queries)
+    (num_queries, first_query), (num_keys, first_key) = (
+        _sequence_offsets(queries),
+        _sequence_offsets(keys, queries),
+    )
     table = np.stack([first_query, num_queries, first_key, num_keys], 1)[num_queries > 0]
     return VarlenTable(torch.from_numpy(table), int(table[:, 1::2].max(initial=0)))
 
 
-def _make_group_plan(query_sequence: SequenceInfo, key_sequence: SequenceInfo, reads_future: bool) -> VarlenPlan:
-    query_offsets, key_offsets = _sequence_offsets(query_sequence), _sequence_offsets(key_sequence, query_sequence)
-    members = [np.array(group) for group in group_by_length(query_offsets[0].tolist(), key_offsets[0].tolist())]
+def _make_group_plan(
+    query_sequence: SequenceInfo, key_sequence: SequenceInfo, reads_future: bool
+) -> VarlenPlan:
+    query_offsets, key_offsets = (
+        _sequence_offsets(query_sequence),
+        _sequence_offsets(key_sequence, query_sequence),
+    )
+    members = [
+        np.array(group)
+        for group in group_by_length(query_offsets[0].tolist(), key_offsets[0].tolist())
+    ]
     device, is_self = query_sequence.position.device, key_sequence is query_sequence
     groups = list[tuple[SequenceInfo, SequenceInfo]]()
     for group in members:
         queries = SequenceInfo.contiguous(0, int(query_offsets[0][group].max()), device)
         lengths = key_offsets[0][group]
         longest = max(1, int(lengths.max()))
-        # Padding keys come after all real keys, so a pattern without future keys needs no mask for them.
+        # Padding keys come after all real keys, so a pattern without future keys needs no mask for
+        # them.
         if (lengths == longest).all() or (is_self and not reads_future):
-            groups.append((queries, queries if is_self else SequenceInfo.contiguous(0, longest, device)))
+            groups.append(
+                (queries, queries if is_self else SequenceInfo.contiguous(0, longest, device))
+            )
         else:
             position = torch.arange(longest)[None]
             live = position < torch.from_numpy(lengths)[:, None]
-            keys = SequenceInfo(position.expand(live.shape), live.long() - 1, checked=True).to(device)
+            keys = SequenceInfo(position.expand(live.shape), live.long() - 1, checked=True).to(
+                device
+            )
             groups.append((queries, keys))
     slots = _make_token_slots(query_offsets, members, query_sequence)
     key_slots = slots if is_self else _make_token_slots(key_offsets, members, key_sequence)
     return VarlenPlan(tuple(groups), slots, key_slots)
 
 
-def _sequence_offsets(tokens: SequenceInfo, like: SequenceInfo | None = None) -> tuple[IntArray, IntArray]:
+def _sequence_offsets(
+    tokens: SequenceInfo, like: SequenceInfo | None = None
+) -> tuple[IntArray, IntArray]:
     """Return the length of every sequence and the index of its first token among all rows.
 
     Each row gets as many sequences as it has in `like`; missing ones have length 0.
@@ -234,7 +297,8 @@ def _sequence_offsets(tokens: SequenceInfo, like: SequenceInfo | None = None) ->
 
 
 def group_by_length(num_queries: Sequence[int], num_keys: Sequence[int]) -> Iterator[list[int]]:
-    """Group sequences of similar lengths, the longest first, so that little is computed for padding.
+    """Group sequences of similar lengths, the longest first, so that little is computed for
+    padding.
 
     Sequences without queries are left out.
 
@@ -251,7 +315,12 @@ def group_by_length(num_queries: Sequence[int], num_keys: Sequence[int]) -> Iter
         wasted_pairs = (len(group) + 1) * max_queries * max_keys - needed_pairs
         if group and wasted_pairs > max(FREE_PAIRS, MAX_WASTED_PAIRS_RATIO * needed_pairs):
             yield group
-            group, max_queries, max_keys, needed_pairs = [], num_queries[n], max(num_keys[n], 1), own_pairs
+            group, max_queries, max_keys, needed_pairs = (
+                [],
+                num_queries[n],
+                max(num_keys[n], 1),
+                own_pairs,
+            )
         group = [*group, n]
     if group:
         yield group
@@ -276,7 +345,13 @@ def _make_token_slots(
     device = sequence.position.device
     unsorted_tokens = np.concatenate(live)
     order = np.argsort(unsorted_tokens)
-    live_tokens = None if len(order) == total else torch.from_numpy(unsorted_tokens[order]).to(device)
-    token_of_slot, slots = (torch.from_numpy(np.concatenate(parts)) for parts in (slot_tokens, live_slots))
+    live_tokens = (
+        None if len(order) == total else torch.from_numpy(unsorted_tokens[order]).to(device)
+    )
+    token_of_slot, slots = (
+        torch.from_numpy(np.concatenate(parts)) for parts in (slot_tokens, live_slots)
+    )
     slot_of_token = slots[torch.from_numpy(order)]
-    return TokenSlots(token_of_slot.to(device), slot_of_token.to(device), live_tokens, total, tuple(shapes))
+    return TokenSlots(
+        token_of_slot.to(device), slot_of_token.to(device), live_tokens, total, tuple(shapes)
+    )

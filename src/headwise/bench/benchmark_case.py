@@ -27,7 +27,9 @@ class MissingPeer(NamedTuple):
 
 
 class SpeedTarget(NamedTuple):
-    """Target: at least `ratio` times as fast as a peer, or at least the share `ratio` of the machine's limit."""
+    """Target: at least `ratio` times as fast as a peer, or at least the share `ratio` of the
+    machine's limit.
+    """
 
     baseline: str
     ratio: float
@@ -45,10 +47,10 @@ class RequiredWork(NamedTuple):
 class BenchmarkCase:
     """One row of the report: the work as done by headwise (`ours`) and by `peers`.
 
-    `tolerance` is the largest difference between the results of a peer and of headwise, as a share of the largest
-    number; None if the results are not comparable, as for a training step. `history` records, for a target known to be
-    missed, what was tried and how far it got. `reported_peers` names peers that do different work and are listed for
-    scale only.
+    `tolerance` is the largest difference between the results of a peer and of headwise, as a share
+    of the largest number; None if the results are not comparable, as for a training step. `history`
+    records, for a target known to be missed, what was tried and how far it got. `reported_peers`
+    names peers that do different work and are listed for scale only.
     """
 
     name: str
@@ -59,25 +61,31 @@ class BenchmarkCase:
     tolerance: float | None = 1e-3
     history: str = ""
     reported_peers: tuple[str, ...] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)  # further lines of the report, such as memory
+    notes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # further lines of the report, such as memory
 
 
 class CaseCount(NamedTuple):
-    """Number of cases of one kind, in a full run and in a quick one; it only serves to estimate the time left."""
+    """Number of cases of one kind, in a full run and in a quick one; it only serves to estimate the
+    time left.
+    """
 
     full: int
     quick: int
 
 
 class CaseKind(NamedTuple):
-    """One kind of work: its title in the report, and a generator that makes its cases one at a time."""
+    """One kind of work: its title in the report, and a generator that makes its cases one at a
+    time.
+    """
 
     title: str
     make_cases: Callable[[bool], Iterator[BenchmarkCase]]  # the argument is `quick`
     count: CaseCount
 
 
-# --- Comparison of results -----------------------------------------------------------------------------
+# --- Comparison of results ------------------------------------------------------------------------
 
 
 def describe_difference(ours: Any, theirs: Any, tolerance: float) -> str:
@@ -93,7 +101,10 @@ def describe_difference(ours: Any, theirs: Any, tolerance: float) -> str:
     our_tensors, their_tensors = _list_tensors(ours), _list_tensors(theirs)
     if [tensor.shape for tensor in our_tensors] != [tensor.shape for tensor in their_tensors]:
         return f"returns {_format_shapes(their_tensors)}, not {_format_shapes(our_tensors)}"
-    error = max((_relative_error(*pair) for pair in zip(our_tensors, their_tensors, strict=True)), default=0.0)
+    error = max(
+        (_relative_error(*pair) for pair in zip(our_tensors, their_tensors, strict=True)),
+        default=0.0,
+    )
     return "" if error <= tolerance else f"off by {error:.2g} times the largest number"
 
 
@@ -102,7 +113,9 @@ def _relative_error(expected: Tensor, actual: Tensor) -> float:
     if not expected.numel():
         return 0.0
     expected, actual = expected.detach().double(), actual.detach().to(expected.device).double()
-    difference = (expected - actual).abs().masked_fill(expected == actual, 0)  # equal infinities do not differ
+    difference = (
+        (expected - actual).abs().masked_fill(expected == actual, 0)
+    )  # equal infinities do not differ
     largest_difference = float(difference.max())
     scale = float(expected.abs().max())
     if not math.isfinite(largest_difference):
@@ -120,7 +133,7 @@ def _format_shapes(tensors: list[Tensor]) -> str:
     return ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "nothing"
 
 
-# --- Other libraries, if they are installed ------------------------------------------------------------
+# --- Other libraries, if they are installed -------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -146,14 +159,16 @@ def import_quietly(library: str) -> Any:
     return module
 
 
-# --- Timing in alternation within one process, so that all runs see the same machine state -------------
+# --- Timing in alternation within one process, so that all runs see the same machine state --------
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class TimingSamples:
-    """Seconds per call of each sample; a sample is `calls_per_sample` calls in a row, and starts at `started`."""
+    """Seconds per call of each sample; a sample is `calls_per_sample` calls in a row, and starts at
+    `started`.
+    """
 
     seconds: tuple[float, ...]
     calls_per_sample: int = 1
@@ -183,7 +198,8 @@ MIN_TAIL = 0.025  # probability that the median of a ratio lies below its interv
 
 
 class SpeedRatio(NamedTuple):
-    """The median of theirs / ours over pairs of samples taken side by side, and its 95 % interval by the sign test.
+    """The median of theirs / ours over pairs of samples taken side by side, and its 95 % interval
+    by the sign test.
 
     With fewer than six pairs no such interval exists; then it is that of all pairs.
     """
@@ -205,11 +221,15 @@ class SpeedRatio(NamedTuple):
 def compare_pairs(ours: TimingSamples, theirs: TimingSamples) -> SpeedRatio:
     """Compare two interleaved runs by pairs of samples.
 
-    Both samples of a pair see about the same machine, so that other work beside them changes their ratio much less
-    than it changes either of them. Runs with equally many samples are paired by rounds; otherwise each sample of the
-    run with fewer samples is paired with the nearest one in time.
+    Both samples of a pair see about the same machine, so that other work beside them changes their
+    ratio much less than it changes either of them. Runs with equally many samples are paired by
+    rounds; otherwise each sample of the run with fewer samples is paired with the nearest one in
+    time.
 
-    >>> compare_pairs(TimingSamples((1.0, 5.0, 1.0), 1, (0, 2, 4)), TimingSamples((2.0, 9.0, 2.2), 1, (1, 3, 5)))
+    >>> compare_pairs(
+    ...     TimingSamples((1.0, 5.0, 1.0), 1, (0, 2, 4)),
+    ...     TimingSamples((2.0, 9.0, 2.2), 1, (1, 3, 5)),
+    ... )
     SpeedRatio(median=2.0, low=1.8, high=2.2, pairs=3)
     """
     few, many = sorted((ours, theirs), key=lambda samples: len(samples.seconds))
@@ -223,7 +243,8 @@ def compare_pairs(ours: TimingSamples, theirs: TimingSamples) -> SpeedRatio:
 
 
 def count_outside(pairs: int) -> int:
-    """How many ratios lie outside the interval of the median on each side: the most with a tail of at most 2.5 %.
+    """How many ratios lie outside the interval of the median on each side: the most with a tail of
+    at most 2.5 %.
 
     >>> [count_outside(pairs) for pairs in (3, 6, 9, 15, 30)]
     [0, 0, 1, 3, 9]
@@ -249,8 +270,9 @@ def _nearest_sample(samples: TimingSamples, number: int, others: TimingSamples) 
 class TimingPace:
     """Minimum length of a sample, number of samples, and time limit of one case.
 
-    The time is divided evenly: slow runs get fewer samples, but at least `min_samples`. If the spread of a run exceeds
-    `max_spread` with fewer than `max_samples` samples, all runs are sampled once more as often.
+    The time is divided evenly: slow runs get fewer samples, but at least `min_samples`. If the
+    spread of a run exceeds `max_spread` with fewer than `max_samples` samples, all runs are sampled
+    once more as often.
     """
 
     min_sample_seconds: float = 0.02
@@ -268,9 +290,13 @@ class TimingPace:
         return max(1, math.ceil(self.min_sample_seconds / seconds))
 
     def num_samples(self, seconds: float, runs: int) -> int:
-        """Return how many samples to take of each of `runs` runs, if a sample takes this many seconds.
+        """Return how many samples to take of each of `runs` runs, if a sample takes this many
+        seconds.
 
-        >>> [TimingPace(max_seconds=10).num_samples(seconds, runs=2) for seconds in (0.02, 1.0, 7.0)]
+        >>> [
+        ...     TimingPace(max_seconds=10).num_samples(seconds, runs=2)
+        ...     for seconds in (0.02, 1.0, 7.0)
+        ... ]
         [15, 5, 3]
         """
         return max(self.min_samples, min(self.max_samples, int(self.max_seconds / runs / seconds)))
@@ -305,7 +331,8 @@ def time_interleaved(
 ) -> dict[str, TimingSamples]:
     """Time all runs, which must be warm, in rounds of random order; return the samples of each.
 
-    The first round estimates how long a call takes. If one call is as long as a sample, it counts as a sample.
+    The first round estimates how long a call takes. If one call is as long as a sample, it counts
+    as a sample.
     """
     calls: dict[str, int] = {}
     remaining: dict[str, int] = {}
@@ -324,25 +351,36 @@ def time_interleaved(
             calls[name] = pace.calls_per_sample(seconds)
             if calls[name] == 1:
                 seconds_of[name], started[name] = [seconds], [start]
-            remaining[name] = pace.num_samples(seconds * calls[name], len(runs)) - len(seconds_of[name])
+            remaining[name] = pace.num_samples(seconds * calls[name], len(runs)) - len(
+                seconds_of[name]
+            )
         sample_all(interleaved_order(remaining, seed + 1))
-        if any(pace.needs_more_samples(TimingSamples(tuple(seconds))) for seconds in seconds_of.values()):
+        if any(
+            pace.needs_more_samples(TimingSamples(tuple(seconds)))
+            for seconds in seconds_of.values()
+        ):
             counts = {name: len(seconds) for name, seconds in seconds_of.items()}
             sample_all(interleaved_order(counts, seed + 2))
     return {
-        name: TimingSamples(tuple(seconds), calls[name], tuple(started[name])) for name, seconds in seconds_of.items()
+        name: TimingSamples(tuple(seconds), calls[name], tuple(started[name]))
+        for name, seconds in seconds_of.items()
     }
 
 
 def interleaved_order(repeats: Mapping[str, int], seed: int) -> Iterator[str]:
-    """Yield the names in rounds, each round shuffled; names with fewer repeats are in evenly spaced rounds.
+    """Yield the names in rounds, each round shuffled; names with fewer repeats are in evenly spaced
+    rounds.
 
     >>> "".join(interleaved_order({"a": 4, "b": 2}, seed=0))
     'aabaab'
     """
     generator, rounds = random.Random(seed), max(repeats.values())
     for number in range(rounds):
-        names = [name for name, count in repeats.items() if (number + 1) * count // rounds > number * count // rounds]
+        names = [
+            name
+            for name, count in repeats.items()
+            if (number + 1) * count // rounds > number * count // rounds
+        ]
         generator.shuffle(names)
         yield from names
 

@@ -74,10 +74,14 @@ def machine_heading(machine: Mapping[str, Any]) -> Iterator[str]:
     yield from wrap_lines(f"{machine['processor']}, {', '.join(about)}{duration}")
     rates = {name: rate / 1e9 for name, rate in machine.items() if name.endswith("_per_second")}
     yield from wrap_lines(
-        f"reads {rates['read_bytes_per_second']:.1f} GB/s, copies {rates['copy_bytes_per_second']:.1f}; products "
-        f"{rates['fp32_flops_per_second']:.0f} GFLOP/s in fp32, {rates['bf16_flops_per_second']:.0f} in bf16"
+        f"reads {rates['read_bytes_per_second']:.1f} GB/s, copies "
+        f"{rates['copy_bytes_per_second']:.1f}; products "
+        f"{rates['fp32_flops_per_second']:.0f} GFLOP/s in fp32, "
+        f"{rates['bf16_flops_per_second']:.0f} in bf16"
     )
-    yield from wrap_lines(", ".join(f"{name} {installed}" for name, installed in machine["versions"].items()))
+    yield from wrap_lines(
+        ", ".join(f"{name} {installed}" for name, installed in machine["versions"].items())
+    )
     for line in machine.get("described", ()):  # missing in older files
         yield from wrap_lines(line)
     for label in machine_labels(machine):
@@ -92,7 +96,9 @@ def machine_labels(machine: Mapping[str, Any]) -> list[str]:
 
 
 class ReportLine(NamedTuple):
-    """One line of a row: seconds per call, ratio to headwise (or share of the limit), spread, and targets."""
+    """One line of a row: seconds per call, ratio to headwise (or share of the limit), spread, and
+    targets.
+    """
 
     name: str
     seconds: float
@@ -116,7 +122,9 @@ class ReportLine(NamedTuple):
 
 
 def row_lines(row: BenchmarkRow) -> Iterator[str]:
-    """Yield the lines of one row: every implementation, then those that are missing or differ, notes and history."""
+    """Yield the lines of one row: every implementation, then those that are missing or differ,
+    notes and history.
+    """
     yield from wrap_lines(row["name"])
     for line in row_seconds(row):
         yield str(line)
@@ -129,7 +137,9 @@ def row_lines(row: BenchmarkRow) -> Iterator[str]:
     for target in row["aim"]:
         if target["why"]:
             yield from wrap_lines(
-                f"no verdict on {format_target(target)} against {target['against']}: {target['why']}", "  "
+                f"no verdict on {format_target(target)} against {target['against']}: "
+                f"{target['why']}",
+                "  ",
             )
     for name, note in row["notes"].items():
         yield from wrap_lines(f"{name}: {note}", "  ")
@@ -152,7 +162,8 @@ def row_seconds(row: BenchmarkRow) -> Iterator[ReportLine]:
             name,
             seconds,
             format_ratio(row["ratio"][name]),
-            _format_interval(row.get("interval", {}).get(name)) or format_share(row["spread"][name]),
+            _format_interval(row.get("interval", {}).get(name))
+            or format_share(row["spread"][name]),
             target_labels(row, name),
         )
     if limit := row["limit"]:
@@ -169,14 +180,20 @@ def row_seconds(row: BenchmarkRow) -> Iterator[ReportLine]:
 def target_labels(row: BenchmarkRow, against: str) -> list[str]:
     """Return the targets against one baseline, each with its verdict."""
     return [
-        f"{format_target(target)}: {verdict_label(target)}" for target in row["aim"] if target["against"] == against
+        f"{format_target(target)}: {verdict_label(target)}"
+        for target in row["aim"]
+        if target["against"] == against
     ]
 
 
 def verdict_label(target: Mapping[str, Any]) -> str:
-    """Return the verdict in words; one whose interval contains the target is marked by a question mark.
+    """Return the verdict in words; one whose interval contains the target is marked by a question
+    mark.
 
-    >>> verdict_label({"met": True, "certain": False}), verdict_label({"met": False, "certain": True})
+    >>> (
+    ...     verdict_label({"met": True, "certain": False}),
+    ...     verdict_label({"met": False, "certain": True}),
+    ... )
     ('met ?', 'missed')
     """
     unsure = target["met"] is not None and not target.get("certain", True)  # missing in older files
@@ -197,7 +214,11 @@ def _format_interval(interval: Sequence[float] | None) -> str:
 
 def format_target(target: Mapping[str, Any]) -> str:
     """Format a target as a ratio, or as a share of the machine's limit."""
-    return format_share(target["times"]) if target["against"] == LIMIT else format_ratio(target["times"])
+    return (
+        format_share(target["times"])
+        if target["against"] == LIMIT
+        else format_ratio(target["times"])
+    )
 
 
 def format_summary(rows: list[BenchmarkRow]) -> Iterator[str]:
@@ -208,9 +229,12 @@ def format_summary(rows: list[BenchmarkRow]) -> Iterator[str]:
     }
     verdicts = ", ".join(f"{count} {word}" for word, count in counts.items())
     yield from wrap_lines(
-        f"Columns: median seconds per call; speedup of headwise (ours), or the share of the limit that it reaches, as "
-        f"the median over pairs of samples taken side by side; the 95 % interval of that median (for ours: the "
-        f"interquartile range over the median); target. A target with ? lies within the interval. Targets: {verdicts}."
+        "Columns: median seconds per call; speedup of headwise (ours), or the share of the limit "
+        "that it reaches, as "
+        "the median over pairs of samples taken side by side; the 95 % interval of that median "
+        "(for ours: the "
+        "interquartile range over the median); target. A target with ? lies within the interval. "
+        f"Targets: {verdicts}."
     )
 
 
@@ -271,22 +295,29 @@ def format_seconds(seconds: float) -> str:
 
 def wrap_lines(text: str, indent: str = "") -> list[str]:
     """Wrap text to 80 columns; continuation lines are indented."""
-    return textwrap.wrap(text, TERMINAL_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ") or [""]
+    return textwrap.wrap(
+        text, TERMINAL_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  "
+    ) or [""]
 
 
-# --- Chart (SVG) ---------------------------------------------------------------------------------------
+# --- Chart (SVG) ----------------------------------------------------------------------------------
 
 CHART_WIDTH, CHART_MARGIN = 960, 20  # pixels
 PLOT_LEFT, PLOT_RIGHT = 306, 714  # bars; names on their left, numbers on their right
 NUMBER_X, TARGET_X = 774, 788  # right edge of numbers, left edge of targets
 NAME_X = PLOT_LEFT - 8  # right edge of names
 CHART_TOP, SECTION_GAP = 84, 20  # above the first section, and between sections
-TITLE_HEIGHT, HEADING_HEIGHT, BAR_HEIGHT = 36, 24, 17  # heights of section titles, row headings and bars
+TITLE_HEIGHT, HEADING_HEIGHT, BAR_HEIGHT = (
+    36,
+    24,
+    17,
+)  # heights of section titles, row headings and bars
 LABEL_LETTERS = 42, 90  # longest name, longest heading
 MIN_RATIO, MAX_RATIO = 0.5, 2.0  # always within the scale
 TICK_FACTORS = (0.5, 2.0)  # ticks besides powers of ten
 CAPTION = (
-    "Time relative to headwise: bars to the right of 1 are slower peers, bars to the left faster ones.",
+    "Time relative to headwise: bars to the right of 1 are slower peers, bars to the left faster "
+    "ones.",
     "An open bar is the machine's limit. A mark is a target; a dashed line leads to a missed one.",
 )
 EMPTY_MESSAGE = "Nothing to draw: no row has a peer or a limit."
@@ -299,7 +330,11 @@ text{{{FONT_CSS};font-size:11.5px}}.head{{font-size:16px;font-weight:700}}.title
 path{{fill:none}}.mark{{stroke-width:3}}.gap{{stroke-width:1.5;stroke-dasharray:3 2}}.one{{stroke-width:1.5}}
 .grid{{stroke-opacity:.3}}.slower,.faster{{fill-opacity:.6}}.limit{{fill:none}}
 """
-VERDICT_CLASSES = {True: "met", False: "missed", None: "open"}  # CSS class of a target by its verdict
+VERDICT_CLASSES = {
+    True: "met",
+    False: "missed",
+    None: "open",
+}  # CSS class of a target by its verdict
 
 
 class TargetMark(NamedTuple):
@@ -311,7 +346,9 @@ class TargetMark(NamedTuple):
 
 
 class RatioBar(NamedTuple):
-    """One line of the chart: a heading, or a bar from 1 to the time of a peer relative to headwise."""
+    """One line of the chart: a heading, or a bar from 1 to the time of a peer
+    relative to headwise.
+    """
 
     name: str
     ratio: float | None = None
@@ -329,7 +366,12 @@ class LogScale(NamedTuple):
     @staticmethod
     def from_bars(bars: Sequence[RatioBar]) -> LogScale:
         """Return the scale that contains every bar and every target."""
-        ratios = [ratio for bar in bars for ratio in (bar.ratio, *(target.ratio for target in bar.targets)) if ratio]
+        ratios = [
+            ratio
+            for bar in bars
+            for ratio in (bar.ratio, *(target.ratio for target in bar.targets))
+            if ratio
+        ]
         return LogScale(min(MIN_RATIO, *ratios) / 1.1, max(MAX_RATIO, *ratios) * 1.1)
 
     def position(self, ratio: float) -> float:
@@ -349,11 +391,18 @@ class LogScale(NamedTuple):
         [0.1, 0.5, 1.0, 2.0, 10.0, 100.0]
         """
         powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-        return sorted({*(10.0**n for n in powers), *(side for side in TICK_FACTORS if self.low < side < self.high)})
+        return sorted(
+            {
+                *(10.0**n for n in powers),
+                *(side for side in TICK_FACTORS if self.low < side < self.high),
+            }
+        )
 
 
 def render_chart(rows: Sequence[BenchmarkRow]) -> bytes:
-    """Return an SVG chart that follows the reader's light or dark theme; equal rows give equal bytes."""
+    """Return an SVG chart that follows the reader's light or dark theme; equal rows give equal
+    bytes.
+    """
     page = _SvgPage()
     for title in dict.fromkeys(row["title"] for row in rows):
         if sections := [bars for row in rows if row["title"] == title and (bars := row_bars(row))]:
@@ -362,12 +411,15 @@ def render_chart(rows: Sequence[BenchmarkRow]) -> bytes:
 
 
 def row_bars(row: BenchmarkRow) -> list[RatioBar]:
-    """Return the bars of one row: a heading with the time of headwise, every peer, and the limit."""
+    """Return the bars of one row: a heading with the time of headwise, every
+    peer, and the limit.
+    """
     if row["ours_s"] is None or not (row["peers"] or row["limit"]):
         return []
     bars = [RatioBar(row["name"], None, f"{HEADWISE} {format_seconds(row['ours_s'])}")]
     bars += [
-        RatioBar(name, ratio, format_ratio(ratio), _target_marks(row, name)) for name, ratio in row["ratio"].items()
+        RatioBar(name, ratio, format_ratio(ratio), _target_marks(row, name))
+        for name, ratio in row["ratio"].items()
     ]
     if limit := row["limit"]:
         reached = limit["share"]
@@ -386,7 +438,11 @@ def row_bars(row: BenchmarkRow) -> list[RatioBar]:
 def _target_marks(row: BenchmarkRow, against: str) -> tuple[TargetMark, ...]:
     targets = [target for target in row["aim"] if target["against"] == against]
     return tuple(
-        TargetMark(target["times"], f"{format_target(target)}: {VERDICT_LABELS[target['met']]}", target["met"])
+        TargetMark(
+            target["times"],
+            f"{format_target(target)}: {VERDICT_LABELS[target['met']]}",
+            target["met"],
+        )
         for target in targets
     )
 
@@ -416,12 +472,24 @@ class _SvgPage:
 
     def _row(self, head: RatioBar, lines: Sequence[RatioBar], scale: LogScale) -> None:
         """Add a heading and its bars; grid lines cover the bars only."""
-        self.add_text(CHART_MARGIN, self.y + HEADING_HEIGHT - 7, shorten_label(head.name, LABEL_LETTERS[1]), "row")
-        self.add_text(CHART_WIDTH - CHART_MARGIN, self.y + HEADING_HEIGHT - 7, head.label, "row end")
+        self.add_text(
+            CHART_MARGIN,
+            self.y + HEADING_HEIGHT - 7,
+            shorten_label(head.name, LABEL_LETTERS[1]),
+            "row",
+        )
+        self.add_text(
+            CHART_WIDTH - CHART_MARGIN, self.y + HEADING_HEIGHT - 7, head.label, "row end"
+        )
         self.y += HEADING_HEIGHT
         ends = self.y + sum(map(_bar_height, lines))
         self.add_path(
-            "".join(f"M{scale.position(tick):g} {self.y:g}V{ends:g}" for tick in scale.ticks if tick != 1), "grid"
+            "".join(
+                f"M{scale.position(tick):g} {self.y:g}V{ends:g}"
+                for tick in scale.ticks
+                if tick != 1
+            ),
+            "grid",
         )
         self.add_path(f"M{scale.position(1):g} {self.y:g}V{ends:g}", "one")
         for bar in lines:
@@ -429,18 +497,32 @@ class _SvgPage:
 
     def _bar(self, bar: RatioBar, scale: LogScale) -> None:
         assert bar.ratio is not None
-        y_middle, x_one, x_end = self.y + BAR_HEIGHT / 2, scale.position(1), scale.position(bar.ratio)
+        y_middle, x_one, x_end = (
+            self.y + BAR_HEIGHT / 2,
+            scale.position(1),
+            scale.position(bar.ratio),
+        )
         kind = "limit" if bar.is_limit else "slower" if bar.ratio >= 1 else "faster"
         self.add_text(NAME_X, y_middle + 4, shorten_label(bar.name, LABEL_LETTERS[0]), "end")
-        geometry = f'x="{min(x_end, x_one):g}" y="{y_middle - 5:g}" width="{abs(x_end - x_one):.1f}" height="10"'
+        geometry = (
+            f'x="{min(x_end, x_one):g}" y="{y_middle - 5:g}" '
+            f'width="{abs(x_end - x_one):.1f}" height="10"'
+        )
         self.elements.append(f'<rect class="{kind}" {geometry}/>')
         self.add_text(NUMBER_X, y_middle + 4, bar.label, "end")
         for n, target in enumerate(bar.targets):
             x_target = scale.position(target.ratio)
             if target.is_met is False:
                 self.add_path(f"M{x_end:g} {y_middle:g}H{x_target:g}", "gap missed")
-            self.add_path(f"M{x_target:g} {y_middle - 7:g}v14", f"mark {VERDICT_CLASSES[target.is_met]}")
-            self.add_text(TARGET_X, y_middle + 4 + n * BAR_HEIGHT, target.label, VERDICT_CLASSES[target.is_met])
+            self.add_path(
+                f"M{x_target:g} {y_middle - 7:g}v14", f"mark {VERDICT_CLASSES[target.is_met]}"
+            )
+            self.add_text(
+                TARGET_X,
+                y_middle + 4 + n * BAR_HEIGHT,
+                target.label,
+                VERDICT_CLASSES[target.is_met],
+            )
         self.y += _bar_height(bar)
 
     def add_text(self, x: float, y: float, text: str, kind: str) -> None:
@@ -475,7 +557,9 @@ class _SvgPage:
 
 
 def _colour_css(theme: FigureTheme) -> str:
-    """Return the colour rules of a theme: one colour for slower peers and met targets, one for the opposite."""
+    """Return the colour rules of a theme: one colour for slower peers and met targets, one for the
+    opposite.
+    """
     ours, theirs = theme.pair_colours
     return (
         f".paper{{fill:{theme.background}}}text{{fill:{theme.foreground}}}.scale,.open{{fill:{theme.muted}}}"

@@ -1,7 +1,8 @@
 """Baselines of the benchmarks: models in plain PyTorch, and stepwise decoding with CTranslate2.
 
-`PlainGPT` has the shape of nanoGPT (pre-norm blocks without biases, GELU, learned positions, tied embeddings);
-`composed_attention` is DCMHA (2405.08553) and `ReferenceMoH` is Mixture-of-Head (2410.11842), as published.
+`PlainGPT` has the shape of nanoGPT (pre-norm blocks without biases, GELU, learned positions, tied
+embeddings); `composed_attention` is DCMHA (2405.08553) and `ReferenceMoH` is Mixture-of-Head
+(2410.11842), as published.
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ def to_model_spec(shape: GPTShape) -> ModelSpec:
     spec = design(model=shape.model, heads=shape.heads, pattern="causal")
     block = BlockSpec(spec, feed=FeedForwardSpec(4 * shape.model), norm=norm)
     embedding = EmbeddingSpec(shape.tokens, positions=PositionSpec("learned", shape.length))
-    stack = StackSpec.from_blocks("decoder", shape.model, [block] * shape.layers, embedding=embedding, norm=norm)
-    return ModelSpec("small-gpt", "decoder", (stack,), (OutputHeadSpec("tokens", shape.tokens, table="decoder"),))
+    stack = StackSpec.from_blocks(
+        "decoder", shape.model, [block] * shape.layers, embedding=embedding, norm=norm
+    )
+    return ModelSpec(
+        "small-gpt", "decoder", (stack,), (OutputHeadSpec("tokens", shape.tokens, table="decoder"),)
+    )
 
 
 class PlainBlock(nn.Module):
@@ -100,13 +105,15 @@ class PlainGPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-# --- Dynamically composed heads (DCMHA) in plain PyTorch -----------------------------------------------
+# --- Dynamically composed heads (DCMHA) in plain PyTorch ------------------------------------------
 
 RMS_EPS = 1e-6
 
 
 class CompositionFactors(NamedTuple):
-    """Composition factors of each token: heads to ranks and ranks to heads [B, T, R, H], and gates [B, T, H]."""
+    """Composition factors of each token: heads to ranks and ranks to heads [B, T, R, H], and gates
+    [B, T, H].
+    """
 
     source: Tensor
     target: Tensor
@@ -115,7 +122,9 @@ class CompositionFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class CompositionBranch:
-    """Computes factors from tokens: u = GELU(x W1), [w1; w2] = u W2, g = tanh(x Wg), w1 normalised over heads."""
+    """Computes factors from tokens: u = GELU(x W1), [w1; w2] = u W2, g = tanh(x Wg), w1 normalised
+    over heads.
+    """
 
     hidden: Tensor
     source: Tensor
@@ -125,17 +134,23 @@ class CompositionBranch:
     def __call__(self, x_BTD: Tensor) -> CompositionFactors:
         hidden = F.gelu(F.linear(x_BTD, self.hidden))
         heads = self.gate.shape[0]
-        w1, w2 = (F.linear(hidden, w).unflatten(-1, (-1, heads)) for w in (self.source, self.target))
+        w1, w2 = (
+            F.linear(hidden, w).unflatten(-1, (-1, heads)) for w in (self.source, self.target)
+        )
         w1 = w1 * torch.rsqrt(w1.square().mean(-1, keepdim=True) + RMS_EPS)
         return CompositionFactors(w1, w2, torch.tanh(F.linear(x_BTD, self.gate)))
 
 
 def make_branch(weights: PartParams) -> CompositionBranch:
     """Return the query branch of a composition, from its weights by name."""
-    return CompositionBranch(*(weights[f"query_{name}"] for name in ("hidden", "source", "target", "gate")))
+    return CompositionBranch(
+        *(weights[f"query_{name}"] for name in ("hidden", "source", "target", "gate"))
+    )
 
 
-def compose_heads(a_BHTS: Tensor, query_factors: CompositionFactors, key_factors: CompositionFactors) -> Tensor:
+def compose_heads(
+    a_BHTS: Tensor, query_factors: CompositionFactors, key_factors: CompositionFactors
+) -> Tensor:
     """a' = a + sum_r (a.w1_r) w2_r + a g, with factors of queries and of keys."""
     gate_q, gate_k = (f.gate.transpose(1, 2) for f in (query_factors, key_factors))
     composed_BHTS = a_BHTS + a_BHTS * gate_q[..., None] + a_BHTS * gate_k[:, :, None]
@@ -151,21 +166,27 @@ def composed_attention(
     scores: tuple[CompositionFactors, CompositionFactors],
     weights: tuple[CompositionFactors, CompositionFactors],
 ) -> Tensor:
-    """Causal attention o_BTHV of q, k and v [B, T, H, K], composed before the mask and after the softmax."""
+    """Causal attention o_BTHV of q, k and v [B, T, H, K], composed before the mask and after the
+    softmax.
+    """
     q, k, v = (t.transpose(1, 2) for t in qkv)
     a_BHTS = compose_heads(q @ k.mT * q.shape[-1] ** -0.5, *scores)
     future = torch.ones(a_BHTS.shape[-2:], dtype=torch.bool).triu(1)
-    w_BHTS = compose_heads(a_BHTS.masked_fill(future, torch.finfo(a_BHTS.dtype).min).softmax(-1), *weights)
+    w_BHTS = compose_heads(
+        a_BHTS.masked_fill(future, torch.finfo(a_BHTS.dtype).min).softmax(-1), *weights
+    )
     return (w_BHTS @ v).transpose(1, 2)
 
 
-# --- Mixture-of-Head (MoH) as in its paper and released code, in plain PyTorch -------------------------
+# --- Mixture-of-Head (MoH) as in its paper and released code, in plain PyTorch --------------------
 
 
 class ReferenceMoH(NamedTuple):
-    """Causal layer whose first `num_shared` heads are always active, plus `num_routed` others per token (2410.11842).
+    """Causal layer whose first `num_shared` heads are always active, plus `num_routed` others per
+    token (2410.11842).
 
-    `maps` are W_Q, W_K, W_V, W_O [out, in] as "q", "k", "v", "o", and routers "shared", "router", "kind"; no biases.
+    `maps` are W_Q, W_K, W_V, W_O [out, in] as "q", "k", "v", "o", and routers "shared", "router",
+    "kind"; no biases.
     """
 
     heads: int
@@ -174,7 +195,9 @@ class ReferenceMoH(NamedTuple):
     maps: Mapping[str, Tensor]
 
     def gates(self, x_BTD: Tensor) -> Tensor:
-        """Return the gates g_BTH of eq. 5 and 6, scaled as in the released code: a uniform router gives 1."""
+        """Return the gates g_BTH of eq. 5 and 6, scaled as in the released code: a uniform router
+        gives 1.
+        """
         share = F.linear(x_BTD, self.maps["router"]).softmax(-1)
         best, chosen = share.topk(self.num_routed, dim=-1)
         eps = torch.finfo(share.dtype).eps
@@ -195,44 +218,61 @@ class ReferenceMoH(NamedTuple):
     def __call__(self, x_BTD: Tensor) -> Tensor:
         """Return the output of the layer."""
         q, k, v = (
-            F.linear(x_BTD, self.maps[name]).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in ("q", "k", "v")
+            F.linear(x_BTD, self.maps[name]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for name in ("q", "k", "v")
         )
         o_BHTV = self.core(q, k, v, self.gates(x_BTD))
         return F.linear(o_BHTV.transpose(1, 2).flatten(2), self.maps["o"])
 
 
-# --- CTranslate2, one decode step at a time ------------------------------------------------------------
+# --- CTranslate2, one decode step at a time -------------------------------------------------------
 
 STOP_MESSAGE = "stop"
 
 
 def convert_to_ctranslate2(library: Any, folder: Path, tokens: int) -> Path:
-    """Convert a transformers folder for CTranslate2, with the tokenizer it requires: one word per token id."""
+    """Convert a transformers folder for CTranslate2, with the tokenizer it requires: one word per
+    token id.
+    """
     from tokenizers import Tokenizer, models
 
     transformers = import_quietly("transformers")
-    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(tokens)}, unk_token="0"))
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0", bos_token="1", eos_token="2")
+    tokenizer = Tokenizer(
+        models.WordLevel({str(token): token for token in range(tokens)}, unk_token="0")
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="0", bos_token="1", eos_token="2"
+    )
     fast.save_pretrained(folder)
     converted = folder.with_name(f"{folder.name}-ctranslate2")
     if not converted.exists():
-        library.converters.TransformersConverter(str(folder)).convert(str(converted), quantization="float32")
+        library.converters.TransformersConverter(str(folder)).convert(
+            str(converted), quantization="float32"
+        )
     return converted
 
 
 class CTranslate2Stepper:
-    """Decodes one token of a batch with CTranslate2 per call, and returns the logits [rows, tokens].
+    """Decodes one token of a batch with CTranslate2 per call, and returns the logits [rows,
+    tokens].
 
-    The first call also reads the prompts. CTranslate2 decodes in a second thread, which waits inside its callback for
-    each token until the next call.
+    The first call also reads the prompts. CTranslate2 decodes in a second thread, which waits
+    inside its callback for each token until the next call.
     """
 
     def __init__(
-        self, library: Any, folder: Path, prompts: Sequence[Sequence[int]], max_length: int, threads: int
+        self,
+        library: Any,
+        folder: Path,
+        prompts: Sequence[Sequence[int]],
+        max_length: int,
+        threads: int,
     ) -> None:
         self._requests: queue.Queue[str] = queue.Queue()
         self._results: queue.Queue[Any] = queue.Queue()
-        generator = library.Generator(str(folder), device="cpu", compute_type="float32", intra_threads=threads)
+        generator = library.Generator(
+            str(folder), device="cpu", compute_type="float32", intra_threads=threads
+        )
         prompt_tokens = [[str(token) for token in row] for row in prompts]
         self._worker = threading.Thread(
             target=_decode_worker,
@@ -272,7 +312,9 @@ def _decode_worker(
         if step.batch_id == 0:  # the callback of the first row has the logits of all rows
             results.put(torch.from_numpy(np.array(step.logits)))
         if step.batch_id == len(prompt_tokens) - 1 and requests.get() == STOP_MESSAGE:
-            stops.append(STOP_MESSAGE)  # stops every row; otherwise earlier rows would continue to max_length
+            stops.append(
+                STOP_MESSAGE
+            )  # stops every row; otherwise earlier rows would continue to max_length
         return bool(stops)
 
     options = {"include_prompt_in_result": False, "return_logits_vocab": True, "callback": on_token}

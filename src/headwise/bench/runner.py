@@ -1,4 +1,6 @@
-"""Run benchmark cases one at a time, and measure how every backend scales with the size of a call."""
+"""Run benchmark cases one at a time, and measure how every backend scales with
+the size of a call.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,36 @@ from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from . import cases
 from .benchmark_case import BenchmarkCase, CaseKind, TimedCall, TimingPace
-from .benchmark_report import BenchmarkReport, format_duration, format_seconds, machine_heading, wrap_lines
-from .session import HEADWISE, BenchmarkRow, BenchmarkSession, CaseTimer, ProgressCallback, failed_row, no_progress
+from .benchmark_report import (
+    BenchmarkReport,
+    format_duration,
+    format_seconds,
+    machine_heading,
+    wrap_lines,
+)
+from .session import (
+    HEADWISE,
+    BenchmarkRow,
+    BenchmarkSession,
+    CaseTimer,
+    ProgressCallback,
+    failed_row,
+    no_progress,
+)
 
 # By `quick`. A quick run does not repeat samples that spread far: they only lose their verdict.
-TIMING_PACES = {False: TimingPace(max_seconds=20.0), True: TimingPace(max_seconds=1.5, max_spread=math.inf)}
+TIMING_PACES = {
+    False: TimingPace(max_seconds=20.0),
+    True: TimingPace(max_seconds=1.5, max_spread=math.inf),
+}
 
 
 @dataclass
 class RunProgress:
     """Counts the cases of a run, estimates the time left, and reports both.
 
-    `running` gets a line before each step, `finished` one after each case. `remaining` counts cases by kind.
+    `running` gets a line before each step, `finished` one after each case. `remaining` counts cases
+    by kind.
     """
 
     remaining: dict[str, int]
@@ -59,7 +79,9 @@ class RunProgress:
     def status(self) -> str:
         """Cases done, their total, and the time left if all cases take as long as those done."""
         left = sum(self.remaining.values())
-        estimate = f", about {format_duration(self.seconds / self.done * left)} left" if self.done else ""
+        estimate = (
+            f", about {format_duration(self.seconds / self.done * left)} left" if self.done else ""
+        )
         return f"{self.done} / {self.done + left}{estimate}"
 
     def start_case(self, name: str) -> None:
@@ -82,7 +104,9 @@ class RunProgress:
         self.remaining[kind] = 0
 
     def mark_missing(self, machine: dict[str, Any]) -> dict[str, Any]:
-        """Return the machine's entry of a report; after an interrupt, with the missing cases by kind."""
+        """Return the machine's entry of a report; after an interrupt, with the missing cases by
+        kind.
+        """
         return machine | ({"missing": self.missing} if machine["interrupted"] else {})
 
 
@@ -98,10 +122,11 @@ def run_benchmarks(
 ) -> BenchmarkReport:
     """Time headwise against other libraries and the machine's limits; return the report.
 
-    `names` are kinds of work; "entmax:core" selects the rows of one kind with "core" in their names. Without names,
-    everything runs. After an interrupt, the report has the finished rows and is marked. `output_folder` receives the
-    report as JSON and as an SVG chart; `overwrite` replaces an earlier report there. `progress` gets a line before each
-    step, `finished` one after each case.
+    `names` are kinds of work; "entmax:core" selects the rows of one kind with "core" in their
+    names. Without names, everything runs. After an interrupt, the report has the finished rows and
+    is marked. `output_folder` receives the report as JSON and as an SVG chart; `overwrite` replaces
+    an earlier report there. `progress` gets a line before each step, `finished` one after each
+    case.
 
     >>> run_benchmarks("entmaxx")
     Traceback (most recent call last):
@@ -110,7 +135,9 @@ def run_benchmarks(
     selected = select_cases(names)
     counts = {kind: case_kinds()[kind].count for kind in selected}
     tracker = RunProgress(
-        {kind: count.quick if quick else count.full for kind, count in counts.items()}, progress, finished
+        {kind: count.quick if quick else count.full for kind, count in counts.items()},
+        progress,
+        finished,
     )
     return BenchmarkSession(threads, output_folder, progress, overwrite).run(
         TIMING_PACES[quick],
@@ -122,7 +149,9 @@ def run_benchmarks(
 
 def case_kinds() -> dict[str, CaseKind]:
     """Return all kinds of work by name."""
-    modules = [import_module(f"{cases.__name__}.{module.name}") for module in iter_modules(cases.__path__)]
+    modules = [
+        import_module(f"{cases.__name__}.{module.name}") for module in iter_modules(cases.__path__)
+    ]
     return dict(sorted((name, kind) for module in modules for name, kind in module.KINDS.items()))
 
 
@@ -132,7 +161,9 @@ def list_cases() -> dict[str, str]:
 
 
 def select_cases(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the selected kinds, each with the parts of row names that select its rows ("" for all)."""
+    """Return the selected kinds, each with the parts of row names that select its rows ("" for
+    all).
+    """
     kinds = list(case_kinds())
     selected = dict[str, list[str]]() if names else {kind: [""] for kind in kinds}
     for name in names:
@@ -178,7 +209,10 @@ def _time_kind(
         gc.collect()
         started = timer.clock()
     if unknown := [part for part in parts if not any(part in name.lower() for name in case_names)]:
-        raise SpecError(f"no row of {kind} has {unknown[0]!r} in its name; its rows are: {'; '.join(case_names)}")
+        raise SpecError(
+            f"no row of {kind} has {unknown[0]!r} in its name; its rows are: "
+            f"{'; '.join(case_names)}"
+        )
 
 
 def _iter_cases(kind: CaseKind, quick: bool) -> Iterator[BenchmarkCase]:
@@ -187,13 +221,15 @@ def _iter_cases(kind: CaseKind, quick: bool) -> Iterator[BenchmarkCase]:
     yield from kind.make_cases(quick)
 
 
-# --- Power laws and crossings --------------------------------------------------------------------------
+# --- Power laws and crossings ---------------------------------------------------------------------
 
 MIN_POINTS = 3  # fewest points for a confidence interval
 
 
 class PowerLawFit(NamedTuple):
-    """Seconds grow as size ** power, 95 % interval `low` to `high`; `start` is the smallest size in the fit."""
+    """Seconds grow as size ** power, 95 % interval `low` to `high`; `start` is the smallest size in
+    the fit.
+    """
 
     power: float
     low: float
@@ -211,7 +247,8 @@ class SpeedCrossover(NamedTuple):
 
 
 def fit_power_law(seconds: Mapping[int, float]) -> PowerLawFit | None:
-    """Fit log seconds to log size by least squares, over the larger half of the sizes (at least three).
+    """Fit log seconds to log size by least squares, over the larger half of the sizes (at least
+    three).
 
     The smaller half is left out because constant overhead dominates short calls.
 
@@ -234,7 +271,9 @@ def _fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
     x_squares = sum((x - x_mean) ** 2 for x in xs)
     slope = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / x_squares
-    residual_squares = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in zip(xs, ys, strict=True))
+    residual_squares = sum(
+        (y - y_mean - slope * (x - x_mean)) ** 2 for x, y in zip(xs, ys, strict=True)
+    )
     return slope, math.sqrt(residual_squares / (len(xs) - 2) / x_squares)
 
 
@@ -244,33 +283,46 @@ def fastest_by_size(points: Mapping[int, Mapping[str, float]]) -> dict[int, str]
     >>> fastest_by_size({8: {"a": 1.0, "b": 2.0}, 16: {"a": 3.0, "b": 2.5}})
     {8: 'a', 16: 'b'}
     """
-    return {size: min(seconds, key=lambda name: seconds[name]) for size, seconds in sorted(points.items()) if seconds}
+    return {
+        size: min(seconds, key=lambda name: seconds[name])
+        for size, seconds in sorted(points.items())
+        if seconds
+    }
 
 
 def find_crossings(points: Mapping[int, Mapping[str, float]]) -> list[SpeedCrossover]:
-    """Return where the fastest backend changes, by linear interpolation of log seconds over log size.
+    """Return where the fastest backend changes, by linear interpolation of log seconds over log
+    size.
 
     >>> find_crossings({256: {"a": 1.0, "b": 2.0}, 1024: {"a": 4.0, "b": 2.0}})
     [SpeedCrossover(from_='a', to='b', at=512.0)]
     """
     crossings, fastest = [], list(fastest_by_size(points).items())
     for (size, current), (larger, following) in pairwise(fastest):
-        if current == following or not {current, following} <= set(points[size]) & set(points[larger]):
+        if current == following or not {current, following} <= set(points[size]) & set(
+            points[larger]
+        ):
             continue
         log_lead = math.log(points[size][following] / points[size][current])
         log_loss = math.log(points[larger][current] / points[larger][following])
         share = log_lead / (log_lead + log_loss) if log_lead + log_loss else 0.5
-        crossings.append(SpeedCrossover(current, following, round(size * (larger / size) ** share, 6)))
+        crossings.append(
+            SpeedCrossover(current, following, round(size * (larger / size) ** share, 6))
+        )
     return crossings
 
 
-# --- Scaling: calls of growing size --------------------------------------------------------------------
+# --- Scaling: calls of growing size ---------------------------------------------------------------
 
 MODEL_WIDTH, HEAD_DIM = 32, 64  # a narrow model with wide heads, so that attention itself dominates
 SCALING_PACE = TimingPace(min_sample_seconds=0.005, min_samples=3, max_samples=7, max_seconds=0.5)
 MAX_CALL_SECONDS = 0.08  # a backend slower than this is not timed at larger sizes
 COMPILED_BACKEND = "flex"  # compiles one kernel per shape, which takes seconds
-COMPILED_SIZES = {("tokens", 512), ("tokens", 1024), ("tokens", 2048)}  # the only sizes it is timed at
+COMPILED_SIZES = {
+    ("tokens", 512),
+    ("tokens", 1024),
+    ("tokens", 2048),
+}  # the only sizes it is timed at
 
 
 class CallSize(NamedTuple):
@@ -291,7 +343,9 @@ SCALING_AXES = {
 
 
 class ScalingLayer(NamedTuple):
-    """A kind of layer: arguments of `design`, whether it decodes a single query, and whether gradients are timed."""
+    """A kind of layer: arguments of `design`, whether it decodes a single query, and whether
+    gradients are timed.
+    """
 
     design_args: Mapping[str, Any]
     single_query: bool = False
@@ -300,13 +354,19 @@ class ScalingLayer(NamedTuple):
 
 SCALING_LAYERS = {
     "plain heads, causal": ScalingLayer({"preset": "mha", "pattern": "causal()"}),
-    "plain heads, causal, with gradients": ScalingLayer({"preset": "mha", "pattern": "causal()"}, needs_grad=True),
+    "plain heads, causal, with gradients": ScalingLayer(
+        {"preset": "mha", "pattern": "causal()"}, needs_grad=True
+    ),
     "a window of 128": ScalingLayer({"preset": "mha", "pattern": "window(128)"}),
-    "a window of 128, with gradients": ScalingLayer({"preset": "mha", "pattern": "window(128)"}, needs_grad=True),
+    "a window of 128, with gradients": ScalingLayer(
+        {"preset": "mha", "pattern": "window(128)"}, needs_grad=True
+    ),
     "one query, heads in fours": ScalingLayer(
         {"preset": "gqa", "modifiers": (), "pattern": "causal()"}, single_query=True
     ),
-    "one query, heads apart": ScalingLayer({"preset": "mha", "pattern": "causal()"}, single_query=True),
+    "one query, heads apart": ScalingLayer(
+        {"preset": "mha", "pattern": "causal()"}, single_query=True
+    ),
     "talking heads, causal": ScalingLayer({"preset": "talking", "pattern": "causal()"}),
     "dcmha": ScalingLayer({"preset": "dcmha"}),
     "moh": ScalingLayer({"preset": "moh"}),
@@ -325,30 +385,41 @@ def select_layers(names: Sequence[str]) -> list[str]:
 
 def list_layers() -> dict[str, str]:
     """Return the axes that every kind of layer is measured along."""
-    return {name: "tokens" if kind.needs_grad else ", ".join(SCALING_AXES) for name, kind in SCALING_LAYERS.items()}
+    return {
+        name: "tokens" if kind.needs_grad else ", ".join(SCALING_AXES)
+        for name, kind in SCALING_LAYERS.items()
+    }
 
 
 def measure_scaling(bench: CaseTimer, kind: str) -> Iterator[dict[str, Any]]:
-    """Measure one kind of layer along every axis; gradients and compiled backends along tokens only."""
+    """Measure one kind of layer along every axis; gradients and compiled backends along tokens
+    only.
+    """
     for axis, sizes in SCALING_AXES.items():
         slow: set[str] = set()
         for value in sizes if axis == "tokens" or not SCALING_LAYERS[kind].needs_grad else ():
             size = CallSize()._replace(**{axis: value})
             spec = design_layer(kind, size)
-            supported = [name for name, reasons in unsupported_reasons(kind, spec).items() if not reasons]
+            supported = [
+                name for name, reasons in unsupported_reasons(kind, spec).items() if not reasons
+            ]
             names = [
                 name
                 for name in supported
-                if name not in slow and (name != COMPILED_BACKEND or (axis, value) in COMPILED_SIZES)
+                if name not in slow
+                and (name != COMPILED_BACKEND or (axis, value) in COMPILED_SIZES)
             ]
             if not names:
                 break
             row = bench.time_case(_scaling_case(kind, spec, size, names), kind)
             seconds = {names[0]: row["ours_s"], **row["peers"]} if row["ours_s"] else {}
             failures = ({names[0]: row["failed"]} if row["failed"] else {}) | row["absent"]
-            slow |= {name for name, elapsed in seconds.items() if elapsed > MAX_CALL_SECONDS} | set(failures)
+            slow |= {name for name, elapsed in seconds.items() if elapsed > MAX_CALL_SECONDS} | set(
+                failures
+            )
             spread = {
-                names[0] if name == HEADWISE else name: spread_value for name, spread_value in row["spread"].items()
+                names[0] if name == HEADWISE else name: spread_value
+                for name, spread_value in row["spread"].items()
             }
             yield {
                 "kind": kind,
@@ -364,7 +435,9 @@ def measure_scaling(bench: CaseTimer, kind: str) -> Iterator[dict[str, Any]]:
 
 def design_layer(kind: str, size: CallSize) -> AttentionSpec:
     """Return the spec of a kind of layer with the heads of `size`."""
-    return design(model=MODEL_WIDTH, heads=size.heads, dim=HEAD_DIM, **SCALING_LAYERS[kind].design_args)
+    return design(
+        model=MODEL_WIDTH, heads=size.heads, dim=HEAD_DIM, **SCALING_LAYERS[kind].design_args
+    )
 
 
 def unsupported_reasons(kind: str, spec: AttentionSpec) -> dict[str, list[str]]:
@@ -373,12 +446,18 @@ def unsupported_reasons(kind: str, spec: AttentionSpec) -> dict[str, list[str]]:
     core = spec.core_of(spec.projection_form(layer.single_query))
     return backends.unsupported_reasons_by_backend(
         CallSignature(
-            spec, core, device=accelerator_type(), single_query=layer.single_query, needs_grad=layer.needs_grad
+            spec,
+            core,
+            device=accelerator_type(),
+            single_query=layer.single_query,
+            needs_grad=layer.needs_grad,
         )
     )
 
 
-def _scaling_case(kind: str, spec: AttentionSpec, size: CallSize, names: Sequence[str]) -> BenchmarkCase:
+def _scaling_case(
+    kind: str, spec: AttentionSpec, size: CallSize, names: Sequence[str]
+) -> BenchmarkCase:
     first, *rest = (_layer_run(SCALING_LAYERS[kind], spec, size, name) for name in names)
     return BenchmarkCase(kind, first, dict(zip(names[1:], rest, strict=True)))
 
@@ -386,8 +465,16 @@ def _scaling_case(kind: str, spec: AttentionSpec, size: CallSize, names: Sequenc
 def _layer_run(kind: ScalingLayer, spec: AttentionSpec, size: CallSize, name: str) -> TimedCall:
     """Return a run of all layers in sequence on one backend."""
     torch.manual_seed(0)
-    layers = [Attention(spec, backend=name).to(accelerator_type()).eval() for _ in range(size.layers)]
-    x = torch.randn(size.rows, size.tokens, MODEL_WIDTH, device=accelerator_type(), requires_grad=kind.needs_grad)
+    layers = [
+        Attention(spec, backend=name).to(accelerator_type()).eval() for _ in range(size.layers)
+    ]
+    x = torch.randn(
+        size.rows,
+        size.tokens,
+        MODEL_WIDTH,
+        device=accelerator_type(),
+        requires_grad=kind.needs_grad,
+    )
     caches = [FilledCache(layer, x) for layer in layers] if kind.single_query else []
 
     def run() -> Any:
@@ -401,11 +488,15 @@ def _layer_run(kind: ScalingLayer, spec: AttentionSpec, size: CallSize, name: st
 
 
 class FilledCache:
-    """A prefilled KV cache that grows with every call; it is reset before it is an eighth longer."""
+    """A prefilled KV cache that grows with every call; it is reset before it is
+    an eighth longer.
+    """
 
     def __init__(self, layer: Attention, x: Tensor) -> None:
         rows, tokens, _ = x.shape
-        prefill_layer = Attention(layer.spec).to(x.device, x.dtype)  # a single-query backend may refuse the prefill
+        prefill_layer = Attention(layer.spec).to(
+            x.device, x.dtype
+        )  # a single-query backend may refuse the prefill
         prefill_layer.load_state_dict(layer.state_dict())
         self._capacity = tokens + max(tokens // 8, 16)
         self._prefilled = layer.cache(batch=rows, capacity=self._capacity)
@@ -421,7 +512,7 @@ class FilledCache:
         return self._current
 
 
-# --- Report of scaling ---------------------------------------------------------------------------------
+# --- Report of scaling ----------------------------------------------------------------------------
 
 SCALING_FILE = "scaling.json"
 
@@ -436,7 +527,12 @@ class ScalingReport:
     @property
     def data(self) -> dict[str, Any]:
         """The points, power laws and order of speed as one document."""
-        return {"machine": self.machine, "points": self.points, "powers": self.power_laws, "order": self.speed_order}
+        return {
+            "machine": self.machine,
+            "points": self.points,
+            "powers": self.power_laws,
+            "order": self.speed_order,
+        }
 
     @property
     def is_valid(self) -> bool:
@@ -449,13 +545,21 @@ class ScalingReport:
         fits = []
         for kind, axis, points in self._lines():
             for name in dict.fromkeys(name for seconds in points.values() for name in seconds):
-                fit = fit_power_law({size: seconds[name] for size, seconds in points.items() if name in seconds})
-                fits += [] if fit is None else [{"kind": kind, "axis": axis, "backend": name, **fit._asdict()}]
+                fit = fit_power_law(
+                    {size: seconds[name] for size, seconds in points.items() if name in seconds}
+                )
+                fits += (
+                    []
+                    if fit is None
+                    else [{"kind": kind, "axis": axis, "backend": name, **fit._asdict()}]
+                )
         return fits
 
     @property
     def speed_order(self) -> list[dict[str, Any]]:
-        """For every kind of layer: the default backend, the fastest one by number of tokens, and the crossings."""
+        """For every kind of layer: the default backend, the fastest one by number of tokens, and
+        the crossings.
+        """
         orders = []
         for kind, axis, points in self._lines():
             if axis == "tokens":
@@ -465,7 +569,9 @@ class ScalingReport:
                 ]
                 runs = next(point["runs"] for point in self.points if point["kind"] == kind)
                 fastest = {str(size): name for size, name in fastest_by_size(points).items()}
-                orders.append({"kind": kind, "runs": runs, "fastest": fastest, "crossings": crossings})
+                orders.append(
+                    {"kind": kind, "runs": runs, "fastest": fastest, "crossings": crossings}
+                )
         return orders
 
     def seconds_by_size(self, kind: str, axis: str) -> dict[int, dict[str, float]]:
@@ -480,7 +586,9 @@ class ScalingReport:
     def write(self, folder: Path | str) -> None:
         """Write the report as JSON to a folder, atomically."""
         with FolderLock(folder):
-            write_atomically(Path(folder) / SCALING_FILE, (json.dumps(self.data, indent=1) + "\n").encode())
+            write_atomically(
+                Path(folder) / SCALING_FILE, (json.dumps(self.data, indent=1) + "\n").encode()
+            )
 
     @staticmethod
     def read(path: Path | str) -> ScalingReport:
@@ -503,7 +611,9 @@ class ScalingReport:
             for point in self.points
             for name, reason in _point_faults(point).items()
         }
-        return "\n".join([*lines, *(line for problem in sorted(problems) for line in wrap_lines(f"! {problem}"))])
+        return "\n".join(
+            [*lines, *(line for problem in sorted(problems) for line in wrap_lines(f"! {problem}"))]
+        )
 
 
 @compile_when_called()
@@ -517,8 +627,9 @@ def run_scaling(
 ) -> ScalingReport:
     """Time every backend that supports a kind of layer, in alternation, at growing sizes.
 
-    `names` select the kinds of layers whose names contain one of them. `progress` gets a line before each kind,
-    `finished` one after each size. `overwrite` replaces an earlier report in `output_folder`.
+    `names` select the kinds of layers whose names contain one of them. `progress` gets a line
+    before each kind, `finished` one after each size. `overwrite` replaces an earlier report in
+    `output_folder`.
 
     >>> run_scaling("anything else")
     Traceback (most recent call last):
@@ -533,7 +644,9 @@ def run_scaling(
             started = timer.clock()
             for point in measure_scaling(timer, kind):
                 yield point
-                tracker.finish_case(kind, f"{kind}: {point['at']} {point['axis']}", timer.clock() - started)
+                tracker.finish_case(
+                    kind, f"{kind}: {point['at']} {point['axis']}", timer.clock() - started
+                )
                 started = timer.clock()
             tracker.finish_kind(kind)
 
@@ -548,13 +661,19 @@ def run_scaling(
 def _num_sizes(kind: str) -> int:
     """Return how many sizes of a kind are measured at most."""
     return sum(
-        len(sizes) for axis, sizes in SCALING_AXES.items() if axis == "tokens" or not SCALING_LAYERS[kind].needs_grad
+        len(sizes)
+        for axis, sizes in SCALING_AXES.items()
+        if axis == "tokens" or not SCALING_LAYERS[kind].needs_grad
     )
 
 
 def _point_faults(point: Mapping[str, Any]) -> dict[str, str]:
-    """Return backends that failed on a supported call or gave a different result, with the reason."""
-    return point["absent"] | {name: f"different result ({difference})" for name, difference in point["differs"].items()}
+    """Return backends that failed on a supported call or gave a different
+    result, with the reason.
+    """
+    return point["absent"] | {
+        name: f"different result ({difference})" for name, difference in point["differs"].items()
+    }
 
 
 def _format_seconds_table(points: Mapping[int, Mapping[str, float]]) -> list[str]:
@@ -572,7 +691,9 @@ def _format_order(order: Mapping[str, Any]) -> list[str]:
         for crossing in order["crossings"]
     ]
     slow = [size for size, name in order["fastest"].items() if name != order["runs"]]
-    summary = f"default: {order['runs']}" + (f", which is not the fastest at {', '.join(slow)} tokens" if slow else "")
+    summary = f"default: {order['runs']}" + (
+        f", which is not the fastest at {', '.join(slow)} tokens" if slow else ""
+    )
     return wrap_lines("; ".join([summary, *overtakings]), "  ")
 
 
@@ -581,5 +702,11 @@ def _format_power_laws(powers: Sequence[Mapping[str, Any]], kind: str) -> list[s
     for fit in powers:
         if fit["kind"] == kind:
             half_width = (fit["high"] - fit["low"]) / 2
-            exponents.setdefault(fit["backend"], []).append(f"{fit['axis']} {fit['power']:.2f} ± {half_width:.2f}")
-    return [line for name, parts in exponents.items() for line in wrap_lines(f"{name} scales with: {', '.join(parts)}")]
+            exponents.setdefault(fit["backend"], []).append(
+                f"{fit['axis']} {fit['power']:.2f} ± {half_width:.2f}"
+            )
+    return [
+        line
+        for name, parts in exponents.items()
+        for line in wrap_lines(f"{name} scales with: {', '.join(parts)}")
+    ]

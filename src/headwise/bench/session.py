@@ -1,6 +1,7 @@
 """A benchmark session: the machine's limits, timing of one case, and verdicts on its targets.
 
-The limits are the rates of one pass over memory and of large matrix products, measured in alternation with the work.
+The limits are the rates of one pass over memory and of large matrix products, measured in
+alternation with the work.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class LastLevelCache(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Measures memory bandwidth and matrix-multiplication rate, on buffers that are allocated once."""
+    """Measures memory bandwidth and matrix-multiplication rate, on buffers that
+    are allocated once.
+    """
 
     last_level_cache: LastLevelCache
     device_type: str = "cpu"
@@ -85,7 +88,8 @@ class MachineLimits:
         return runs
 
     def bound(self, work: RequiredWork, samples: Mapping[str, TimingSamples]) -> dict[str, Any]:
-        """Return the minimum time of the work, whether memory or compute bounds it, and the measured rates.
+        """Return the minimum time of the work, whether memory or compute bounds it, and the
+        measured rates.
 
         >>> limit = MachineLimits(LastLevelCache(2**20, True)).bound(
         ...     RequiredWork(bytes_read=2**24), {READ_RUN: TimingSamples((0.5, 0.25, 1.0))}
@@ -107,7 +111,11 @@ class MachineLimits:
             if required_amount[resource]
         }
         spread = samples[RUN_OF_RESOURCE[bottleneck]].spread
-        required = {"bytes": work.bytes_read, "flops": work.flops, "dtype": str(work.dtype).removeprefix("torch.")}
+        required = {
+            "bytes": work.bytes_read,
+            "flops": work.flops,
+            "dtype": str(work.dtype).removeprefix("torch."),
+        }
         return {
             "seconds": seconds_by_resource[bottleneck],
             "bottleneck": bottleneck,
@@ -127,7 +135,9 @@ class MachineLimits:
         target = torch.empty_like(source)
         rates = {
             "read_bytes_per_second": source.nbytes / time_run(source.sum, HEADER_SECONDS),
-            "copy_bytes_per_second": 2 * source.nbytes / time_run(lambda: target.copy_(source), HEADER_SECONDS),
+            "copy_bytes_per_second": 2
+            * source.nbytes
+            / time_run(lambda: target.copy_(source), HEADER_SECONDS),
         }
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             a, b = self._matrices(dtype)
@@ -146,36 +156,59 @@ class MachineLimits:
         if dtype not in self._buffers:
             rows = MATRIX_SIZES[self.device_type]
             generator = torch.Generator(self.device_type).manual_seed(0)
-            matrices = torch.randn(2, rows, rows, device=self.device_type, generator=generator).to(dtype)
+            matrices = torch.randn(2, rows, rows, device=self.device_type, generator=generator).to(
+                dtype
+            )
             self._buffers[dtype] = matrices.unbind()
         return self._buffers[dtype]
 
 
 def find_last_level_cache(system: Path) -> LastLevelCache:
-    """Return the total size of the last-level caches, or an assumed size if the system does not report it."""
+    """Return the total size of the last-level caches, or an assumed size if the system does not
+    report it.
+    """
     size = MachineCapabilities("", "", (), 1, 1, caches=read_caches(system)).last_level_cache_bytes
     return LastLevelCache(size, True) if size else LastLevelCache(ASSUMED_CACHE_BYTES, False)
 
 
-# --- Description of the machine -----------------------------------------------------------------------
+# --- Description of the machine -------------------------------------------------------------------
 
 # Libraries in the report, by their distribution names.
-PACKAGES = ("torch", "numpy", "numba", "transformers", "x-transformers", "entmax", "local-attention", "ctranslate2")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "numba",
+    "transformers",
+    "x-transformers",
+    "entmax",
+    "local-attention",
+    "ctranslate2",
+)
 UNKNOWN = "unknown"
 BUSY_LOAD = 1.0  # load average above which other processes are assumed to run
 
 
 def describe_machine(limits: MachineLimits, threads: int) -> dict[str, Any]:
-    """Return processor, threads, caches, versions, rates, and warnings for the head of the report."""
+    """Return processor, threads, caches, versions, rates, and warnings for the
+    head of the report.
+    """
     versions = package_versions()
     is_reported = limits.last_level_cache.is_reported
     labels = ["1 thread only"] if threads == 1 else []
-    labels += [f"{name}: unknown version" for name, installed in versions.items() if installed == UNKNOWN]
+    labels += [
+        f"{name}: unknown version" for name, installed in versions.items() if installed == UNKNOWN
+    ]
     load = os.getloadavg()[0]  # runnable processes, averaged over the last minute
-    labels += [f"other processes were running: load average {load:.1f} before the run"] if load > BUSY_LOAD else []
+    labels += (
+        [f"other processes were running: load average {load:.1f} before the run"]
+        if load > BUSY_LOAD
+        else []
+    )
     labels += this_machine().notes(threads)
     labels += [] if is_reported else ["the size of the last-level cache is assumed"]
-    name = torch.cuda.get_device_name() if limits.device_type == "cuda" else this_machine().processor
+    name = (
+        torch.cuda.get_device_name() if limits.device_type == "cuda" else this_machine().processor
+    )
     return {
         "processor": name,
         "date": time.strftime("%Y-%m-%d"),
@@ -205,7 +238,9 @@ def package_versions() -> dict[str, str]:
 
 
 def num_processors() -> int:
-    """Return the number of processors that this process may use, by affinity and by the quota of its container."""
+    """Return the number of processors that this process may use, by affinity and by the quota of
+    its container.
+    """
     return this_machine().usable_processors
 
 
@@ -219,7 +254,8 @@ def check_threads(threads: int | None) -> int:
     available = num_processors()
     if threads is not None and not 1 <= threads <= available:
         raise SpecError(
-            f"threads={threads} is not between 1 and {available}, the number of processors; leave it out to use all"
+            f"threads={threads} is not between 1 and {available}, the number of processors; leave "
+            "it out to use all"
         )
     return threads or available
 
@@ -235,7 +271,7 @@ def use_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# --- One case ------------------------------------------------------------------------------------------
+# --- One case -------------------------------------------------------------------------------------
 
 HEADWISE = "ours"
 BenchmarkRow = dict[str, Any]  # JSON-serialisable, unchanged by a round trip
@@ -253,17 +289,23 @@ class CaseTimer:
         """Warm up and compare all implementations, time them in alternation, and return the row."""
         _check_targets(case)
         result, started = _CaseResult(case), self.clock()
-        runs = result.warm_up({name: _synchronized(run) for name, run in _available_runs(case).items()})
+        runs = result.warm_up(
+            {name: _synchronized(run) for name, run in _available_runs(case).items()}
+        )
         warm_at = self.clock()
         result.phase_seconds = {"first calls": warm_at - started}
         if HEADWISE not in runs:
             return result.row(kind)
-        result.samples = time_interleaved(runs | self.limits.limit_runs(case.required_work), self.pace, self.clock)
+        result.samples = time_interleaved(
+            runs | self.limits.limit_runs(case.required_work), self.pace, self.clock
+        )
         result.phase_seconds["samples"] = self.clock() - warm_at
         if case.required_work is not None:
             limit = self.limits.bound(case.required_work, result.samples)
             run = result.samples[RUN_OF_RESOURCE[limit["bottleneck"]]]
-            ratio = compare_pairs(result.samples[HEADWISE], run).scaled(limit["seconds"] / run.median)
+            ratio = compare_pairs(result.samples[HEADWISE], run).scaled(
+                limit["seconds"] / run.median
+            )
             result.limit_ratio = ratio
             result.limit = limit | {"share": ratio.median, "interval": [ratio.low, ratio.high]}
         return result.row(kind)
@@ -273,10 +315,13 @@ def _check_targets(case: BenchmarkCase) -> None:
     """Raise unless every target has a baseline."""
     for target in case.targets:
         if target.baseline == LIMIT and case.required_work is None:
-            raise ValueError(f"{case.name!r} has a target against the limit, but no required_work; set it")
+            raise ValueError(
+                f"{case.name!r} has a target against the limit, but no required_work; set it"
+            )
         if target.baseline not in (LIMIT, *case.peers):
             raise ValueError(
-                f"{case.name!r} has a target against {target.baseline!r}, which is not one of its peers; add the peer"
+                f"{case.name!r} has a target against {target.baseline!r}, which is not one of its "
+                "peers; add the peer"
             )
 
 
@@ -322,7 +367,11 @@ class _CaseResult:
 
     def warm_up(self, runs: Mapping[str, TimedCall]) -> dict[str, TimedCall]:
         """Run everything once and compare results with headwise; return the runs that succeeded."""
-        self.missing = {name: run.reason for name, run in self.case.peers.items() if isinstance(run, MissingPeer)}
+        self.missing = {
+            name: run.reason
+            for name, run in self.case.peers.items()
+            if isinstance(run, MissingPeer)
+        }
         try:
             our_result = runs[HEADWISE]()
         except Exception as error:
@@ -339,7 +388,9 @@ class _CaseResult:
                 continue
             succeeded[name] = run
             tolerance = None if name in self.case.reported_peers else self.case.tolerance
-            if tolerance is not None and (difference := describe_difference(our_result, their_result, tolerance)):
+            if tolerance is not None and (
+                difference := describe_difference(our_result, their_result, tolerance)
+            ):
                 self.differences[name] = difference
         return succeeded
 
@@ -360,9 +411,17 @@ class _CaseResult:
             "limit": self.limit,
             "aim": verdicts,
             "met": _overall_verdict([verdict["met"] for verdict in verdicts]),
-            "spread": {name: samples[name].spread for name in (HEADWISE, *peers) if name in samples},
-            "samples": {name: len(samples[name].seconds) for name in (HEADWISE, *peers) if name in samples},
-            "calls": {name: samples[name].calls_per_sample for name in (HEADWISE, *peers) if name in samples},
+            "spread": {
+                name: samples[name].spread for name in (HEADWISE, *peers) if name in samples
+            },
+            "samples": {
+                name: len(samples[name].seconds) for name in (HEADWISE, *peers) if name in samples
+            },
+            "calls": {
+                name: samples[name].calls_per_sample
+                for name in (HEADWISE, *peers)
+                if name in samples
+            },
             "absent": self.missing,
             "differs": self.differences,
             "failed": self.failed,
@@ -374,9 +433,11 @@ class _CaseResult:
     def _target_verdict(
         self, target: SpeedTarget, ours: float | None, ratios: Mapping[str, SpeedRatio]
     ) -> dict[str, Any]:
-        """Return the reached ratio of a target with its interval, and whether it is met; or why there is no verdict.
+        """Return the reached ratio of a target with its interval, and whether it is met; or why
+        there is no verdict.
 
-        The verdict is that of the median over pairs. It is not certain if the target lies within the interval.
+        The verdict is that of the median over pairs. It is not certain if the target lies within
+        the interval.
         """
         reached, reason = ratios.get(target.baseline), ""
         if ours is None:
@@ -400,13 +461,15 @@ class _CaseResult:
 
 
 def _overall_verdict(verdicts: list[bool | None]) -> bool | None:
-    """Return False if any target is missed, True if all are met, None without targets or with an open verdict."""
+    """Return False if any target is missed, True if all are met, None without targets or with an
+    open verdict.
+    """
     if False in verdicts:
         return False
     return None if None in verdicts or not verdicts else True
 
 
-# --- Session -------------------------------------------------------------------------------------------
+# --- Session --------------------------------------------------------------------------------------
 
 ProgressCallback = Callable[[str], None]
 # A generator of rows, so that an interrupt keeps the finished ones.
@@ -442,7 +505,9 @@ class BenchmarkSession:
         rows: RowSource,
         make_report: Callable[[BenchmarkRow, list[BenchmarkRow]], ReportT],
     ) -> ReportT:
-        """Collect all rows, or those before an interrupt; return the report and write it to the folder, if any."""
+        """Collect all rows, or those before an interrupt; return the report and write it to the
+        folder, if any.
+        """
         num_threads = check_threads(self.threads)
         if self.output_folder is not None:
             _check_folder(self.output_folder, "overwrite" if self.overwrite else "refuse")
@@ -450,7 +515,10 @@ class BenchmarkSession:
             timer = CaseTimer(pace, MachineLimits.of_this_machine())
             started = timer.clock()
             self.progress("measuring the machine")
-            machine = describe_machine(timer.limits, num_threads) | {"quick": quick, "interrupted": False}
+            machine = describe_machine(timer.limits, num_threads) | {
+                "quick": quick,
+                "interrupted": False,
+            }
             measured = list[BenchmarkRow]()
             try:
                 for row in rows(timer):

@@ -1,13 +1,18 @@
 """KV caches: made by a layer, owned by the caller.
 
-Which tokens a cache may drop is the `retention` of the attention pattern (`masking`); caches only apply it.
+Which tokens a cache may drop is the `retention` of the attention pattern (`masking`); caches only
+apply it.
 
-- `kv_cache`: `TokenCache`, the positions of past tokens, and the interface `KVCache`. `KVCache.for_spec` chooses the
+- `kv_cache`: `TokenCache`, the positions of past tokens, and the interface `KVCache`.
+  `KVCache.for_spec` chooses the
   cache of a layer; int8 storage; the test whether a query attends to everything that is cached.
-- `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the tokens that no
-  later query attends to, `RecurrentStateCache` keeps one state for linear attention, `HiddenStateCache` that of a GRU.
-  `HeadGroupCache` has a slot cache for each group of heads, if their patterns retain different tokens.
-- `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares equal prefixes.
+- `slot_caches`: one slot per token. `ContiguousCache` keeps every token, `RingCache` overwrites the
+  tokens that no
+  later query attends to, `RecurrentStateCache` keeps one state for linear attention,
+  `HiddenStateCache` that of a GRU. `HeadGroupCache` has a slot cache for each group of heads, if
+  their patterns retain different tokens.
+- `block_table`: assigns pages to sequences, frees those that no later query attends to, and shares
+  equal prefixes.
 - `paged_cache`: the tensors of the pages, and the rows of one call.
 """
 

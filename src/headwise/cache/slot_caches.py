@@ -1,7 +1,9 @@
-"""Caches with one slot per token (all tokens, or a ring of those in reach); states of linear attention and of a GRU.
+"""Caches with one slot per token (all tokens, or a ring of those in reach); states of linear
+attention and of a GRU.
 
-If patterns differ between heads, `HeadGroupCache` has a cache for each group of key-value heads that retain the same
-tokens: streaming heads keep a few first and the latest ones, retrieval heads keep all (DuoAttention, 2410.10819).
+If patterns differ between heads, `HeadGroupCache` has a cache for each group of key-value heads
+that retain the same tokens: streaming heads keep a few first and the latest ones, retrieval heads
+keep all (DuoAttention, 2410.10819).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from .kv_cache import FullVisibility, KVCache, KVEntry, TokenCache, dequantize_e
 
 
 class StorageFormat(NamedTuple):
-    """Dtype and device of a cache; `store` names a compressed format such as "int8", None stores in `dtype`."""
+    """Dtype and device of a cache; `store` names a compressed format such as "int8", None stores in
+    `dtype`.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -45,9 +49,13 @@ class SlotCache(KVCache):
         shapes = spec.kv_entry_shapes().items()
         empty_entry = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
         templates = quantize_entry(empty_entry, self._names)
-        self.entry: KVEntry = {n: like.new_zeros(batch, slots, *like.shape[2:]) for n, like in templates.items()}
+        self.entry: KVEntry = {
+            n: like.new_zeros(batch, slots, *like.shape[2:]) for n, like in templates.items()
+        }
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
-        self.tokens = SequenceInfo(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
+        self.tokens = SequenceInfo(
+            torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True
+        )
         self._visibility = self._full_visibility = FullVisibility(spec.pattern, slots)
 
     @abstractmethod
@@ -55,12 +63,18 @@ class SlotCache(KVCache):
         """Return the pattern of past tokens that are still in a slot."""
 
     def _stored_tokens(self) -> SequenceInfo:
-        """Return the positions of all slots; `num_visible` is set if the newest token attends to every stored token."""
+        """Return the positions of all slots; `num_visible` is set if the newest token attends to
+        every stored token.
+        """
         if not (self.uniform and self._reads_all):
             if self.uniform:
                 self._write_pending_positions(self.used)
             return self.tokens
-        num_filled, position, segment = min(self.used, self.slots), self.tokens.position, self.tokens.segment
+        num_filled, position, segment = (
+            min(self.used, self.slots),
+            self.tokens.position,
+            self.tokens.segment,
+        )
         # A compiled step keeps the empty slots, which are not tokens at consecutive positions.
         start = None if torch.compiler.is_compiling() else self._first_position
         return SequenceInfo(position, segment, start, checked=True, num_visible=num_filled)
@@ -68,7 +82,9 @@ class SlotCache(KVCache):
     @property
     @abstractmethod
     def _first_position(self) -> int | None:
-        """Return the position in the first slot if uniform rows have consecutive positions, else None."""
+        """Return the position in the first slot if uniform rows have consecutive positions, else
+        None.
+        """
 
     @property
     def _reads_all(self) -> bool:
@@ -85,7 +101,9 @@ class SlotCache(KVCache):
     def select_rows(self, index: Tensor) -> None:
         self._select_batch(index)
         self.entry = {name: cached[index] for name, cached in self.entry.items()}
-        self.tokens = SequenceInfo(self.tokens.position[index], self.tokens.segment[index], checked=True)
+        self.tokens = SequenceInfo(
+            self.tokens.position[index], self.tokens.segment[index], checked=True
+        )
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +115,13 @@ class SlotCache(KVCache):
         row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
         slot = slot_BT[keep]
         for name, new in self._to_storage(entry).items():
-            self.entry[name][row, slot] = new[keep].to(self.entry[name].dtype)  # autocast projects in its own dtype
-        for stored, new in ((self.tokens.position, new_tokens.position), (self.tokens.segment, new_tokens.segment)):
+            self.entry[name][row, slot] = new[keep].to(
+                self.entry[name].dtype
+            )  # autocast projects in its own dtype
+        for stored, new in (
+            (self.tokens.position, new_tokens.position),
+            (self.tokens.segment, new_tokens.segment),
+        ):
             stored[row, slot] = new.expand(self.batch, -1)[keep]
 
     def _write_entry(self, entry: KVEntry, first: int, count: int) -> None:
@@ -136,24 +159,36 @@ class ContiguousCache(SlotCache):
             self._filled = self._filled + new_tokens.is_real.expand(self.batch, -1).sum(1)
         self._bound += new_tokens.count
         if new_tokens.count == 1:
-            return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(new_tokens)
+            return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(
+                new_tokens
+            )
         if is_first:
             return entry, new_tokens
         if self.uniform:
             self._write_pending_positions(self.used)
-        filled = self.dequantize({name: cached[:, : self._bound] for name, cached in self.entry.items()})
-        position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
+        filled = self.dequantize(
+            {name: cached[:, : self._bound] for name, cached in self.entry.items()}
+        )
+        position, segment = (
+            self.tokens.position[:, : self._bound],
+            self.tokens.segment[:, : self._bound],
+        )
         return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
 
     def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
-        """Positions of all slots; `visible_per_row` is set if each newest token attends to all tokens of its row."""
+        """Positions of all slots; `visible_per_row` is set if each newest token attends to all
+        tokens of its row.
+        """
         if not (self.is_single_segment and self._reads_all):
             return self.tokens
         num_visible = torch.where(new_tokens.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
-        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, visible_per_row=num_visible)
+        return SequenceInfo(
+            self.tokens.position, self.tokens.segment, checked=True, visible_per_row=num_visible
+        )
 
     def _write_pending_positions(self, used: int) -> None:
-        # While rows are uniform, a slot's position is its index and its segment 0; segments are written on first use.
+        # While rows are uniform, a slot's position is its index and its segment 0; segments are
+        # written on first use.
         self.tokens.segment[:, :used] = 0
 
     def _retained_positions(self) -> Pattern:
@@ -172,12 +207,14 @@ class ContiguousCache(SlotCache):
             return
         longest = self._bound + new_tokens.count
         if not (self.uniform and new_tokens.start is not None) and self.batch:
-            # The bound counts padding; only now is a device sync for the exact count worth its time.
+            # The bound counts padding; only now is a device sync for the exact count worth its
+            # time.
             filled = self._filled if not self.uniform else torch.full_like(self._filled, self.used)
             longest = int((filled + new_tokens.is_real.expand(self.batch, -1).sum(1)).max())
         if longest > self.slots:
             raise CacheFull(
-                f"{longest} tokens do not fit in {self.slots} slots; make the cache with capacity={longest} or more"
+                f"{longest} tokens do not fit in {self.slots} slots; make the cache with "
+                f"capacity={longest} or more"
             )
         self._bound = longest - new_tokens.count
 
@@ -187,13 +224,19 @@ class ContiguousCache(SlotCache):
 
 
 class RingCache(SlotCache):
-    """Cache of the first tokens of a segment and its latest ones, all that a windowed pattern can still attend to."""
+    """Cache of the first tokens of a segment and its latest ones, all that a windowed pattern can
+    still attend to.
+    """
 
-    def __init__(self, spec: AttentionSpec, shape: tuple[int, int, int], storage: StorageFormat) -> None:
+    def __init__(
+        self, spec: AttentionSpec, shape: tuple[int, int, int], storage: StorageFormat
+    ) -> None:
         batch, first, last = shape
         super().__init__(spec, (batch, first + last), storage)
         self.first, self.last = first, last
-        self._num_warmup_tokens = self.slots  # once the ring is full, every token overwrites another
+        self._num_warmup_tokens = (
+            self.slots
+        )  # once the ring is full, every token overwrites another
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         is_first, old_entry, old_tokens = self.used == 0, self.entry, self.tokens
@@ -204,7 +247,10 @@ class RingCache(SlotCache):
             visible = {name: torch.cat([cached, entry[name]], 1) for name, cached in past.items()}
             position, segment = (
                 torch.cat([old[:, order], new.expand(self.batch, -1)], 1)
-                for old, new in ((old_tokens.position, new_tokens.position), (old_tokens.segment, new_tokens.segment))
+                for old, new in (
+                    (old_tokens.position, new_tokens.position),
+                    (old_tokens.segment, new_tokens.segment),
+                )
             )
             sequence = SequenceInfo(position, segment, start, checked=True)
         before = self.used
@@ -221,10 +267,14 @@ class RingCache(SlotCache):
         return (self.entry, self._stored_tokens()) if new_tokens.count == 1 else (visible, sequence)
 
     def _write_uniform(self, entry: KVEntry, new_tokens: SequenceInfo, start: int) -> None:
-        """Write consecutive tokens of all rows, those that stay in the cache; no value is read from the device."""
+        """Write consecutive tokens of all rows, those that stay in the cache; no value is read from
+        the device.
+        """
         stop = start + new_tokens.count
         leading = torch.arange(start, max(start, min(self.first, stop)), device=self.device)
-        latest = torch.arange(min(stop, max(start, self.first, stop - self.last)), stop, device=self.device)
+        latest = torch.arange(
+            min(stop, max(start, self.first, stop - self.last)), stop, device=self.device
+        )
         column = torch.cat([leading, latest]) - start
         slot = torch.cat([leading, self.first + (latest - self.first) % self.last])
         for name, new in self._to_storage(entry).items():
@@ -233,7 +283,9 @@ class RingCache(SlotCache):
         self.tokens.segment[:, slot] = 0
 
     def _slots_in_order(self, new_tokens: SequenceInfo) -> tuple[Tensor | slice, int | None]:
-        """Slots ordered by position, and the position of the first; all slots and None if rows are not uniform."""
+        """Slots ordered by position, and the position of the first; all slots and None if rows are
+        not uniform.
+        """
         if self.first or not self.uniform or new_tokens.start != self.used:
             return slice(None), None
         start = max(0, self.used - self.last)
@@ -261,13 +313,17 @@ class RingCache(SlotCache):
         return torch.where(winner.gather(1, slot) == order, slot, self.slots)
 
 
-# --- Recurrent states ----------------------------------------------------------------------------------
+# --- Recurrent states -----------------------------------------------------------------------------
 
 
 class RecurrentStateCache(KVCache):
-    """One recurrent state per head, updated with every token; its size does not depend on the length."""
+    """One recurrent state per head, updated with every token; its size does not depend on the
+    length.
+    """
 
-    def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(spec, batch, dtype, device)
         self._state = empty_state(spec, batch, dtype, device)
 
@@ -280,8 +336,13 @@ class RecurrentStateCache(KVCache):
         self._state = state
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        if new_tokens.start is None and bool((new_tokens.is_real & (new_tokens.segment != 0)).any()):
-            raise ValueError("a recurrent state cannot separate segments; give each packed document a cache of its own")
+        if new_tokens.start is None and bool(
+            (new_tokens.is_real & (new_tokens.segment != 0)).any()
+        ):
+            raise ValueError(
+                "a recurrent state cannot separate segments; give each packed document a cache of "
+                "its own"
+            )
         self._record_tokens(new_tokens)
         return entry, new_tokens
 
@@ -295,7 +356,9 @@ class RecurrentStateCache(KVCache):
 
 
 class HiddenStateCache(TokenCache):
-    """The state [B, ...] of a recurrence or convolution after the tokens so far; None before the first."""
+    """The state [B, ...] of a recurrence or convolution after the tokens so far; None before the
+    first.
+    """
 
     def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(batch, dtype, device)
@@ -320,14 +383,18 @@ class HiddenStateCache(TokenCache):
 
 
 class KVHeadGroup(NamedTuple):
-    """Key-value heads that are cached together, and the spec of a plain layer of these heads alone."""
+    """Key-value heads that are cached together, and the spec of a plain layer
+    of these heads alone.
+    """
 
     kv_heads: tuple[int, ...]
     spec: AttentionSpec
 
 
 class CachedHeads(NamedTuple):
-    """The kv entry that the queries of some key-value heads attend to, and the positions of its tokens."""
+    """The kv entry that the queries of some key-value heads attend to, and the positions of its
+    tokens.
+    """
 
     kv_heads: tuple[int, ...]
     spec: AttentionSpec
@@ -336,35 +403,55 @@ class CachedHeads(NamedTuple):
 
 
 def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
-    """The groups of key-value heads whose patterns retain different tokens, the largest retention first.
+    """The groups of key-value heads whose patterns retain different tokens, the largest retention
+    first.
 
-    Empty if one cache serves all heads: if they have one pattern or one retention, if they are not cached head by head
-    (latent keys, states of linear attention), if heads are mixed, if query heads with the same pattern belong to
-    different groups, or if no group retains the tokens of all others.
+    Empty if one cache serves all heads: if they have one pattern or one retention, if they are not
+    cached head by head (latent keys, states of linear attention), if heads are mixed, if query
+    heads with the same pattern belong to different groups, or if no group retains the tokens of all
+    others.
 
     >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=4, kv=2, pattern="perhead((window(4), causal()), (0, 0, 1, 1))")
+    >>> spec = hw.design(
+    ...     model=8, heads=4, kv=2, pattern="perhead((window(4), causal()), (0, 0, 1, 1))"
+    ... )
     >>> [(group.kv_heads, group.spec.pattern) for group in split_by_retention(spec)]
     [((1,), Causal()), ((0,), Window(keys=4))]
     """
     heads, pattern = spec.heads, spec.pattern
-    if not isinstance(pattern, PerHead) or heads.value_heads or spec.parts_of(Mix) or spec.recurrent_part:
+    if (
+        not isinstance(pattern, PerHead)
+        or heads.value_heads
+        or spec.parts_of(Mix)
+        or spec.recurrent_part
+    ):
         return ()
     if not spec.project.caches_keys_and_values or spec.similarity.params(spec):
         return ()
-    queries = [[head for head in range(heads.q) if heads.kv_head_of_query[head] == kv] for kv in range(heads.kv)]
-    retentions = [largest_retention(*(head_pattern(pattern, head).retention for head in own)) for own in queries]
+    queries = [
+        [head for head in range(heads.q) if heads.kv_head_of_query[head] == kv]
+        for kv in range(heads.kv)
+    ]
+    retentions = [
+        largest_retention(*(head_pattern(pattern, head).retention for head in own))
+        for own in queries
+    ]
     by_retention: dict[KeyRetention, list[int]] = {}
     for kv, retention in enumerate(retentions):
         by_retention.setdefault(retention, []).append(kv)
     ordered = sorted(by_retention, key=lambda retention: -retention.total)
-    is_split = any(len({retentions[heads.kv_head_of_query[head]] for head in own}) > 1 for _, own in pattern.groups)
+    is_split = any(
+        len({retentions[heads.kv_head_of_query[head]] for head in own}) > 1
+        for _, own in pattern.groups
+    )
     if len(ordered) < 2 or is_split or largest_retention(*ordered) != ordered[0]:
         return ()
     return tuple(_make_group(spec, by_retention[retention], queries) for retention in ordered)
 
 
-def _make_group(spec: AttentionSpec, kv_heads: Sequence[int], queries: Sequence[Sequence[int]]) -> KVHeadGroup:
+def _make_group(
+    spec: AttentionSpec, kv_heads: Sequence[int], queries: Sequence[Sequence[int]]
+) -> KVHeadGroup:
     own = sorted(head for kv in kv_heads for head in queries[kv])
     heads = Heads(
         q=len(own),
@@ -380,19 +467,25 @@ def _make_group(spec: AttentionSpec, kv_heads: Sequence[int], queries: Sequence[
 class HeadGroupCache(KVCache):
     """The caches of several groups of heads; the first retains the tokens of all others.
 
-    `extend` returns the tokens of the first for all heads, with zeros where a head has dropped its own, which its
-    pattern masks. `extend_by_heads` returns what each group keeps, without copies.
+    `extend` returns the tokens of the first for all heads, with zeros where a head has dropped its
+    own, which its pattern masks. `extend_by_heads` returns what each group keeps, without copies.
     """
 
-    def __init__(self, spec: AttentionSpec, groups: Sequence[KVHeadGroup], caches: Sequence[KVCache]) -> None:
+    def __init__(
+        self, spec: AttentionSpec, groups: Sequence[KVHeadGroup], caches: Sequence[KVCache]
+    ) -> None:
         largest = caches[0]
         super().__init__(spec, largest.batch, largest.dtype, largest.device)
         self.groups, self.caches = tuple(groups), tuple(caches)
 
     def extend_by_heads(self, entry: KVEntry, new_tokens: SequenceInfo) -> list[CachedHeads]:
-        """Append these tokens; return what the queries of each group of heads attend to, in the layer's own dtype."""
+        """Append these tokens; return what the queries of each group of heads attend to, in the
+        layer's own dtype.
+        """
         cached: list[CachedHeads] = []
-        for group, cache in zip(self.groups, self.caches, strict=True):  # the first raises if it is full
+        for group, cache in zip(
+            self.groups, self.caches, strict=True
+        ):  # the first raises if it is full
             own = {name: _take_heads(tensor, group.kv_heads) for name, tensor in entry.items()}
             cached.append(CachedHeads(*group, *cache.extend(own, new_tokens)))
         self._record_tokens(new_tokens)
@@ -434,11 +527,19 @@ def _take_heads(tensor_BSGK: Tensor, heads: Sequence[int]) -> Tensor:
     return tensor_BSGK[:, :, list(heads)]
 
 
-def _tokens_of(cached: CachedHeads, sequence: SequenceInfo, batch: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of some heads at the tokens of a sequence, zero at those that they have dropped."""
-    is_same_BTS = _real_positions(sequence)[:, :, None] == _real_positions(cached.sequence)[:, None, :]
+def _tokens_of(
+    cached: CachedHeads, sequence: SequenceInfo, batch: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of some heads at the tokens of a sequence, zero at those that they have
+    dropped.
+    """
+    is_same_BTS = (
+        _real_positions(sequence)[:, :, None] == _real_positions(cached.sequence)[:, None, :]
+    )
     if sequence.num_visible is None and cached.sequence.num_visible is None:
-        is_same_BTS = is_same_BTS & (sequence.segment[:, :, None] == cached.sequence.segment[:, None, :])
+        is_same_BTS = is_same_BTS & (
+            sequence.segment[:, :, None] == cached.sequence.segment[:, None, :]
+        )
     slot_BT, is_cached_BT = is_same_BTS.int().argmax(-1), is_same_BTS.any(-1)
     row = torch.arange(batch, device=slot_BT.device)[:, None]
     for name, tensor in cached.entry.items():

@@ -1,17 +1,18 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune`, `convert` and `bench` are
-modules of these names; the packages `cost` and `run` hold the two largest, and `describe` the four that describe a
-layer or a model: `spec`, `walk`, `sites` and `why`.
+The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune`, `convert` and
+`bench` are modules of these names; the packages `cost` and `run` hold the two largest, and
+`describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
 
-`command_parser` makes help texts and errors. `exit_status` turns every error into one line and an exit code.
-`arguments` parses what commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
-`argument_checks` and `known_names` refuse bad values before a model is loaded.
-`global_options` has what --version --json and --completion of headwise itself print.
-`text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder,
-`one_text` the options of `heads` for one text.
+`command_parser` makes help texts and errors. `exit_status` turns every error into one line and an
+exit code. `arguments` parses what commands share: specs, presets, folders of models, `--set
+KEY=VALUE` and `--json`. `argument_checks` and `known_names` refuse bad values before a model is
+loaded. `global_options` has what --version --json and --completion of headwise itself print.
+`text_arguments` and `compression_arguments` add the options for texts and for models that are
+written to a folder, `one_text` the options of `heads` for one text.
 
-Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help` answers at once.
+Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help`
+answers at once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ COMMANDS = {
 DESCRIBE_COMMANDS = ("spec", "walk", "sites", "why")  # in one module
 
 
-EXAMPLES = ("headwise spec gqa --set heads.kv=4", "headwise cost gqa mla --context 32768 --batch 16")
+EXAMPLES = (
+    "headwise spec gqa --set heads.kv=4",
+    "headwise cost gqa mla --context 32768 --batch 16",
+)
 
 
 def usage() -> str:
@@ -66,11 +70,15 @@ def usage() -> str:
         "",
     ]
     tail = paragraph(
-        "headwise --version [--json] prints versions, headwise --completion SHELL a script that completes words in "
-        "bash, zsh or fish. headwise COMMAND --help lists the everyday options of a command, headwise COMMAND "
+        "headwise --version [--json] prints versions, headwise --completion SHELL a script that "
+        "completes words in "
+        "bash, zsh or fish. headwise COMMAND --help lists the everyday options of a command, "
+        "headwise COMMAND "
         "--help-all every option."
     )
-    return "\n".join([*head, localise("commands:"), *commands, "", localise("examples:"), *examples, "", *tail])
+    return "\n".join(
+        [*head, localise("commands:"), *commands, "", localise("examples:"), *examples, "", *tail]
+    )
 
 
 def _print_version(argv: Sequence[str]) -> int:
@@ -92,7 +100,9 @@ def _print_completion(argv: Sequence[str]) -> int:
 
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         got = repr(" ".join(argv)) if argv else "nothing"
-        raise UsageError(f"--completion needs one of {', '.join(SCRIPTS)}, got {got}; write --completion bash")
+        raise UsageError(
+            f"--completion needs one of {', '.join(SCRIPTS)}, got {got}; write --completion bash"
+        )
     print(SCRIPTS[argv[0]], end="")
     return 0
 
@@ -112,7 +122,9 @@ GLOBAL_OPTIONS: Mapping[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 on success, 2 on bad input, and those of `exit_status`."""
+    """Run one command and return its exit code: 0 on success, 2 on bad input, and those of
+    `exit_status`.
+    """
     is_closed = sys.stdout is None  # pyright: ignore[reportUnnecessaryComparison] - None if the shell closed it
     open_closed_streams()
     if is_closed:
@@ -130,6 +142,11 @@ def _run_command(argv: list[str]) -> int:
         return GLOBAL_OPTIONS[argv[0]](argv[1:])
     if argv[0] not in COMMANDS:
         kind = "option" if argv[0].startswith("-") else "command"
-        raise UsageError(f"there is no {kind} {argv[0]!r}; {suggest(argv[0], [*COMMANDS, *GLOBAL_OPTIONS, '--help'])}")
-    module, function = ("describe", f"{argv[0]}_main") if argv[0] in DESCRIBE_COMMANDS else (argv[0], "main")
+        raise UsageError(
+            f"there is no {kind} {argv[0]!r}; "
+            f"{suggest(argv[0], [*COMMANDS, *GLOBAL_OPTIONS, '--help'])}"
+        )
+    module, function = (
+        ("describe", f"{argv[0]}_main") if argv[0] in DESCRIBE_COMMANDS else (argv[0], "main")
+    )
     return getattr(import_module(f"{__name__}.{module}"), function)(argv[1:])

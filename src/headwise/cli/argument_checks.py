@@ -1,4 +1,6 @@
-"""Checks of arguments that need no model and do not import torch, so that a mistake is reported at once."""
+"""Checks of arguments that need no model and do not import torch, so that a mistake is reported at
+once.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,18 @@ CONFIG_FILE = "config.json"
 
 
 def check_model_path(name: str) -> None:
-    """Raise unless `name` is a folder with a model, or a file that may hold one; specs and presets have no weights."""
+    """Raise unless `name` is a folder with a model, or a file that may hold one; specs and presets
+    have no weights.
+    """
     from ..model_spec.serialization import MANIFEST_FILE
 
     path = Path(name)
     if path.is_dir():
         if not (path / MANIFEST_FILE).is_file() and not (path / CONFIG_FILE).is_file():
-            raise UsageError(f"{name} contains neither {MANIFEST_FILE} nor {CONFIG_FILE}; give a folder with a model")
+            raise UsageError(
+                f"{name} contains neither {MANIFEST_FILE} nor {CONFIG_FILE}; give a folder with a "
+                "model"
+            )
         return
     remedy = f"train a model with it: headwise train TASK --model {name} --out DIR"
     if not path.exists():
@@ -35,7 +42,8 @@ def check_model_path(name: str) -> None:
         raise UsageError(f"there is no folder or file {name!r}; give a folder with a model")
     if path.suffix == ".py":
         raise UsageError(
-            f"{name} is Python code, not a model; give a folder with a model, and parts by --import {name}"
+            f"{name} is Python code, not a model; give a folder with a model, and parts by "
+            f"--import {name}"
         )
     if path.suffix in DESCRIPTION_SUFFIXES:
         keys = read_description_keys(path)
@@ -65,18 +73,24 @@ def check_input_file(option: str, name: str | None) -> None:
 def check_tokenizer(name: str | None) -> None:
     """Raise unless --tokenizer is a file, or "bytes"."""
     if name != "bytes" and name is not None and not Path(name).is_file():
-        raise UsageError(f"there is no file {name!r} for --tokenizer; give a tokenizer.json, or bytes")
+        raise UsageError(
+            f"there is no file {name!r} for --tokenizer; give a tokenizer.json, or bytes"
+        )
 
 
 def check_output_folder(path: str, kind: str, existing: Existing) -> None:
-    """Raise SpecError if a folder of this kind may not be written; the writer also checks names of single files."""
+    """Raise SpecError if a folder of this kind may not be written; the writer also checks names of
+    single files.
+    """
     check_output(path, FolderKind(kind, known_names.OUTPUT_FOLDERS[kind]), existing)
 
 
 def check_suffix(option: str, name: str | None, suffixes: Sequence[str]) -> None:
     """Raise unless a file to write has one of these suffixes."""
     if name is not None and Path(name).suffix.lower() not in suffixes:
-        raise UsageError(f"{option} {name} has none of the suffixes {', '.join(suffixes)}; give one of these")
+        raise UsageError(
+            f"{option} {name} has none of the suffixes {', '.join(suffixes)}; give one of these"
+        )
 
 
 def check_choice(option: str, value: str | None, choices: Iterable[str]) -> None:
@@ -94,7 +108,9 @@ def check_minimum(option: str, value: float | None, minimum: float) -> None:
 def check_engine(args: argparse.Namespace) -> None:
     """Raise for the address of a Ray cluster that is not used."""
     if args.address and args.engine != "ray":
-        raise UsageError(f"--address {args.address} belongs to --engine ray; give both, or leave it out")
+        raise UsageError(
+            f"--address {args.address} belongs to --engine ray; give both, or leave it out"
+        )
 
 
 def check_positive(option: str, value: float | None) -> None:
@@ -109,7 +125,7 @@ def check_share(option: str, value: float | None) -> None:
         raise UsageError(f"{option} {value:g} is no share; give a number above 0, and at most 1")
 
 
-# --- Heads that the config.json of a model has ---------------------------------------------------------
+# --- Heads that the config.json of a model has ----------------------------------------------------
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -118,7 +134,9 @@ OTHER_KV_KEYS = ("multi_query", "new_decoder_architecture", "kv_lora_rank", "hea
 
 
 class HeadCounts(NamedTuple):
-    """The number of layers of a model, and of heads and key-value heads in each (None if unknown)."""
+    """The number of layers of a model, and of heads and key-value heads in each
+    (None if unknown).
+    """
 
     layers: int
     heads: int
@@ -126,7 +144,8 @@ class HeadCounts(NamedTuple):
 
 
 def read_head_counts(model: str) -> HeadCounts | None:
-    """Read the head counts of a model with one stack of equal layers from its config.json; None if it has another form.
+    """Read the head counts of a model with one stack of equal layers from its config.json; None if
+    it has another form.
 
     The counts of a pruned model and of an encoder-decoder are unknown before it is loaded.
     """
@@ -136,12 +155,18 @@ def read_head_counts(model: str) -> HeadCounts | None:
     layers, heads = _find_count(config, LAYER_KEYS), _find_count(config, HEAD_KEYS)
     if layers is None or heads is None:
         return None
-    kv = None if any(key in config for key in OTHER_KV_KEYS) else _find_count(config, KV_KEYS) or heads
+    kv = (
+        None
+        if any(key in config for key in OTHER_KV_KEYS)
+        else _find_count(config, KV_KEYS) or heads
+    )
     return HeadCounts(layers, heads, kv)
 
 
 def _read_config(model: str) -> Mapping[str, Any] | None:
-    """The config.json of a folder; None if there is none, or it cannot be read, which loading the model reports."""
+    """The config.json of a folder; None if there is none, or it cannot be read, which loading the
+    model reports.
+    """
     try:
         config = json.loads((Path(model) / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -154,22 +179,32 @@ def _find_count(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
 
 
 def check_heads_of_config(model: str, name: str, layer: int | None, heads: Sequence[int]) -> None:
-    """Raise if a config.json shows that a model lacks the layer or the heads that an argument names."""
+    """Raise if a config.json shows that a model lacks the layer or the heads that an argument
+    names.
+    """
     counts = read_head_counts(model)
     if counts is None:
         return
     if layer is not None and layer >= counts.layers:
-        raise UsageError(f"{name}: {model} has no layer {layer}; its layers are 0..{counts.layers - 1}")
+        raise UsageError(
+            f"{name}: {model} has no layer {layer}; its layers are 0..{counts.layers - 1}"
+        )
     if wrong := [head for head in heads if head >= counts.heads]:
-        raise UsageError(f"{name}: {model} has no head {wrong[0]}; the heads of a layer are 0..{counts.heads - 1}")
+        raise UsageError(
+            f"{name}: {model} has no head {wrong[0]}; the heads of a layer are "
+            f"0..{counts.heads - 1}"
+        )
 
 
 def check_routing_of_config(model: str, always: int, active: int) -> None:
-    """Raise if a config.json shows that a model has fewer heads than are always active and active by choice."""
+    """Raise if a config.json shows that a model has fewer heads than are always active and active
+    by choice.
+    """
     counts = read_head_counts(model)
     if counts is not None and always + active > counts.heads:
         raise UsageError(
-            f"--to routed={always},{active} needs {always + active} heads, and a layer of {model} has {counts.heads}; "
+            f"--to routed={always},{active} needs {always + active} heads, and a layer of {model} "
+            f"has {counts.heads}; "
             f"give two numbers with a sum of at most {counts.heads}"
         )
 
@@ -177,15 +212,25 @@ def check_routing_of_config(model: str, always: int, active: int) -> None:
 def check_text_model(model: str, option: str, remedy: str) -> None:
     """Raise if a config.json shows that a model reads images, and `option` gives it text."""
     config = _read_config(model)
-    if config is not None and "patch_size" in config and "vocab_size" not in config and "text_config" not in config:
+    if (
+        config is not None
+        and "patch_size" in config
+        and "vocab_size" not in config
+        and "text_config" not in config
+    ):
         raise UsageError(f"{model} reads images, and {option} gives text; {remedy}")
 
 
 def check_groups_of_config(model: str, kv: int | None) -> None:
-    """Raise if a config.json shows that the key-value heads of a model cannot be pooled to `kv` equal groups."""
+    """Raise if a config.json shows that the key-value heads of a model cannot be pooled to `kv`
+    equal groups.
+    """
     check_minimum("--kv", kv, 1)
     counts = read_head_counts(model)
     if kv is None or counts is None or counts.kv is None or counts.kv % kv == 0:
         return
     divisors = [count for count in range(1, counts.kv + 1) if counts.kv % count == 0]
-    raise UsageError(f"--kv {kv} does not divide the {counts.kv} key-value heads of {model}; use one of {divisors}")
+    raise UsageError(
+        f"--kv {kv} does not divide the {counts.kv} key-value heads of {model}; use one of "
+        f"{divisors}"
+    )

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..spec.attention_spec import AttentionSpec
 
 BAD_INPUT = 2  # exit code for invalid arguments or input
-# The names are repeated here so that --help need not import torch; a test compares them with headwise.presets.
+# The names are repeated here so that --help need not import torch; a test compares them with
+# headwise.presets.
 PRESETS = [
     "mha",
     "gqa",
@@ -48,11 +49,19 @@ MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
 
 
-TRANSLATED_COMMANDS = ("cost", "demo", "heads", "learn", "view")  # the others write English in every locale
+TRANSLATED_COMMANDS = (
+    "cost",
+    "demo",
+    "heads",
+    "learn",
+    "view",
+)  # the others write English in every locale
 
 
 def terminal_language(argv: Sequence[str]) -> str:
-    """The language of a command's texts: that of --lang or the locale, unless the terminal cannot show it."""
+    """The language of a command's texts: that of --lang or the locale, unless the terminal cannot
+    show it.
+    """
     is_translated = not argv or argv[0] in TRANSLATED_COMMANDS or argv[0].startswith("-")
     if not is_translated or choose_language(argv, os.environ) == "en":
         return "en"
@@ -73,7 +82,9 @@ def prepare_output() -> None:
 
 
 def print_page(text: str) -> None:
-    """Print a page; on a terminal, control characters are shown as codes. Without UTF-8, lines become ASCII."""
+    """Print a page; on a terminal, control characters are shown as codes. Without UTF-8, lines
+    become ASCII.
+    """
     if sys.stdout.isatty():
         text = escape_page(text)
     try:
@@ -93,7 +104,10 @@ def _note_replaced_characters(encoding: str) -> None:
     if encoding in _noted_encodings:
         return
     _noted_encodings.add(encoding)
-    print_note(f"headwise: characters that {encoding} does not have are shown as ?; set PYTHONIOENCODING=utf-8")
+    print_note(
+        f"headwise: characters that {encoding} does not have are shown as ?; set "
+        "PYTHONIOENCODING=utf-8"
+    )
 
 
 def print_note(text: object) -> None:
@@ -114,10 +128,14 @@ def print_title(text: str) -> None:
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a spec and change it."""
-    parser.add_argument("spec", nargs="?", metavar="SPEC", help="a .toml or .json file, a preset, or - for stdin")
+    parser.add_argument(
+        "spec", nargs="?", metavar="SPEC", help="a .toml or .json file, a preset, or - for stdin"
+    )
     parser.add_argument("--preset", metavar="NAME", help="one of " + ", ".join(PRESETS))
     parser.add_argument("--model", type=int, metavar="WIDTH", help="model width of the preset")
-    parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the preset")
+    parser.add_argument(
+        "--heads", type=int, metavar="COUNT", help="number of query heads of the preset"
+    )
     add_set_argument(parser)
 
 
@@ -126,28 +144,38 @@ def add_set_argument(
     help_text: str = "change a field, as in heads.kv=4 or pattern='window(256)'; repeatable",
 ) -> None:
     """Add `--set KEY=VALUE`."""
-    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help=help_text)
+    parser.add_argument(
+        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help=help_text
+    )
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--json`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
 
 
 def add_engine_arguments(parser: argparse._ActionsContainer, meaning: str) -> None:
     """Add `--engine` and `--address`; `check_engine` in `argument_checks` checks them."""
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=meaning)
-    parser.add_argument("--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)")
+    parser.add_argument(
+        "--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)"
+    )
 
 
 def add_language_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--lang`, which `terminal_language` reads before the arguments are parsed."""
-    parser.add_argument("--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)")
+    parser.add_argument(
+        "--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)"
+    )
 
 
 def add_overwrite_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--overwrite`."""
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier output of this command")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier output of this command"
+    )
 
 
 def existing_mode(args: argparse.Namespace) -> Existing:
@@ -159,10 +187,15 @@ def parse_spec(args: argparse.Namespace) -> AttentionSpec:
     """Return the spec named by SPEC or --preset, after every --set."""
     if (args.spec is None) == (args.preset is None):
         raise UsageError(
-            "give exactly one spec: a .toml or .json file, or --preset NAME with one of " + ", ".join(PRESETS)
+            "give exactly one spec: a .toml or .json file, or --preset NAME with one of "
+            + ", ".join(PRESETS)
         )
     sizes = {name: size for name in ("model", "heads") if (size := getattr(args, name)) is not None}
-    spec = _preset_spec(args.preset, sizes) if args.preset is not None else load_named_spec(args.spec, sizes)
+    spec = (
+        _preset_spec(args.preset, sizes)
+        if args.preset is not None
+        else load_named_spec(args.spec, sizes)
+    )
     return apply_changes(spec, args.changes)
 
 
@@ -170,11 +203,17 @@ def apply_changes(spec: AttentionSpec, changes: Sequence[str]) -> AttentionSpec:
     """Return the spec after `changes`, each as KEY=VALUE."""
     from ..spec import serialization
 
-    return serialization.from_dict(apply_changes_to_dict(serialization.to_dict(spec), changes)) if changes else spec
+    return (
+        serialization.from_dict(apply_changes_to_dict(serialization.to_dict(spec), changes))
+        if changes
+        else spec
+    )
 
 
 def apply_changes_to_dict(table: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Apply `changes`, each as KEY=VALUE, to a spec as plain values; changes and returns `table`."""
+    """Apply `changes`, each as KEY=VALUE, to a spec as plain values; changes
+    and returns `table`.
+    """
     for change in changes:
         _apply_change(table, change)
     return table
@@ -187,14 +226,17 @@ def _preset_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
 
 
 def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
-    """Return the preset of this name, in these sizes if there are any, or the spec in the file of this name."""
+    """Return the preset of this name, in these sizes if there are any, or the spec in the file of
+    this name.
+    """
     if name in PRESETS:
         return _preset_spec(name, sizes)
     if sizes:
         size, value = next(iter(sizes.items()))
         key = {"heads": "heads.q"}.get(size, size)
         raise UsageError(
-            f"--{size} is for presets, and {name} has its own {size}; change it with --set, as in --set {key}={value}"
+            f"--{size} is for presets, and {name} has its own {size}; change it with --set, as in "
+            f"--set {key}={value}"
         )
     path = Path(name)
     if name != "-" and not path.exists():
@@ -202,12 +244,19 @@ def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
 
         if name in PUBLISHED_MODELS:
             raise UsageError(
-                f"{name} is a whole model, and one layer is needed; give a .toml or .json file, or a preset"
+                f"{name} is a whole model, and one layer is needed; give a .toml or .json file, "
+                "or a preset"
             )
         is_path = bool(path.suffix) or len(path.parts) > 1
-        fact = f"there is no file {name!r}" if is_path else f"there is no preset, file or folder {name!r}"
+        fact = (
+            f"there is no file {name!r}"
+            if is_path
+            else f"there is no preset, file or folder {name!r}"
+        )
         names = [*PRESETS, *PUBLISHED_MODELS]
-        raise UsageError(f"{fact}; {'give a .toml or .json file, or a preset' if is_path else suggest(name, names)}")
+        raise UsageError(
+            f"{fact}; {'give a .toml or .json file, or a preset' if is_path else suggest(name, names)}"
+        )
     return parse_spec_text(name, read_text(name))
 
 
@@ -227,7 +276,9 @@ def read_text(name: str) -> str:
     except UnicodeDecodeError:
         raise UsageError(f"{name!r} is not a text file; give a .toml or .json file") from None
     if len(raw) > MAX_FILE_BYTES or "\0" in text:
-        raise UsageError(f"{name!r} is too long or not text; give a .toml or .json file that describes one spec")
+        raise UsageError(
+            f"{name!r} is too long or not text; give a .toml or .json file that describes one spec"
+        )
     return text
 
 
@@ -238,7 +289,9 @@ def _read_bytes(path: Path) -> bytes:
     except IsADirectoryError:
         raise UsageError(f"{str(path)!r} is a folder; give a .toml or .json file in it") from None
     except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file") from None
+        raise UsageError(
+            f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file"
+        ) from None
 
 
 def _apply_change(table: dict[str, Any], change: str) -> None:
@@ -257,7 +310,8 @@ def _apply_change(table: dict[str, Any], change: str) -> None:
         parent[keys[-1]] = parse_value(text)
     else:
         raise UsageError(
-            f"--set {change!r}: {'.'.join(keys[:-1])} is {parent!r} without a field {keys[-1]!r}; set the parent"
+            f"--set {change!r}: {'.'.join(keys[:-1])} is {parent!r} without a field {keys[-1]!r}; "
+            "set the parent"
         )
 
 
@@ -274,19 +328,23 @@ def _enter_key(parent: Any, key: str, path: str) -> Any:
         else []
     )
     raise UsageError(
-        f"--set: the spec has no {path!r}; {suggest(key, field_names) if field_names else 'set its parent instead'}"
+        f"--set: the spec has no {path!r}; "
+        f"{suggest(key, field_names) if field_names else 'set its parent instead'}"
     )
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value (number, list, table, string); anything else is returned as a string, except tables."""
+    """Parse a TOML value (number, list, table, string); anything else is returned as a string,
+    except tables.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if text.lstrip().startswith(("{", "[{")):
             example = "--set 'modifiers=[{part = \"Rotary\"}]'"
             raise UsageError(
-                f"{text.strip()} is no TOML value; quote it so that its quotes stay, as in {example}"
+                f"{text.strip()} is no TOML value; quote it so that its quotes stay, as in "
+                f"{example}"
             ) from None
         return text.strip()
 
@@ -296,12 +354,14 @@ def to_json(data: Any) -> str:
     return json.dumps(data, indent=2)
 
 
-# --- Specs and models named on the command line --------------------------------------------------------
+# --- Specs and models named on the command line ---------------------------------------------------
 
 MAX_CONFIG_BYTES = 2**24  # largest config.json that is read: some list 21,000 class names, twice
 
 
-def resolve_target(name: str, sizes: Mapping[str, int], changes: Sequence[str]) -> AttentionSpec | ModelSpec:
+def resolve_target(
+    name: str, sizes: Mapping[str, int], changes: Sequence[str]
+) -> AttentionSpec | ModelSpec:
     """Return the preset, or the spec or model that a file or folder describes, after `changes`.
 
     `sizes` apply to presets only. For a model, `changes` apply to its ModelSpec as plain values.
@@ -319,11 +379,15 @@ def resolve_target(name: str, sizes: Mapping[str, int], changes: Sequence[str]) 
 
 
 def short_name(name: str) -> str:
-    """Return a short label of a target: the stem of its path, and for a config.json the name of its folder."""
+    """Return a short label of a target: the stem of its path, and for a config.json the name of its
+    folder.
+    """
     path = Path(name)
     if name in PRESETS or name == "-":
         return name
-    return (path.resolve().parent.name if path.name == "config.json" else path.resolve().stem) or name
+    return (
+        path.resolve().parent.name if path.name == "config.json" else path.resolve().stem
+    ) or name
 
 
 def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
@@ -331,9 +395,13 @@ def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
     from ..spec.attention_spec import SLOTS, AttentionSpec
 
     if isinstance(target, AttentionSpec):
-        parts = {"heads": target.heads} | {slot: getattr(target, slot) for slot in SLOTS if slot != "pattern"}
+        parts = {"heads": target.heads} | {
+            slot: getattr(target, slot) for slot in SLOTS if slot != "pattern"
+        }
         parts |= {f"modifiers.{n}": modifier for n, modifier in enumerate(target.modifiers)}
-        yield from (f"{name}.{field.name}" for name, part in parts.items() for field in fields(part))
+        yield from (
+            f"{name}.{field.name}" for name, part in parts.items() for field in fields(part)
+        )
 
 
 def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
@@ -341,20 +409,31 @@ def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSp
     if not is_published and (name in PRESETS or (name != "-" and not Path(name).exists())):
         return load_named_spec(name, sizes)
     text = (
-        "" if is_published or Path(name).is_dir() else read_text(name) if name == "-" else _read_file_start(Path(name))
+        ""
+        if is_published or Path(name).is_dir()
+        else read_text(name)
+        if name == "-"
+        else _read_file_start(Path(name))
     )
     model = _load_model(name, text)
     if model is None:
-        return parse_spec_text(name, text) if name == "-" and not sizes else load_named_spec(name, sizes)
+        return (
+            parse_spec_text(name, text)
+            if name == "-" and not sizes
+            else load_named_spec(name, sizes)
+        )
     if sizes:
         raise UsageError(
-            f"--{next(iter(sizes))} is for presets, and {name} is a model with its own sizes; leave it out"
+            f"--{next(iter(sizes))} is for presets, and {name} is a model with its own sizes; "
+            "leave it out"
         )
     return model
 
 
 def _load_model(name: str, text: str) -> ModelSpec | None:
-    """Return the model that a folder or a text describes, or None if it describes a single layer."""
+    """Return the model that a folder or a text describes, or None if it
+    describes a single layer.
+    """
     from .. import families, model_spec
     from ..presets import DEFAULT_CHOICES
 
@@ -362,18 +441,27 @@ def _load_model(name: str, text: str) -> ModelSpec | None:
     if "stacks" in table:
         return model_spec.from_dict(table, DEFAULT_CHOICES)
     is_config = text.lstrip().startswith("{") and not _has_spec_keys(table)
-    if is_config or Path(name).is_dir() or Path(name).name == "config.json" or is_published_model(Path(name)):
+    if (
+        is_config
+        or Path(name).is_dir()
+        or Path(name).name == "config.json"
+        or is_published_model(Path(name))
+    ):
         return families.read_model_spec(table if name == "-" else name)
     return None
 
 
 def _read_file_start(path: Path) -> str:
-    """Return the start of a file as text; `load_named_spec` reports files that are too long or not text."""
+    """Return the start of a file as text; `load_named_spec` reports files that are too long or not
+    text.
+    """
     try:
         with path.open("rb") as file:
             return file.read(MAX_CONFIG_BYTES).decode(errors="replace")
     except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file") from None
+        raise UsageError(
+            f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file"
+        ) from None
 
 
 def _parse_table(text: str) -> Mapping[str, Any]:
@@ -386,17 +474,24 @@ def _parse_table(text: str) -> Mapping[str, Any]:
 
 
 def _has_spec_keys(table: Mapping[str, Any]) -> bool:
-    """Whether a JSON table is a spec and not a config.json; a table without keys counts as a spec."""
+    """Whether a JSON table is a spec and not a config.json; a table without
+    keys counts as a spec.
+    """
     return not table or "heads" in table or ("model" in table and "model_type" not in table)
 
 
-# --- Whole models: `headwise spec MODEL` ---------------------------------------------------------------
+# --- Whole models: `headwise spec MODEL` ----------------------------------------------------------
 
-MODEL_KEYS = {".json": ("model_type", "architectures"), ".toml": ("stacks", "format")}  # keys that only models have
+MODEL_KEYS = {
+    ".json": ("model_type", "architectures"),
+    ".toml": ("stacks", "format"),
+}  # keys that only models have
 
 
 def load_model_description(name: str | None) -> ModelSpec | None:
-    """Return the model that a folder, config.json, TOML file or published name describes; None for anything else."""
+    """Return the model that a folder, config.json, TOML file or published name describes; None for
+    anything else.
+    """
     path = Path(name or "-")
     if (
         not is_published_model(path)
@@ -424,7 +519,9 @@ def is_manifest_or_config(path: Path) -> bool:
 
 
 def read_description_keys(path: Path) -> dict[str, Any]:
-    """Return the table in a JSON or TOML file; empty if it cannot be read (the spec parser reports why)."""
+    """Return the table in a JSON or TOML file; empty if it cannot be read (the spec parser reports
+    why).
+    """
     if path.suffix not in MODEL_KEYS or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
         return {}
     try:
@@ -439,11 +536,20 @@ def format_model_page(model: ModelSpec, args: argparse.Namespace) -> str:
     """Format a model in the requested form: as TOML, as JSON, or as a table of its tensors."""
     from ..model_spec import ModelTable, to_dict, to_toml
 
-    for option, value in (("--set", args.changes), ("--model", args.model), ("--heads", args.heads)):
+    for option, value in (
+        ("--set", args.changes),
+        ("--model", args.model),
+        ("--heads", args.heads),
+    ):
         if value:
-            raise UsageError(f"{option} is for one spec, and {args.spec} describes a whole model; change the file")
+            raise UsageError(
+                f"{option} is for one spec, and {args.spec} describes a whole model; change the "
+                "file"
+            )
     if args.toml:
         return to_toml(model).rstrip()
     return (
-        to_json({"model": to_dict(model), "table": ModelTable(model).to_dict}) if args.json else str(ModelTable(model))
+        to_json({"model": to_dict(model), "table": ModelTable(model).to_dict})
+        if args.json
+        else str(ModelTable(model))
     )

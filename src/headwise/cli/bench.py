@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
         cases = _print_cases(args)
         width = max(map(len, cases)) + 2
         print_page(
-            to_json(cases) if args.json else "\n".join(f"{kind:<{width}}{summary}" for kind, summary in cases.items())
+            to_json(cases)
+            if args.json
+            else "\n".join(f"{kind:<{width}}{summary}" for kind, summary in cases.items())
         )
         return 0
     if args.calibrate:
@@ -35,7 +37,9 @@ def main(argv: list[str]) -> int:
         report = _run_suite(args)
     print_page(to_json(report.data) if args.json else str(report))
     if report.machine["interrupted"]:
-        missing = ", ".join(f"{kind} ({count})" for kind, count in report.machine["missing"].items())
+        missing = ", ".join(
+            f"{kind} ({count})" for kind, count in report.machine["missing"].items()
+        )
         print_note(f"headwise: interrupted; cases that are missing, by kind: {missing or 'none'}")
         raise KeyboardInterrupt
     return 0 if report.is_valid else 1
@@ -65,7 +69,9 @@ def _print_cases(args: argparse.Namespace) -> Mapping[str, str]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Measure the take-over points of this machine, and print them; exit code 1 if they cannot be kept."""
+    """Measure the take-over points of this machine, and print them; exit code 1 if they cannot be
+    kept.
+    """
     if args.quick or args.scaling or args.out:
         raise UsageError("--calibrate takes no --quick, --scaling and --out; leave them out")
     from ..bench.calibration import calibrate
@@ -85,7 +91,9 @@ def _run_suite(args: argparse.Namespace) -> BenchmarkReport | ScalingReport:
     if not args.scaling:
         from ..bench.runner import run_benchmarks
 
-        return run_benchmarks(*args.names, quick=args.quick, threads=args.threads, output_folder=args.out, **callbacks)
+        return run_benchmarks(
+            *args.names, quick=args.quick, threads=args.threads, output_folder=args.out, **callbacks
+        )
     from ..bench.runner import run_scaling
 
     if args.quick:
@@ -96,9 +104,12 @@ def _run_suite(args: argparse.Namespace) -> BenchmarkReport | ScalingReport:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "bench",
-        "Time headwise against other libraries, in alternation within one process, and against this machine's memory "
-        "bandwidth and matrix-multiplication rate. Each row has its targets and whether they are met; libraries that "
-        "are not installed are listed. Exit code 1 if a library gives a different result than headwise.",
+        "Time headwise against other libraries, in alternation within one process, and against "
+        "this machine's memory "
+        "bandwidth and matrix-multiplication rate. Each row has its targets and whether they are "
+        "met; libraries that "
+        "are not installed are listed. Exit code 1 if a library gives a different result than "
+        "headwise.",
         "headwise bench --list",
         "headwise bench attention_decode:fp32 entmax --quick --out runs/bench",
     )
@@ -106,14 +117,21 @@ def _parser() -> CommandParser:
         "names",
         nargs="*",
         metavar="KIND[:PIECE]",
-        help="kinds of benchmarks, see --list; KIND:PIECE selects the rows with PIECE in their names (default: all)",
+        help=(
+            "kinds of benchmarks, see --list; KIND:PIECE selects the rows with PIECE in their "
+            "names (default: all)"
+        ),
     )
     parser.add_argument("--list", action="store_true", help="list the kinds of benchmarks and exit")
     parser.add_argument(
-        "--quick", action="store_true", help="take fewer samples and skip rows; a few minutes for all kinds"
+        "--quick",
+        action="store_true",
+        help="take fewer samples and skip rows; a few minutes for all kinds",
     )
     parser.add_argument(
-        "--scaling", action="store_true", help="time every backend at growing sizes instead of the benchmarks"
+        "--scaling",
+        action="store_true",
+        help="time every backend at growing sizes instead of the benchmarks",
     )
     parser.add_argument(
         "--calibrate",
@@ -121,9 +139,16 @@ def _parser() -> CommandParser:
         help="measure from which sizes own kernels are faster here, and keep it; under a minute",
     )
     parser.add_argument(
-        "--threads", type=int, metavar="COUNT", help="threads for torch and numba (default: all processors)"
+        "--threads",
+        type=int,
+        metavar="COUNT",
+        help="threads for torch and numba (default: all processors)",
     )
-    parser.add_argument("--out", metavar="DIR", help="write bench.json and bench.svg, or scaling.json, to this folder")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write bench.json and bench.svg, or scaling.json, to this folder",
+    )
     add_overwrite_argument(parser)
     add_json_argument(parser)
     return parser
@@ -136,6 +161,8 @@ def _report_progress(message: str) -> None:
 
 
 def _report_finished(message: str) -> None:
-    """Print one line for each finished case to stderr, unless it is a terminal, which shows the progress line."""
+    """Print one line for each finished case to stderr, unless it is a terminal, which shows the
+    progress line.
+    """
     if not sys.stderr.isatty():
         print_note(message)

@@ -1,4 +1,6 @@
-"""The argument parser of all commands: help texts with everyday or all options, and errors that name a remedy."""
+"""The argument parser of all commands: help texts with everyday or all options, and errors that
+name a remedy.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,25 @@ class UsageError(ValueError):
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Appends `(default: X)` to the help of every option with a default, unless its text already has it."""
+    """Appends `(default: X)` to the help of every option with a default, unless its text already
+    has it.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN)
 
-    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+    def add_usage(
+        self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None
+    ) -> None:
         super().add_usage(usage, actions, groups, join_clauses([localise("usage"), ""], ": "))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.option_strings and action.nargs != 0
-        if not has_default or action.default in (None, "", [], argparse.SUPPRESS) or "(default:" in (action.help or ""):
+        if (
+            not has_default
+            or action.default in (None, "", [], argparse.SUPPRESS)
+            or "(default:" in (action.help or "")
+        ):
             return localise(action.help or "")
         space = "" if current_language() == "zh" else " "
         return f"{localise(action.help or '')}{space}{localise('(default: %(default)s)')}"
@@ -60,10 +70,11 @@ class _PrintHelp(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser of one command: `--help` shows the everyday options, `--help-all` also those of expert groups.
+    """Argument parser of one command: `--help` shows the everyday options, `--help-all` also those
+    of expert groups.
 
-    Every command that reads specs or models has the option `--import`: its files are imported while arguments are
-    parsed, so no command sees the option. Errors are raised as `UsageError`.
+    Every command that reads specs or models has the option `--import`: its files are imported while
+    arguments are parsed, so no command sees the option. Errors are raised as `UsageError`.
     """
 
     def __init__(self, command: str, description: str, *examples: str) -> None:
@@ -80,7 +91,13 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", int, _number_parser(int, "a whole number"))
         self.register("type", float, _number_parser(float, "a number"))
         self.add_argument("-h", "--help", action=_PrintHelp, nargs=0, help="show this help")
-        self.add_argument("--help-all", action=_PrintHelp, nargs=0, const=True, help="show this help with all options")
+        self.add_argument(
+            "--help-all",
+            action=_PrintHelp,
+            nargs=0,
+            const=True,
+            help="show this help with all options",
+        )
         if command not in COMMANDS_WITHOUT_PARTS:
             self._add_import_argument()
 
@@ -97,7 +114,10 @@ class CommandParser(argparse.ArgumentParser):
             action="append",
             default=argparse.SUPPRESS,
             metavar="FILE.py",
-            help="run this Python file first, which defines parts that specs and models use; repeatable",
+            help=(
+                "run this Python file first, which defines parts that specs and models use; "
+                "repeatable"
+            ),
         )
 
     @property
@@ -107,7 +127,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help with everyday options; its last line names `--help-all`."""
-        hidden = [*self.expert_actions, *(action for action in self._actions if "--help-all" in action.option_strings)]
+        hidden = [
+            *self.expert_actions,
+            *(action for action in self._actions if "--help-all" in action.option_strings),
+        ]
         help_texts = [action.help for action in hidden]
         for action in hidden:
             action.help = argparse.SUPPRESS
@@ -121,27 +144,41 @@ class CommandParser(argparse.ArgumentParser):
     def format_help_all(self) -> str:
         """Return the help with all options."""
         # The option of every command comes after those of this one.
-        self._action_groups.sort(key=lambda group: any(action.dest == PART_FILES for action in group._group_actions))
+        self._action_groups.sort(
+            key=lambda group: any(action.dest == PART_FILES for action in group._group_actions)
+        )
         self.usage = " ".join([self.prog.replace("%", "%%"), *self._required_words(), "[OPTIONS]"])
         text = super().format_help()  # argparse ends headings in a colon of its own
-        return re.sub("^(\\S.*):$", "\\1\uff1a", text, flags=re.MULTILINE) if current_language() == "zh" else text
+        return (
+            re.sub("^(\\S.*):$", "\\1\uff1a", text, flags=re.MULTILINE)
+            if current_language() == "zh"
+            else text
+        )
 
     def _required_words(self) -> list[str]:
-        """Return the positional arguments, and the options that must be given, as the usage line shows them."""
+        """Return the positional arguments, and the options that must be given, as the usage line
+        shows them.
+        """
         forms = {None: "{}", argparse.OPTIONAL: "[{}]", argparse.ZERO_OR_MORE: "[{} ...]"}
-        words = [forms[action.nargs].format(action.metavar) for action in self._get_positional_actions()]
+        words = [
+            forms[action.nargs].format(action.metavar) for action in self._get_positional_actions()
+        ]
         required = [action for action in self._get_optional_actions() if action.required]
         return words + [self._with_metavar(action.option_strings[-1]) for action in required]
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the arguments; raise `UsageError` for an option that does not exist, with the most similar one."""
+        """Parse the arguments; raise `UsageError` for an option that does not exist, with the most
+        similar one.
+        """
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.reject_unknown(unknown)
         return parsed
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the arguments, import the files of `--import`, and return the others with those that are unknown."""
+        """Parse the arguments, import the files of `--import`, and return the others with those
+        that are unknown.
+        """
         if args is not None and [*args] == [LIST_OPTIONS]:
             print("\n".join(name for action in self._actions for name in action.option_strings))
             self.exit()
@@ -163,17 +200,26 @@ class CommandParser(argparse.ArgumentParser):
                 remedy = f"leave it out, or give a text as --text {unknown[0]!r}"
             self.error(f"unexpected argument {unknown[0]!r}; {remedy}")
         hint = suggest(option, names)
-        self.error(f"there is no option {option}" + (f"; {hint}" if hint.startswith("did you mean") else ""))
+        self.error(
+            f"there is no option {option}"
+            + (f"; {hint}" if hint.startswith("did you mean") else "")
+        )
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`, so that all errors are printed in one form: the option, the fault and a remedy."""
+        """Raise `UsageError`, so that all errors are printed in one form: the option, the fault and
+        a remedy.
+        """
         required = "the following arguments are required: "
         if message.startswith(required):
-            names = [self._with_metavar(name) for name in message.removeprefix(required).split(", ")]
+            names = [
+                self._with_metavar(name) for name in message.removeprefix(required).split(", ")
+            ]
             message = f"missing {', '.join(names)}; add {'it' if len(names) == 1 else 'them'}"
         elif match := re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL):
             message = self._describe_fault(match[1].split("/")[-1], match[2])
-        raise UsageError(f"{message}{' See' if message.endswith('?') else '; see'} {self.prog} --help")
+        raise UsageError(
+            f"{message}{' See' if message.endswith('?') else '; see'} {self.prog} --help"
+        )
 
     def _describe_fault(self, option: str, fault: str) -> str:
         """Return what is wrong with the value of an option, and what to give instead."""
@@ -197,7 +243,9 @@ class CommandParser(argparse.ArgumentParser):
         return f"{name} {metavar if isinstance(metavar, str) else ' '.join(metavar)}"
 
 
-def _number_parser(kind: Callable[[str], int | float], expected: str) -> Callable[[str], int | float]:
+def _number_parser(
+    kind: Callable[[str], int | float], expected: str
+) -> Callable[[str], int | float]:
     """Return a parser of numbers whose error names what is expected."""
 
     def parse(text: str) -> int | float:

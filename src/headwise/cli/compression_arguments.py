@@ -1,4 +1,6 @@
-"""Shared by `prune` and `convert`: read a model and texts, retrain, write the new model, and verify it."""
+"""Shared by `prune` and `convert`: read a model and texts, retrain, write the new model, and verify
+it.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,15 @@ if TYPE_CHECKING:
     from ..surgery.verification.proof import ProofOptions
 
 
-# Defaults of --uptrain: they restored the quality of the demo's translator in the fewest steps of pure distillation.
+# Defaults of --uptrain: they restored the quality of the demo's translator in the fewest steps of
+# pure distillation.
 LEARNING_RATE, BATCH_SIZE = 1e-3, 64
 
 
 def add_compression_arguments(parser: CommandParser) -> None:
-    """Add the options for the model, texts, output folder, retraining, and measurements of speed."""
+    """Add the options for the model, texts, output folder, retraining, and
+    measurements of speed.
+    """
     add_model_arguments(parser)
     parser.add_argument(
         "--uptrain",
@@ -60,14 +65,24 @@ def add_compression_arguments(parser: CommandParser) -> None:
         metavar="STEPS",
         help="steps of retraining by distillation (default: none)",
     )
-    learn = parser.add_expert_group("retraining by distillation from the original model (--uptrain)")
-    learn.add_argument(
-        "--distill-data", metavar="FILE", help="texts for --uptrain (default: those that heads are chosen by)"
+    learn = parser.add_expert_group(
+        "retraining by distillation from the original model (--uptrain)"
     )
     learn.add_argument(
-        "--distill-examples", type=int, default=2000, metavar="COUNT", help="task examples for --uptrain"
+        "--distill-data",
+        metavar="FILE",
+        help="texts for --uptrain (default: those that heads are chosen by)",
     )
-    learn.add_argument("--lr", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})")
+    learn.add_argument(
+        "--distill-examples",
+        type=int,
+        default=2000,
+        metavar="COUNT",
+        help="task examples for --uptrain",
+    )
+    learn.add_argument(
+        "--lr", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})"
+    )
     timing = parser.add_expert_group("measurements in the proof")
     timing.add_argument(
         "--length",
@@ -75,12 +90,22 @@ def add_compression_arguments(parser: CommandParser) -> None:
         metavar="COUNT",
         help="tokens per text in the tables of speed and of cost (default: at most 256 and 512)",
     )
-    timing.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
+    timing.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="NUMBER",
+        help="time limit for measuring speed",
+    )
 
 
 def add_model_arguments(parser: CommandParser, written: str = "the new model") -> None:
-    """Add the options for the model, texts, and the output folder; `written` is what the command writes there."""
-    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder, or llama2.c file")
+    """Add the options for the model, texts, and the output folder; `written` is what the command
+    writes there.
+    """
+    parser.add_argument(
+        "model", metavar="MODEL", help="a headwise or transformers folder, or llama2.c file"
+    )
     parser.add_argument(
         "--out",
         required=True,
@@ -106,8 +131,10 @@ def check_compression_arguments(args: argparse.Namespace) -> None:
     if Path(args.model.partition(":")[0]).suffix == ".py":
         function, change = ("convert_module", "2") if "kv" in args else ("prune_module", "[(0, 1)]")
         raise UsageError(
-            f"{args.model} is Python code, and this command reads folders with models; for an nn.Module of your own, "
-            f"call headwise.{function}(model, {change}, example) in Python, and name your parts with --import"
+            f"{args.model} is Python code, and this command reads folders with models; for an "
+            "nn.Module of your own, "
+            f"call headwise.{function}(model, {change}, example) in Python, and name your parts "
+            "with --import"
         )
     check_model_path(args.model)
     check_text_arguments(args)
@@ -115,7 +142,9 @@ def check_compression_arguments(args: argparse.Namespace) -> None:
     kind = "report of pruning curves" if is_sweep else "pruned or converted model"
     check_output_folder(args.out, kind, existing_mode(args))
     if args.changes and args.task is None:
-        raise UsageError(f"--set {args.changes[0]} sets a field of a task; add --task NAME, or leave it out")
+        raise UsageError(
+            f"--set {args.changes[0]} sets a field of a task; add --task NAME, or leave it out"
+        )
     check_choice("--objective", args.objective, known_names.OBJECTIVES)
     if "seconds" in args:
         check_minimum("--uptrain", args.uptrain, 1)
@@ -128,7 +157,9 @@ def check_compression_arguments(args: argparse.Namespace) -> None:
 
 @dataclass
 class CompressionRun:
-    """The original model, the texts that it is changed by, the texts of the proof, and notes for its report."""
+    """The original model, the texts that it is changed by, the texts of the proof, and notes for
+    its report.
+    """
 
     args: argparse.Namespace
     net: Transformer
@@ -148,7 +179,9 @@ class CompressionRun:
         from ..surgery.hf_export.model_folder import COMPRESSED_MODEL
 
         check_output(
-            args.out, CURVES_FOLDER if "sweep" in args and args.sweep else COMPRESSED_MODEL, existing_mode(args)
+            args.out,
+            CURVES_FOLDER if "sweep" in args and args.sweep else COMPRESSED_MODEL,
+            existing_mode(args),
         )
         model = load(Path(args.model))
         attach_named_tokenizer(model, args)
@@ -157,13 +190,19 @@ class CompressionRun:
         return CompressionRun(args, model, examples, examples, task, [*reading_notes])
 
     def split_texts(self, uses: Sequence[str]) -> None:
-        """Keep texts for the proof that the change does not use; `uses` is what the others are used for."""
+        """Keep texts for the proof that the change does not use; `uses` is what the others are used
+        for.
+        """
         from ..surgery.model_and_texts import split_examples
 
         is_retrained = "uptrain" in self.args and self.args.uptrain is not None
-        has_own_texts = self.task is not None or (is_retrained and self.args.distill_data is not None)
+        has_own_texts = self.task is not None or (
+            is_retrained and self.args.distill_data is not None
+        )
         retrained = ("the model was retrained",) if is_retrained and not has_own_texts else ()
-        self.selection_examples, self.proof_examples, notes = split_examples(self.proof_examples, (*uses, *retrained))
+        self.selection_examples, self.proof_examples, notes = split_examples(
+            self.proof_examples, (*uses, *retrained)
+        )
         self.notes[:0] = notes
 
     @property
@@ -173,18 +212,26 @@ class CompressionRun:
 
     def distillation_texts(self) -> list[Example]:
         """Return the texts for retraining; the proof uses none of them."""
-        from ..head_analysis.annotated_examples import examples_from_lines, examples_from_task, read_lines
+        from ..head_analysis.annotated_examples import (
+            examples_from_lines,
+            examples_from_task,
+            read_lines,
+        )
 
         if self.task is not None:
             return examples_from_task(
                 self.net, self.task, self.args.distill_examples, "train"
             ).examples_with_frequencies()
         if self.args.distill_data is not None:
-            return examples_from_lines(self.net, read_lines(self.args.distill_data)).examples_with_frequencies()
+            return examples_from_lines(
+                self.net, read_lines(self.args.distill_data)
+            ).examples_with_frequencies()
         return self.selection_examples
 
     def retrain(self, model: Transformer) -> tuple[Transformer, dict[str, Any]]:
-        """Retrain the model if --uptrain is given; return it with entries for the record of the folder."""
+        """Retrain the model if --uptrain is given; return it with entries for the record of the
+        folder.
+        """
         from ..surgery.distillation import UptrainingOptions, uptrain
 
         if self.args.uptrain is None:
@@ -198,7 +245,9 @@ class CompressionRun:
             rate=LEARNING_RATE if self.args.lr is None else self.args.lr,
             batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
         )
-        progress = self.report_progress.counter("retraining by distillation", self.args.uptrain, "steps")
+        progress = self.report_progress.counter(
+            "retraining by distillation", self.args.uptrain, "steps"
+        )
         result = uptrain(
             model,
             self.net,
@@ -208,17 +257,25 @@ class CompressionRun:
         )
         curve = [point._asdict() for point in result.curve]
         first, best = (
-            next((point.held_out for point in result.curve if point.step == step), None) for step in (0, result.step)
+            next((point.held_out for point in result.curve if point.step == step), None)
+            for step in (0, result.step)
         )
         self.notes.append(
-            f"uptrained on {len(texts)} texts: step {result.step} of {options.steps} is kept, held-out loss "
+            f"uptrained on {len(texts)} texts: step {result.step} of {options.steps} is kept, "
+            "held-out loss "
             f"{_format_number(first)} -> {_format_number(best)}"
         )
         self.notes += [*result.notes, *([result.stop_reason] if result.stop_reason else [])]
-        return result.net, {"uptraining": {"options": repr(options), "step": result.step, "curve": curve}}
+        return result.net, {
+            "uptraining": {"options": repr(options), "step": result.step, "curve": curve}
+        }
 
-    def write_and_verify(self, model: Transformer, summary: str, record: Mapping[str, Any], **verification: Any) -> int:
-        """Write the model and its proof to the folder, print a summary, and return the exit code."""
+    def write_and_verify(
+        self, model: Transformer, summary: str, record: Mapping[str, Any], **verification: Any
+    ) -> int:
+        """Write the model and its proof to the folder, print a summary, and
+        return the exit code.
+        """
         from ..hub.pretrained_models import load
         from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
         from ..surgery.verification.proof import prove, write_proof
@@ -228,21 +285,34 @@ class CompressionRun:
         with stage_folder(out, COMPRESSED_MODEL, existing_mode(self.args)) as staged:
             self.report_progress("writing the model")
             written = write_model_folder(model, self.source, staged, record)
-            exports: dict[str, Callable[[], Any]] = {"headwise.load of the written folder": lambda: load(staged)}
-            options = self._verification_options(summary, [*record.get("notes", ())], exports=exports, **verification)
+            exports: dict[str, Callable[[], Any]] = {
+                "headwise.load of the written folder": lambda: load(staged)
+            }
+            options = self._verification_options(
+                summary, [*record.get("notes", ())], exports=exports, **verification
+            )
             proof = prove(self.net, model, self.proof_examples, options, self.report_progress)
             self.report_progress("")
             write_proof(proof, staged)
         if self.args.json:
-            print_page(to_json(proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}))
-        else:
-            folder_note = textwrap.fill(written.summary, TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="  ")
             print_page(
-                f"{render_summary(proof)}\n\n{out}\n{folder_note}\n  PROOF.md in this folder has the full report."
+                to_json(
+                    proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}
+                )
+            )
+        else:
+            folder_note = textwrap.fill(
+                written.summary, TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="  "
+            )
+            print_page(
+                f"{render_summary(proof)}\n\n{out}\n{folder_note}\n  PROOF.md in this folder has "
+                "the full report."
             )
         return 0 if proof.holds else 1
 
-    def _verification_options(self, summary: str, notes: Sequence[str], **verification: Any) -> ProofOptions:
+    def _verification_options(
+        self, summary: str, notes: Sequence[str], **verification: Any
+    ) -> ProofOptions:
         from ..surgery.verification.proof import ProofOptions
 
         args, command = self.args, shlex.join(["headwise", *sys.argv[1:]])

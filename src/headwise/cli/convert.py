@@ -1,4 +1,6 @@
-"""`headwise convert`: change the number or form of key-value heads, write the new model, and verify it."""
+"""`headwise convert`: change the number or form of key-value heads, write the new model, and verify
+it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,18 @@ import re
 from typing import TYPE_CHECKING
 
 from . import known_names
-from .argument_checks import check_choice, check_groups_of_config, check_minimum, check_routing_of_config
+from .argument_checks import (
+    check_choice,
+    check_groups_of_config,
+    check_minimum,
+    check_routing_of_config,
+)
 from .command_parser import CommandParser, UsageError
-from .compression_arguments import CompressionRun, add_compression_arguments, check_compression_arguments
+from .compression_arguments import (
+    CompressionRun,
+    add_compression_arguments,
+    check_compression_arguments,
+)
 
 if TYPE_CHECKING:
     from ..surgery import AttentionConversion
@@ -29,7 +40,9 @@ def main(argv: list[str]) -> int:
     from ..surgery.conversion import convert
     from ..surgery.pruning_plan import fingerprint_model
 
-    result = convert(run.net, conversion, run.selection_examples, kind=args.where, log=run.report_progress)
+    result = convert(
+        run.net, conversion, run.selection_examples, kind=args.where, log=run.report_progress
+    )
     model, retraining = run.retrain(result.after)
     record = result.data | {"model": fingerprint_model(run.net)} | retraining
     return run.write_and_verify(model, conversion.summary, record, **result.proof_options)
@@ -38,14 +51,18 @@ def main(argv: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "convert",
-        "Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, latent, collaborative, "
-        "routed). Writes the model to a new folder, with a proof of what was saved and what was lost.",
+        "Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, "
+        "latent, collaborative, "
+        "routed). Writes the model to a new folder, with a proof of what was saved and what was "
+        "lost.",
         "headwise convert path/to/model --kv 2 --align --data texts.txt --out smaller",
         "headwise convert path/to/model --to latent --data texts.txt --out latent",
     )
     add_compression_arguments(parser)
     target = parser.add_argument_group("target (exactly one)")
-    target.add_argument("--kv", type=int, metavar="COUNT", help="pool to this many key-value heads in every layer")
+    target.add_argument(
+        "--kv", type=int, metavar="COUNT", help="pool to this many key-value heads in every layer"
+    )
     target.add_argument(
         "--to",
         metavar="FORM",
@@ -58,7 +75,10 @@ def _parser() -> CommandParser:
         const="both",
         default="none",
         metavar="SIDE",
-        help="align heads first, within the model's symmetries: both (also without SIDE), keys or values",
+        help=(
+            "align heads first, within the model's symmetries: both (also without SIDE), keys or "
+            "values"
+        ),
     )
     pooling.add_argument(
         "--grouping",
@@ -68,12 +88,20 @@ def _parser() -> CommandParser:
     )
     expert = parser.add_expert_group("details of the conversion")
     expert.add_argument(
-        "--score", default="distance", metavar="KIND", help="similarity for --grouping similar: distance or cosine"
+        "--score",
+        default="distance",
+        metavar="KIND",
+        help="similarity for --grouping similar: distance or cosine",
     )
     expert.add_argument(
-        "--where", default="all", metavar="KIND", help="attention layers to convert: all, self or cross"
+        "--where",
+        default="all",
+        metavar="KIND",
+        help="attention layers to convert: all, self or cross",
     )
-    expert.add_argument("--by", default="best", metavar="METHOD", help="importance method for --to routed")
+    expert.add_argument(
+        "--by", default="best", metavar="METHOD", help="importance method for --to routed"
+    )
     return parser
 
 
@@ -88,12 +116,19 @@ def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
     ):
         check_choice(option, value, names)
     if (args.kv is None) == (args.to is None):
-        raise UsageError(f"give exactly one target: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
+        raise UsageError(
+            "give exactly one target: --kv COUNT, or --to with one of "
+            f"{', '.join(CONVERSION_FORMS)}"
+        )
     if args.to is not None and (args.align != "none" or args.grouping != "consecutive"):
-        raise UsageError(f"--align and --grouping apply to --kv only; leave them out with --to {args.to}")
+        raise UsageError(
+            f"--align and --grouping apply to --kv only; leave them out with --to {args.to}"
+        )
     match = FORM.fullmatch(args.to or "mha")
     if match is None:
-        raise UsageError(f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}")
+        raise UsageError(
+            f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}"
+        )
     if match["width"]:
         check_minimum("--to collaborative", int(match["width"]), 1)
     if match["active"]:

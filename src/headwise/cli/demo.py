@@ -1,4 +1,6 @@
-"""`headwise demo`: the heads of a trained translator; with --train, a translator that is trained and compressed."""
+"""`headwise demo`: the heads of a trained translator; with --train, a translator that is trained
+and compressed.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,26 @@ def main(argv: list[str]) -> int:
     """Print the demo page by page, each as soon as it is computed."""
     parser = CommandParser(
         "demo",
-        "A tour of a small trained translator: what its heads attend to, one head ablated, half of them pruned and "
-        "proved, in the terminal and as a page with pictures; about a minute. With --train the translator is trained "
+        "A tour of a small trained translator: what its heads attend to, one head ablated, half "
+        "of them pruned and "
+        "proved, in the terminal and as a page with pictures; about a minute. With --train the "
+        "translator is trained "
         "as you watch, after pages on one attention layer: about three minutes on two idle cores.",
         "headwise demo",
         "headwise demo --train --out runs/first",
     )
-    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for the models and the report")
-    parser.add_argument("--train", action="store_true", help="train a translator, then compress it in two ways")
-    parser.add_argument("--steps", type=int, metavar="COUNT", help="with --train, training steps (default: 800)")
-    parser.add_argument("--quick", action="store_true", help="only the pages on one attention layer; a few seconds")
+    parser.add_argument(
+        "--out", default="runs/demo", metavar="DIR", help="folder for the models and the report"
+    )
+    parser.add_argument(
+        "--train", action="store_true", help="train a translator, then compress it in two ways"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="COUNT", help="with --train, training steps (default: 800)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="only the pages on one attention layer; a few seconds"
+    )
     add_language_argument(parser)
     add_json_argument(parser)
     args = parser.parse_args(argv)

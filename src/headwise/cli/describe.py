@@ -30,18 +30,25 @@ def spec_main(argv: list[str]) -> int:
     """Print one spec, or a whole model."""
     parser = CommandParser(
         "spec",
-        "Print a spec: its TOML, parameters by name, FLOPs, cache size, and mask. For a whole model (a folder, a "
+        "Print a spec: its TOML, parameters by name, FLOPs, cache size, and mask. For a whole "
+        "model (a folder, a "
         "config.json or a TOML file), print a table of its tensors.",
         "headwise spec gqa --set heads.kv=4 --set pattern='window(5) | first(2)'",
         "headwise spec path/to/config.json",
     )
     add_spec_arguments(parser)
     parser.add_argument(
-        "--tokens", type=int, default=MASK_TOKENS, metavar="COUNT", help="tokens in the mask and in the FLOPs"
+        "--tokens",
+        type=int,
+        default=MASK_TOKENS,
+        metavar="COUNT",
+        help="tokens in the mask and in the FLOPs",
     )
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument(
-        "--toml", action="store_true", help="print only the spec, as a file for cost, train, why, walk and sites"
+        "--toml",
+        action="store_true",
+        help="print only the spec, as a file for cost, train, why, walk and sites",
     )
     add_json_argument(forms)
     args = parser.parse_args(argv)
@@ -61,7 +68,9 @@ def spec_main(argv: list[str]) -> int:
 
 
 def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
-    """Return everything about a spec as plain values; FLOPs are for one sequence of `tokens` tokens."""
+    """Return everything about a spec as plain values; FLOPs are for one sequence of `tokens`
+    tokens.
+    """
     from .. import costs
     from ..spec.serialization import to_dict
 
@@ -72,7 +81,12 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
     return {
         "spec": to_dict(spec),
         "parameters": [
-            {"name": name, "layout": str(param.layout), "shape": list(shapes[name]), "learned": param.trainable}
+            {
+                "name": name,
+                "layout": str(param.layout),
+                "shape": list(shapes[name]),
+                "learned": param.trainable,
+            }
             for name, param in spec.params().items()
         ],
         "counts": {
@@ -87,7 +101,9 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
             "entry": {name: list(shape) for name, shape in spec.kv_entry_shapes().items()},
             "numbers_per_token": cached_numbers,
             "bytes_per_token": {"float32": 4 * cached_numbers, "bfloat16": 2 * cached_numbers},
-            "bytes_of_state": costs.cache_bytes(spec, batch=1, capacity=1) if spec.recurrent_part else 0,
+            "bytes_of_state": costs.cache_bytes(spec, batch=1, capacity=1)
+            if spec.recurrent_part
+            else 0,
             "keeps": {"first": first, "last": last},
         },
         "heads": {
@@ -110,11 +126,16 @@ def format_spec(spec: AttentionSpec, tokens: int) -> str:
     lines = [to_toml(spec), "", *_format_parameters(data["parameters"]), ""]
     rows = [
         ("parameters", f"{counts['parameters']:,}{constants}"),
-        (f"flops, {tokens} tokens", f"{counts['flops_asked']:,} required, {counts['flops_counted']:,} counted"),
+        (
+            f"flops, {tokens} tokens",
+            f"{counts['flops_asked']:,} required, {counts['flops_counted']:,} counted",
+        ),
         ("cache", _format_cache(data["cache"])),
         (
             "keeps",
-            _format_saved(data["cache"]["keeps"]) if data["cache"]["numbers_per_token"] else "one state, no tokens",
+            _format_saved(data["cache"]["keeps"])
+            if data["cache"]["numbers_per_token"]
+            else "one state, no tokens",
         ),
     ]
     lines += [f"{name:<18}{what}" for name, what in rows]
@@ -124,7 +145,11 @@ def format_spec(spec: AttentionSpec, tokens: int) -> str:
 def _format_parameters(params: list[dict[str, Any]]) -> list[str]:
     head = ("parameter", "axes", "shape")
     rows = [
-        (row["name"], row["layout"], " x ".join(map(str, row["shape"])) + ("" if row["learned"] else ", constant"))
+        (
+            row["name"],
+            row["layout"],
+            " x ".join(map(str, row["shape"])) + ("" if row["learned"] else ", constant"),
+        )
         for row in params
     ]
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(2)]
@@ -135,7 +160,10 @@ def _format_cache(cache: dict[str, Any]) -> str:
     if cache["bytes_of_state"]:
         return f"one state of {cache['bytes_of_state']:,} bytes a row in float32 at any length"
     bytes_per_token = cache["bytes_per_token"]
-    return f"{bytes_per_token['float32']:,} bytes a token in float32, {bytes_per_token['bfloat16']:,} in bfloat16"
+    return (
+        f"{bytes_per_token['float32']:,} bytes a token in float32, "
+        f"{bytes_per_token['bfloat16']:,} in bfloat16"
+    )
 
 
 def _format_saved(retention: dict[str, Any]) -> str:
@@ -152,22 +180,31 @@ def walk_main(argv: list[str]) -> int:
     """Run a layer once on random input and print its tensor operations."""
     parser = CommandParser(
         "walk",
-        "Run a layer once on random input and list the steps of attention by number, with the shapes of queries, keys "
+        "Run a layer once on random input and list the steps of attention by number, with the "
+        "shapes of queries, keys "
         "and values, and whether a step copies or makes a view.",
         "headwise walk mha --batch 5 --tokens 10",
         "headwise walk transformer-base --layer decoder.0.cross --ops",
     )
     add_spec_arguments(parser)
-    parser.add_argument("--layer", metavar="PLACE", help="attention of a model, as in decoder.3.cross (default: first)")
+    parser.add_argument(
+        "--layer",
+        metavar="PLACE",
+        help="attention of a model, as in decoder.3.cross (default: first)",
+    )
     parser.add_argument("--batch", type=int, default=5, metavar="COUNT", help="batch size")
-    parser.add_argument("--tokens", type=int, default=10, metavar="COUNT", help="tokens per sequence")
+    parser.add_argument(
+        "--tokens", type=int, default=10, metavar="COUNT", help="tokens per sequence"
+    )
     parser.add_argument(
         "--source",
         type=int,
         metavar="COUNT",
         help="cross-attention to a source of this many tokens (default: self-attention)",
     )
-    parser.add_argument("--ops", action="store_true", help="every tensor operation by part, with strides")
+    parser.add_argument(
+        "--ops", action="store_true", help="every tensor operation by part, with strides"
+    )
     add_json_argument(parser)
     args = parser.parse_args(argv)
     place, spec = _parse_layer(args)
@@ -182,15 +219,23 @@ def walk_main(argv: list[str]) -> int:
 
 
 def _parse_layer(args: argparse.Namespace) -> tuple[str, AttentionSpec]:
-    """The attention that --layer names in a model, or its first one, with its place; "" and the spec of a layer."""
+    """The attention that --layer names in a model, or its first one, with its place; "" and the
+    spec of a layer.
+    """
     model = None if args.preset is not None else load_model_description(args.spec)
     if model is None:
         if args.layer is not None:
             raise UsageError(f"--layer {args.layer} is for models; leave it out")
         return "", parse_spec(args)
-    for option, value in (("--set", args.changes), ("--model", args.model), ("--heads", args.heads)):
+    for option, value in (
+        ("--set", args.changes),
+        ("--model", args.model),
+        ("--heads", args.heads),
+    ):
         if value:
-            raise UsageError(f"{option} is for one spec, and {args.spec} describes a whole model; leave it out")
+            raise UsageError(
+                f"{option} is for one spec, and {args.spec} describes a whole model; leave it out"
+            )
     from ..costs.workload import select_layer
     from ..spec.attention_spec import AttentionSpec
 
@@ -199,7 +244,9 @@ def _parse_layer(args: argparse.Namespace) -> tuple[str, AttentionSpec]:
         raise UsageError(f"{args.spec} has no attention; give another model")
     spec = select_layer(model, place)
     if not isinstance(spec, AttentionSpec):
-        raise UsageError(f"--layer {place} is a block; name one attention in it, as in --layer {place}.attention")
+        raise UsageError(
+            f"--layer {place} is a block; name one attention in it, as in --layer {place}.attention"
+        )
     return place, spec
 
 
@@ -207,13 +254,17 @@ def sites_main(argv: list[str]) -> int:
     """Print the table of attention layers."""
     parser = CommandParser(
         "sites",
-        "List every attention layer of a model: its path, number of heads and attention pattern, and whether its heads "
-        "can be traced, ablated, pruned and converted, with the reason if not. A description without weights works.",
+        "List every attention layer of a model: its path, number of heads and attention pattern, "
+        "and whether its heads "
+        "can be traced, ablated, pruned and converted, with the reason if not. A description "
+        "without weights works.",
         "headwise sites runs/dates",
         "headwise sites path/to/model --json",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a headwise or transformers folder, a .toml or .json file, or a preset"
+        "model",
+        metavar="MODEL",
+        help="a headwise or transformers folder, a .toml or .json file, or a preset",
     )
     add_json_argument(parser)
     args = parser.parse_args(argv)
@@ -223,7 +274,9 @@ def sites_main(argv: list[str]) -> int:
 
 
 def _list_sites(name: str) -> Sites:
-    """Return the attention layers of a model with weights, or of a spec or model that is only described."""
+    """Return the attention layers of a model with weights, or of a spec or model that is only
+    described.
+    """
     from ..inspect.attention_sites import sites
 
     path = Path(name)
@@ -246,7 +299,8 @@ def why_main(argv: list[str]) -> int:
     """Print the chosen backend, and for each other one its reasons to refuse."""
     parser = CommandParser(
         "why",
-        "Show which backend would run a spec, and why the others would not. Runs nothing and needs no device.",
+        "Show which backend would run a spec, and why the others would not. Runs nothing and "
+        "needs no device.",
         "headwise why gqa --device cuda --dtype bf16 --want weights",
         "headwise why mla --tokens one --when paged",
     )
@@ -259,7 +313,9 @@ def why_main(argv: list[str]) -> int:
         help="intermediate result that must be available, such as weights; repeatable",
     )
     parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda, ...")
-    parser.add_argument("--dtype", default="float32", metavar="NAME", help="float32, bf16, fp16 or float64")
+    parser.add_argument(
+        "--dtype", default="float32", metavar="NAME", help="float32, bf16, fp16 or float64"
+    )
     parser.add_argument(
         "--tokens",
         default="many",
@@ -271,7 +327,8 @@ def why_main(argv: list[str]) -> int:
         action="append",
         default=[],
         metavar="STATE",
-        help="assume grad (gradients are enabled), training, mask (a tensor passed as mask=), paged (a paged KV "
+        help="assume grad (gradients are enabled), training, mask (a tensor passed as mask=), "
+        "paged (a paged KV "
         "cache), or packed (several sequences per row); repeatable",
     )
     add_json_argument(parser)

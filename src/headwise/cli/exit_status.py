@@ -1,4 +1,6 @@
-"""How a command ends: one line for every error or warning, its exit code, closed streams, and SIGTERM."""
+"""How a command ends: one line for every error or warning, its exit code, closed streams, and
+SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class Terminated(SystemExit):
 def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
-    0 is success, 1 and 2 are results and bad input, 3 an error of headwise itself, 130 Ctrl-C, 141 a reader that has
-    left, 143 SIGTERM.
+    0 is success, 1 and 2 are results and bad input, 3 an error of headwise itself, 130 Ctrl-C, 141
+    a reader that has left, 143 SIGTERM.
     """
     signals = _SignalRecord()
     try:
@@ -85,11 +87,15 @@ def _text_of(error: BaseException) -> str:
 
 
 def _describe_os_error(error: OSError) -> str:
-    """The path, what the system says about it, and a remedy; errors that headwise has explained stay."""
+    """The path, what the system says about it, and a remedy; errors that headwise has explained
+    stay.
+    """
     if error.strerror is None or error.errno is None:
         return _text_of(error) or type(error).__name__
     name = "go on" if error.filename is None else f"use {os.fsdecode(error.filename)!r}"
-    return f"cannot {name}: {error.strerror.lower()}; {REMEDIES.get(error.errno, 'give another path')}"
+    return (
+        f"cannot {name}: {error.strerror.lower()}; {REMEDIES.get(error.errno, 'give another path')}"
+    )
 
 
 def print_error(message: str, code: int = BAD_INPUT) -> int:
@@ -108,18 +114,26 @@ def _report_internal_error(error: BaseException, argv: Sequence[str]) -> int:
     lines = [versions, f"arguments: {list(argv)!r}", "", "".join(traceback.format_exception(error))]
     try:
         with tempfile.NamedTemporaryFile(
-            "w", prefix="headwise-error-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+            "w",
+            prefix="headwise-error-",
+            suffix=".txt",
+            delete=False,
+            encoding="utf-8",
+            errors="backslashreplace",
         ) as file:
             file.write("\n".join(lines))
     except OSError:
         return print_error(f"error of headwise itself: {reason}; please report it", INTERNAL_ERROR)
-    return print_error(f"error of headwise itself: {reason}; please report it with {file.name}", INTERNAL_ERROR)
+    return print_error(
+        f"error of headwise itself: {reason}; please report it with {file.name}", INTERNAL_ERROR
+    )
 
 
 def open_closed_streams() -> None:
     """Connect standard streams that are closed to the null device.
 
-    Otherwise the next file that is opened would get the number of a closed stream, and libraries would write to it.
+    Otherwise the next file that is opened would get the number of a closed stream, and libraries
+    would write to it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -134,7 +148,9 @@ def open_closed_streams() -> None:
 
 
 def _drop_unwritten_output() -> None:
-    """Connect streams that cannot be written to the null device; Python would report the error again when it exits."""
+    """Connect streams that cannot be written to the null device; Python would report the error
+    again when it exits.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -146,7 +162,9 @@ def _drop_unwritten_output() -> None:
 
 
 class _SignalRecord:
-    """Context that records the signals which arrive, whoever handles them; in the main thread only."""
+    """Context that records the signals which arrive, whoever handles them; in
+    the main thread only.
+    """
 
     def __init__(self) -> None:
         self.received: set[int] = set()
@@ -172,17 +190,23 @@ class _SignalRecord:
 
 @contextmanager
 def _notices_in_one_line() -> Iterator[None]:
-    """Show warnings as errors are shown, and records of loggers with invisible characters as codes."""
+    """Show warnings as errors are shown, and records of loggers with invisible
+    characters as codes.
+    """
 
     def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make_any_record(*args, **kwargs)
-        with suppress(TypeError, ValueError):  # the logger reports arguments that do not fit their message
+        with suppress(
+            TypeError, ValueError
+        ):  # the logger reports arguments that do not fit their message
             record.msg, record.args = escape_page(record.getMessage()), ()
         return record
 
     make_any_record, format_any_warning = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(make_record)
-    warnings.formatwarning = lambda message, *_, **__: f"headwise: {shorten_message(str(message))}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"headwise: {shorten_message(str(message))}\n"
+    )
     try:
         yield
     finally:
@@ -197,7 +221,10 @@ def _sigterm_as_exception() -> Iterator[None]:
     def terminate(signum: int, frame: FrameType | None) -> None:
         raise Terminated(TERMINATED)
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
     signal.signal(signal.SIGTERM, terminate)

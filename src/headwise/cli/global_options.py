@@ -1,7 +1,9 @@
-"""Texts of the options of `headwise` itself: all versions (`--version --json`), scripts of `--completion SHELL`.
+"""Texts of the options of `headwise` itself: all versions (`--version --json`), scripts of
+`--completion SHELL`.
 
-The scripts of the shells ask headwise itself, so they never grow stale: `headwise --list-options` prints the commands,
-and `headwise COMMAND --list-options` the options of a command, which `CommandParser` answers from its own arguments.
+The scripts of the shells ask headwise itself, so they never grow stale: `headwise --list-options`
+prints the commands, and `headwise COMMAND --list-options` the options of a command, which
+`CommandParser` answers from its own arguments.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ OWN_NAME = "headwise"
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform and built parts of this installation; nothing that takes long to import is imported.
+    """Versions, platform and built parts of this installation; nothing that takes long to import is
+    imported.
 
     >>> describe_environment()["headwise"] == __version__
     True
@@ -71,7 +74,9 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _package_versions() -> dict[str, dict[str, str | None]]:
-    """The installed version of each dependency, None if it is missing; those of no extra are under "base"."""
+    """The installed version of each dependency, None if it is missing; those of no extra are under
+    "base".
+    """
     versions: dict[str, dict[str, str | None]] = {}
     for name, extra in parse_requirements(metadata.requires(OWN_NAME) or ()):
         versions.setdefault(extra, {})[name] = _installed_version(name)
@@ -79,9 +84,12 @@ def _package_versions() -> dict[str, dict[str, str | None]]:
 
 
 def parse_requirements(lines: Iterable[str]) -> list[tuple[str, str]]:
-    """The name and the extra ("base" for none) of each requirement; requirements on headwise itself are left out.
+    """The name and the extra ("base" for none) of each requirement; requirements on headwise itself
+    are left out.
 
-    >>> parse_requirements(["torch>=2.10", "transformers>=5.3; extra == 'hf'", "headwise[mt]; extra == 'dev'"])
+    >>> parse_requirements(
+    ...     ["torch>=2.10", "transformers>=5.3; extra == 'hf'", "headwise[mt]; extra == 'dev'"]
+    ... )
     [('torch', 'base'), ('transformers', 'hf')]
     """
     matches = [match for line in lines if (match := REQUIREMENT.match(line))]

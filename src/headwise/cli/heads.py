@@ -1,4 +1,6 @@
-"""`headwise heads`: measure and classify every head of a model; optionally importance, redundancy and a baseline."""
+"""`headwise heads`: measure and classify every head of a model; optionally importance, redundancy
+and a baseline.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ from .arguments import (
 )
 from .command_parser import CommandParser, UsageError
 from .one_text import ONE_TEXT_OPTIONS, add_one_text_arguments, check_one_text, show_one_text
-from .text_arguments import add_text_arguments, attach_named_tokenizer, check_text_arguments, read_examples
+from .text_arguments import (
+    add_text_arguments,
+    attach_named_tokenizer,
+    check_text_arguments,
+    read_examples,
+)
 
 if TYPE_CHECKING:
     from ..head_analysis.annotated_examples import Example
@@ -52,7 +59,8 @@ TRACE_SUFFIX = ".trace"
 class ExtraAnalyses:
     """Results of --importance, --redundancy and --random-baseline; None if not requested.
 
-    `weights` holds the results of --circuits, --spectra and --collapse as plain values. `lines` summarise all of them.
+    `weights` holds the results of --circuits, --spectra and --collapse as plain values. `lines`
+    summarise all of them.
     """
 
     importance: ImportanceResult | None = None
@@ -69,17 +77,27 @@ class ExtraAnalyses:
             "redundancy": self.redundancy,
             "random_baseline": self.random_baseline,
         }
-        return {name: result.data for name, result in results.items() if result is not None} | self.weights
+        return {
+            name: result.data for name, result in results.items() if result is not None
+        } | self.weights
 
 
 def add_extra_arguments(parser: CommandParser) -> None:
     """Add --importance, --redundancy and --random-baseline."""
     parser.add_argument(
-        "--importance", metavar="METHOD", help="estimate head importance: leave-one-out, michel or shapley"
+        "--importance",
+        metavar="METHOD",
+        help="estimate head importance: leave-one-out, michel or shapley",
     )
-    parser.add_argument("--redundancy", action="store_true", help="measure how similar heads are, compared with chance")
     parser.add_argument(
-        "--random-baseline", action="store_true", help="also measure a randomly initialised copy of the model"
+        "--redundancy",
+        action="store_true",
+        help="measure how similar heads are, compared with chance",
+    )
+    parser.add_argument(
+        "--random-baseline",
+        action="store_true",
+        help="also measure a randomly initialised copy of the model",
     )
 
 
@@ -91,7 +109,9 @@ def run_extras(
     measure: Callable[[Any], HeadTable],
     report: ProgressReporter,
 ) -> tuple[HeadTable, ExtraAnalyses]:
-    """Run the requested analyses; `measure` makes the head table of another model. Return the table and the results."""
+    """Run the requested analyses; `measure` makes the head table of another model. Return the table
+    and the results.
+    """
     extras = ExtraAnalyses()
     if args.importance is not None:
         extras.importance = _measure_importance(model, examples, args, report)
@@ -119,7 +139,9 @@ def run_extras(
     return table, extras
 
 
-def _describe_weights(model: Any, examples: Sequence[Example], args: argparse.Namespace, extras: ExtraAnalyses) -> None:
+def _describe_weights(
+    model: Any, examples: Sequence[Example], args: argparse.Namespace, extras: ExtraAnalyses
+) -> None:
     """Run --circuits, --spectra and --collapse."""
     from ..head_analysis import circuit_summary, rank_analysis
 
@@ -149,11 +171,15 @@ def _measure_importance(
         seed=args.seed,
     )
     progress = report.counter(f"importance of heads ({args.importance})", len(examples), "texts")
-    return estimate_importance(model, examples, method=args.importance, options=options, progress=progress)
+    return estimate_importance(
+        model, examples, method=args.importance, options=options, progress=progress
+    )
 
 
 def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
-    """Return the table with the importance of every head as a measure; adds a line on the most important ones."""
+    """Return the table with the importance of every head as a measure; adds a line on the most
+    important ones.
+    """
     from ..head_analysis.measure_tables import format_interval
 
     result = extras.importance
@@ -166,10 +192,12 @@ def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
         for head in table.heads
     )
     top_heads = join_items(
-        f"{head.site} {head.head} {format_interval(head.measure)}" for head in result.by_importance[:5]
+        f"{head.site} {head.head} {format_interval(head.measure)}"
+        for head in result.by_importance[:5]
     )
     extras.lines.append(
-        f"importance ({result.method}, {result.objective}, {result.texts} texts), with 95 % intervals: most important "
+        f"importance ({result.method}, {result.objective}, {result.texts} texts), with 95 % "
+        "intervals: most important "
         f"are {top_heads}"
     )
     return replace(table, heads=heads, notes=(*table.notes, *result.notes))
@@ -179,9 +207,13 @@ def _count_classes(table: HeadTable) -> str:
     from ..head_analysis.head_figures import class_group
 
     counts = Counter(
-        group for head in table.heads for group in {class_group(head_class.name) for head_class in head.classes}
+        group
+        for head in table.heads
+        for group in {class_group(head_class.name) for head_class in head.classes}
     )
-    return join_items(f"{count} {localise(name)}" for name, count in counts.most_common()) or localise("no class")
+    return join_items(
+        f"{count} {localise(name)}" for name, count in counts.most_common()
+    ) or localise("no class")
 
 
 def format_extras(extras: ExtraAnalyses) -> str:
@@ -189,7 +221,7 @@ def format_extras(extras: ExtraAnalyses) -> str:
     return "".join("\n\n" + "\n".join(paragraph(line)) for line in extras.lines)
 
 
-# --- `headwise heads` ----------------------------------------------------------------------------------
+# --- `headwise heads` -----------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
@@ -210,7 +242,9 @@ def main(argv: list[str]) -> int:
     drawn_heads = _locate_drawn_heads(args, sites(model)) if args.draw else []
     examples, notes, sites_of_images = _read_examples(model, args)
     report = ProgressReporter()
-    measure = partial(_measure_model, examples=examples, args=args, report=report, site_names=sites_of_images)
+    measure = partial(
+        _measure_model, examples=examples, args=args, report=report, site_names=sites_of_images
+    )
     table, extras = run_extras(model, measure(model), examples, args, measure, report)
     table = replace(table, notes=(*table.notes, *notes))
     report("")
@@ -221,12 +255,20 @@ def main(argv: list[str]) -> int:
         options = ReportOptions(extras.importance, extras.redundancy, pair, drawn_heads, existing)
         for name in write_head_report(model, table, examples, Path(args.out), options):
             print_note(name)
-    print_page(to_json(table.data | extras.data) if args.json else _format_table(table, args) + format_extras(extras))
+    print_page(
+        to_json(table.data | extras.data)
+        if args.json
+        else _format_table(table, args) + format_extras(extras)
+    )
     return 0
 
 
-def _read_examples(model: Any, args: argparse.Namespace) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
-    """The texts or images that the options name, notes on what was skipped, and the sites to measure (empty: all)."""
+def _read_examples(
+    model: Any, args: argparse.Namespace
+) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
+    """The texts or images that the options name, notes on what was skipped, and the sites to
+    measure (empty: all).
+    """
     if args.images is None:
         return (*read_examples(model, args), ())
     from ..head_analysis.head_metrics import NOT_FOR_IMAGES
@@ -239,23 +281,32 @@ def _read_examples(model: Any, args: argparse.Namespace) -> tuple[list[Example],
 def _parser() -> CommandParser:
     parser = CommandParser(
         "heads",
-        "Measure what every head of a model attends to over texts or images, compare it with chance, and classify the "
+        "Measure what every head of a model attends to over texts or images, compare it with "
+        "chance, and classify the "
         "heads, with confidence intervals.",
         "headwise heads path/to/model --data texts.txt --importance michel",
         "headwise heads path/to/model --text 'The cat sat.' --show norms",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a headwise or transformers folder; with --draw also a .trace file"
+        "model",
+        metavar="MODEL",
+        help="a headwise or transformers folder; with --draw also a .trace file",
     )
     add_text_arguments(
         parser,
         "use examples of a task with known alignments: dates",
         "read parsed sentences, and measure their dependency relations",
     )
-    parser.add_argument("--images", metavar="PATH", help="images of a vision model: a folder, or an .npy")
-    parser.add_argument("--sort", metavar="MEASURE", help="list heads by this measure, largest first")
+    parser.add_argument(
+        "--images", metavar="PATH", help="images of a vision model: a folder, or an .npy"
+    )
+    parser.add_argument(
+        "--sort", metavar="MEASURE", help="list heads by this measure, largest first"
+    )
     add_extra_arguments(parser)
-    parser.add_argument("--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder")
+    parser.add_argument(
+        "--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder"
+    )
     parser.add_argument(
         "--draw",
         nargs="+",
@@ -281,7 +332,10 @@ def _add_expert_arguments(parser: CommandParser) -> None:
     weights.add_argument(
         "--spectra",
         action="store_true",
-        help="number of dimensions in which the heads of each layer compare tokens, beside Gaussian matrices",
+        help=(
+            "number of dimensions in which the heads of each layer compare tokens, beside "
+            "Gaussian matrices"
+        ),
     )
     weights.add_argument(
         "--collapse",
@@ -300,14 +354,21 @@ def _add_expert_arguments(parser: CommandParser) -> None:
         "--criteria",
         default="ours",
         metavar="NAME",
-        help="definitions of the head classes: ours, untested (ours without the test), clark or voita",
+        help=(
+            "definitions of the head classes: ours, untested (ours without the test), clark or "
+            "voita"
+        ),
     )
     add_engine_arguments(
-        expert, "where texts are measured: local: in this process; ray: on a cluster of several machines"
+        expert,
+        "where texts are measured: local: in this process; ray: on a cluster of several machines",
     )
     expert.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     expert.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="time limit for --importance (default: no limit)"
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="time limit for --importance (default: no limit)",
     )
     expert.add_argument(
         "--normalise-layers",
@@ -319,13 +380,18 @@ def _add_expert_arguments(parser: CommandParser) -> None:
         nargs="*",
         default=[],
         metavar="SITE:HEAD",
-        help="with --out, draw these two heads over each other (default: the most global and the most local)",
+        help=(
+            "with --out, draw these two heads over each other (default: the most global and the "
+            "most local)"
+        ),
     )
 
 
 def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
     check_model_path(args.model)
-    if alone := [name for name in ONE_TEXT_OPTIONS if getattr(args, name) != parser.get_default(name)]:
+    if alone := [
+        name for name in ONE_TEXT_OPTIONS if getattr(args, name) != parser.get_default(name)
+    ]:
         raise UsageError(f"--{alone[0].replace('_', '-')} is for one text; add --text TEXT")
     check_text_arguments(args)
     if args.images is not None:
@@ -336,7 +402,9 @@ def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
         raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
     check_choice("--importance", args.importance, known_names.IMPORTANCE_METHODS)
     check_choice("--criteria", args.criteria, known_names.CRITERIA)
-    if args.conllu is args.align_files is args.task is args.images is None:  # these have further measures
+    if (
+        args.conllu is args.align_files is args.task is args.images is None
+    ):  # these have further measures
         check_choice("--sort", args.sort, _list_measures(args))
     check_positive("--budget", args.budget)
     if _parse_head_pair(args.pair) and args.out is None:
@@ -348,23 +416,36 @@ def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
 def _check_engine(args: argparse.Namespace) -> None:
     check_engine(args)
     if args.engine == "ray" and not args.conllu is args.align_files is args.task is None:
-        raise UsageError("--engine ray measures texts and images without dependencies and alignments; leave it out")
+        raise UsageError(
+            "--engine ray measures texts and images without dependencies and alignments; leave it "
+            "out"
+        )
 
 
 def _check_image_arguments(args: argparse.Namespace) -> None:
     """Raise if an option is given that needs texts."""
     if args.criteria in ("clark", "voita"):
-        raise UsageError(f"--criteria {args.criteria} is defined on texts; leave it out with --images")
+        raise UsageError(
+            f"--criteria {args.criteria} is defined on texts; leave it out with --images"
+        )
     if args.importance is not None:
-        raise UsageError("--importance needs texts or labels, and --images has neither; leave it out")
+        raise UsageError(
+            "--importance needs texts or labels, and --images has neither; leave it out"
+        )
     if args.tokenizer is not None:
         raise UsageError("--tokenizer is for texts; leave it out with --images")
 
 
 def _list_measures(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the measures of texts without annotations."""
-    published = [name for name in known_names.LITERATURE_MEASURES if name.startswith(f"{args.criteria} ")]
-    return (*known_names.MEASURES, *published, *(() if args.importance is None else ("importance",)))
+    published = [
+        name for name in known_names.LITERATURE_MEASURES if name.startswith(f"{args.criteria} ")
+    ]
+    return (
+        *known_names.MEASURES,
+        *published,
+        *(() if args.importance is None else ("importance",)),
+    )
 
 
 def _check_drawing(args: argparse.Namespace) -> None:
@@ -395,17 +476,26 @@ def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     _check_drawing(args)
     check_input_file("MODEL", args.model)
     if not args.draw:
-        raise UsageError(f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR")
+        raise UsageError(
+            f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR"
+        )
     unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]
-    if unused := [name for name in unused if name not in ("model", "draw", "out", "overwrite", "lang")]:
-        raise UsageError(f"--{unused[0].replace('_', '-')} needs a model, but {args.model} is a trace; leave it out")
+    if unused := [
+        name for name in unused if name not in ("model", "draw", "out", "overwrite", "lang")
+    ]:
+        raise UsageError(
+            f"--{unused[0].replace('_', '-')} needs a model, but {args.model} is a trace; leave "
+            "it out"
+        )
     from ..head_analysis.head_report import draw_traced_heads
     from ..traces import load_trace
 
     trace = load_trace(args.model)
     heads = _locate_drawn_heads(args, trace.layers)
     for site, head in heads:
-        trace.head_weights(site, head, slice(0, 1))  # refuse an unknown head before anything is written
+        trace.head_weights(
+            site, head, slice(0, 1)
+        )  # refuse an unknown head before anything is written
     for name in draw_traced_heads(trace, heads, Path(args.out), existing_mode(args)):
         print_page(name)
     return 0
@@ -416,7 +506,8 @@ def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:
     parts = [name.rpartition(":") for name in names]
     if len(names) not in (0, 2) or not all(site and head.isdecimal() for site, _, head in parts):
         raise UsageError(
-            f"--pair {' '.join(names)} is not two heads; write SITE:HEAD twice, as in encoder.0.attention:3"
+            f"--pair {' '.join(names)} is not two heads; write SITE:HEAD twice, as in "
+            "encoder.0.attention:3"
         )
     return [(site, int(head)) for site, _, head in parts]
 
@@ -453,7 +544,12 @@ def _measure_model(
     )
     progress = report.counter("measuring heads", len(examples), f"{kind}s")
     table = measure_and_classify(
-        model, examples, criteria=args.criteria, options=options, collectors=collectors, progress=progress
+        model,
+        examples,
+        criteria=args.criteria,
+        options=options,
+        collectors=collectors,
+        progress=progress,
     )
     return replace(table, texts=table.texts.replace("text", kind))
 

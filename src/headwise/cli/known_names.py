@@ -16,16 +16,69 @@ IMPORTANCE_METHODS = (
 IMPORTANCE_METHODS += ("lrp", "lrp-jacobian")
 RANKING_METHODS = (*IMPORTANCE_METHODS, "random", "best")
 REMOVAL_ORDERS = (*RANKING_METHODS, "gates")
-OBJECTIVES = ("next-token", "masked-token", "label", "translation", "drift", "token-drift", "drift-l2")
+OBJECTIVES = (
+    "next-token",
+    "masked-token",
+    "label",
+    "translation",
+    "drift",
+    "token-drift",
+    "drift-l2",
+)
 OBJECTIVES += ("token-drift-l2",)
 CRITERIA = ("ours", "untested", "clark", "voita")
-MEASURES = ("entropy", "breadth", "confidence", "distance", "sink", "first", "separator", "punctuation", "previous")
-MEASURES += ("self", "next", "offset", "peak", "positional_share", "support50", "support90", "support95", "duplicate")
+MEASURES = (
+    "entropy",
+    "breadth",
+    "confidence",
+    "distance",
+    "sink",
+    "first",
+    "separator",
+    "punctuation",
+    "previous",
+)
+MEASURES += (
+    "self",
+    "next",
+    "offset",
+    "peak",
+    "positional_share",
+    "support50",
+    "support90",
+    "support95",
+    "duplicate",
+)
 MEASURES += ("induction", "rare")
-LITERATURE_MEASURES = ("clark self", "clark next", "clark previous", "clark first", "clark separator")
-LITERATURE_MEASURES += ("clark separator to itself", "clark others to separator", "clark punctuation", "clark entropy")
-LITERATURE_MEASURES += ("clark entropy of first", "voita confidence", "voita position", "voita peak", "voita rare")
-TASKS = ("copy", "dates", "graph", "group", "lookup2", "markov", "recall")  # without those that read files
+LITERATURE_MEASURES = (
+    "clark self",
+    "clark next",
+    "clark previous",
+    "clark first",
+    "clark separator",
+)
+LITERATURE_MEASURES += (
+    "clark separator to itself",
+    "clark others to separator",
+    "clark punctuation",
+    "clark entropy",
+)
+LITERATURE_MEASURES += (
+    "clark entropy of first",
+    "voita confidence",
+    "voita position",
+    "voita peak",
+    "voita rare",
+)
+TASKS = (
+    "copy",
+    "dates",
+    "graph",
+    "group",
+    "lookup2",
+    "markov",
+    "recall",
+)  # without those that read files
 FILE_TASKS = ("frames", "images", "jsonl", "parallel", "text", "tokens")
 KEEP_SCOPES = ("layer", "stack", "model")
 UNIT_KINDS = ("auto", "head", "group")
@@ -46,6 +99,21 @@ OUTPUT_FOLDERS = {  # folders that commands write, with the patterns of file nam
     "model or training run": ("headwise.toml", "checkpoint", "metrics.jsonl", "sample"),
 }
 COMPILE_MODES = ("off", "auto", "on")
-ACTIVATION_PROFILES = ("dense", "chunked", "bf16_matmul", "sdpa", "flash-cuda", "paper-2022", "zhihu-624740065")
-NETWORKS = ("gru", "conv", "conv-dilated", "gru-fixed", "gru-additive", "gru-dot")  # without self-attention
+ACTIVATION_PROFILES = (
+    "dense",
+    "chunked",
+    "bf16_matmul",
+    "sdpa",
+    "flash-cuda",
+    "paper-2022",
+    "zhihu-624740065",
+)
+NETWORKS = (
+    "gru",
+    "conv",
+    "conv-dilated",
+    "gru-fixed",
+    "gru-additive",
+    "gru-dot",
+)  # without self-attention
 LOGGERS = ("tensorboard",)

@@ -1,4 +1,6 @@
-"""`headwise learn`: the source documents, walked in order; every formula, table, figure, listing and claim is run."""
+"""`headwise learn`: the source documents, walked in order; every formula, table, figure, listing
+and claim is run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def main(argv: list[str]) -> int:
     if args.list or args.what is None:
         documents = load_documents()
         if args.json:
-            print_page(to_json([_listed(entry) for document in documents for entry in document.entries]))
+            print_page(
+                to_json([_listed(entry) for document in documents for entry in document.entries])
+            )
         else:
             print_page((format_list if args.list else format_overview)(documents, language))
         return 0
@@ -55,17 +59,25 @@ def main(argv: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "learn",
-        "Walk the five source documents on attention. Every formula, table, figure, listing and claim is quoted and "
+        "Walk the five source documents on attention. Every formula, table, figure, listing and "
+        "claim is quoted and "
         "run: the numbers, whether it holds, and why.",
         "headwise learn 003",
         "headwise learn softmax-scale --lang zh",
     )
     parser.add_argument(
-        "what", nargs="?", metavar="TOPIC", help="a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)"
+        "what",
+        nargs="?",
+        metavar="TOPIC",
+        help="a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)",
     )
-    parser.add_argument("--list", action="store_true", help="list every entry with its state; run nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="list every entry with its state; run nothing"
+    )
     add_language_argument(parser)
-    parser.add_argument("--html", metavar="DIR", help="write one page for each document, with figures")
+    parser.add_argument(
+        "--html", metavar="DIR", help="write one page for each document, with figures"
+    )
     add_overwrite_argument(parser)
     add_json_argument(parser)
     return parser
@@ -76,7 +88,11 @@ def _write_pages(args: argparse.Namespace, language: str) -> int:
     from ..learn.document_page import DOCUMENT_PAGES, font_note, write_document_page
     from ..learn.entry_text import Words
 
-    ids = None if args.what is None else list(dict.fromkeys(entry.document for entry in find_entries(args.what)))
+    ids = (
+        None
+        if args.what is None
+        else list(dict.fromkeys(entry.document for entry in find_entries(args.what)))
+    )
     documents = load_documents() if ids is None else load_documents(ids)
     with stage_folder(args.html, DOCUMENT_PAGES, existing_mode(args)) as folder:
         for document in documents:
@@ -105,5 +121,11 @@ def _listed(entry: Entry) -> dict[str, Any]:
 
 
 def _checked(entry: Entry, result: Result) -> dict[str, Any]:
-    answers = {"reason_en": result.reason_en, "reason_zh": result.reason_zh, "reference": entry.reference}
-    return _listed(entry) | {"state": result.verdict.value, "numbers": dict(result.numbers)} | answers
+    answers = {
+        "reason_en": result.reason_en,
+        "reason_zh": result.reason_zh,
+        "reference": entry.reference,
+    }
+    return (
+        _listed(entry) | {"state": result.verdict.value, "numbers": dict(result.numbers)} | answers
+    )

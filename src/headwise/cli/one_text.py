@@ -1,4 +1,6 @@
-"""`headwise heads MODEL --text TEXT --show VIEW`: one view of the heads over a single text, or a comparison."""
+"""`headwise heads MODEL --text TEXT --show VIEW`: one view of the heads over a single text, or a
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +18,78 @@ if TYPE_CHECKING:
     from ..traces import Trace
 
 VIEWS = ("weights", "norms", "rollout", "logits", "points")
-ONE_TEXT_OPTIONS = ("target", "show", "head", "over", "position", "token", "top", "compare_text", "compare_model")
+ONE_TEXT_OPTIONS = (
+    "target",
+    "show",
+    "head",
+    "over",
+    "position",
+    "token",
+    "top",
+    "compare_text",
+    "compare_model",
+)
 OPTIONS = ("model", "text", "tokenizer", "lang", "json", *ONE_TEXT_OPTIONS)
 
 
 def add_one_text_arguments(parser: CommandParser) -> None:
     """Add the options for one text."""
-    parser.add_argument("--text", metavar="TEXT", help="show the heads over this text alone; see --show in --help-all")
+    parser.add_argument(
+        "--text",
+        metavar="TEXT",
+        help="show the heads over this text alone; see --show in --help-all",
+    )
     group = parser.add_expert_group("one text (--text)")
     group.add_argument(
         "--show",
         metavar="VIEW",
-        help="weights, norms (weights times the length of values after W_O), rollout, logits (what heads add to a "
+        help="weights, norms (weights times the length of values after W_O), rollout, logits "
+        "(what heads add to a "
         "logit) or points (queries and keys of a head on a plane) (default: weights)",
     )
     group.add_argument("--target", metavar="TEXT", help="target text, for an encoder-decoder model")
-    group.add_argument("--head", metavar="HEAD", help="show weights, norms or points of this head, such as L3H2")
     group.add_argument(
-        "--over", metavar="HOW", help="without --head, mean, max, min or sum over heads and layers (default: mean)"
+        "--head", metavar="HEAD", help="show weights, norms or points of this head, such as L3H2"
     )
     group.add_argument(
-        "--position", type=int, metavar="INDEX", help="position whose logit --show logits explains (default: the last)"
+        "--over",
+        metavar="HOW",
+        help="without --head, mean, max, min or sum over heads and layers (default: mean)",
     )
-    group.add_argument("--token", type=int, metavar="ID", help="token id to explain (default: the likeliest token)")
-    group.add_argument("--top", type=int, metavar="COUNT", help="keys to list for each query (default: 3)")
-    group.add_argument("--compare-text", metavar="TEXT", help="compare the weights of every head with this text")
-    group.add_argument("--compare-model", metavar="MODEL", help="compare with another checkpoint on the same text")
+    group.add_argument(
+        "--position",
+        type=int,
+        metavar="INDEX",
+        help="position whose logit --show logits explains (default: the last)",
+    )
+    group.add_argument(
+        "--token", type=int, metavar="ID", help="token id to explain (default: the likeliest token)"
+    )
+    group.add_argument(
+        "--top", type=int, metavar="COUNT", help="keys to list for each query (default: 3)"
+    )
+    group.add_argument(
+        "--compare-text", metavar="TEXT", help="compare the weights of every head with this text"
+    )
+    group.add_argument(
+        "--compare-model", metavar="MODEL", help="compare with another checkpoint on the same text"
+    )
 
 
 def check_one_text(args: argparse.Namespace, parser: CommandParser) -> None:
     """Refuse what cannot work before the model is loaded."""
     from ..head_analysis.head_table import check_head_name
 
-    unused = [name for name in vars(args) if name not in OPTIONS and getattr(args, name) != parser.get_default(name)]
+    unused = [
+        name
+        for name in vars(args)
+        if name not in OPTIONS and getattr(args, name) != parser.get_default(name)
+    ]
     if unused:
         option = {"align_files": "align"}.get(unused[0], unused[0].replace("_", "-"))
-        raise UsageError(f"--{option} needs many texts, and --text gives one; leave one of them out")
+        raise UsageError(
+            f"--{option} needs many texts, and --text gives one; leave one of them out"
+        )
     check_model_path(args.model)
     check_text_model(args.model, "--text", "give --images PATH")
     check_tokenizer(args.tokenizer)
@@ -59,7 +97,10 @@ def check_one_text(args: argparse.Namespace, parser: CommandParser) -> None:
     check_choice("--over", args.over, known_names.AGGREGATIONS)
     is_comparison = args.compare_text is not None or args.compare_model is not None
     if is_comparison and args.show is not None:
-        raise UsageError("--show and a comparison are two views; leave out --show, or --compare-text, --compare-model")
+        raise UsageError(
+            "--show and a comparison are two views; leave out --show, or --compare-text, "
+            "--compare-model"
+        )
     if args.compare_model is not None:
         check_model_path(args.compare_model)
     if args.head is not None:
@@ -115,7 +156,9 @@ def _load(name: str, args: argparse.Namespace) -> Any:
     model = load_original(name).eval()
     attach_named_tokenizer(model, args)
     if is_encoder_decoder(model) and args.target is None:
-        raise UsageError(f"{name} is an encoder-decoder; add --target TEXT, which its decoder reads")
+        raise UsageError(
+            f"{name} is an encoder-decoder; add --target TEXT, which its decoder reads"
+        )
     return model
 
 

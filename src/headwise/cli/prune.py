@@ -1,4 +1,6 @@
-"""`headwise prune`: remove heads, write the smaller model, and verify it; or sweep over pruning ratios."""
+"""`headwise prune`: remove heads, write the smaller model, and verify it; or sweep over pruning
+ratios.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from ..output_paths import check_output
 from . import known_names
-from .argument_checks import check_choice, check_heads_of_config, check_minimum, check_positive, check_share
+from .argument_checks import (
+    check_choice,
+    check_heads_of_config,
+    check_minimum,
+    check_positive,
+    check_share,
+)
 from .arguments import existing_mode, print_page, to_json
 from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments, add_model_arguments
@@ -38,7 +46,9 @@ def main(argv: list[str]) -> int:
 
     selection = _selection(args, run)
     run.split_texts(list_text_uses(selection, args.fold))
-    result = prune(run.net, selection, run.selection_examples, fold=args.fold, log=run.report_progress)
+    result = prune(
+        run.net, selection, run.selection_examples, fold=args.fold, log=run.report_progress
+    )
     model, retraining = run.retrain(result.after)
     record = result.data | {"model": fingerprint_model(run.net)} | retraining
     return run.write_and_verify(model, result.plan.summary, record, **result.proof_options)
@@ -47,7 +57,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "prune",
-        "Remove attention heads from a model. Writes the smaller model to a new folder, with a proof that it equals "
+        "Remove attention heads from a model. Writes the smaller model to a new folder, with a "
+        "proof that it equals "
         "the model with these heads ablated, what was saved, and what was lost.",
         "headwise prune path/to/model --keep 0.5 --data texts.txt --out smaller",
         "headwise prune path/to/model --heads 0:1,3 --data texts.txt --out smaller",
@@ -60,26 +71,44 @@ def _parser() -> CommandParser:
         help="keep the most important heads: a share (0.5) or number (4) of each layer",
     )
     selection.add_argument(
-        "--heads", nargs="+", metavar="LAYER:HEADS", help="remove these heads, as in 0:1,3 decoder.2.cross:0"
+        "--heads",
+        nargs="+",
+        metavar="LAYER:HEADS",
+        help="remove these heads, as in 0:1,3 decoder.2.cross:0",
     )
     selection.add_argument(
         "--budget",
         metavar="KIND=LIMIT",
-        help="remove the least important heads until parameters=0.8, cache=0.5, time=0.7, or a rise of loss=0.05",
+        help=(
+            "remove the least important heads until parameters=0.8, cache=0.5, time=0.7, or a "
+            "rise of loss=0.05"
+        ),
     )
-    selection.add_argument("--sweep", action="store_true", help="write pruning curves: headwise prune --sweep --help")
+    selection.add_argument(
+        "--sweep", action="store_true", help="write pruning curves: headwise prune --sweep --help"
+    )
     other = parser.add_expert_group("other ways to choose the heads to remove")
-    other.add_argument("--drop", nargs="+", metavar="CLASS", help="remove heads that have only these classes")
-    other.add_argument("--clusters", action="store_true", help="keep one head of each cluster of similar heads")
-    other.add_argument("--plan", metavar="FOLDER", help="repeat the pruning recorded in this folder")
+    other.add_argument(
+        "--drop", nargs="+", metavar="CLASS", help="remove heads that have only these classes"
+    )
+    other.add_argument(
+        "--clusters", action="store_true", help="keep one head of each cluster of similar heads"
+    )
+    other.add_argument(
+        "--plan", metavar="FOLDER", help="repeat the pruning recorded in this folder"
+    )
     _add_ranking_arguments(parser)
     return parser
 
 
 def _add_ranking_arguments(parser: CommandParser) -> None:
     everyday = parser.add_argument_group("ranking of heads")
-    everyday.add_argument("--by", default="best", metavar="METHOD", help="importance method, or random")
-    everyday.add_argument("--per", default="layer", metavar="SCOPE", help="scope of --keep: layer, stack or model")
+    everyday.add_argument(
+        "--by", default="best", metavar="METHOD", help="importance method, or random"
+    )
+    everyday.add_argument(
+        "--per", default="layer", metavar="SCOPE", help="scope of --keep: layer, stack or model"
+    )
     ranking = parser.add_expert_group("details of the ranking")
     add_unit_argument(ranking)
     ranking.add_argument(
@@ -88,12 +117,20 @@ def _add_ranking_arguments(parser: CommandParser) -> None:
         metavar="COUNT",
         help="heads to keep in every layer (default: 1 with --keep, 0 with --budget)",
     )
-    ranking.add_argument("--sample", type=int, metavar="COUNT", help="texts to estimate importance with (default: all)")
+    ranking.add_argument(
+        "--sample",
+        type=int,
+        metavar="COUNT",
+        help="texts to estimate importance with (default: all)",
+    )
     ranking.add_argument(
         "--rerank-every",
         type=int,
         metavar="COUNT",
-        help="with --budget, estimate importance again after removing this many heads (default: never)",
+        help=(
+            "with --budget, estimate importance again after removing this many heads (default: "
+            "never)"
+        ),
     )
     ranking.add_argument(
         "--state",
@@ -104,7 +141,10 @@ def _add_ranking_arguments(parser: CommandParser) -> None:
         "--gates",
         type=int,
         metavar="STEPS",
-        help="train an L0 gate on each head for this many steps; --keep is the share of all heads (default: no gates)",
+        help=(
+            "train an L0 gate on each head for this many steps; --keep is the share of all heads "
+            "(default: no gates)"
+        ),
     )
     ranking.add_argument(
         "--fold",
@@ -129,7 +169,8 @@ def _check_selection(args: argparse.Namespace) -> None:
     if len(selected) != 1:
         conflict = f", not both --{selected[0]} and --{selected[1]}" if len(selected) > 1 else ""
         raise UsageError(
-            f"choose heads by exactly one of {', '.join(f'--{name}' for name in SELECTION_OPTIONS)}{conflict}"
+            "choose heads by exactly one of "
+            f"{', '.join(f'--{name}' for name in SELECTION_OPTIONS)}{conflict}"
         )
     if args.keep is not None:
         _parse_fraction(args.keep)
@@ -139,7 +180,9 @@ def _check_selection(args: argparse.Namespace) -> None:
     if args.budget is not None:
         _parse_budget(args.budget)
     if args.plan is not None and not Path(args.plan).exists():
-        raise UsageError(f"there is no folder {args.plan!r} for --plan; give a folder that headwise prune wrote")
+        raise UsageError(
+            f"there is no folder {args.plan!r} for --plan; give a folder that headwise prune wrote"
+        )
     if args.gates is not None and not args.keep:
         raise UsageError("--gates needs --keep for the number of heads that stay; give both")
     for option, value in (("--rerank-every", args.rerank_every), ("--state", args.state)):
@@ -181,13 +224,21 @@ def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
         unit = "kv" if args.unit == "group" else "head"
         return KeepOpenGates(
             GateTrainingOptions(
-                heads=_parse_fraction(args.keep), steps=args.gates, unit=unit, seed=args.seed, **overrides
+                heads=_parse_fraction(args.keep),
+                steps=args.gates,
+                unit=unit,
+                seed=args.seed,
+                **overrides,
             )
         )
     ranking = HeadRanking(args.by, args.objective, num_examples=args.sample, seed=args.seed)
     if args.keep:
         return KeepTop(
-            _parse_fraction(args.keep), ranking, args.per, args.unit, 1 if args.min_heads is None else args.min_heads
+            _parse_fraction(args.keep),
+            ranking,
+            args.per,
+            args.unit,
+            1 if args.min_heads is None else args.min_heads,
         )
     if args.heads:
         return DropHeads(tuple(_parse_heads(run.net, args.heads)))
@@ -212,29 +263,45 @@ def _parse_budget(text: str) -> tuple[str, float]:
     try:
         number = float(limit)
     except ValueError:
-        raise UsageError(f"--budget {text} is not a budget; write KIND=LIMIT, as in cache=0.5") from None
+        raise UsageError(
+            f"--budget {text} is not a budget; write KIND=LIMIT, as in cache=0.5"
+        ) from None
     check_choice("--budget", kind, known_names.BUDGET_KINDS)
-    if not 0 <= number < math.inf or (number == 0 and kind != "loss") or (kind == "time" and number >= 1):
+    if (
+        not 0 <= number < math.inf
+        or (number == 0 and kind != "loss")
+        or (kind == "time" and number >= 1)
+    ):
         below = " and below 1" if kind == "time" else ""
-        raise UsageError(f"--budget {text} cannot be met; give a limit above 0{below}, as in {kind}=0.7")
+        raise UsageError(
+            f"--budget {text} cannot be met; give a limit above 0{below}, as in {kind}=0.7"
+        )
     if kind in ("parameters", "cache") and number > 1 and not number.is_integer():
         unit = "bytes per token" if kind == "cache" else "parameters"
-        raise UsageError(f"--budget {text} is no share and no number of {unit}; give a share below 1, or a number")
+        raise UsageError(
+            f"--budget {text} is no share and no number of {unit}; give a share below 1, or a "
+            "number"
+        )
     return kind, number
 
 
 def _load_plan(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
-    """Return the selection recorded in heads.json of another folder, which must come from this model."""
+    """Return the selection recorded in heads.json of another folder, which must come from this
+    model.
+    """
     from ..surgery import DropHeads
     from ..surgery.hf_export.model_folder import read_record
     from ..surgery.pruning_plan import PruningPlan, fingerprint_model
 
     record = read_record(args.plan).change
     if record.get("operation") != "prune":
-        raise UsageError(f"{args.plan} has no record of removed heads; give a folder that headwise prune wrote")
+        raise UsageError(
+            f"{args.plan} has no record of removed heads; give a folder that headwise prune wrote"
+        )
     if record.get("model") != fingerprint_model(run.net):
         raise UsageError(
-            f"the plan in {args.plan} was made for another checkpoint than {args.model}; choose heads by another option"
+            f"the plan in {args.plan} was made for another checkpoint than {args.model}; choose "
+            "heads by another option"
         )
     return DropHeads(PruningPlan.from_dict(run.net.spec, record).removed_heads)
 
@@ -243,9 +310,14 @@ def _parse_fraction(text: str) -> float | int:
     try:
         amount = int(text) if re.fullmatch(r"\d+", text) else float(text)
     except ValueError:
-        raise UsageError(f"--keep {text} is not a share or number of heads; give 0.5 or 4, for example") from None
+        raise UsageError(
+            f"--keep {text} is not a share or number of heads; give 0.5 or 4, for example"
+        ) from None
     if amount < 1 if isinstance(amount, int) else not 0 < amount < 1:
-        raise UsageError(f"--keep {text} is out of range; give a share below 1, such as 0.5, or a number of heads")
+        raise UsageError(
+            f"--keep {text} is out of range; give a share below 1, such as 0.5, or a number of "
+            "heads"
+        )
     return amount
 
 
@@ -265,17 +337,21 @@ def _split_heads(name: str) -> tuple[str, list[int]]:
     """Split LAYER:HEADS into the layer and the numbers of its heads."""
     layer, _, numbers = name.rpartition(":")
     if not layer or not re.fullmatch(r"\d+(,\d+)*", numbers):
-        raise UsageError(f"--heads {name} is not a list of heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3")
+        raise UsageError(
+            f"--heads {name} is not a list of heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3"
+        )
     return layer, [int(number) for number in numbers.split(",")]
 
 
-# --- `headwise prune MODEL --sweep` --------------------------------------------------------------------
+# --- `headwise prune MODEL --sweep` ---------------------------------------------------------------
 
 GATE_BATCH_SIZE = 16  # texts per training step of the gates
 
 
 def sweep_main(argv: list[str]) -> int:
-    """Measure quality against the number of remaining heads, for several orders of removal; write curves, no model."""
+    """Measure quality against the number of remaining heads, for several orders of removal; write
+    curves, no model.
+    """
     args = _sweep_parser().parse_args(argv)
     points = _parse_fractions(args.points)
     _check_sweep(args, points)
@@ -285,7 +361,11 @@ def sweep_main(argv: list[str]) -> int:
     from ..surgery.pruning_curves import run_sweep
 
     curves = run_sweep(
-        run.net, run.selection_examples, run.proof_examples, _sweep_config(args, run, points), run.report_progress
+        run.net,
+        run.selection_examples,
+        run.proof_examples,
+        _sweep_config(args, run, points),
+        run.report_progress,
     )
     command = shlex.join(["headwise", "prune", *argv])
     curves = replace(curves, notes=(*run.notes, *curves.notes), command=command)
@@ -296,7 +376,8 @@ def sweep_main(argv: list[str]) -> int:
         print_page(to_json(to_report_data(curves)))
     else:
         print_page(
-            f"{render_terminal(curves)}\n\n{args.out}\n  CURVES.md in this folder has the full report, with figures."
+            f"{render_terminal(curves)}\n\n{args.out}\n  CURVES.md in this folder has the full "
+            "report, with figures."
         )
     return 0
 
@@ -304,20 +385,24 @@ def sweep_main(argv: list[str]) -> int:
 def _sweep_parser() -> CommandParser:
     parser = CommandParser(
         "prune --sweep",
-        "Remove more and more heads of a model, in several orders, and measure its quality. Writes numbers, figures "
+        "Remove more and more heads of a model, in several orders, and measure its quality. "
+        "Writes numbers, figures "
         "and a report to a new folder. Retrains nothing and writes no model.",
         "headwise prune MODEL --sweep --data texts.txt --out curves",
         "headwise prune MODEL --sweep --by michel random --task dates --out curves",
     )
     add_model_arguments(parser, "the numbers, figures and report")
     sweep = parser.add_argument_group("sweep")
-    sweep.add_argument("--sweep", action="store_true", help="measure quality against the number of remaining heads")
+    sweep.add_argument(
+        "--sweep", action="store_true", help="measure quality against the number of remaining heads"
+    )
     sweep.add_argument(
         "--by",
         nargs="+",
         default=[],
         metavar="ORDER",
-        help="orders to compare: importance methods, random, gates; the report compares the first with the others "
+        help="orders to compare: importance methods, random, gates; the report compares the first "
+        "with the others "
         "(default: leave-one-out, michel where the loss has a gradient, random)",
     )
     sweep.add_argument(
@@ -334,10 +419,16 @@ def _sweep_parser() -> CommandParser:
         help="prune in all, encoder, decoder or cross attention (default: each of them)",
     )
     sweep.add_argument(
-        "--max-loss-rise", type=float, default=0.1, metavar="LOSS", help="largest acceptable rise of the loss"
+        "--max-loss-rise",
+        type=float,
+        default=0.1,
+        metavar="LOSS",
+        help="largest acceptable rise of the loss",
     )
     expert = parser.add_expert_group("details of the sweep")
-    expert.add_argument("--random-orders", type=int, default=5, metavar="COUNT", help="samples of the random order")
+    expert.add_argument(
+        "--random-orders", type=int, default=5, metavar="COUNT", help="samples of the random order"
+    )
     expert.add_argument(
         "--gates",
         type=int,
@@ -349,12 +440,24 @@ def _sweep_parser() -> CommandParser:
         nargs="+",
         default=[],
         metavar="ORDER",
-        help="orders whose pruned models also generate text, for BLEU or the scores of the task (default: none)",
+        help=(
+            "orders whose pruned models also generate text, for BLEU or the scores of the task "
+            "(default: none)"
+        ),
     )
-    expert.add_argument("--sample", type=int, metavar="COUNT", help="texts to estimate importance with (default: all)")
+    expert.add_argument(
+        "--sample",
+        type=int,
+        metavar="COUNT",
+        help="texts to estimate importance with (default: all)",
+    )
     add_unit_argument(expert)
     expert.add_argument(
-        "--min-heads", type=int, default=0, metavar="COUNT", help="heads to keep in every attention layer"
+        "--min-heads",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="heads to keep in every attention layer",
     )
     return parser
 
@@ -363,7 +466,9 @@ def _parse_fractions(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(fraction) for fraction in text.split(",")) if text else ()
     except ValueError:
-        raise UsageError(f"--points {text} are not shares of heads; write them as in 0.75,0.5,0.25") from None
+        raise UsageError(
+            f"--points {text} are not shares of heads; write them as in 0.75,0.5,0.25"
+        ) from None
 
 
 def _check_sweep(args: argparse.Namespace, points: tuple[float, ...]) -> None:
@@ -373,13 +478,17 @@ def _check_sweep(args: argparse.Namespace, points: tuple[float, ...]) -> None:
         for order in orders:
             check_choice(option, order, known_names.REMOVAL_ORDERS)
             if order == "gates" and args.gates is None:
-                raise UsageError(f"{option} gates needs the steps that gates are trained for; add --gates STEPS")
+                raise UsageError(
+                    f"{option} gates needs the steps that gates are trained for; add --gates STEPS"
+                )
     check_positive("--max-loss-rise", args.max_loss_rise)
     check_minimum("--random-orders", args.random_orders, 1)
     _check_removal(args)
 
 
-def _sweep_config(args: argparse.Namespace, run: CompressionRun, points: tuple[float, ...]) -> SweepOptions:
+def _sweep_config(
+    args: argparse.Namespace, run: CompressionRun, points: tuple[float, ...]
+) -> SweepOptions:
     """Return the library objects that the options describe."""
     from ..surgery.pruning_curves import DEFAULT_SHARES, OrderingOptions, SweepOptions
 
@@ -400,8 +509,8 @@ def _sweep_config(args: argparse.Namespace, run: CompressionRun, points: tuple[f
 
 
 def _gate_training(args: argparse.Namespace, run: CompressionRun) -> GateTrainingOptions:
-    """Return options for training gates on the frozen model with half of the heads open; heads are ranked by how likely
-    their gates are to be open.
+    """Return options for training gates on the frozen model with half of the heads open; heads are
+    ranked by how likely their gates are to be open.
     """
     from ..head_analysis.objectives import choose_objective
     from ..surgery.l0_gates import GateTrainingOptions

@@ -1,4 +1,6 @@
-"""`headwise study`: train variants of attention on tasks over several seeds, and report which differences are real."""
+"""`headwise study`: train variants of attention on tasks over several seeds, and report which
+differences are real.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,11 @@ def main(argv: list[str]) -> int:
     if args.json:
         print_page(to_json({"out": str(out), "claims": report.claims, "failures": report.failures}))
     else:
-        print_page("\n".join([f"{study.name}, scale {study.scale}", "", *report.claims, "", *report.failures]).rstrip())
+        print_page(
+            "\n".join(
+                [f"{study.name}, scale {study.scale}", "", *report.claims, "", *report.failures]
+            ).rstrip()
+        )
         page = out / REPORT_FOLDER / "report.html"
         print_page(f"\n{page}\n  The report, with figures; report.md and results.csv beside it.")
     return 0
@@ -67,17 +73,26 @@ def main(argv: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "study",
-        "Train variants of attention on tasks, over several seeds, and report which differences are real. A study file "
-        "names variants, tasks, seeds and learning rates. A study that was stopped goes on when it is run again.",
+        "Train variants of attention on tasks, over several seeds, and report which differences "
+        "are real. A study file "
+        "names variants, tasks, seeds and learning rates. A study that was stopped goes on when "
+        "it is run again.",
         "headwise study studies/variants.toml --scale smoke",
         "headwise study studies/variants.toml --plan",
     )
     parser.add_argument("file", metavar="FILE", help="a study file (.toml)")
     parser.add_argument(
-        "--scale", default="small", metavar="NAME", help="a scale of the file, such as smoke, small or base"
+        "--scale",
+        default="small",
+        metavar="NAME",
+        help="a scale of the file, such as smoke, small or base",
     )
-    parser.add_argument("--out", metavar="DIR", help="folder of the results (default: runs/studies/NAME-SCALE)")
-    parser.add_argument("--plan", action="store_true", help="print the cost of every cell and train nothing")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder of the results (default: runs/studies/NAME-SCALE)"
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print the cost of every cell and train nothing"
+    )
     parser.add_argument(
         "--only",
         action="append",
@@ -86,9 +101,18 @@ def _parser() -> CommandParser:
         help="run only these cells, as TASK/VARIANT/SEED, such as 'recall/*'; repeatable",
     )
     add_set_argument(parser, "change a key of the file, as in recipe.steps=100; repeatable")
-    parser.add_argument("--jobs", type=int, metavar="COUNT", help="processes (default: one for each processor)")
-    add_engine_arguments(parser, "local: processes of this machine; ray: a cluster of several (default: local)")
-    parser.add_argument("--budget", type=float, metavar="HOURS", help="refuse a study that is predicted to take longer")
+    parser.add_argument(
+        "--jobs", type=int, metavar="COUNT", help="processes (default: one for each processor)"
+    )
+    add_engine_arguments(
+        parser, "local: processes of this machine; ray: a cluster of several (default: local)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="HOURS",
+        help="refuse a study that is predicted to take longer",
+    )
     add_json_argument(parser)
     return parser
 
@@ -96,10 +120,14 @@ def _parser() -> CommandParser:
 def _check_arguments(args: argparse.Namespace) -> None:
     check_input_file("FILE", args.file)
     if args.jobs is not None and args.jobs < 0:
-        raise UsageError(f"--jobs {args.jobs} is negative; give 1 or more, or 0 to run in this process")
+        raise UsageError(
+            f"--jobs {args.jobs} is negative; give 1 or more, or 0 to run in this process"
+        )
     check_engine(args)
     if args.engine == "ray" and args.jobs == 0:
-        raise UsageError("--jobs 0 runs cells in this process, which --engine ray does not; give 1 or more")
+        raise UsageError(
+            "--jobs 0 runs cells in this process, which --engine ray does not; give 1 or more"
+        )
     if args.budget is not None and not args.budget > 0:
         raise UsageError(f"--budget {args.budget:g} is no number of hours; give a number above 0")
 
@@ -119,7 +147,9 @@ def _parse_overrides(changes: list[str]) -> dict[str, Any]:
     for change in changes:
         key, equals, text = change.partition("=")
         if not equals or not key.strip():
-            raise UsageError(f"--set {change!r} is not KEY=VALUE; write it as in --set recipe.steps=100")
+            raise UsageError(
+                f"--set {change!r} is not KEY=VALUE; write it as in --set recipe.steps=100"
+            )
         overrides[key.strip()] = parse_value(text)
     return overrides
 
@@ -129,10 +159,17 @@ def _make_filter(patterns: list[str]) -> Callable[[Cell], bool]:
 
     def is_chosen(cell: Cell) -> bool:
         name = f"{cell.task}/{cell.variant}/{cell.seed}"
-        return not patterns or any(fnmatchcase(name, pattern) or cell.id == pattern for pattern in patterns)
+        return not patterns or any(
+            fnmatchcase(name, pattern) or cell.id == pattern for pattern in patterns
+        )
 
     return is_chosen
 
 
 def _plan_data(plan: StudyPlan) -> dict[str, Any]:
-    return {"study": plan.study.name, "scale": plan.study.scale, "seconds": plan.seconds, "cells": plan.data}
+    return {
+        "study": plan.study.name,
+        "scale": plan.study.scale,
+        "seconds": plan.seconds,
+        "cells": plan.data,
+    }

@@ -1,4 +1,6 @@
-"""Options for the texts that `heads`, `prune` and `convert` read: lines, parsed or aligned sentences, or a task."""
+"""Options for the texts that `heads`, `prune` and `convert` read: lines, parsed or aligned
+sentences, or a task.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ TEXT_SOURCES = ("data", "conllu", "align_files", "task", "images")
 
 def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
     """Add the options that name texts; `task` and `conllu` are the help texts of these options."""
-    parser.add_argument("--data", metavar="FILE", help="texts, one per line; a tab separates source, target")
+    parser.add_argument(
+        "--data", metavar="FILE", help="texts, one per line; a tab separates source, target"
+    )
     parser.add_argument("--task", metavar="NAME", help=task)
     parser.add_argument(
         "--limit",
@@ -35,7 +39,8 @@ def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
         "--answer-after",
         default="",
         metavar="TEXT",
-        help="with --data, score only what a decoder predicts after the last TEXT of each line, such as 'A:' "
+        help="with --data, score only what a decoder predicts after the last TEXT of each line, "
+        "such as 'A:' "
         "(default: all)",
     )
     add_tokenizer_argument(other)
@@ -58,11 +63,19 @@ def check_text_arguments(args: argparse.Namespace) -> None:
         sources = join_items(["--data FILE", "--conllu FILE", *links])
         raise UsageError(f"give exactly one source of texts: {sources}, or --task dates")
     if args.answer_after and args.data is None:
-        raise UsageError(f"--answer-after {args.answer_after!r} needs lines of text; give them with --data FILE")
+        raise UsageError(
+            f"--answer-after {args.answer_after!r} needs lines of text; give them with --data FILE"
+        )
     if args.limit is not None and args.limit < 2:
-        raise UsageError(f"--limit {args.limit} is too few for a confidence interval; give at least 2")
+        raise UsageError(
+            f"--limit {args.limit} is too few for a confidence interval; give at least 2"
+        )
     for name in (name for name in TEXT_SOURCES[:4] if options.get(name) is not None):
-        images = "give --images PATH" if "images" in options else "use hw.prune or hw.convert with batches of pixels"
+        images = (
+            "give --images PATH"
+            if "images" in options
+            else "use hw.prune or hw.convert with batches of pixels"
+        )
         check_text_model(args.model, f"--{name.removesuffix('_files')}", images)
     check_input_file("--data", args.data)
     check_input_file("--conllu", args.conllu)
@@ -88,7 +101,9 @@ def parse_task(args: argparse.Namespace, changes: list[str]) -> Task:
     for change in changes:
         key, equals, text = change.partition("=")
         if not equals or not key:
-            raise UsageError(f"--set {change!r} is not KEY=VALUE; name a field of the task and its value")
+            raise UsageError(
+                f"--set {change!r} is not KEY=VALUE; name a field of the task and its value"
+            )
         fields[key] = parse_value(text)
     return make_task(args.task, **fields)
 
@@ -117,11 +132,15 @@ def read_examples(
         reader.add_task_examples(make_task_by_name(args.task), args.limit or DEFAULT_EXAMPLES)
     else:
         lines = annotated_examples.read_lines(args.data)
-        reader = annotated_examples.examples_from_lines(model, lines, args.limit, answer_after=args.answer_after)
+        reader = annotated_examples.examples_from_lines(
+            model, lines, args.limit, answer_after=args.answer_after
+        )
     examples = reader.examples_with_frequencies()
     if len(examples) < 2:
         reasons = f" ({'; '.join(reader.notes)})" if reader.notes else ""
-        raise UsageError(f"only {len(examples)} of the texts can be read{reasons}; give at least two")
+        raise UsageError(
+            f"only {len(examples)} of the texts can be read{reasons}; give at least two"
+        )
     return examples, reader.notes
 
 
@@ -131,8 +150,13 @@ def _read_aligned_pairs(model: Any, args: argparse.Namespace) -> Any:
     source, target, gold = (annotated_examples.read_lines(path) for path in args.align_files)
     if not len(source) == len(target) == len(gold):
         counts = f"{len(source)}, {len(target)} and {len(gold)}"
-        raise UsageError(f"the three files of --align have {counts} lines; give the same number in each")
-    links = [annotated_examples.parse_alignment_links(line, number) for number, line in enumerate(gold, 1)]
+        raise UsageError(
+            f"the three files of --align have {counts} lines; give the same number in each"
+        )
+    links = [
+        annotated_examples.parse_alignment_links(line, number)
+        for number, line in enumerate(gold, 1)
+    ]
     return annotated_examples.examples_from_pairs(
         model, list(zip(source, target, strict=True))[: args.limit], links[: args.limit]
     )

@@ -8,8 +8,21 @@ from typing import TYPE_CHECKING, Any
 from ..files import read_text_file
 from ..output_paths import check_output
 from . import known_names
-from .argument_checks import check_choice, check_input_file, check_model_path, check_suffix, check_tokenizer
-from .arguments import add_json_argument, add_overwrite_argument, existing_mode, print_note, print_page, to_json
+from .argument_checks import (
+    check_choice,
+    check_input_file,
+    check_model_path,
+    check_suffix,
+    check_tokenizer,
+)
+from .arguments import (
+    add_json_argument,
+    add_overwrite_argument,
+    existing_mode,
+    print_note,
+    print_page,
+    to_json,
+)
 from .command_parser import CommandParser, UsageError
 from .text_arguments import add_tokenizer_argument
 
@@ -42,9 +55,12 @@ def main(argv: list[str]) -> int:
     _check_outputs(args)
     check_suffix("--export", args.export, known_names.EXPORT_SUFFIXES)
     if args.model.endswith(TRACE_SUFFIX):
-        if unused := [name for name in CAPTURE_OPTIONS if getattr(args, name) != parser.get_default(name)]:
+        if unused := [
+            name for name in CAPTURE_OPTIONS if getattr(args, name) != parser.get_default(name)
+        ]:
             raise UsageError(
-                f"--{unused[0].replace('_', '-')} applies when recording, but {args.model} is a trace; leave it out"
+                f"--{unused[0].replace('_', '-')} applies when recording, but {args.model} is a "
+                "trace; leave it out"
             )
         check_input_file("MODEL", args.model)
         from ..traces import load_trace
@@ -60,38 +76,71 @@ def main(argv: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "trace",
-        "Record the queries and keys of every head while a model reads a text, in one file that opens without the "
-        "model and from which all attention weights can be recomputed. For a .trace file, print what it contains.",
+        "Record the queries and keys of every head while a model reads a text, in one file that "
+        "opens without the "
+        "model and from which all attention weights can be recomputed. For a .trace file, print "
+        "what it contains.",
         "headwise trace runs/dates --text '<zh>20 November 2026' --out dates.trace",
         "headwise trace dates.trace --export weights.csv --min-weight 0.01",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with a model, or a .trace file")
     parser.add_argument("--text", action="append", metavar="TEXT", help="input text; repeatable")
-    parser.add_argument("--target", metavar="TEXT", help="target text, for an encoder-decoder model")
+    parser.add_argument(
+        "--target", metavar="TEXT", help="target text, for an encoder-decoder model"
+    )
     parser.add_argument("--data", metavar="FILE", help="a file with one text per line, or an image")
-    parser.add_argument("--limit", type=int, metavar="COUNT", help="use at most this many lines of --data (default: 8)")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="COUNT",
+        help="use at most this many lines of --data (default: 8)",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the trace to this file")
     parser.add_argument(
         "--new-tokens",
         type=int,
         metavar="COUNT",
-        help=f"generate this many tokens and trace every step (default: {MAX_NEW_TOKENS}; 0 for decoder-only models)",
+        help=(
+            f"generate this many tokens and trace every step (default: {MAX_NEW_TOKENS}; 0 for "
+            "decoder-only models)"
+        ),
     )
-    parser.add_argument("--export", metavar="FILE", help="write attention weights to a .csv, .json or .npz file")
     parser.add_argument(
-        "--min-weight", type=float, default=0.0, metavar="WEIGHT", help="with --export, leave out smaller weights"
+        "--export", metavar="FILE", help="write attention weights to a .csv, .json or .npz file"
+    )
+    parser.add_argument(
+        "--min-weight",
+        type=float,
+        default=0.0,
+        metavar="WEIGHT",
+        help="with --export, leave out smaller weights",
     )
     add_overwrite_argument(parser)
     add_json_argument(parser)
     expert = parser.add_expert_group("details of the recording")
-    expert.add_argument("--record", default="", metavar="v,z", help="also record v (values) and z (head outputs)")
     expert.add_argument(
-        "--sites", default="", metavar="A,B", help="record only these layers or site names (default: all)"
+        "--record", default="", metavar="v,z", help="also record v (values) and z (head outputs)"
     )
-    expert.add_argument("--budget", metavar="MEMORY", help="memory limit for the trace (default: 1 GB)")
-    expert.add_argument("--precision", default="own", metavar="KIND", help="own (that of the model) or half (16 bits)")
     expert.add_argument(
-        "--thumbnails", type=int, metavar="CELLS", help="size of the thumbnail of each head; 0 for none (default: 64)"
+        "--sites",
+        default="",
+        metavar="A,B",
+        help="record only these layers or site names (default: all)",
+    )
+    expert.add_argument(
+        "--budget", metavar="MEMORY", help="memory limit for the trace (default: 1 GB)"
+    )
+    expert.add_argument(
+        "--precision",
+        default="own",
+        metavar="KIND",
+        help="own (that of the model) or half (16 bits)",
+    )
+    expert.add_argument(
+        "--thumbnails",
+        type=int,
+        metavar="CELLS",
+        help="size of the thumbnail of each head; 0 for none (default: 64)",
     )
     add_tokenizer_argument(expert)
     return parser
@@ -105,7 +154,9 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
     for name, minimum in (("limit", 1), ("new_tokens", 0), ("thumbnails", 0)):
         value = getattr(args, name)
         if value is not None and value < minimum:
-            raise UsageError(f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more"
+            )
     check_model_path(args.model)
     check_input_file("--data", args.data)
     check_tokenizer(args.tokenizer)
@@ -136,7 +187,9 @@ def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
     model = load_original(args.model).eval()
     if args.tokenizer is not None:
         if not isinstance(model, Transformer):
-            raise UsageError("--tokenizer applies to headwise models; put a tokenizer.json in the folder instead")
+            raise UsageError(
+                "--tokenizer applies to headwise models; put a tokenizer.json in the folder instead"
+            )
         from .run import attach_tokenizer
 
         attach_tokenizer(model, args.tokenizer)
@@ -150,7 +203,9 @@ def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
         x, tokens = reader.collate([reader.read(args.data or args.text[0])])
         return model, {"x": x} | ({} if tokens is None else {"sequence": tokens}), 0
     encoder_decoder = is_encoder_decoder(model)
-    steps = args.new_tokens if args.new_tokens is not None else MAX_NEW_TOKENS if encoder_decoder else 0
+    steps = (
+        args.new_tokens if args.new_tokens is not None else MAX_NEW_TOKENS if encoder_decoder else 0
+    )
     return model, args.text or _read_lines(args), steps
 
 

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 
 class RecipeOption(NamedTuple):
-    """An option that sets a field of the recipe: its type, help text, and the recipe's own default."""
+    """An option that sets a field of the recipe: its type, help text, and the
+    recipe's own default.
+    """
 
     field: str
     type: type
@@ -53,12 +55,15 @@ class RecipeOption(NamedTuple):
     help: str
 
 
-# Options by name. The defaults are repeated here so that --help need not import torch; a test compares them.
+# Options by name. The defaults are repeated here so that --help need not import torch; a test
+# compares them.
 EVERYDAY_OPTIONS = {
     "steps": RecipeOption("steps", int, "COUNT", "optimizer steps (default: 1000)"),
     "batch": RecipeOption("batch", int, "COUNT", "examples per step (default: 128)"),
     "lr": RecipeOption("lr", float, "RATE", "peak learning rate (default: 0.002)"),
-    "seed": RecipeOption("seed", int, "INT", "random seed of initial weights and dropout (default: 0)"),
+    "seed": RecipeOption(
+        "seed", int, "INT", "random seed of initial weights and dropout (default: 0)"
+    ),
     "device": RecipeOption("device", str, "NAME", "auto, cpu, cuda, cuda:1, ... (default: auto)"),
     "sample-every": RecipeOption(
         "sample_every",
@@ -70,25 +75,44 @@ EVERYDAY_OPTIONS = {
 EXPERT_OPTIONS = {
     "optimiser": RecipeOption("optimiser", str, "NAME", "adamw, muon or sgd (default: adamw)"),
     "schedule": RecipeOption(
-        "schedule", str, "NAME", "constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)"
+        "schedule",
+        str,
+        "NAME",
+        "constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)",
     ),
     "precision": RecipeOption(
-        "precision", str, "NAME", "fp32, bf16, or auto, which measures which is faster (default: auto)"
+        "precision",
+        str,
+        "NAME",
+        "fp32, bf16, or auto, which measures which is faster (default: auto)",
     ),
     "compile": RecipeOption(
-        "compile", str, "WHEN", "torch.compile: on, off, or auto, which tries it where it may help (default: auto)"
+        "compile",
+        str,
+        "WHEN",
+        "torch.compile: on, off, or auto, which tries it where it may help (default: auto)",
     ),
     "rows": RecipeOption(
-        "rows", str, "KIND", "padded, packed (several texts per row), or auto, which measures both (default: auto)"
+        "rows",
+        str,
+        "KIND",
+        "padded, packed (several texts per row), or auto, which measures both (default: auto)",
     ),
     "parallelism": RecipeOption(
-        "parallelism", str, "AXES", "work per rank, as in data=2,shards=2; auto is data parallelism (default: auto)"
+        "parallelism",
+        str,
+        "AXES",
+        "work per rank, as in data=2,shards=2; auto is data parallelism (default: auto)",
     ),
 }
-CHECKPOINT_FOLDER, MANIFEST_FILE = "checkpoint", "headwise.toml"  # a test compares them with those of the library
+CHECKPOINT_FOLDER, MANIFEST_FILE = (
+    "checkpoint",
+    "headwise.toml",
+)  # a test compares them with those of the library
 RESUME_HINT = "run the same command with --resume to continue"
 MAX_TEXT_BYTES = 2**20  # largest recipe file that is read
-# Conventions of the memory of training by optimiser; that of Muon counts one moment for all parameters, a lower bound.
+# Conventions of the memory of training by optimiser; that of Muon counts one moment for all
+# parameters, a lower bound.
 OPTIMISER_MEMORY = {"adamw": "adam-fp32", "muon": "muon", "sgd": "sgd-momentum"}
 
 
@@ -104,7 +128,10 @@ def main(argv: list[str]) -> int:
             if not launch.claim_failure_report():
                 raise SystemExit(BAD_INPUT) from None
             if isinstance(error, KeyboardInterrupt):
-                print_note(f"headwise: {str(error) or 'interrupted after the last checkpoint'}; {RESUME_HINT}")
+                print_note(
+                    f"headwise: {str(error) or 'interrupted after the last checkpoint'}; "
+                    f"{RESUME_HINT}"
+                )
             raise
     return 0
 
@@ -124,7 +151,9 @@ def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
     model = None if args.model is None else _make_model(args.model, task, recipe)
     startup = time.perf_counter() - started_at
     loggers = [ConsoleLogger(startup=startup), *args.loggers]
-    result = train(task, model, recipe, args.out, "with-changes" if args.resume else "never", loggers)
+    result = train(
+        task, model, recipe, args.out, "with-changes" if args.resume else "never", loggers
+    )
     data = result.data | {"seconds": result.seconds + startup}
     if launch.is_leader:
         print_page(to_json(data) if args.json else _format_result(data, args.out))
@@ -149,50 +178,77 @@ def _check_data(name: str | None, data: str | None) -> None:
     """Refuse a task that does not exist, and data that does not."""
     if data is not None:
         if not _may_be_data(data):
-            raise UsageError(f"there is no file or folder {data!r} for --data; give one that exists")
+            raise UsageError(
+                f"there is no file or folder {data!r} for --data; give one that exists"
+            )
     elif name is None:
-        raise UsageError(f"give something to train on: {', '.join(known_names.TASKS)}, or a file or folder")
+        raise UsageError(
+            f"give something to train on: {', '.join(known_names.TASKS)}, or a file or folder"
+        )
     elif name not in known_names.TASKS and not _may_be_data(name):
-        raise UsageError(f"there is no task, file or folder {name!r}; {suggest(name, known_names.TASKS)}")
+        raise UsageError(
+            f"there is no task, file or folder {name!r}; {suggest(name, known_names.TASKS)}"
+        )
 
 
 def _may_be_data(name: str) -> bool:
-    """Whether a name is that of existing data, or has the form of one that `open_data` reads itself."""
+    """Whether a name is that of existing data, or has the form of one that `open_data` reads
+    itself.
+    """
     return ":" in name or "," in name or name == "stdlib" or Path(name).exists()
 
 
 def _check_no_run(folder: Path) -> None:
-    """Refuse a folder that holds a run or a model; the library checks it again under the folder's lock."""
+    """Refuse a folder that holds a run or a model; the library checks it again under the folder's
+    lock.
+    """
     if (folder / CHECKPOINT_FOLDER).is_dir() and any((folder / CHECKPOINT_FOLDER).iterdir()):
         raise UsageError(f"{folder} holds a run; continue it with --resume, or give another folder")
     if (folder / MANIFEST_FILE).exists():
-        raise UsageError(f"{folder} already holds a model; give another folder, or move the model away")
+        raise UsageError(
+            f"{folder} already holds a model; give another folder, or move the model away"
+        )
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "train",
-        "Train a model on a built-in task, or on the text, sentence pairs, images or numbers in a file or folder. "
-        "Writes the model, its scores and checkpoints to a folder; a run can be killed and resumed at any time.",
+        "Train a model on a built-in task, or on the text, sentence pairs, images or numbers in a "
+        "file or folder. "
+        "Writes the model, its scores and checkpoints to a folder; a run can be killed and "
+        "resumed at any time.",
         "headwise train dates --out runs/dates --steps 600",
         "headwise train --data texts.txt --model gqa --out runs/texts",
     )
-    parser.add_argument("what", nargs="?", metavar="TASK", help="a built-in task, a file, or a folder")
     parser.add_argument(
-        "--data", metavar="PATH", help="a file, a folder, or stdlib (the source code of Python's standard library)"
+        "what", nargs="?", metavar="TASK", help="a built-in task, a file, or a folder"
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="write the model and checkpoints to this folder")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a file, a folder, or stdlib (the source code of Python's standard library)",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="write the model and checkpoints to this folder"
+    )
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="a model (.toml, config.json, gpt2), another attention for the task's model (a preset, or a .toml of "
-        "headwise spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a folder, a llama2.c file)",
+        help="a model (.toml, config.json, gpt2), another attention for the task's model (a "
+        "preset, or a .toml of "
+        "headwise spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a "
+        "folder, a llama2.c file)",
     )
     parser.add_argument(
-        "--recipe", metavar="FILE", help="a .toml with training options; command-line options override it"
+        "--recipe",
+        metavar="FILE",
+        help="a .toml with training options; command-line options override it",
     )
     _add_recipe_options(parser, EVERYDAY_OPTIONS)
-    add_set_argument(parser, "set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable")
+    add_set_argument(
+        parser,
+        "set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable",
+    )
     parser.add_argument(
         "--sample",
         dest="samples",
@@ -204,7 +260,10 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in this folder; given training options, such as more --steps, apply from there on",
+        help=(
+            "continue the run in this folder; given training options, such as more --steps, "
+            "apply from there on"
+        ),
     )
     add_json_argument(parser)
     expert = parser.add_expert_group("execution and logging")
@@ -220,7 +279,9 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _add_recipe_options(parser: argparse._ActionsContainer, options: Mapping[str, RecipeOption]) -> None:
+def _add_recipe_options(
+    parser: argparse._ActionsContainer, options: Mapping[str, RecipeOption]
+) -> None:
     for name, option in options.items():
         parser.add_argument(f"--{name}", type=option.type, metavar=option.metavar, help=option.help)
 
@@ -233,7 +294,8 @@ def _parse_changes(assignments: list[str]) -> dict[str, dict[str, Any]]:
         table, _, key = path.strip().partition(".")
         if not equals or table not in changes or not key:
             raise UsageError(
-                f"--set {change!r} is not a field of the task or recipe; write task.KEY=VALUE or recipe.KEY=VALUE"
+                f"--set {change!r} is not a field of the task or recipe; write task.KEY=VALUE or "
+                "recipe.KEY=VALUE"
             )
         changes[table][key] = parse_value(text)
     return changes
@@ -245,7 +307,10 @@ def _make_recipe(args: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe
 
     base = read_run_recipe(args.out) if args.resume else None
     base = from_toml(_read_text(args.recipe), base) if args.recipe else base
-    values = {option.field: getattr(args, _dest(name)) for name, option in (EVERYDAY_OPTIONS | EXPERT_OPTIONS).items()}
+    values = {
+        option.field: getattr(args, _dest(name))
+        for name, option in (EVERYDAY_OPTIONS | EXPERT_OPTIONS).items()
+    }
     options = {name: value for name, value in values.items() if value is not None}
     options |= {"sample_prompts": args.samples} if args.samples else {}
     return from_dict({**changes, **options}, base)
@@ -261,7 +326,9 @@ def _read_text(name: str) -> str:
         with Path(name).open("rb") as file:
             return file.read(MAX_TEXT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{name!r} cannot be read: {error}; give a .toml with lines such as steps = 1000") from None
+        raise UsageError(
+            f"{name!r} cannot be read: {error}; give a .toml with lines such as steps = 1000"
+        ) from None
 
 
 def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
@@ -269,7 +336,9 @@ def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -
     from ..data import TASKS, make_task, open_data
     from ..data.file_task import FileTask
 
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
+    fields = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()
+    }
     task_names = [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
     if data is not None:
         return open_data(f"{name}:{data}" if name else data, fields)
@@ -283,11 +352,15 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
     from ..model_spec.serialization import TOKENIZER_FILE
 
     path = Path(model) / TOKENIZER_FILE
-    return replace(task, tokens=str(path)) if isinstance(task, TextTask) and path.is_file() else task
+    return (
+        replace(task, tokens=str(path)) if isinstance(task, TextTask) and path.is_file() else task
+    )
 
 
 def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
-    """Refuse a model whose weights, gradients and optimiser state do not fit into the memory of the device."""
+    """Refuse a model whose weights, gradients and optimiser state do not fit into the memory of the
+    device.
+    """
     import torch
 
     from ..costs import count_parameters
@@ -299,11 +372,16 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
     tensors = dict(OptimiserMemory.from_name(OPTIMISER_MEMORY[recipe.optimiser]).bytes_by_tensor)
     if recipe.optimiser == "sgd" and not recipe.momentum:
         del tensors["momentum"]
-    parallelism = Parallelism() if recipe.parallelism == AUTO else Parallelism.parse(recipe.parallelism)
+    parallelism = (
+        Parallelism() if recipe.parallelism == AUTO else Parallelism.parse(recipe.parallelism)
+    )
     parts = parallelism.shards * parallelism.tensor
     *first, last = tensors
     # Every rank builds the whole model before it is divided.
-    sizes = {f"{', '.join(first)} and {last}": sum(tensors.values()) / parts, "the whole weights": tensors["weights"]}
+    sizes = {
+        f"{', '.join(first)} and {last}": sum(tensors.values()) / parts,
+        "the whole weights": tensors["weights"],
+    }
     what, size = max(sizes.items(), key=lambda item: item[1])
     device = resolve_device(recipe.device)
     if device.type not in ("cpu", "cuda"):
@@ -313,13 +391,15 @@ def _check_memory(model_spec: ModelSpec, name: str, recipe: Recipe) -> None:
     if needed > available:
         owner = "this machine" if device.type == "cpu" else str(device)
         raise UsageError(
-            f"cannot train {name}: {what} need {needed / 1e9:,.1f} GB{' per rank' if parts > 1 else ''}, and {owner} "
+            f"cannot train {name}: {what} need {needed / 1e9:,.1f} "
+            f"GB{' per rank' if parts > 1 else ''}, and {owner} "
             f"has {available / 1e9:,.1f} GB; choose a smaller model"
         )
 
 
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
-    """Return the model to train: a description, the task's model with another attention, or a model with weights.
+    """Return the model to train: a description, the task's model with another attention, or a model
+    with weights.
 
     A model of the literature gets the vocabulary of the task.
     """
@@ -333,7 +413,9 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
         from ..families import PUBLISHED_MODELS
 
         model_names = [*PRESETS, *known_names.NETWORKS, *PUBLISHED_MODELS]
-        raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}")
+        raise UsageError(
+            f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}"
+        )
     if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
         return _load_weights(path, task, recipe)
     from ..spec.attention_spec import AttentionSpec
@@ -356,29 +438,44 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
 def _check_width(new: AttentionSpec, file: str, task: str, old: AttentionSpec) -> AttentionSpec:
     """Return the spec of a file, which takes the place of `old` in the model of a task."""
     if new.source is not None:
-        raise UsageError(f"{file} describes cross-attention, with source = {new.source}; give a self-attention")
+        raise UsageError(
+            f"{file} describes cross-attention, with source = {new.source}; give a self-attention"
+        )
     if new.model != old.model:
         raise UsageError(
-            f"{file} is for models of width {new.model}, but the model of the task {task} has width {old.model}; write "
+            f"{file} is for models of width {new.model}, but the model of the task {task} has "
+            f"width {old.model}; write "
             f"a file for it with headwise spec {file} --set model={old.model} --toml"
         )
     return new
 
 
 def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
-    """Load weights to continue from; 16-bit weights become float32, because small updates would be rounded away."""
+    """Load weights to continue from; 16-bit weights become float32, because small updates would be
+    rounded away.
+    """
     from ..data.language_modelling import TOKENIZATIONS, TextTask
     from ..hub import load
 
     net = load(path, dropout=recipe.dropout)
-    if path.is_file() and net.usage.tokenizer and isinstance(task, TextTask) and task.tokens in TOKENIZATIONS:
+    if (
+        path.is_file()
+        and net.usage.tokenizer
+        and isinstance(task, TextTask)
+        and task.tokens in TOKENIZATIONS
+    ):
         remedy = "write it as a folder first, hw.save(hw.load(FILE), FOLDER), and give that"
-        raise UsageError(f"{path} contains its tokenizer, but a text task needs it as a separate file; {remedy}")
+        raise UsageError(
+            f"{path} contains its tokenizer, but a text task needs it as a separate file; {remedy}"
+        )
     return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()
 
 
 def _format_result(data: Mapping[str, Any], out: str) -> str:
     width = max([20, *map(len, data["metrics"])])
     scores = [f"  {name:<{width}}{value:>10.4f}" for name, value in data["metrics"].items()]
-    summary = f"{data['task']}: {pluralise(data['steps'], 'step')} in {data['seconds']:.0f} s, saved in {out}"
+    summary = (
+        f"{data['task']}: {pluralise(data['steps'], 'step')} in {data['seconds']:.0f} s, "
+        f"saved in {out}"
+    )
     return "\n".join([summary, *scores])

@@ -2,18 +2,24 @@
 
 In reading order:
 
-- `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the formula of every
-  number, `pairs_per_head` sums over heads with different patterns), `parameter_counts` counts parameters,
-  `weight_storage` gives the bytes of weights as stored, quantised ones with their scales, and `roofline` turns FLOPs
-  and bytes into a lower bound of the time on a device whose memory holds them;
-- `cost_report` collects this in the tables of `hw.cost` and `headwise cost`; `cost_vs_length` finds the lengths at
-  which one spec becomes cheaper than another; `cost_plots` draws charts and writes CSV; `size_matching` finds sizes of
-  equal cost;
+- `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the
+  formula of every
+  number, `pairs_per_head` sums over heads with different patterns), `parameter_counts` counts
+  parameters, `weight_storage` gives the bytes of weights as stored, quantised ones with their
+  scales, and `roofline` turns FLOPs and bytes into a lower bound of the time on a device whose
+  memory holds them;
+- `cost_report` collects this in the tables of `hw.cost` and `headwise cost`; `cost_vs_length` finds
+  the lengths at
+  which one spec becomes cheaper than another; `cost_plots` draws charts and writes CSV;
+  `size_matching` finds sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
-- `kv_cache_memory`, `serving_cost`, `serving_capacity` and `throughput_report` give the memory, latency and
-  throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode step;
+- `kv_cache_memory`, `serving_cost`, `serving_capacity` and `throughput_report` give the memory,
+  latency and
+  throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode
+  step;
 - `parallelism` divides a model among devices, with memory, time and communication of each;
-- `complexity`, `published_formulas` and `published_article` compare with the literature and with a small layer that
+- `complexity`, `published_formulas` and `published_article` compare with the literature and with a
+  small layer that
   is run; `layer_reach` measures the receptive field and the gradients by distance of such layers.
 """
 
@@ -56,35 +62,61 @@ def count_parameters(spec: AttentionSpec | ModelSpec) -> int:
 
 
 def count_constants(spec: AttentionSpec | ModelSpec) -> int:
-    """Number of constants (buffers), which are saved and moved but not trained, such as ALiBi slopes."""
+    """Number of constants (buffers), which are saved and moved but not trained, such as ALiBi
+    slopes.
+    """
     return sum(math.prod(shape) for shape in spec.shapes().values()) - count_parameters(spec)
 
 
 def cached_numbers_per_token(spec: AttentionSpec) -> int:
-    """Number of values that the KV cache stores per token and layer; 0 for a spec that keeps one state instead."""
-    return 0 if spec.is_recurrent else sum(math.prod(shape) for shape in spec.kv_entry_shapes().values())
+    """Number of values that the KV cache stores per token and layer; 0 for a spec that keeps one
+    state instead.
+    """
+    return (
+        0
+        if spec.is_recurrent
+        else sum(math.prod(shape) for shape in spec.kv_entry_shapes().values())
+    )
 
 
 def cache_bytes(
-    spec: AttentionSpec, *, batch: int, capacity: int, bytes_per_number: int = 4, storage: str | None = None
+    spec: AttentionSpec,
+    *,
+    batch: int,
+    capacity: int,
+    bytes_per_number: int = 4,
+    storage: str | None = None,
 ) -> int:
-    """Bytes of one layer's cache for `capacity` tokens: a ring buffer of the tokens its pattern can read, or a state.
+    """Bytes of one layer's cache for `capacity` tokens: a ring buffer of the tokens its pattern can
+    read, or a state.
 
-    A recurrent state sums over thousands of tokens and so has at least 4 bytes per value. With storage="int8" the
-    entries of the projection have 1 byte per value, plus a float32 scale for each vector along the last axis.
+    A recurrent state sums over thousands of tokens and so has at least 4 bytes per value. With
+    storage="int8" the entries of the projection have 1 byte per value, plus a float32 scale for
+    each vector along the last axis.
 
     >>> import headwise as hw
-    >>> cache_bytes(hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"), batch=1, capacity=9999)
+    >>> cache_bytes(
+    ...     hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"),
+    ...     batch=1,
+    ...     capacity=9999,
+    ... )
     266240
     """
     if spec.recurrent_part and spec.is_recurrent:
         part = spec.recurrent_part[1]
         sizes = spec.sizes_of(part)
         return (
-            batch * max(bytes_per_number, 4) * sum(layout.numel(sizes) for layout in part.state_layouts(spec).values())
+            batch
+            * max(bytes_per_number, 4)
+            * sum(layout.numel(sizes) for layout in part.state_layouts(spec).values())
         )
     if groups := split_by_retention(spec):
-        sizes = {"batch": batch, "capacity": capacity, "bytes_per_number": bytes_per_number, "storage": storage}
+        sizes = {
+            "batch": batch,
+            "capacity": capacity,
+            "bytes_per_number": bytes_per_number,
+            "storage": storage,
+        }
         return sum(cache_bytes(group.spec, **sizes) for group in groups)
     first, last = spec.pattern.retention
     slots = capacity if last is None else min(capacity, first + last)
@@ -95,20 +127,27 @@ def cache_bytes(
             for layout in spec.project.kv_entry_layouts(spec).values()
         ]
         bytes_per_token -= sum(
-            math.prod(shape) * (bytes_per_number - 1) - 4 * math.prod(shape[:-1]) for shape in shapes
+            math.prod(shape) * (bytes_per_number - 1) - 4 * math.prod(shape[:-1])
+            for shape in shapes
         )
     return batch * slots * bytes_per_token
 
 
 def required_flops(spec: AttentionSpec, work: CallSize) -> int:
-    """FLOPs that the spec requires: projections, and the core over the query-key pairs that the pattern allows."""
+    """FLOPs that the spec requires: projections, and the core over the query-key pairs that the
+    pattern allows.
+    """
     spec = replace(spec, project=spec.projection_form(work.queries == 1))
     scores, values = pairs_over_heads(spec, work)
-    return _flops_outside_core(spec, work) + 2 * work.batch * (scores * spec.core.score_dim + values * spec.core.vdim)
+    return _flops_outside_core(spec, work) + 2 * work.batch * (
+        scores * spec.core.score_dim + values * spec.core.vdim
+    )
 
 
 def counted_flops(spec: AttentionSpec, work: CallSize) -> int:
-    """FLOPs of a dense forward pass as `FlopCounterMode` counts them: all queries times all keys, masked or not."""
+    """FLOPs of a dense forward pass as `FlopCounterMode` counts them: all queries times all keys,
+    masked or not.
+    """
     return required_flops(spec, work.with_pairs(work.queries * work.keys))
 
 
@@ -127,14 +166,26 @@ def _flops_outside_core(spec: AttentionSpec, work: CallSize) -> int:
     return total
 
 
-def self_attention_work(spec: AttentionSpec, *, batch: int, queries: int, past: int = 0) -> CallSize:
-    """Size of a self-attention call: `queries` new tokens after `past` cached ones, and the pairs the pattern allows.
+def self_attention_work(
+    spec: AttentionSpec, *, batch: int, queries: int, past: int = 0
+) -> CallSize:
+    """Size of a self-attention call: `queries` new tokens after `past` cached ones, and the pairs
+    the pattern allows.
 
     >>> import headwise as hw
     >>> self_attention_work(hw.design(model=8, heads=2, pattern="causal"), batch=1, queries=4).pairs
     10
     """
     if not (batch >= 0 and queries >= 0 and past >= 0):
-        raise SpecError(f"batch, queries and past must be >= 0, got batch={batch}, queries={queries}, past={past}")
+        raise SpecError(
+            f"batch, queries and past must be >= 0, got batch={batch}, queries={queries}, "
+            f"past={past}"
+        )
     keys = past + queries
-    return CallSize(batch, queries, queries, keys, *count_pairs_by_head(spec.pattern, range(past, keys), range(keys)))
+    return CallSize(
+        batch,
+        queries,
+        queries,
+        keys,
+        *count_pairs_by_head(spec.pattern, range(past, keys), range(keys)),
+    )

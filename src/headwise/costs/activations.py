@@ -1,7 +1,8 @@
-"""Bytes that the components of a model save for the backward pass: norms, feed-forwards, experts, heads, attention.
+"""Bytes that the components of a model save for the backward pass: norms, feed-forwards, experts,
+heads, attention.
 
-For attention the bytes are inferred from two runs on meta tensors (`saved_tensors`). The other components have
-formulas of what torch's autograd saves for them; biases and additions save nothing.
+For attention the bytes are inferred from two runs on meta tensors (`saved_tensors`). The other
+components have formulas of what torch's autograd saves for them; biases and additions save nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ INT64_BYTES = 8
 
 
 class SavedByActivation(NamedTuple):
-    """Tensors that an activation function saves: a number of tensors besides its output, and possibly its output."""
+    """Tensors that an activation function saves: a number of tensors besides its output, and
+    possibly its output.
+    """
 
     num_tensors: int
     saves_output: bool = False
@@ -62,12 +65,16 @@ SAVED_BY_ACTIVATION = {
     "quick_gelu": SavedByActivation(2),  # x sigmoid(1.7 x): both factors
     "linear": SavedByActivation(0),
 }
-NUM_BOUNDED_ACTIVATION_TENSORS = 7  # gate and up before and after clamping, the sigmoid, and the two products
+NUM_BOUNDED_ACTIVATION_TENSORS = (
+    7  # gate and up before and after clamping, the sigmoid, and the two products
+)
 
 
 @dataclass(frozen=True)
 class ActivationContext:
-    """How a component runs: rows and tokens, bytes of an element, a norm statistic and a mask element, and dropout."""
+    """How a component runs: rows and tokens, bytes of an element, a norm statistic and a mask
+    element, and dropout.
+    """
 
     rows: int
     tokens: int
@@ -78,8 +85,12 @@ class ActivationContext:
     has_dropout: bool
 
     @staticmethod
-    def from_workload(workload: Workload, tokens: int, profile: str, dropout: float) -> ActivationContext:
-        """Create from a workload; on CUDA, statistics have 4 bytes and masks 1, on the CPU those of the dtype."""
+    def from_workload(
+        workload: Workload, tokens: int, profile: str, dropout: float
+    ) -> ActivationContext:
+        """Create from a workload; on CUDA, statistics have 4 bytes and masks 1, on the CPU those of
+        the dtype.
+        """
         element_bytes, is_fused = dtype_bytes(workload.dtype), profile == "flash-cuda"
         return ActivationContext(
             rows=SymbolicInt.of(workload.batch, "B"),
@@ -128,7 +139,9 @@ def feed_forward_bytes(feed: FeedForwardSpec, count: int, context: ActivationCon
     >>> import headwise as hw
     >>> context = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
     >>> feed = FeedForwardSpec(32)
-    >>> [int(size) for _, size in feed_forward_bytes(feed, context.num_tokens, context)]  # before and after GELU
+    >>> [
+    ...     int(size) for _, size in feed_forward_bytes(feed, context.num_tokens, context)
+    ... ]  # before and after GELU
     [5120]
     """
     hidden_bytes = context.element_bytes * count * SymbolicInt.of(feed.hidden, "hidden")
@@ -149,8 +162,11 @@ def _num_hidden_tensors(feed: FeedForwardSpec, context: ActivationContext) -> in
         return NUM_BOUNDED_ACTIVATION_TENSORS
     saved = lookup_activation(feed.activation)
     if feed.form == "gated":
-        return saved.num_tensors + 3  # both factors, and their product, which is the input of the down projection
-    # With dropout, the input of the down projection is a different tensor than the output of the activation.
+        return (
+            saved.num_tensors + 3
+        )  # both factors, and their product, which is the input of the down projection
+    # With dropout, the input of the down projection is a different tensor than the output of the
+    # activation.
     return saved.num_tensors + 1 + (saved.saves_output and context.has_dropout)
 
 
@@ -165,8 +181,8 @@ def lookup_activation(name: str) -> SavedByActivation:
 def experts_bytes(experts: ExpertsSpec, width: int, context: ActivationContext) -> NamedBytes:
     """Yield what a mixture of experts saves, including its input.
 
-    Tokens are sorted by expert; the sum does not depend on how they are distributed over the experts. The router
-    computes in float32.
+    Tokens are sorted by expert; the sum does not depend on how they are distributed over the
+    experts. The router computes in float32.
     """
     count, active = context.num_tokens, SymbolicInt.of(experts.active, "active")
     num_experts = SymbolicInt.of(experts.count, "expert")
@@ -189,11 +205,16 @@ def experts_bytes(experts: ExpertsSpec, width: int, context: ActivationContext) 
     yield "expert outputs", context.element_bytes * count * active * width
     yield "routing weights", context.element_bytes * count * active
     if experts.shared:
-        yield from ((f"shared, {name}", size) for name, size in feed_forward_bytes(experts.shared, count, context))
+        yield from (
+            (f"shared, {name}", size)
+            for name, size in feed_forward_bytes(experts.shared, count, context)
+        )
 
 
 def embedding_bytes(embedding: EmbeddingSpec, width: int, context: ActivationContext) -> NamedBytes:
-    """Yield what an embedding saves; token ids and pixels are inputs of the model and do not count."""
+    """Yield what an embedding saves; token ids and pixels are inputs of the
+    model and do not count.
+    """
     if embedding.positions and embedding.positions.kind == "learned":
         yield "positions", INT64_BYTES * context.tokens
     if embedding.types:
@@ -205,10 +226,13 @@ def embedding_bytes(embedding: EmbeddingSpec, width: int, context: ActivationCon
 
 
 def head_bytes(head: OutputHeadSpec, width: int, context: ActivationContext) -> NamedBytes:
-    """Yield what an output head and its cross-entropy loss save, with one label for each scored token."""
+    """Yield what an output head and its cross-entropy loss save, with one label for each scored
+    token.
+    """
     scores_all_tokens = head.at == "each"
     count = context.num_tokens if scores_all_tokens else context.rows
-    # A first or last token is a view, which saves the memory of all tokens; a mean or a scaled token is a new tensor.
+    # A first or last token is a view, which saves the memory of all tokens; a mean or a scaled
+    # token is a new tensor.
     is_scaled = head.scale != 1 and not head.transform
     is_copy = head.at == "mean" or (is_scaled and not scores_all_tokens)
     yield "input", context.element_bytes * (context.rows if is_copy else context.num_tokens) * width
@@ -216,9 +240,15 @@ def head_bytes(head: OutputHeadSpec, width: int, context: ActivationContext) -> 
     if transform:
         hidden = SymbolicInt.of(transform.hidden, "transform")
         saved = lookup_activation(transform.activation)
-        # The output of the activation is usually the input of the next operation, and saved only once.
-        saves_extra_output = saved.saves_output and not transform.norm and (head.scale != 1 or not head.outputs)
-        yield "transform", context.element_bytes * (saved.num_tensors + saves_extra_output) * count * hidden
+        # The output of the activation is usually the input of the next operation, and saved only
+        # once.
+        saves_extra_output = (
+            saved.saves_output and not transform.norm and (head.scale != 1 or not head.outputs)
+        )
+        yield (
+            "transform",
+            context.element_bytes * (saved.num_tensors + saves_extra_output) * count * hidden,
+        )
         if transform.norm:
             for name, size in norm_bytes(transform.norm, hidden, count, context):
                 yield f"transform, {name}", size
@@ -232,13 +262,16 @@ def head_bytes(head: OutputHeadSpec, width: int, context: ActivationContext) -> 
     yield "total weight", context.element_bytes  # a scalar of torch's nll_loss
 
 
-# --- Activation memory by published formulas -----------------------------------------------------------
+# --- Activation memory by published formulas ------------------------------------------------------
 
 FORMULA_PROFILES = ("paper-2022", "zhihu-624740065")
 
 
-def formula_layer_bytes(spec: AttentionSpec, workload: Workload, how: tuple[str, str]) -> NamedBytes:
-    """Yield the attention's part of the published formulas, 11 b s h + 5 b s^2 a; `how` is (profile, checkpoint).
+def formula_layer_bytes(
+    spec: AttentionSpec, workload: Workload, how: tuple[str, str]
+) -> NamedBytes:
+    """Yield the attention's part of the published formulas, 11 b s h + 5 b s^2 a; `how` is
+    (profile, checkpoint).
 
     >>> import headwise as hw
     >>> spec = hw.design(model=12288, heads=96)
@@ -250,19 +283,28 @@ def formula_layer_bytes(spec: AttentionSpec, workload: Workload, how: tuple[str,
     yield from _formula_attention_bytes(_symbolic_sizes(spec.model, spec.heads.q, workload), how)
 
 
-def formula_block_bytes(block: BlockSpec, model: int, workload: Workload, how: tuple[str, str]) -> NamedBytes:
+def formula_block_bytes(
+    block: BlockSpec, model: int, workload: Workload, how: tuple[str, str]
+) -> NamedBytes:
     """Yield a block of the published formulas, 34 b s h + 5 b s^2 a.
 
-    Such a block has attention, a feed-forward with 4 h hidden units, two norms, and dropout in every branch.
+    Such a block has attention, a feed-forward with 4 h hidden units, two norms, and dropout in
+    every branch.
     """
     (profile, checkpoint), spec, feed = how, block.attention, block.feed
     if not isinstance(spec, AttentionSpec) or block.cross is not None:
-        raise SpecError(f"profile {profile} supports only blocks with one self-attention; use profile='sdpa'")
+        raise SpecError(
+            f"profile {profile} supports only blocks with one self-attention; use profile='sdpa'"
+        )
     check_formula_applies(spec, workload, profile)
-    is_plain = isinstance(feed, FeedForwardSpec) and (feed.form, feed.hidden) == ("plain", 4 * model)
+    is_plain = isinstance(feed, FeedForwardSpec) and (feed.form, feed.hidden) == (
+        "plain",
+        4 * model,
+    )
     if not is_plain or block.norm.kind != "layer" or block.placement not in ("pre", "post"):
         raise SpecError(
-            f"profile {profile} supports only GPT blocks: two layer norms and a plain feed-forward of 4 x {model}; "
+            f"profile {profile} supports only GPT blocks: two layer norms and a plain "
+            f"feed-forward of 4 x {model}; "
             "use profile='sdpa'"
         )
     sizes = b, s, h, _ = _symbolic_sizes(model, spec.heads.q, workload)
@@ -276,9 +318,17 @@ def check_formula_applies(spec: AttentionSpec, workload: Workload, profile: str)
     """Raise an error for specs and precisions that the published formulas do not cover."""
     heads = spec.heads
     plain = design(model=spec.model, heads=heads.q, dim=heads.dim, pattern=spec.pattern)
-    kinds = (spec.project.uses_head_dims, type(spec.similarity), type(spec.normaliser), type(spec.merge), spec.source)
+    kinds = (
+        spec.project.uses_head_dims,
+        type(spec.similarity),
+        type(spec.normaliser),
+        type(spec.merge),
+        spec.source,
+    )
     plain_kinds = (True, type(plain.similarity), type(plain.normaliser), type(plain.merge), None)
-    only_dropout = all(modifier.phase is Phase.WEIGHTS and not modifier.params(spec) for modifier in spec.modifiers)
+    only_dropout = all(
+        modifier.phase is Phase.WEIGHTS and not modifier.params(spec) for modifier in spec.modifiers
+    )
     if (
         kinds != plain_kinds
         or heads.kv != heads.q
@@ -291,7 +341,10 @@ def check_formula_applies(spec: AttentionSpec, workload: Workload, profile: str)
             "use profile='dense', 'sdpa' or 'flash-cuda'"
         )
     if workload.dtype == "fp32":
-        raise SpecError(f"profile {profile} supports only numbers of 2 bytes, not fp32; use dtype='bf16' or 'fp16'")
+        raise SpecError(
+            f"profile {profile} supports only numbers of 2 bytes, not fp32; use dtype='bf16' or "
+            "'fp16'"
+        )
 
 
 def _symbolic_sizes(model: int, heads: int, workload: Workload) -> tuple[int, int, int, int]:
@@ -301,7 +354,9 @@ def _symbolic_sizes(model: int, heads: int, workload: Workload) -> tuple[int, in
 
 
 def _formula_attention_bytes(sizes: tuple[int, int, int, int], how: tuple[str, str]) -> NamedBytes:
-    """Yield the terms of 2205.05198, section 4.1; the Zhihu article counts the softmax's input, not its output."""
+    """Yield the terms of 2205.05198, section 4.1; the Zhihu article counts the softmax's input, not
+    its output.
+    """
     (b, s, h, a), (profile, checkpoint) = sizes, how
     yield "input", 2 * b * s * h
     if checkpoint == "block":
@@ -317,7 +372,7 @@ def _formula_attention_bytes(sizes: tuple[int, int, int, int], how: tuple[str, s
     yield "dropout mask", b * s * h
 
 
-# --- Activation memory of an attention layer, by backend -----------------------------------------------
+# --- Activation memory of an attention layer, by backend ------------------------------------------
 
 # Backend and device type of each profile; those of FORMULA_PROFILES run nothing.
 BACKEND_PROFILES = {
@@ -329,11 +384,18 @@ BACKEND_PROFILES = {
 }
 CHECKPOINT_MODES = ("none", "block", "core")
 SHORT_LENGTH, LONGER_LENGTH = 7, 11  # batch sizes of the two runs
-MAX_LENGTH = 2**22  # tokens of a run; the bytes of longer contexts follow from the formulas of shorter ones
+MAX_LENGTH = (
+    2**22
+)  # tokens of a run; the bytes of longer contexts follow from the formulas of shorter ones
 
 
 def layer_activation_memory(
-    spec: AttentionSpec, workload: Workload, profile: str = "", *, source: int | None = None, checkpoint: str = "none"
+    spec: AttentionSpec,
+    workload: Workload,
+    profile: str = "",
+    *,
+    source: int | None = None,
+    checkpoint: str = "none",
 ) -> CostBreakdown:
     """Bytes that one attention layer saves for the backward pass, by the step that saves them.
 
@@ -343,14 +405,17 @@ def layer_activation_memory(
     - "chunked": in blocks of queries, whose scores are recomputed in the backward pass;
     - "bf16_matmul": bf16 matrix products on the CPU;
     - "sdpa": torch's fused attention on the CPU;
-    - "flash-cuda": torch's fused attention on CUDA, derived from what its kernels save, not measured;
+    - "flash-cuda": torch's fused attention on CUDA, derived from what its kernels save, not
+      measured;
     - "paper-2022" (2205.05198) and "zhihu-624740065": published formulas.
 
-    The default is `default_profile(spec, workload)`. `source` is the length of the source sequence, if it differs from
-    the context.
+    The default is `default_profile(spec, workload)`. `source` is the length of the source sequence,
+    if it differs from the context.
 
     >>> import headwise as hw
-    >>> memory = layer_activation_memory(hw.design(model=512, heads=8, bias="qkvo"), hw.Workload(2, 1000), "sdpa")
+    >>> memory = layer_activation_memory(
+    ...     hw.design(model=512, heads=8, bias="qkvo"), hw.Workload(2, 1000), "sdpa"
+    ... )
     >>> for term in memory.terms:
     ...     print(*term)
     input 2 B T model 2048000
@@ -368,7 +433,9 @@ def layer_activation_memory(
 def layer_activation_terms(
     spec: AttentionSpec, workload: Workload, how: tuple[str, str], source: int | None = None
 ) -> BytesByStep:
-    """Like `layer_activation_memory`, but as symbolic integers by step; `how` is (profile, checkpoint)."""
+    """Like `layer_activation_memory`, but as symbolic integers by step; `how` is (profile,
+    checkpoint).
+    """
     profile, checkpoint = how
     _check_profile(profile, checkpoint)
     if profile in FORMULA_PROFILES:
@@ -378,7 +445,9 @@ def layer_activation_terms(
         how = (profile, "core")
     if checkpoint == "block":
         rows, element_bytes = axes.sizes.batch, dtype_bytes(workload.dtype)
-        terms = {"input": element_bytes * rows * axes.sizes.tokens * SymbolicInt.of(spec.model, "model")}
+        terms = {
+            "input": element_bytes * rows * axes.sizes.tokens * SymbolicInt.of(spec.model, "model")
+        }
         if spec.source:
             source_width = SymbolicInt.of(spec.source, "source")
             terms["source"] = element_bytes * rows * axes.sizes.source * source_width
@@ -387,16 +456,22 @@ def layer_activation_terms(
 
 
 def default_profile(spec: AttentionSpec, workload: Workload) -> str:
-    """Return how a layer runs in training on the device of a workload: fused if possible, else in blocks of queries.
+    """Return how a layer runs in training on the device of a workload: fused if possible, else in
+    blocks of queries.
 
     Linear attention has no profile of its own; it is treated as "dense".
 
     >>> import headwise as hw
-    >>> [default_profile(hw.design(preset=name), hw.Workload()) for name in ("gqa", "dcmha", "linear")]
+    >>> [
+    ...     default_profile(hw.design(preset=name), hw.Workload())
+    ...     for name in ("gqa", "dcmha", "linear")
+    ... ]
     ['flash-cuda', 'chunked', 'dense']
     """
     if fused_unsupported_reason(spec):
-        return "chunked" if linear_attention.unsupported_reasons(_training_options(spec)) else "dense"
+        return (
+            "chunked" if linear_attention.unsupported_reasons(_training_options(spec)) else "dense"
+        )
     if (
         workload.device == "cpu"
         and workload.dtype == "bf16"
@@ -407,16 +482,21 @@ def default_profile(spec: AttentionSpec, workload: Workload) -> str:
 
 
 def fused_unsupported_reason(spec: AttentionSpec) -> list[str]:
-    """Return the reasons why torch's fused attention cannot run a spec in training; empty if it can."""
+    """Return the reasons why torch's fused attention cannot run a spec in training; empty if it
+    can.
+    """
     return sdpa.unsupported_reasons(_training_options(spec))
 
 
 def _training_options(spec: AttentionSpec) -> CallSignature:
-    return CallSignature(spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True)
+    return CallSignature(
+        spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True
+    )
 
 
 def is_fused_on_cpu(spec: AttentionSpec, dtype: str) -> bool:
-    """Whether torch runs the spec in its fused CPU kernel, which needs keys and values of equal width, for example.
+    """Whether torch runs the spec in its fused CPU kernel, which needs keys and values of equal
+    width, for example.
 
     >>> import headwise as hw
     >>> [is_fused_on_cpu(hw.design(preset=name), "fp32") for name in ("gqa", "mla")]
@@ -430,24 +510,36 @@ def _check_profile(profile: str, checkpoint: str) -> None:
     if profile not in (profiles := [*BACKEND_PROFILES, *FORMULA_PROFILES]):
         raise SpecError(f"there is no profile {profile!r}; {suggest(profile, profiles)}")
     if checkpoint not in CHECKPOINT_MODES:
-        raise SpecError(f"checkpoint={checkpoint!r} is unknown; {suggest(checkpoint, CHECKPOINT_MODES)}")
+        raise SpecError(
+            f"checkpoint={checkpoint!r} is unknown; {suggest(checkpoint, CHECKPOINT_MODES)}"
+        )
     if checkpoint == "core" and profile in ("sdpa", "flash-cuda"):
-        raise SpecError(f"profile {profile} saves no scores to recompute; use checkpoint='none' or 'block'")
+        raise SpecError(
+            f"profile {profile} saves no scores to recompute; use checkpoint='none' or 'block'"
+        )
 
 
 def symbolic_axes(spec: AttentionSpec, workload: Workload, source: int | None) -> SymbolicAxes:
     """Return the sizes of a workload and a spec as symbolic integers."""
     if source is not None and spec.source is None:
-        raise SpecError(f"cannot set source={source!r}: this spec reads no source sequence; leave source out")
+        raise SpecError(
+            f"cannot set source={source!r}: this spec reads no source sequence; leave source out"
+        )
     if source is not None and (type(source) is not int or source < 1):
         raise SpecError(f"source must be a whole number of at least 1, got {source!r}")
-    return SymbolicAxes(spec, CallSizes(workload.batch, workload.context, source or workload.context))
+    return SymbolicAxes(
+        spec, CallSizes(workload.batch, workload.context, source or workload.context)
+    )
 
 
-def _infer_terms(spec: AttentionSpec, workload: Workload, axes: SymbolicAxes, how: tuple[str, str]) -> BytesByStep:
-    """Infer the bytes of every step, with formulas, from two runs on meta tensors of slightly different sizes.
+def _infer_terms(
+    spec: AttentionSpec, workload: Workload, axes: SymbolicAxes, how: tuple[str, str]
+) -> BytesByStep:
+    """Infer the bytes of every step, with formulas, from two runs on meta tensors of slightly
+    different sizes.
 
-    If the two runs differ in kind, the bytes are those of one run of the full size, without formulas.
+    If the two runs differ in kind, the bytes are those of one run of the full size, without
+    formulas.
     """
     profile, checkpoint = how
     backend, device = BACKEND_PROFILES[profile]
@@ -457,32 +549,46 @@ def _infer_terms(spec: AttentionSpec, workload: Workload, axes: SymbolicAxes, ho
         return run.outside_core if checkpoint == "core" else run.saved
 
     full = CallSizes(*map(int, axes.sizes))
-    base = CallSizes(min(full.batch, SHORT_LENGTH), min(full.tokens, MAX_LENGTH), min(full.source, MAX_LENGTH))
+    base = CallSizes(
+        min(full.batch, SHORT_LENGTH), min(full.tokens, MAX_LENGTH), min(full.source, MAX_LENGTH)
+    )
     base_tensors = saved_tensors(base)
     for other in _probe_sizes(base, spec.source is None):
         try:
             terms = infer_formulas(base_tensors, saved_tensors(other), axes, (base, other))
-        except (ValueError, RuntimeError):  # one token more may exceed the positions, and one less leave no token
+        except (
+            ValueError,
+            RuntimeError,
+        ):  # one token more may exceed the positions, and one less leave no token
             continue
         if terms is not None:
             return terms
     if base[1:] != full[1:]:
-        fact = f"cannot infer the activation memory of context={workload.context} from shorter contexts"
+        fact = (
+            f"cannot infer the activation memory of context={workload.context} from shorter "
+            "contexts"
+        )
         raise SpecError(f"{fact}; use context={MAX_LENGTH} or less")
     return sum_bytes_by_step(saved_tensors(full))
 
 
 def _probe_sizes(base: CallSizes, is_self_attention: bool) -> Iterator[CallSizes]:
-    """Yield sizes of calls of the same kind; one token more or less crosses no boundary of a pattern."""
+    """Yield sizes of calls of the same kind; one token more or less crosses no boundary of a
+    pattern.
+    """
     for difference in (1, -1):
         tokens = base.tokens + difference
-        yield CallSizes(LONGER_LENGTH, tokens, tokens if is_self_attention else base.source + 2 * difference)
+        yield CallSizes(
+            LONGER_LENGTH, tokens, tokens if is_self_attention else base.source + 2 * difference
+        )
 
 
 def record_saved_tensors(
     spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str
 ) -> SavedTensorRun:
-    """Run a layer on meta tensors and record what it saves; errors of the run are raised as `SpecError`."""
+    """Run a layer on meta tensors and record what it saves; errors of the run are raised as
+    `SpecError`.
+    """
     if dtype not in TORCH_DTYPES:
         raise SpecError(f"cannot train in dtype={dtype!r}; {suggest(dtype, TORCH_DTYPES)}")
     try:
@@ -492,4 +598,6 @@ def record_saved_tensors(
     except RuntimeError as error:
         if "overflow" not in str(error) and "too large" not in str(error):
             raise
-        raise SpecError(f"model={spec.model} makes tensors larger than torch supports; use a smaller model") from None
+        raise SpecError(
+            f"model={spec.model} makes tensors larger than torch supports; use a smaller model"
+        ) from None

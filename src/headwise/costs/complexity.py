@@ -1,7 +1,8 @@
-"""Complexity of attention compared with recurrent and convolutional layers, after table 1 of 1706.03762.
+"""Complexity of attention compared with recurrent and convolutional layers, after table 1 of
+1706.03762.
 
-`ComplexityTable` counts parameters, FLOPs, sequential operations and path lengths; `measure_scaling` times small layers
-at several lengths.
+`ComplexityTable` counts parameters, FLOPs, sequential operations and path lengths;
+`measure_scaling` times small layers at several lengths.
 """
 
 from __future__ import annotations
@@ -32,20 +33,27 @@ from .workload import Workload
 
 # Common misunderstandings, which the printed table corrects.
 NOTES = (
-    "Self-attention has a constant number of sequential operations and a constant path length, but not constant work: "
-    "4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four projections, which a table "
+    "Self-attention has a constant number of sequential operations and a constant path length, "
+    "but not constant work: "
+    "4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four "
+    "projections, which a table "
     "of orders leaves out.",
-    "The order does not decide which layer is cheaper: a GRU with 12 n d^2 costs more than self-attention up to n = d, "
+    "The order does not decide which layer is cheaper: a GRU with 12 n d^2 costs more than "
+    "self-attention up to n = d, "
     "a plain recurrent layer never does.",
-    "A convolution is computed at all positions in parallel, like attention; a longer range costs depth, not time.",
-    "A recurrent layer can read any distance in principle; the limit is how often its gradient is multiplied.",
+    "A convolution is computed at all positions in parallel, like attention; a longer range costs "
+    "depth, not time.",
+    "A recurrent layer can read any distance in principle; the limit is how often its gradient is "
+    "multiplied.",
 )
 TABLE_HEADER = ("", "parameters", "FLOPs", "serial", "path", "   order", "crossover")
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of the layers: n tokens of width d; h heads, a convolution kernel of k tokens, a window of r tokens."""
+    """Sizes of the layers: n tokens of width d; h heads, a convolution kernel of k tokens, a window
+    of r tokens.
+    """
 
     tokens: int
     model: int
@@ -54,18 +62,27 @@ class LayerSizes:
     window: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("model", 1), ("heads", 1), ("kernel", 2), ("window", 2)):
+        for name, least in (
+            ("tokens", 1),
+            ("model", 1),
+            ("heads", 1),
+            ("kernel", 2),
+            ("window", 2),
+        ):
             size = getattr(self, name)
             if type(size) is not int or not least <= size <= MAX_TOKENS:
-                raise SpecError(f"{name} must be a whole number from {least} to {MAX_TOKENS}, got {size!r}")
+                raise SpecError(
+                    f"{name} must be a whole number from {least} to {MAX_TOKENS}, got {size!r}"
+                )
 
 
 class LayerComplexity(NamedTuple):
     """One layer: parameters, FLOPs and their formula, and the columns of table 1 of 1706.03762.
 
-    `serial` is the number of sequential operations with any number of processors. `path` is how often the layer is
-    applied, in time or in depth, until information of the first token reaches the last. `dearer` is the length from
-    which self-attention requires more FLOPs than this layer, or None if it never does.
+    `serial` is the number of sequential operations with any number of processors. `path` is how
+    often the layer is applied, in time or in depth, until information of the first token reaches
+    the last. `dearer` is the length from which self-attention requires more FLOPs than this layer,
+    or None if it never does.
     """
 
     name: str
@@ -89,7 +106,9 @@ class ComplexityTable:
     def from_sizes(sizes: LayerSizes) -> ComplexityTable:
         """Compute the table for these sizes.
 
-        >>> for layer in ComplexityTable.from_sizes(LayerSizes(tokens=1000, model=64, window=10)).layers[:4]:
+        >>> for layer in ComplexityTable.from_sizes(
+        ...     LayerSizes(tokens=1000, model=64, window=10)
+        ... ).layers[:4]:
         ...     print(layer.name, layer.formula, layer.serial, layer.path, layer.dearer)
         self-attention 8 n d^2 + 4 n^2 d 1 1 None
         sliding window 8 n d^2 + 4 d pairs[window(10)] 1 111 2
@@ -100,7 +119,9 @@ class ComplexityTable:
 
         def attention_flops(tokens: int) -> int:
             if tokens not in cached:
-                cached[tokens] = LAYER_KINDS["self-attention"].flops(sizes, SymbolicInt.of(tokens, "n"))
+                cached[tokens] = LAYER_KINDS["self-attention"].flops(
+                    sizes, SymbolicInt.of(tokens, "n")
+                )
             return cached[tokens]
 
         layers = [kind.layer(name, sizes, attention_flops) for name, kind in LAYER_KINDS.items()]
@@ -109,19 +130,30 @@ class ComplexityTable:
     @property
     def data(self) -> dict[str, Any]:
         """The table as plain values."""
-        return {"sizes": asdict(self.sizes), "layers": [layer._asdict() for layer in self.layers], "notes": list(NOTES)}
+        return {
+            "sizes": asdict(self.sizes),
+            "layers": [layer._asdict() for layer in self.layers],
+            "notes": list(NOTES),
+        }
 
     def __str__(self) -> str:
-        title = "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = {window:,}, h = {heads:,}"
+        title = (
+            "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = "
+            "{window:,}, h = {heads:,}"
+        )
         lines = [*paragraph(title.format(**asdict(self.sizes))), "", _format_row(*TABLE_HEADER)]
         for layer in self.layers:
-            cells = [format_count(size) for size in (layer.parameters, layer.flops, layer.serial, layer.path)]
+            cells = [
+                format_count(size)
+                for size in (layer.parameters, layer.flops, layer.serial, layer.path)
+            ]
             crossover = "never" if layer.dearer is None else f"n={layer.dearer:,}"
             if layer is self.layers[0]:
                 crossover = ""
             lines.append(_format_row(layer.name, *cells, f"   {layer.order}", crossover))
         legend = (
-            "Serial: sequential operations. Path: layers, or time steps, from the first token to the last. Crossover: "
+            "Serial: sequential operations. Path: layers, or time steps, from the first token to "
+            "the last. Crossover: "
             "the length from which self-attention costs more than this layer."
         )
         lines.append("")
@@ -139,7 +171,9 @@ def _format_row(name: str, *cells: str) -> str:
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """A kind of layer: order, sequential operations, path length, parameters, and FLOPs of n tokens."""
+    """A kind of layer: order, sequential operations, path length, parameters, and FLOPs of n
+    tokens.
+    """
 
     order: str
     sequential_steps: Callable[[LayerSizes], int]
@@ -147,9 +181,13 @@ class _LayerKind:
     parameters: Callable[[LayerSizes], int]
     flops: Callable[[LayerSizes, SymbolicInt], int]
 
-    def layer(self, name: str, sizes: LayerSizes, attention_flops: Callable[[int], int]) -> LayerComplexity:
+    def layer(
+        self, name: str, sizes: LayerSizes, attention_flops: Callable[[int], int]
+    ) -> LayerComplexity:
         flops = self.flops(sizes, SymbolicInt.of(sizes.tokens, "n"))
-        dearer = find_ranges(lambda n: attention_flops(n) > self.flops(sizes, SymbolicInt.of(n, "n")), MAX_TOKENS)
+        dearer = find_ranges(
+            lambda n: attention_flops(n) > self.flops(sizes, SymbolicInt.of(n, "n")), MAX_TOKENS
+        )
         return LayerComplexity(
             name=name,
             parameters=self.parameters(sizes),
@@ -170,23 +208,33 @@ def attention_specs(sizes: LayerSizes) -> dict[str, AttentionSpec]:
     """
     return {
         "self-attention": design(model=sizes.model, heads=sizes.heads),
-        "sliding window": design(model=sizes.model, heads=sizes.heads, pattern=f"window({sizes.window})"),
+        "sliding window": design(
+            model=sizes.model, heads=sizes.heads, pattern=f"window({sizes.window})"
+        ),
         "linear": design(preset="linear", model=sizes.model, heads=sizes.heads),
     }
 
 
 def _attention_kind(
-    name: str, order: str, text: str, serial: Callable[[LayerSizes], int], path: Callable[[LayerSizes], int]
+    name: str,
+    order: str,
+    text: str,
+    serial: Callable[[LayerSizes], int],
+    path: Callable[[LayerSizes], int],
 ) -> _LayerKind:
     def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
         required = prefill_flops(attention_specs(sizes)[name], Workload(context=int(n)))
         return SymbolicInt.of(required, text.format(r=sizes.window), loose="sum")
 
-    return _LayerKind(order, serial, path, lambda sizes: count_parameters(attention_specs(sizes)[name]), flops)
+    return _LayerKind(
+        order, serial, path, lambda sizes: count_parameters(attention_specs(sizes)[name]), flops
+    )
 
 
 def _recurrent_kind(gates: int) -> _LayerKind:
-    """A recurrent layer with d state values; each gate has two matrices and two biases, as in torch.nn."""
+    """A recurrent layer with d state values; each gate has two matrices and two biases, as in
+    torch.nn.
+    """
 
     def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
         return 4 * gates * n * SymbolicInt.of(sizes.model, "d") ** 2
@@ -233,7 +281,9 @@ def _layers_to_reach(reach: int, tokens: int) -> int:
 
 
 def _dilated_path(sizes: LayerSizes) -> int:
-    """Number of layers whose dilation grows by a factor of k each; together they see k^layers tokens."""
+    """Number of layers whose dilation grows by a factor of k each; together they see k^layers
+    tokens.
+    """
     layers, reached = 1, sizes.kernel
     while reached < sizes.tokens:
         layers, reached = layers + 1, reached * sizes.kernel
@@ -245,7 +295,9 @@ def _contiguous_path(sizes: LayerSizes) -> int:
 
 
 LAYER_KINDS = {
-    "self-attention": _attention_kind("self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", _constant_steps, _constant_steps),
+    "self-attention": _attention_kind(
+        "self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", _constant_steps, _constant_steps
+    ),
     "sliding window": _attention_kind(
         "sliding window",
         "r n d",
@@ -253,7 +305,9 @@ LAYER_KINDS = {
         _constant_steps,
         lambda sizes: _layers_to_reach(sizes.window - 1, sizes.tokens),
     ),
-    "linear": _attention_kind("linear", "n d^2 / h", "8 n d^2 + sums over tokens", _num_chunks, _constant_steps),
+    "linear": _attention_kind(
+        "linear", "n d^2 / h", "8 n d^2 + sums over tokens", _num_chunks, _constant_steps
+    ),
     "recurrent": _recurrent_kind(1),
     "GRU": _recurrent_kind(3),
     "LSTM": _recurrent_kind(4),
@@ -268,7 +322,7 @@ LAYER_KINDS = {
     ),
 }
 
-# --- Measured scaling: the time of a layer by length, on this machine ----------------------------------
+# --- Measured scaling: the time of a layer by length, on this machine -----------------------------
 
 MEASURED_LENGTHS = (256, 512, 1024, 2048)
 MODEL_WIDTH = 64  # small, so that all measurements take a few seconds on one processor
@@ -287,22 +341,31 @@ class ScalingMeasurement:
     def growth_factors(self) -> dict[str, tuple[float, ...]]:
         """Ratio of the times at successive lengths, by layer: the factor for a doubled length."""
         return {
-            name: tuple(after / before for before, after in pairwise(seconds)) for name, seconds in self.layers.items()
+            name: tuple(after / before for before, after in pairwise(seconds))
+            for name, seconds in self.layers.items()
         }
 
     @property
     def data(self) -> dict[str, Any]:
         """The measurement as plain values."""
         factors = self.growth_factors
-        rows = [{"name": name, "seconds": seconds, "times": factors[name]} for name, seconds in self.layers.items()]
+        rows = [
+            {"name": name, "seconds": seconds, "times": factors[name]}
+            for name, seconds in self.layers.items()
+        ]
         return {"width": self.width, "lengths": self.lengths, "layers": rows}
 
     def __str__(self) -> str:
         lines = [
-            localise(f"Measured on this machine ({accelerator_type()}), one row, width {self.width}:"),
-            localise(f"time at {self.lengths[0]} tokens, and factor for each doubling of the length"),
+            localise(
+                f"Measured on this machine ({accelerator_type()}), one row, width {self.width}:"
+            ),
+            localise(
+                f"time at {self.lengths[0]} tokens, and factor for each doubling of the length"
+            ),
             "",
-            f"{'':<20}" + "".join(heading_cell(f"{length:,} tokens", 15) for length in self.lengths),
+            f"{'':<20}"
+            + "".join(heading_cell(f"{length:,} tokens", 15) for length in self.lengths),
         ]
         factors = self.growth_factors
         for name, seconds in self.layers.items():
@@ -311,11 +374,17 @@ class ScalingMeasurement:
         return "\n".join(lines)
 
 
-def measure_scaling(sizes: LayerSizes, lengths: tuple[int, ...] = MEASURED_LENGTHS) -> ScalingMeasurement:
-    """Time every layer of the table at a few lengths, with width 64 and the kernel and window of `sizes`.
+def measure_scaling(
+    sizes: LayerSizes, lengths: tuple[int, ...] = MEASURED_LENGTHS
+) -> ScalingMeasurement:
+    """Time every layer of the table at a few lengths, with width 64 and the kernel and window of
+    `sizes`.
 
     >>> scaling = measure_scaling(LayerSizes(tokens=8, model=64), lengths=(4, 8))
-    >>> all(min(seconds) > 0 for seconds in scaling.layers.values()), len(scaling.growth_factors["GRU"])
+    >>> (
+    ...     all(min(seconds) > 0 for seconds in scaling.layers.values()),
+    ...     len(scaling.growth_factors["GRU"]),
+    ... )
     (True, 1)
     """
     heads = math.gcd(sizes.heads, MODEL_WIDTH)
@@ -337,14 +406,21 @@ def _runnable_layers(sizes: LayerSizes) -> Iterator[tuple[str, Callable[[Tensor]
     for name, spec in attention_specs(sizes).items():
         yield name, Attention(spec).eval().to(accelerator_type())
     for name, recurrent in {"recurrent": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}.items():
-        yield name, recurrent(sizes.model, sizes.model, batch_first=True).eval().to(accelerator_type())
+        yield (
+            name,
+            recurrent(sizes.model, sizes.model, batch_first=True).eval().to(accelerator_type()),
+        )
     conv = nn.Conv1d(sizes.model, sizes.model, sizes.kernel).to(accelerator_type())
-    depthwise = nn.Conv1d(sizes.model, sizes.model, sizes.kernel, groups=sizes.model).to(accelerator_type())
+    depthwise = nn.Conv1d(sizes.model, sizes.model, sizes.kernel, groups=sizes.model).to(
+        accelerator_type()
+    )
     pointwise = nn.Conv1d(sizes.model, sizes.model, 1).to(accelerator_type())
     yield "convolution", lambda x_BTD: conv(_pad_causal(x_BTD, sizes.kernel))
     yield "separable conv.", lambda x_BTD: pointwise(depthwise(_pad_causal(x_BTD, sizes.kernel)))
 
 
 def _pad_causal(x_BTD: Tensor, kernel: int) -> Tensor:
-    """Transpose to channels first and pad with zeros on the left, so that a convolution is causal."""
+    """Transpose to channels first and pad with zeros on the left, so that a
+    convolution is causal.
+    """
     return F.pad(x_BTD.transpose(1, 2), (kernel - 1, 0))

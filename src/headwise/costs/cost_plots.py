@@ -1,6 +1,8 @@
-"""Charts of costs: roofline, KV cache, FLOPs and crossovers over the context length, drawn with matplotlib.
+"""Charts of costs: roofline, KV cache, FLOPs and crossovers over the context length, drawn with
+matplotlib.
 
-`make_charts` computes the lines and points, `save_plot` draws them into a file. Also the estimates as CSV (RFC 4180).
+`make_charts` computes the lines and points, `save_plot` draws them into a file. Also the estimates
+as CSV (RFC 4180).
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
 from .cost_report import UNIT_PREFIXES, CostEstimate
-from .cost_vs_length import CostByLength, Crossover, LengthCost, LengthRange, bisection_lengths, find_crossover
+from .cost_vs_length import (
+    CostByLength,
+    Crossover,
+    LengthCost,
+    LengthRange,
+    bisection_lengths,
+    find_crossover,
+)
 from .roofline import Device
 
 if TYPE_CHECKING:
@@ -53,7 +62,8 @@ class ChartLine(NamedTuple):
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over the context length; `missing_names` are specs without a line, because they are not causal.
+    """Lines over the context length; `missing_names` are specs without a line, because they are not
+    causal.
 
     `marked_length` is the context of the workload, at which each line has a dot.
     """
@@ -66,7 +76,11 @@ class LineChart:
     @property
     def note(self) -> str:
         """A sentence about specs without a line."""
-        return f"not shown, because not causal: {', '.join(self.missing_names)}" if self.missing_names else ""
+        return (
+            f"not shown, because not causal: {', '.join(self.missing_names)}"
+            if self.missing_names
+            else ""
+        )
 
     def draw_on(self, canvas: Canvas) -> None:
         """Draw the chart on a canvas."""
@@ -101,18 +115,28 @@ class RooflineChart:
         canvas.roof(self)
 
 
-def make_charts(estimates: Mapping[str, CostEstimate], kind: str = "all") -> list[LineChart | RooflineChart]:
+def make_charts(
+    estimates: Mapping[str, CostEstimate], kind: str = "all"
+) -> list[LineChart | RooflineChart]:
     """Compute one kind of chart, or all four: roofline, kv, flops, crossovers.
 
     >>> import headwise as hw
     >>> costs = hw.cost({"gqa": hw.design(preset="gqa"), "linear": hw.design(preset="linear")})
-    >>> [line.label for line in make_charts({cost.name: cost for cost in costs}, "crossovers")[0].lines]
+    >>> [
+    ...     line.label
+    ...     for line in make_charts({cost.name: cost for cost in costs}, "crossovers")[0].lines
+    ... ]
     ['gqa', 'linear from 2,057']
     """
     if kind not in (*CHART_KINDS, "all"):
-        raise SpecError(f"there is no kind of plot {kind!r}; {suggest(kind, [*CHART_KINDS, 'all'])}")
+        raise SpecError(
+            f"there is no kind of plot {kind!r}; {suggest(kind, [*CHART_KINDS, 'all'])}"
+        )
     if kind == "crossovers" and len(estimates) < 2:
-        raise SpecError(f"cannot find crossovers of {', '.join(estimates)}: it takes two specs; draw two or more")
+        raise SpecError(
+            f"cannot find crossovers of {', '.join(estimates)}: it takes two specs; draw two or "
+            "more"
+        )
     if kind == "kv" and all(estimate.decode_flops is None for estimate in estimates.values()):
         fact = f"cannot draw a KV cache: none of {', '.join(estimates)} is causal"
         raise SpecError(f"{fact}; give them pattern='causal()', or draw another kind")
@@ -139,31 +163,50 @@ class _ChartBuilder:
             for phase in estimate.operations:
                 total = estimate.total_operation(phase)
                 if total.flops:
-                    points.append(RooflinePoint(name, phase, total.intensity, total.flops / total.seconds))
-        return RooflineChart("Roofline, FLOP/s", device.flops[workload.dtype], device.bandwidth, tuple(points))
+                    points.append(
+                        RooflinePoint(name, phase, total.intensity, total.flops / total.seconds)
+                    )
+        return RooflineChart(
+            "Roofline, FLOP/s", device.flops[workload.dtype], device.bandwidth, tuple(points)
+        )
 
     def cache(self) -> LineChart:
         """Bytes of the KV cache."""
-        return self._chart(f"KV cache of {self._rows}, bytes", lambda sample, tokens: sample.cache_bytes)
+        return self._chart(
+            f"KV cache of {self._rows}, bytes", lambda sample, tokens: sample.cache_bytes
+        )
 
     def flops_per_token(self) -> LineChart:
         """Required FLOPs of prefill, per token."""
         rows = self.costs.workload.batch
-        return self._chart("Prefill, FLOPs per token", lambda sample, tokens: sample.prefill_flops / tokens / rows)
+        return self._chart(
+            "Prefill, FLOPs per token", lambda sample, tokens: sample.prefill_flops / tokens / rows
+        )
 
     def relative_seconds(self) -> LineChart:
-        """Time relative to the first spec: of a decode step if the first has one, else of prefill."""
+        """Time relative to the first spec: of a decode step if the first has
+        one, else of prefill.
+        """
         first = next(iter(self.estimates))
-        quantity = "prefill_seconds" if self.estimates[first].decode_flops is None else "step_seconds"
+        quantity = (
+            "prefill_seconds" if self.estimates[first].decode_flops is None else "step_seconds"
+        )
 
         def ratio(sample: LengthCost, tokens: int) -> float | None:
-            seconds, baseline = getattr(sample, quantity), getattr(self.costs.at(first, tokens), quantity)
+            seconds, baseline = (
+                getattr(sample, quantity),
+                getattr(self.costs.at(first, tokens), quantity),
+            )
             return None if seconds is None else seconds / baseline
 
         def label(name: str) -> str:
-            return _crossover_label(find_crossover(self.costs, name, first, quantity, self._max_length))
+            return _crossover_label(
+                find_crossover(self.costs, name, first, quantity, self._max_length)
+            )
 
-        title = f"Time of {'a decode step' if quantity == 'step_seconds' else 'prefill'}, {first} = 1"
+        title = (
+            f"Time of {'a decode step' if quantity == 'step_seconds' else 'prefill'}, {first} = 1"
+        )
         return self._chart(title, ratio, label)
 
     @property
@@ -176,7 +219,10 @@ class _ChartBuilder:
         return max(LONGEST, 2 ** math.ceil(math.log2(BEYOND * self.costs.workload.context)))
 
     def _chart(
-        self, title: str, cost: Callable[[LengthCost, int], float | None], label: Callable[[str], str] = str
+        self,
+        title: str,
+        cost: Callable[[LengthCost, int], float | None],
+        label: Callable[[str], str] = str,
     ) -> LineChart:
         lines: list[ChartLine] = []
         for name in self.estimates:
@@ -209,11 +255,14 @@ def _crossover_label(crossover: Crossover) -> str:
             return crossover.name
 
 
-# --- Placing labels without overlap --------------------------------------------------------------------
+# --- Placing labels without overlap ---------------------------------------------------------------
 
 
-def spread_labels(targets: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
-    """Move positions apart by at least `gap`, within bounds, with the least sum of squared distances to `targets`.
+def spread_labels(
+    targets: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
+) -> list[float]:
+    """Move positions apart by at least `gap`, within bounds, with the least sum of squared
+    distances to `targets`.
 
     If the bounds are too narrow for the gap, the gap is reduced.
 
@@ -232,28 +281,41 @@ def spread_labels(targets: Sequence[float], gap: float, low: float = 0.0, high: 
             total, count = total + previous_total, count + previous_count
         blocks.append((total, count))
     max_start = high - (len(targets) - 1) * gap
-    starts = [min(max(total / count, low), max_start) for total, count in blocks for _ in range(count)]
-    positions = {n: start + rank * gap for rank, (n, start) in enumerate(zip(order, starts, strict=True))}
+    starts = [
+        min(max(total / count, low), max_start) for total, count in blocks for _ in range(count)
+    ]
+    positions = {
+        n: start + rank * gap for rank, (n, start) in enumerate(zip(order, starts, strict=True))
+    }
     return [round(positions[n], 9) for n in range(len(targets))]
 
 
 def shorten_label(name: str, max_length: int) -> str:
-    """Shorten a name to `max_length` characters by leaving out its middle, because names differ at their ends.
+    """Shorten a name to `max_length` characters by leaving out its middle, because names differ at
+    their ends.
 
     >>> shorten_label("llama-3-8b-instruct-q4", 12)
     'llama-…ct-q4'
     """
     half = max_length // 2
-    return name if len(name) <= max_length else f"{name[:half]}…{name[len(name) - (max_length - half - 1) :]}"
+    return (
+        name
+        if len(name) <= max_length
+        else f"{name[:half]}…{name[len(name) - (max_length - half - 1) :]}"
+    )
 
 
-# --- Drawing one panel ---------------------------------------------------------------------------------
+# --- Drawing one panel ----------------------------------------------------------------------------
 
 FONT_SIZE = 7.5  # points; 11 pixels in a figure 800 pixels wide
 MIN_LABEL_GAP = 4.0  # smallest font size, in points, if many labels share a panel
 LETTER_WIDTH = 0.56  # width of most letters, relative to the font size
 LINE_HEIGHT = 1.2  # relative to the font size
-TICK_STEPS = ((30, (1, 2, 5)), (3000, (1, 3)), (math.inf, (1,)))  # ticks per decade if max / min of y is less than this
+TICK_STEPS = (
+    (30, (1, 2, 5)),
+    (3000, (1, 3)),
+    (math.inf, (1,)),
+)  # ticks per decade if max / min of y is less than this
 GREY, PALE = "#555555", "#DDDDDD"
 MARKERS, MARKER_SIGNS = {"prefill": "o", "decode": "^"}, {"prefill": "●", "decode": "▲"}
 LineStyle = tuple[str, Any]  # colour and dashes
@@ -270,7 +332,9 @@ class LabelledPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class PlotPanel:
-    """The axes of one chart, their width and height in inches, the room for labels, and the line style of each name."""
+    """The axes of one chart, their width and height in inches, the room for labels, and the line
+    style of each name.
+    """
 
     axes: Axes
     inches: tuple[float, float]
@@ -281,12 +345,20 @@ class PlotPanel:
         """Draw the lines, with a dot at the context of the workload."""
         axes = self.axes
         axes.set_title(shorten_label(chart.title, int(0.8 * self._letters_per_line)))
-        note = wrap(chart.note, self._letters_per_line, max_lines=2, placeholder=" …", break_on_hyphens=False)
+        note = wrap(
+            chart.note,
+            self._letters_per_line,
+            max_lines=2,
+            placeholder=" …",
+            break_on_hyphens=False,
+        )
         if not chart.lines:
             axes.set_axis_off()
             axes.text(0, 1, "\n".join(note), va="top", color=GREY, transform=axes.transAxes)
             return
-        axes.set_xlabel("\n".join([f"tokens per row, dots at {chart.marked_length:,}", *note]), loc="left")
+        axes.set_xlabel(
+            "\n".join([f"tokens per row, dots at {chart.marked_length:,}", *note]), loc="left"
+        )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         for depth, line in enumerate(chart.lines):
@@ -295,7 +367,9 @@ class PlotPanel:
             if chart.marked_length in line.xs:
                 marked_y = line.ys[line.xs.index(chart.marked_length)]
                 axes.plot(chart.marked_length, marked_y, "o", color=colour, markersize=2.5)
-        axes.set_xlim(min(line.xs[0] for line in chart.lines), max(line.xs[-1] for line in chart.lines))
+        axes.set_xlim(
+            min(line.xs[0] for line in chart.lines), max(line.xs[-1] for line in chart.lines)
+        )
         self._set_y_limits([y for line in chart.lines for y in line.ys])
         axes.set_xticks(_length_ticks(*axes.get_xlim()), minor=False)
         self._format_ticks(lambda x: f"{x:,.0f}", _format_tick)
@@ -325,7 +399,9 @@ class PlotPanel:
         xs = [roof.ridge_point, *(point.x for point in points)]
         low, high = min(xs) / 3, max(xs) * 3
         axes.set_xlim(low, high)
-        axes.set_ylim(min([low * roof.bandwidth, *(point.y for point in points)]) / 1.5, roof.peak_flops * 3)
+        axes.set_ylim(
+            min([low * roof.bandwidth, *(point.y for point in points)]) / 1.5, roof.peak_flops * 3
+        )
         axes.plot(
             [low, roof.ridge_point, high],
             [low * roof.bandwidth, roof.peak_flops, roof.peak_flops],
@@ -337,19 +413,23 @@ class PlotPanel:
             axes.plot(point.x, point.y, MARKERS[point.call], color=colour, markersize=4, zorder=3)
         self._format_ticks(_format_tick, _format_tick)
         self._label_roof_edges(roof)
-        # Labels of prefill stand right of the axes, not above the highest point; those of decode stand below the roof,
-        # right of the rightmost decode point.
+        # Labels of prefill stand right of the axes, not above the highest point; those of decode
+        # stand below the roof, right of the rightmost decode point.
         prefill_ys = [self._axes_position(point)[1] for point in by_call["prefill"]]
         decode_xs = [self._axes_position(point)[0] for point in by_call["decode"]]
         self._draw_labels(by_call["prefill"], between=(0.0, max([0.0, *prefill_ys])))
-        self._draw_labels(by_call["decode"], at=min(max([0.3, *decode_xs]) + 0.1, 0.8), between=(0.03, 0.7))
+        self._draw_labels(
+            by_call["decode"], at=min(max([0.3, *decode_xs]) + 0.1, 0.8), between=(0.03, 0.7)
+        )
 
     def _label_roof_edges(self, roof: RooflineChart) -> None:
         """Label the two edges of the roof with bandwidth and peak FLOP/s."""
         axes = self.axes
         left, low = axes.get_xlim()[0], axes.get_ylim()[0]
         start = max(left, low / roof.bandwidth)
-        ends = [axes.transData.transform((x, x * roof.bandwidth)) for x in (start, roof.ridge_point)]
+        ends = [
+            axes.transData.transform((x, x * roof.bandwidth)) for x in (start, roof.ridge_point)
+        ]
         slope = math.degrees(math.atan2(ends[1][1] - ends[0][1], ends[1][0] - ends[0][0]))
         style = {"color": GREY, "textcoords": "offset points", "size": FONT_SIZE - 0.5}
         middle = math.sqrt(start * roof.ridge_point)
@@ -363,7 +443,11 @@ class PlotPanel:
             **style,
         )
         axes.annotate(
-            f"{_format_tick(roof.peak_flops)}FLOP/s", (axes.get_xlim()[1], roof.peak_flops), (0, 3), ha="right", **style
+            f"{_format_tick(roof.peak_flops)}FLOP/s",
+            (axes.get_xlim()[1], roof.peak_flops),
+            (0, 3),
+            ha="right",
+            **style,
         )
 
     def _set_y_limits(self, ys: Sequence[float]) -> None:
@@ -375,27 +459,40 @@ class PlotPanel:
         self.axes.set_ylim(low, high)
         self.axes.set_yticks([tick for tick in ticks if low <= tick <= high])
 
-    def _format_ticks(self, format_x: Callable[[float], str], format_y: Callable[[float], str]) -> None:
+    def _format_ticks(
+        self, format_x: Callable[[float], str], format_y: Callable[[float], str]
+    ) -> None:
         """Set the formats of the tick labels, and remove minor ticks."""
         from matplotlib.ticker import FuncFormatter, NullLocator
 
         for axis, format_value in ((self.axes.xaxis, format_x), (self.axes.yaxis, format_y)):
             axis.set_minor_locator(NullLocator())
-            axis.set_major_formatter(FuncFormatter(lambda value, _, format_value=format_value: format_value(value)))
+            axis.set_major_formatter(
+                FuncFormatter(lambda value, _, format_value=format_value: format_value(value))
+            )
 
     def _draw_labels(
-        self, points: Sequence[LabelledPoint], at: float = 1.06, between: tuple[float, float] = (0.0, 1.0)
+        self,
+        points: Sequence[LabelledPoint],
+        at: float = 1.06,
+        between: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        """Draw the labels below each other at x = `at` (a fraction of the axes), with a thin line to each point."""
+        """Draw the labels below each other at x = `at` (a fraction of the axes), with a thin line
+        to each point.
+        """
         low, high = between
         width, height = self.inches
         largest_size = 72 * height * (high - low) / LINE_HEIGHT / max(len(points), 1)
         size = max(min(FONT_SIZE, largest_size), MIN_LABEL_GAP)
         room = (1.05 - at) * width if at < 1 else self.label_room - (at - 1) * width - 0.05
-        # Of points at one height, the leftmost gets the lowest label, so that no line crosses another.
+        # Of points at one height, the leftmost gets the lowest label, so that no line crosses
+        # another.
         points = sorted(points, key=lambda point: point.x)
         label_ys = spread_labels(
-            [round(self._axes_position(point)[1], 3) for point in points], LINE_HEIGHT * size / 72 / height, low, high
+            [round(self._axes_position(point)[1], 3) for point in points],
+            LINE_HEIGHT * size / 72 / height,
+            low,
+            high,
         )
         for point, label_y in zip(points, label_ys, strict=True):
             self.axes.annotate(
@@ -441,14 +538,17 @@ def _format_tick(value: float) -> str:
     >>> _format_tick(2_000_000), _format_tick(0.05), _format_tick(4.8e12)
     ('2 M', '0.05', '4.8 T')
     """
-    power = min(max(math.floor(math.log10(value) / 3), 0), len(UNIT_PREFIXES) - 1) if value > 0 else 0
+    power = (
+        min(max(math.floor(math.log10(value) / 3), 0), len(UNIT_PREFIXES) - 1) if value > 0 else 0
+    )
     return f"{value / 1000**power:.3g} {UNIT_PREFIXES[power]}".rstrip()
 
 
-# --- Drawing into a file -------------------------------------------------------------------------------
+# --- Drawing into a file --------------------------------------------------------------------------
 
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {".svg": {}, ".pdf": {}, ".png": {"dpi": 200}}
-# Okabe and Ito's colours without yellow and sky blue, some of them darker, so that labels are readable on white.
+# Okabe and Ito's colours without yellow and sky blue, some of them darker, so that labels are
+# readable on white.
 LINE_COLOURS = ("#0072B2", "#D55E00", "#007A5A", "#A8458A", "#A87400", "#333333")
 LINE_DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)))  # for more lines than colours
 # Inches.
@@ -480,7 +580,11 @@ MATPLOTLIB_STYLE: Any = {
 
 
 def save_plot(
-    estimates: Mapping[str, CostEstimate], path: Path | str, kind: str = "all", *, overwrite: bool = False
+    estimates: Mapping[str, CostEstimate],
+    path: Path | str,
+    kind: str = "all",
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Draw one kind of chart, or all four, into an SVG, PNG or PDF file; see `make_charts`.
 
@@ -505,7 +609,9 @@ def save_plot(
     write_atomically(path, buffer.getvalue())
 
 
-def make_figure(estimates: Mapping[str, CostEstimate], charts: Sequence[LineChart | RooflineChart]) -> Figure:
+def make_figure(
+    estimates: Mapping[str, CostEstimate], charts: Sequence[LineChart | RooflineChart]
+) -> Figure:
     """Draw charts into the panels of a figure, two per row."""
     from matplotlib.figure import Figure
 
@@ -515,8 +621,17 @@ def make_figure(estimates: Mapping[str, CostEstimate], charts: Sequence[LineChar
     figure = Figure(figsize=(FIGURE_WIDTH, TITLE_HEIGHT + num_rows * panel_height))
     workload = next(iter(estimates.values())).workload
     rows = "one row" if workload.batch == 1 else f"{workload.batch:,} rows"
-    title = f"{rows} of {workload.context:,} tokens, {workload.dtype}, {Device.from_name(workload.device).description}"
-    figure.text(OUTER_MARGIN / FIGURE_WIDTH, 1 - OUTER_MARGIN / figure.get_figheight(), title, va="top", color=GREY)
+    title = (
+        f"{rows} of {workload.context:,} tokens, {workload.dtype}, "
+        f"{Device.from_name(workload.device).description}"
+    )
+    figure.text(
+        OUTER_MARGIN / FIGURE_WIDTH,
+        1 - OUTER_MARGIN / figure.get_figheight(),
+        title,
+        va="top",
+        color=GREY,
+    )
     styles = [(colour, dashes) for dashes in LINE_DASHES for colour in LINE_COLOURS]
     line_styles = {name: styles[n % len(styles)] for n, name in enumerate(estimates)}
     for n, chart in enumerate(charts):
@@ -525,7 +640,8 @@ def make_figure(estimates: Mapping[str, CostEstimate], charts: Sequence[LineChar
 
 
 def check_plot_path(path: Path | str, existing: Existing = "refuse") -> dict[str, Any]:
-    """Return the options of `savefig` for a file; raise an error for unsupported formats and unwritable paths.
+    """Return the options of `savefig` for a file; raise an error for unsupported formats and
+    unwritable paths.
 
     >>> check_plot_path("costs.jpg")
     Traceback (most recent call last):
@@ -533,19 +649,28 @@ def check_plot_path(path: Path | str, existing: Existing = "refuse") -> dict[str
     """
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:
-        raise SpecError(f"cannot draw into {path}: {suffix!r} is not supported; use .svg, .png or .pdf")
+        raise SpecError(
+            f"cannot draw into {path}: {suffix!r} is not supported; use .svg, .png or .pdf"
+        )
     check_output(path, FIGURE_FILE, existing)
     return {**SAVE_OPTIONS[suffix], "metadata": FIGURE_METADATA[suffix]}
 
 
-def _add_panel(figure: Figure, n: int, grid: tuple[int, int], line_styles: dict[str, LineStyle]) -> PlotPanel:
-    """Add panel n of a grid of (columns, rows), with room for tick labels on the left and labels on the right."""
+def _add_panel(
+    figure: Figure, n: int, grid: tuple[int, int], line_styles: dict[str, LineStyle]
+) -> PlotPanel:
+    """Add panel n of a grid of (columns, rows), with room for tick labels on the left and labels on
+    the right.
+    """
     num_columns, num_rows = grid
     width, height = figure.get_figwidth(), figure.get_figheight()
     cell_width, cell_height = width / num_columns, (height - TITLE_HEIGHT) / num_rows
     x = n % num_columns * cell_width + LEFT_MARGIN
     y = height - TITLE_HEIGHT - (n // num_columns + 1) * cell_height + BOTTOM_MARGIN
-    inches = cell_width - LEFT_MARGIN - LABEL_ROOM[num_columns], cell_height - TOP_MARGIN - BOTTOM_MARGIN
+    inches = (
+        cell_width - LEFT_MARGIN - LABEL_ROOM[num_columns],
+        cell_height - TOP_MARGIN - BOTTOM_MARGIN,
+    )
     axes = figure.add_axes((x / width, y / height, inches[0] / width, inches[1] / height))
     return PlotPanel(axes, inches, LABEL_ROOM[num_columns], line_styles)
 
@@ -553,11 +678,15 @@ def _add_panel(figure: Figure, n: int, grid: tuple[int, int], line_styles: dict[
 def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """Format rows of plain values as CSV (RFC 4180), with one column for each scalar value.
 
-    Values of nested mappings get dotted names; lists are left out; a missing value is an empty field.
+    Values of nested mappings get dotted names; lists are left out; a missing value is an empty
+    field.
 
-    >>> to_csv([{"name": "a, b", "flops": {"prefill": 2**70}, "terms": []}, {"name": "c", "bound": None}]).split(
-    ...     "\\r\\n"
-    ... )
+    >>> to_csv(
+    ...     [
+    ...         {"name": "a, b", "flops": {"prefill": 2**70}, "terms": []},
+    ...         {"name": "c", "bound": None},
+    ...     ]
+    ... ).split("\\r\\n")
     ['name,flops.prefill,bound', '"a, b",1180591620717411303424,', 'c,,', '']
     """
     flat = [dict(_flatten_values("", row)) for row in rows]

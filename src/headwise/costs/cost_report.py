@@ -1,4 +1,6 @@
-"""Cost estimates of layers and models before they run: parameters, FLOPs, bytes and time; as text and JSON."""
+"""Cost estimates of layers and models before they run: parameters, FLOPs, bytes and time; as text
+and JSON.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,11 @@ __all__ = ["CostEstimate", "Workload", "estimate_cost"]
 class CostEstimate:
     """Cost of one layer or model under one workload.
 
-    `flops_by_call` has the required FLOPs term by term, `executed_flops` and `counted_flops` the totals that a backend
-    executes and that torch's `FlopCounterMode` counts in the same calls. `cache_numbers` are the values cached per
-    token (for a recurrent layer, its whole state), `source_cache_numbers` those per token of a source sequence.
-    `cache_bytes_per_token` is what one more token adds while no window is full; None if it adds nothing.
+    `flops_by_call` has the required FLOPs term by term, `executed_flops` and `counted_flops` the
+    totals that a backend executes and that torch's `FlopCounterMode` counts in the same calls.
+    `cache_numbers` are the values cached per token (for a recurrent layer, its whole state),
+    `source_cache_numbers` those per token of a source sequence. `cache_bytes_per_token` is what one
+    more token adds while no window is full; None if it adds nothing.
     """
 
     name: str
@@ -87,7 +90,9 @@ class CostEstimate:
 
     @property
     def decode_flops(self) -> CostBreakdown | None:
-        """Required FLOPs of decoding the last token with the others cached; None for specs that are not causal."""
+        """Required FLOPs of decoding the last token with the others cached; None for specs that are
+        not causal.
+        """
         return self.flops_by_call.get("decode")
 
     @property
@@ -98,7 +103,9 @@ class CostEstimate:
     @property
     def required_flops(self) -> dict[str, int | None]:
         """Required FLOPs of every call."""
-        return _add_generation_total({call: breakdown.total for call, breakdown in self.flops_by_call.items()})
+        return _add_generation_total(
+            {call: breakdown.total for call, breakdown in self.flops_by_call.items()}
+        )
 
     @property
     def source_cache_bytes_per_token(self) -> int | None:
@@ -112,18 +119,27 @@ class CostEstimate:
         for component in reversed(list_components(self.spec_or_model)):
             if isinstance(component, AttentionComponent):
                 first_with_spec[component.spec] = component
-        return {component.name or self.name: spec for spec, component in reversed(first_with_spec.items())}
+        return {
+            component.name or self.name: spec
+            for spec, component in reversed(first_with_spec.items())
+        }
 
     def seconds(self, phase: str) -> float | None:
-        """Lower bound of the time of a phase: the sum over its operations; None if the device cannot hold it."""
+        """Lower bound of the time of a phase: the sum over its operations; None if the device
+        cannot hold it.
+        """
         return None if self.shortfall(phase) else self.total_operation(phase).seconds
 
     def shortfall(self, phase: str) -> MemoryShortfall | None:
-        """By how much the device is too small for a phase: prefill needs the weights, a decode step also the cache."""
+        """By how much the device is too small for a phase: prefill needs the weights, a decode step
+        also the cache.
+        """
         decodes = phase == "decode"
         contents = "weights and cache" if decodes and self.cache_bytes else "weights"
         needed = self.weights_bytes + (self.cache_bytes if decodes else 0)
-        return find_shortfall(CALL_LABELS[phase], contents, needed, Device.from_name(self.workload.device))
+        return find_shortfall(
+            CALL_LABELS[phase], contents, needed, Device.from_name(self.workload.device)
+        )
 
     def total_operation(self, phase: str) -> RooflineOperation:
         """Sum of all operations of a phase."""
@@ -131,14 +147,20 @@ class CostEstimate:
 
     @property
     def core_operation(self) -> RooflineOperation:
-        """Attention cores of a decode step, or of prefill if there is none; all operations if there is no attention."""
+        """Attention cores of a decode step, or of prefill if there is none; all operations if there
+        is no attention.
+        """
         phase = "decode" if self.decode_flops is not None else "prefill"
-        cores = [operation for operation in self.operations[phase] if operation.name.endswith("core")]
+        cores = [
+            operation for operation in self.operations[phase] if operation.name.endswith("core")
+        ]
         return merge_operations("core", cores or self.operations[phase])
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the parameters as they are stored: quantised, or in the precision of the workload."""
+        """Bytes of the parameters as they are stored: quantised, or in the precision of the
+        workload.
+        """
         return total_weight_bytes(self.spec_or_model, self.workload.storage(self.spec_or_model))
 
     @property
@@ -148,7 +170,9 @@ class CostEstimate:
 
     @property
     def activation_bytes(self) -> int | None:
-        """Bytes saved for the backward pass with the default settings; None if these do not support the workload."""
+        """Bytes saved for the backward pass with the default settings; None if these do not support
+        the workload.
+        """
         try:
             return activation_memory(
                 self.spec_or_model, self.workload, ActivationSettings(source=self.workload.source)
@@ -166,7 +190,10 @@ class CostEstimate:
             "source_cache": self.source_cache_numbers,
         }
         operations = {
-            phase: [{**vars(operation), "intensity": operation.intensity} for operation in operations_of_phase]
+            phase: [
+                {**vars(operation), "intensity": operation.intensity}
+                for operation in operations_of_phase
+            ]
             for phase, operations_of_phase in self.operations.items()
         }
         return {
@@ -188,7 +215,8 @@ class CostEstimate:
                 for phase in self.operations
             },
             "devices": max(
-                shortfall.min_devices if (shortfall := self.shortfall(phase)) else 1 for phase in self.operations
+                shortfall.min_devices if (shortfall := self.shortfall(phase)) else 1
+                for phase in self.operations
             ),
             "intensity": self.core_operation.intensity,
             "bound": self.core_operation.bound,
@@ -206,7 +234,9 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
     """Estimate the cost of a layer or a model under a workload; no module is built.
 
     >>> import headwise as hw
-    >>> gqa = estimate_cost(hw.design(preset="gqa", model=4096, heads=32), Workload(batch=16, context=32768))
+    >>> gqa = estimate_cost(
+    ...     hw.design(preset="gqa", model=4096, heads=32), Workload(batch=16, context=32768)
+    ... )
     >>> (
     ...     gqa.cache_numbers.total * 2,
     ...     gqa.operations["decode"][1].intensity,
@@ -228,7 +258,9 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
     breakdowns = {phase: _required_breakdown(*call) for phase, call in calls.items()}
     target = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
     prefill = calls["prefill"]
-    formats = ExecutionFormats(Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model))
+    formats = ExecutionFormats(
+        Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model)
+    )
     return CostEstimate(
         name=name,
         spec_or_model=spec_or_model,
@@ -236,16 +268,23 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
         full_call=prefill[1],
         parameters=parameter_terms(spec_or_model),
         active_parameters=active_parameters(spec_or_model),
-        flops_by_call={"prefill": breakdowns.pop("prefill"), "backward": _gradient_breakdown(*prefill), **breakdowns},
+        flops_by_call={
+            "prefill": breakdowns.pop("prefill"),
+            "backward": _gradient_breakdown(*prefill),
+            **breakdowns,
+        },
         executed_flops=_add_generation_total(executed_flops_by_call(calls, target)),
         counted_flops=_add_generation_total(counted_flops_by_call(calls)),
         cache_numbers=_cache_numbers_of(self_attention),
         source_cache_numbers=_cache_numbers_of(cross_attention),
-        cache_bytes_per_token=_cache_numbers_of(non_recurrent).total * dtype_bytes(workload.dtype) or None,
+        cache_bytes_per_token=_cache_numbers_of(non_recurrent).total * dtype_bytes(workload.dtype)
+        or None,
         cache_bytes=_cache_bytes_of(self_attention, workload, workload.cached_tokens)
         + _cache_bytes_of(cross_attention, workload, prefill[1].source),
         operations={
-            phase: list_operations(*calls[phase], formats) for phase in ("prefill", "decode") if phase in calls
+            phase: list_operations(*calls[phase], formats)
+            for phase in ("prefill", "decode")
+            if phase in calls
         },
         notes=tuple(list_assumptions(spec_or_model)),
     )
@@ -269,9 +308,15 @@ def _required_breakdown(components: Iterable[ModelComponent], call: ForwardCall)
 
 
 def _gradient_breakdown(components: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
-    """Required FLOPs of a backward pass: each product counts once for each factor that needs a gradient."""
+    """Required FLOPs of a backward pass: each product counts once for each factor that needs a
+    gradient.
+    """
     return CostBreakdown.from_repeated_items(
-        (_qualified_name(component.name, product.name), product.num_grad_factors * product.flops, component.times)
+        (
+            _qualified_name(component.name, product.name),
+            product.num_grad_factors * product.flops,
+            component.times,
+        )
         for component in components
         for product in component.required_products(call)
     )
@@ -284,23 +329,31 @@ def _qualified_name(owner: str, name: str) -> str:
 def _cache_numbers_of(components: Iterable[AttentionComponent]) -> CostBreakdown:
     """Values that attention layers cache per token."""
     return CostBreakdown.from_repeated_items(
-        (_qualified_name(component.name, term.name), SymbolicInt.of(term.value, term.formula), component.times)
+        (
+            _qualified_name(component.name, term.name),
+            SymbolicInt.of(term.value, term.formula),
+            component.times,
+        )
         for component in components
         for term in cached_numbers(component.spec).terms
     )
 
 
-def _cache_bytes_of(components: Iterable[AttentionComponent], workload: Workload, tokens: int) -> int:
+def _cache_bytes_of(
+    components: Iterable[AttentionComponent], workload: Workload, tokens: int
+) -> int:
     """Bytes of the caches for this number of tokens; windowed patterns have ring buffers."""
     number_bytes = dtype_bytes(workload.dtype)
     return sum(
         component.times
-        * cache_bytes(component.spec, batch=workload.batch, capacity=tokens, bytes_per_number=number_bytes)
+        * cache_bytes(
+            component.spec, batch=workload.batch, capacity=tokens, bytes_per_number=number_bytes
+        )
         for component in components
     )
 
 
-# --- The report: estimates side by side ----------------------------------------------------------------
+# --- The report: estimates side by side -----------------------------------------------------------
 
 NAME_WIDTH, COLUMN_WIDTH = 25, 11  # characters of a row's name, and of each spec's number
 CALL_LABELS = {
@@ -342,7 +395,9 @@ class CostReport:
 
     @property
     def operations(self) -> str:
-        """Table of the operations: FLOPs, bytes moved, lower bound of the time, and limiting resource, as text."""
+        """Table of the operations: FLOPs, bytes moved, lower bound of the time, and limiting
+        resource, as text.
+        """
         return "\n".join(_format_operations(self.estimates)).lstrip("\n")
 
     @property
@@ -357,20 +412,27 @@ class CostReport:
         }
 
 
-def cost(spec_or_model: SpecOrModel | Mapping[str, SpecOrModel], workload: Workload | None = None) -> CostReport:
+def cost(
+    spec_or_model: SpecOrModel | Mapping[str, SpecOrModel], workload: Workload | None = None
+) -> CostReport:
     """Estimate the cost of layers and models before they run; no module is built.
 
-    Pass one spec or model, or several by name, and a workload (default: one row of 2,048 tokens in bf16, or of the
-    maximum length that all of them support if that is less).
+    Pass one spec or model, or several by name, and a workload (default: one row of 2,048 tokens in
+    bf16, or of the maximum length that all of them support if that is less).
 
     >>> import headwise as hw
     >>> specs = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla")}
-    >>> {estimate.name: estimate.data["kv_bytes_per_token"] for estimate in cost(specs, hw.Workload(context=8192))}
+    >>> {
+    ...     estimate.name: estimate.data["kv_bytes_per_token"]
+    ...     for estimate in cost(specs, hw.Workload(context=8192))
+    ... }
     {'gqa': 4096, 'mla': 1152}
     """
     named: Any = spec_or_model
     if isinstance(spec_or_model, AttentionSpec | ModelSpec):
-        named = {spec_or_model.name if isinstance(spec_or_model, ModelSpec) else "spec": spec_or_model}
+        named = {
+            spec_or_model.name if isinstance(spec_or_model, ModelSpec) else "spec": spec_or_model
+        }
     is_valid = isinstance(named, Mapping) and all(
         isinstance(spec, AttentionSpec | ModelSpec) for spec in named.values()
     )
@@ -396,7 +458,10 @@ def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
         if len(estimates) < max_columns:
             width = min((TERMINAL_WIDTH - NAME_WIDTH) // len(group), 2 * COLUMN_WIDTH)
         lines += ["", _format_row("", [estimate.name[-width + 1 :] for estimate in group], width)]
-        lines += [_format_row(name.rstrip("."), [cell(estimate) for estimate in group], width) for name, cell in rows]
+        lines += [
+            _format_row(name.rstrip("."), [cell(estimate) for estimate in group], width)
+            for name, cell in rows
+        ]
     lines.append("")
     notes = [f"{estimate.name}: {note}" for estimate in estimates for note in _list_notes(estimate)]
     for note in notes:
@@ -407,8 +472,12 @@ def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
 
 
 def _list_notes(estimate: CostEstimate) -> Iterator[str]:
-    """Yield the notes of an estimate, and one if the device cannot hold the larger of its phases."""
-    shortfalls = [shortfall for phase in estimate.operations if (shortfall := estimate.shortfall(phase))]
+    """Yield the notes of an estimate, and one if the device cannot hold the
+    larger of its phases.
+    """
+    shortfalls = [
+        shortfall for phase in estimate.operations if (shortfall := estimate.shortfall(phase))
+    ]
     yield from estimate.notes
     yield from (str(shortfall) for shortfall in shortfalls[-1:])
 
@@ -418,7 +487,9 @@ def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
     workload = estimates[0].workload
     rows, tokens = pluralise(workload.batch, "row"), pluralise(workload.context, "token")
     tokens += f" and {workload.generate:,} generated" if workload.generate else ""
-    header = f"{rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
+    header = (
+        f"{rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
+    )
     if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
         return paragraph(f"one layer, {header}")
     lines = paragraph(header)
@@ -497,22 +568,36 @@ TABLE_ROWS: list[tuple[str, Cell]] = [
     (
         "  per source token",
         lambda estimate: (
-            format_count(estimate.source_cache_bytes_per_token) if estimate.source_cache_bytes_per_token else "-"
+            format_count(estimate.source_cache_bytes_per_token)
+            if estimate.source_cache_bytes_per_token
+            else "-"
         ),
     ),
-    ("cache, total bytes", lambda estimate: format_count(estimate.cache_bytes) if estimate.has_cache else "-"),
+    (
+        "cache, total bytes",
+        lambda estimate: format_count(estimate.cache_bytes) if estimate.has_cache else "-",
+    ),
     *(row for phase in ("prefill", "decode") for row in _time_rows(phase)),
     (
         "  core, FLOPs per byte",
-        lambda estimate: f"{estimate.core_operation.intensity:.1f}" if estimate.decode_flops else "-",
+        lambda estimate: (
+            f"{estimate.core_operation.intensity:.1f}" if estimate.decode_flops else "-"
+        ),
     ),
-    ("  core bound by", lambda estimate: estimate.core_operation.bound if estimate.decode_flops else "-"),
+    (
+        "  core bound by",
+        lambda estimate: estimate.core_operation.bound if estimate.decode_flops else "-",
+    ),
 ]
 # Rows that are left out if no estimate has the number.
-OPTIONAL_ROWS = {name for name, _ in [*TABLE_ROWS[1:3], *_flops_rows("generate")]} | {"  per source token"}
+OPTIONAL_ROWS = {name for name, _ in [*TABLE_ROWS[1:3], *_flops_rows("generate")]} | {
+    "  per source token"
+}
 FOOTNOTE = (
-    "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer would choose; counted: "
-    "by torch's FlopCounterMode, all pairs. Times are lower bounds: peak FLOP/s or bandwidth, fully overlapped. "
+    "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer "
+    "would choose; counted: "
+    "by torch's FlopCounterMode, all pairs. Times are lower bounds: peak FLOP/s or bandwidth, "
+    "fully overlapped. "
     "k, M, G, T, P are powers of 1000."
 )
 
@@ -524,7 +609,9 @@ def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
         for phase, operations in estimate.operations.items():
             title = f"{estimate.name}: {CALL_LABELS[phase]}"
             yield ""
-            yield label_cell(title, NAME_WIDTH) + "".join(heading_cell(header, COLUMN_WIDTH) for header in headers)
+            yield label_cell(title, NAME_WIDTH) + "".join(
+                heading_cell(header, COLUMN_WIDTH) for header in headers
+            )
             for operation in (*operations, estimate.total_operation(phase)):
                 label = "total" if operation.name == phase else operation.name
                 is_untimed = operation.name == phase and estimate.shortfall(phase) is not None
@@ -539,8 +626,10 @@ def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
 
 
 TERMS_LEGEND = (
-    "In formulas: B rows, T queries, S keys that a row attends to, new tokens whose keys and values are computed, "
-    "pairs of a query and a key that the pattern allows in a row; other names are sizes of the spec, such as q and dim."
+    "In formulas: B rows, T queries, S keys that a row attends to, new tokens whose keys and "
+    "values are computed, "
+    "pairs of a query and a key that the pattern allows in a row; other names are sizes of the "
+    "spec, such as q and dim."
 )
 
 
@@ -550,7 +639,10 @@ def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
     for estimate in estimates:
         breakdowns = {
             "parameters": estimate.parameters,
-            **{f"{CALL_LABELS[call]} FLOPs": breakdown for call, breakdown in estimate.flops_by_call.items()},
+            **{
+                f"{CALL_LABELS[call]} FLOPs": breakdown
+                for call, breakdown in estimate.flops_by_call.items()
+            },
             "cached values per token": estimate.cache_numbers,
             "cached values per source token": estimate.source_cache_numbers,
         }
@@ -560,7 +652,10 @@ def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
             lines += ["", localise(f"{estimate.name}: {name}, {breakdown.total:,}")]
             for term in breakdown.terms:
                 lines += paragraph(
-                    f"{term.name} = {term.formula} = {term.value:,}", TERMINAL_WIDTH - 2, indent="  ", hanging="      "
+                    f"{term.name} = {term.formula} = {term.value:,}",
+                    TERMINAL_WIDTH - 2,
+                    indent="  ",
+                    hanging="      ",
                 )
     return lines
 
@@ -568,7 +663,12 @@ def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
 def format_count(number: int) -> str:
     """Format a whole number with three significant digits or more and a unit prefix.
 
-    >>> format_count(67108864), format_count(999), format_count(2 * 10**15), format_count(2345 * 10**27)
+    >>> (
+    ...     format_count(67108864),
+    ...     format_count(999),
+    ...     format_count(2 * 10**15),
+    ...     format_count(2345 * 10**27),
+    ... )
     ('67.11 M', '999', '2.00 P', '2.34e30')
     """
     if number < 10_000:
@@ -593,4 +693,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def _format_row(name: str, cells: Sequence[str], width: int) -> str:
-    return (label_cell(name, NAME_WIDTH) + "".join(heading_cell(cell, width) for cell in cells)).rstrip()
+    return (
+        label_cell(name, NAME_WIDTH) + "".join(heading_cell(cell, width) for cell in cells)
+    ).rstrip()

@@ -1,4 +1,6 @@
-"""Cost as a function of the context length, and the lengths at which one spec is cheaper than another."""
+"""Cost as a function of the context length, and the lengths at which one spec is cheaper than
+another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from .roofline import Device, ExecutionFormats, dtype_bytes, list_operations
 from .workload import CallsByPhase, Workload, list_calls, max_lengths
 
 MAX_TOKENS = 2**40
-MAX_PATTERN_TOKENS = 2**14  # limit for patterns whose number of row segments grows with the length, such as blocks
+MAX_PATTERN_TOKENS = (
+    2**14
+)  # limit for patterns whose number of row segments grows with the length, such as blocks
 
 
 class LengthCost(NamedTuple):
@@ -56,12 +60,16 @@ class CostByLength:
 
     specs: Mapping[str, SpecOrModel]
     workload: Workload
-    cached: dict[tuple[str, int], LengthCost] = field(default_factory=dict[tuple[str, int], LengthCost], compare=False)
+    cached: dict[tuple[str, int], LengthCost] = field(
+        default_factory=dict[tuple[str, int], LengthCost], compare=False
+    )
 
     def at(self, name: str, tokens: int) -> LengthCost:
         """Return the cost of one spec at this length."""
         if (name, tokens) not in self.cached:
-            self.cached[name, tokens] = cost_at_length(self.specs[name], replace(self.workload, context=tokens))
+            self.cached[name, tokens] = cost_at_length(
+                self.specs[name], replace(self.workload, context=tokens)
+            )
         return self.cached[name, tokens]
 
     def max_length(self, *names: str) -> int:
@@ -73,11 +81,15 @@ def cost_at_length(spec_or_model: SpecOrModel, workload: Workload) -> LengthCost
     """Return the totals of one spec or model under a workload.
 
     >>> import headwise as hw
-    >>> cost_at_length(hw.design(model=8, heads=2), Workload(context=4)).prefill_flops == 8 * 4 * 8**2 + 4 * 4**2 * 8
+    >>> cost_at_length(
+    ...     hw.design(model=8, heads=2), Workload(context=4)
+    ... ).prefill_flops == 8 * 4 * 8**2 + 4 * 4**2 * 8
     True
     """
     calls = _calls_of_workload(spec_or_model, workload)
-    formats = ExecutionFormats(Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model))
+    formats = ExecutionFormats(
+        Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model)
+    )
     operations = {phase: list_operations(*calls[phase], formats) for phase in calls}
     flops = {phase: sum(operation.flops for operation in operations[phase]) for phase in calls}
     seconds = {phase: sum(operation.seconds for operation in operations[phase]) for phase in calls}
@@ -94,17 +106,23 @@ def prefill_flops(spec_or_model: SpecOrModel, workload: Workload) -> int:
     """Required FLOPs of a forward pass over all tokens."""
     components, call = _calls_of_workload(spec_or_model, workload)["prefill"]
     return sum(
-        component.times * product.flops for component in components for product in component.required_products(call)
+        component.times * product.flops
+        for component in components
+        for product in component.required_products(call)
     )
 
 
 def cached_bytes(spec_or_model: SpecOrModel, workload: Workload) -> int | None:
-    """Bytes of the cache for all tokens and those of a source; None for a spec that is not causal."""
+    """Bytes of the cache for all tokens and those of a source; None for a spec
+    that is not causal.
+    """
     return _cached_bytes_of_calls(_calls_of_workload(spec_or_model, workload), workload)
 
 
 def _calls_of_workload(spec_or_model: SpecOrModel, workload: Workload) -> CallsByPhase:
-    return list_calls(spec_or_model, list_components(spec_or_model), replace(workload, generate=0), "")
+    return list_calls(
+        spec_or_model, list_components(spec_or_model), replace(workload, generate=0), ""
+    )
 
 
 def _cached_bytes_of_calls(calls: CallsByPhase, workload: Workload) -> int | None:
@@ -116,7 +134,10 @@ def _cached_bytes_of_calls(calls: CallsByPhase, workload: Workload) -> int | Non
     for component in calls["decode"][0]:
         if isinstance(component, AttentionComponent):
             total += component.times * cache_bytes(
-                component.spec, batch=workload.batch, capacity=tokens[component.role], bytes_per_number=number_bytes
+                component.spec,
+                batch=workload.batch,
+                capacity=tokens[component.role],
+                bytes_per_number=number_bytes,
             )
     return total
 
@@ -127,18 +148,26 @@ def _max_length(spec_or_model: SpecOrModel) -> int:
         for component in list_components(spec_or_model)
         if isinstance(component, AttentionComponent)
     ]
-    grows = any(_num_pattern_lines(pattern, 1024) > _num_pattern_lines(pattern, 512) for pattern in patterns)
-    return min(MAX_PATTERN_TOKENS if grows else MAX_TOKENS, max_lengths(spec_or_model).own or MAX_TOKENS)
+    grows = any(
+        _num_pattern_lines(pattern, 1024) > _num_pattern_lines(pattern, 512) for pattern in patterns
+    )
+    return min(
+        MAX_PATTERN_TOKENS if grows else MAX_TOKENS, max_lengths(spec_or_model).own or MAX_TOKENS
+    )
 
 
 def _num_pattern_lines(pattern: Pattern, tokens: int) -> int:
     return sum(map(len, pattern.lines(range(tokens), range(tokens))))
 
 
-# --- Crossovers: the lengths at which one spec costs less than another ---------------------------------
+# --- Crossovers: the lengths at which one spec costs less than another ----------------------------
 
-NEAR_LENGTHS = 16  # all lengths up to this are evaluated, then only powers of two and those halfway between
-RELATIVE_TOLERANCE = 1e-12  # times are sums of rounded quotients: a smaller relative difference counts as equal
+NEAR_LENGTHS = (
+    16  # all lengths up to this are evaluated, then only powers of two and those halfway between
+)
+RELATIVE_TOLERANCE = (
+    1e-12  # times are sums of rounded quotients: a smaller relative difference counts as equal
+)
 MAX_RANGES_SHOWN = 3  # ranges that are printed; more are only counted
 
 
@@ -151,12 +180,17 @@ class LengthRange(NamedTuple):
     def __str__(self) -> str:
         if self.last is None:
             return f"from {self.first:,} on"
-        return f"at {self.first:,}" if self.first == self.last else f"from {self.first:,} to {self.last:,}"
+        return (
+            f"at {self.first:,}"
+            if self.first == self.last
+            else f"from {self.first:,} to {self.last:,}"
+        )
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """The lengths, up to `checked_up_to`, at which `name` costs less than `baseline` in one quantity.
+    """The lengths, up to `checked_up_to`, at which `name` costs less than `baseline` in one
+    quantity.
 
     `differs` is whether the two ever differ; None if one of them has no such quantity.
     """
@@ -176,7 +210,9 @@ class Crossover:
         if self.ranges == (LengthRange(1, None),):
             return "always"
         more = len(self.ranges) - MAX_RANGES_SHOWN
-        text = ", ".join(map(str, self.ranges[:MAX_RANGES_SHOWN])) + (f", and {more} more ranges" if more > 0 else "")
+        text = ", ".join(map(str, self.ranges[:MAX_RANGES_SHOWN])) + (
+            f", and {more} more ranges" if more > 0 else ""
+        )
         return text.replace("from 1 to", "up to")
 
     @property
@@ -187,14 +223,18 @@ class Crossover:
             "against": self.baseline,
             "quantity": self.quantity,
             "checked_up_to": self.checked_up_to,
-            "cheaper": None if self.differs is None else [length_range._asdict() for length_range in self.ranges],
+            "cheaper": None
+            if self.differs is None
+            else [length_range._asdict() for length_range in self.ranges],
             "summary": str(self),
         }
 
 
 @dataclass(frozen=True)
 class CrossoverReport:
-    """The lengths at which each of several specs costs less than the first, quantity by quantity."""
+    """The lengths at which each of several specs costs less than the first,
+    quantity by quantity.
+    """
 
     workload: Workload
     crossovers: tuple[Crossover, ...]
@@ -204,12 +244,19 @@ class CrossoverReport:
         rows = "row" if workload.batch == 1 else "rows"
         lines = [localise(f"Lengths at which each costs less than {first}")]
         lines += paragraph(
-            f"{workload.batch:,} {rows}, {workload.dtype}, {Device.from_name(workload.device).description}"
+            f"{workload.batch:,} {rows}, {workload.dtype}, "
+            f"{Device.from_name(workload.device).description}"
         )
         for name in dict.fromkeys(crossover.name for crossover in self.crossovers):
             crossovers = [crossover for crossover in self.crossovers if crossover.name == name]
-            lines += ["", localise(f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)")]
-            lines += [label_cell(f"  {QUANTITY_LABELS[one.quantity]}", 22) + localise(str(one)) for one in crossovers]
+            lines += [
+                "",
+                localise(f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)"),
+            ]
+            lines += [
+                label_cell(f"  {QUANTITY_LABELS[one.quantity]}", 22) + localise(str(one))
+                for one in crossovers
+            ]
         return "\n".join(lines)
 
     @property
@@ -218,37 +265,60 @@ class CrossoverReport:
         return [crossover.data for crossover in self.crossovers]
 
 
-def find_crossovers(specs: Mapping[str, SpecOrModel], workload: Workload | None = None) -> CrossoverReport:
-    """Find the lengths at which each spec costs less than the first: FLOPs, cache bytes, and least time on the device.
+def find_crossovers(
+    specs: Mapping[str, SpecOrModel], workload: Workload | None = None
+) -> CrossoverReport:
+    """Find the lengths at which each spec costs less than the first: FLOPs, cache bytes, and least
+    time on the device.
 
-    The search compares all lengths up to 16, then powers of two and the lengths halfway between, and bisects every
-    change to the token. It misses two changes between the same two neighbours.
+    The search compares all lengths up to 16, then powers of two and the lengths halfway between,
+    and bisects every change to the token. It misses two changes between the same two neighbours.
 
     >>> import headwise as hw
-    >>> specs = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla", "linear")}
-    >>> {row.name: str(row) for row in find_crossovers(specs).crossovers if row.quantity == "cache_bytes"}
+    >>> specs = {
+    ...     name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla", "linear")
+    ... }
+    >>> {
+    ...     row.name: str(row)
+    ...     for row in find_crossovers(specs).crossovers
+    ...     if row.quantity == "cache_bytes"
+    ... }
     {'mla': 'always', 'linear': 'from 517 on'}
     """
     by_name = specs if isinstance(specs, Mapping) else {f"{specs!r}"[:40]: specs}
     if len(by_name) < 2:
         names = ", ".join(by_name) or "nothing"
-        raise SpecError(f"cannot find crossovers of {names}: it takes two specs; give two or more by name")
+        raise SpecError(
+            f"cannot find crossovers of {names}: it takes two specs; give two or more by name"
+        )
     costs = CostByLength(specs, (workload or Workload()).fitted_to(specs.values()))
     baseline, *others = specs
-    crossovers = [find_crossover(costs, name, baseline, quantity) for name in others for quantity in QUANTITY_LABELS]
+    crossovers = [
+        find_crossover(costs, name, baseline, quantity)
+        for name in others
+        for quantity in QUANTITY_LABELS
+    ]
     return CrossoverReport(costs.workload, tuple(crossovers))
 
 
 def find_crossover(
     costs: CostByLength, name: str, baseline: str, quantity: str, max_length: int = MAX_TOKENS
 ) -> Crossover:
-    """Find the lengths, up to `max_length`, at which one spec costs less than another in one quantity."""
+    """Find the lengths, up to `max_length`, at which one spec costs less than another in one
+    quantity.
+    """
     max_length = min(max_length, costs.max_length(name, baseline))
 
     def saving(tokens: int) -> float:
         """How much less `name` costs than `baseline`."""
-        own, other = (getattr(costs.at(spec_name, tokens), quantity) for spec_name in (name, baseline))
-        return 0 if type(own) is float and math.isclose(own, other, rel_tol=RELATIVE_TOLERANCE) else other - own
+        own, other = (
+            getattr(costs.at(spec_name, tokens), quantity) for spec_name in (name, baseline)
+        )
+        return (
+            0
+            if type(own) is float and math.isclose(own, other, rel_tol=RELATIVE_TOLERANCE)
+            else other - own
+        )
 
     if None in (getattr(costs.at(spec_name, 1), quantity) for spec_name in (name, baseline)):
         return Crossover(name, baseline, quantity, (), None, max_length)
@@ -260,10 +330,17 @@ def find_crossover(
 def find_ranges(holds: Callable[[int], bool], max_length: int) -> tuple[LengthRange, ...]:
     """Find the ranges of lengths, up to `max_length`, at which a condition holds.
 
-    >>> [str(lengths) for lengths in find_ranges(lambda tokens: tokens < 5 or tokens**2 > 10**9, 2**40)]
+    >>> [
+    ...     str(lengths)
+    ...     for lengths in find_ranges(lambda tokens: tokens < 5 or tokens**2 > 10**9, 2**40)
+    ... ]
     ['from 1 to 4', 'from 31,623 on']
     """
-    return tuple(_ranges_from_samples(holds, {tokens: holds(tokens) for tokens in _sampled_lengths(max_length)}))
+    return tuple(
+        _ranges_from_samples(
+            holds, {tokens: holds(tokens) for tokens in _sampled_lengths(max_length)}
+        )
+    )
 
 
 def _sampled_lengths(max_length: int) -> Iterator[int]:
@@ -273,7 +350,8 @@ def _sampled_lengths(max_length: int) -> Iterator[int]:
 
 
 def bisection_lengths(first: int, max_length: int) -> Iterator[int]:
-    """Yield `first` times each power of two, the lengths halfway between two of these, and at last `max_length`.
+    """Yield `first` times each power of two, the lengths halfway between two of these, and at last
+    `max_length`.
 
     >>> list(bisection_lengths(16, 50))
     [16, 24, 32, 48, 50]
@@ -287,8 +365,12 @@ def bisection_lengths(first: int, max_length: int) -> Iterator[int]:
     yield max_length
 
 
-def _ranges_from_samples(holds: Callable[[int], bool], samples: Mapping[int, bool]) -> Iterator[LengthRange]:
-    """Yield the ranges at which a condition holds; between two samples that differ, the change is bisected."""
+def _ranges_from_samples(
+    holds: Callable[[int], bool], samples: Mapping[int, bool]
+) -> Iterator[LengthRange]:
+    """Yield the ranges at which a condition holds; between two samples that differ, the change is
+    bisected.
+    """
     start = 1 if samples[1] else None
     for low, high in pairwise(samples):
         if samples[low] == samples[high]:
@@ -304,7 +386,9 @@ def _ranges_from_samples(holds: Callable[[int], bool], samples: Mapping[int, boo
 
 
 def _bisect_change(holds: Callable[[int], bool], low: int, high: int, value_at_high: bool) -> int:
-    """Return the first length after `low` at which the condition has the value that it has at `high`."""
+    """Return the first length after `low` at which the condition has the value that it has at
+    `high`.
+    """
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle) == value_at_high:

@@ -1,9 +1,11 @@
-"""Parameters, FLOPs and cache entries of a layer or model as sums of terms: a name, a formula and a number each.
+"""Parameters, FLOPs and cache entries of a layer or model as sums of terms: a name, a formula and a
+number each.
 
-In formulas, the sizes of a call are letters: B rows (the batch), T queries, which are the tokens that pass through a
-matrix, S keys that a row attends to, `new` tokens whose keys and values are projected, and `pairs` of a query and a key
-that the pattern allows in one row. The sizes of a spec have the names of its axes, as `headwise spec` prints them: `q`,
-`kv` and `v` heads, `out` output heads, `row` rows of weights, `dim` and `vdim` channels, `model` and `source` widths.
+In formulas, the sizes of a call are letters: B rows (the batch), T queries, which are the tokens
+that pass through a matrix, S keys that a row attends to, `new` tokens whose keys and values are
+projected, and `pairs` of a query and a key that the pattern allows in one row. The sizes of a spec
+have the names of its axes, as `headwise spec` prints them: `q`, `kv` and `v` heads, `out` output
+heads, `row` rows of weights, `dim` and `vdim` channels, `model` and `source` widths.
 """
 
 from __future__ import annotations
@@ -16,14 +18,28 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends import CallSignature, choose_backend, linear_attention, recomputed_flops, split_by_pattern
+from ..backends import (
+    CallSignature,
+    choose_backend,
+    linear_attention,
+    recomputed_flops,
+    split_by_pattern,
+)
 from ..backends.core_interface import HeadGroup
 from ..cache import split_by_retention
 from ..interfaces import Mix, Modifier, Part
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Phase
 from ..masking.patterns import Pattern, count_pairs_by_head
-from ..model_spec import BlockSpec, EmbeddingSpec, ExpertsSpec, ModelSpec, OutputHeadSpec, StackSpec, WeightSpec
+from ..model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    ModelSpec,
+    OutputHeadSpec,
+    StackSpec,
+    WeightSpec,
+)
 from ..model_spec.components import add_prefix
 from ..model_spec.mixers import SequenceMixerSpec
 from ..spec.attention_spec import AttentionSpec
@@ -68,12 +84,15 @@ class CostBreakdown:
 
     @staticmethod
     def from_items(items: Iterable[tuple[str, int]]) -> CostBreakdown:
-        """Build from (name, value) pairs; a `SymbolicInt` also gives its formula, and zeros are dropped."""
+        """Build from (name, value) pairs; a `SymbolicInt` also gives its formula, and zeros are
+        dropped.
+        """
         return CostBreakdown.from_repeated_items((name, value, 1) for name, value in items)
 
     @staticmethod
     def from_repeated_items(items: Iterable[tuple[str, int, int]]) -> CostBreakdown:
-        """Build from (name, value, count) triples; equal names, formulas and values become one term.
+        """Build from (name, value, count) triples; equal names, formulas and values become one
+        term.
 
         >>> CostBreakdown.from_repeated_items([("up", 6, 2), ("up", 6, 3), ("up", 7, 1)]).terms
         (CostTerm(name='up', formula='5 · 6', value=30), CostTerm(name='up', formula='7', value=7))
@@ -84,7 +103,9 @@ class CostBreakdown:
                 counts[name, formula(value), formula_as_factor(value), int(value)] += count
         terms: list[CostTerm] = []
         for (name, text, factor_text, value), count in counts.items():
-            terms.append(CostTerm(name, text if count == 1 else f"{count} · {factor_text}", count * value))
+            terms.append(
+                CostTerm(name, text if count == 1 else f"{count} · {factor_text}", count * value)
+            )
         return CostBreakdown(tuple(terms))
 
     def __add__(self, other: CostBreakdown) -> CostBreakdown:
@@ -102,32 +123,44 @@ def attention_parameters(spec: AttentionSpec) -> CostBreakdown:
 
 
 def cached_numbers(spec: AttentionSpec) -> CostBreakdown:
-    """Values that the cache stores per token; for a recurrent spec, the values of its whole state."""
+    """Values that the cache stores per token; for a recurrent spec, the values
+    of its whole state.
+    """
     return CostBreakdown.from_items(_cached_items(name_sizes(spec)))
 
 
 def forward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
-    """Required FLOPs of the forward pass: the matrix products of the spec, over the pairs that its pattern allows."""
+    """Required FLOPs of the forward pass: the matrix products of the spec, over the pairs that its
+    pattern allows.
+    """
     products = list_products(spec_as_executed(spec, work), work)
     return CostBreakdown.from_items((product.name, product.flops) for product in products)
 
 
 def backward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
-    """Required FLOPs of the backward pass: the products that give gradients of the input and of every parameter.
+    """Required FLOPs of the backward pass: the products that give gradients of the input and of
+    every parameter.
 
-    Each product of the forward pass has two, one for each factor, unless one of the factors is a constant.
+    Each product of the forward pass has two, one for each factor, unless one of the factors is a
+    constant.
     """
     products = list_products(spec_as_executed(spec, work), work)
-    return CostBreakdown.from_items((product.name, product.num_grad_factors * product.flops) for product in products)
+    return CostBreakdown.from_items(
+        (product.name, product.num_grad_factors * product.flops) for product in products
+    )
 
 
 def spec_as_executed(spec: AttentionSpec, work: CallSize) -> AttentionSpec:
-    """The spec with its projections in the form that this call runs (MLA, for one, has another form for one query)."""
+    """The spec with its projections in the form that this call runs (MLA, for one, has another form
+    for one query).
+    """
     return replace(spec, project=spec.projection_form(work.queries == 1))
 
 
 def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
-    """Yield every matrix product of a call with the projections as given; the core covers `work.pairs` pairs."""
+    """Yield every matrix product of a call with the projections as given; the core covers
+    `work.pairs` pairs.
+    """
     spec, work = name_sizes(spec), _symbolic_sizes(work)
     core = spec.core_of(spec.project)
     parts_with_constant_input, _ = _find_constant_weights(spec, core)
@@ -148,13 +181,19 @@ def _symbolic_sizes(work: CallSize) -> CallSize:
     """Name the sizes of a call, except those that are symbolic already."""
     names = {"batch": "B", "queries": "T", "new_tokens": "new", "keys": "S", "pairs": "pairs"}
     sizes = {name: (getattr(work, name), letter) for name, letter in names.items()}
-    symbols = {n: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, a) for n, (size, a) in sizes.items()}
+    symbols = {
+        n: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, a)
+        for n, (size, a) in sizes.items()
+    }
     return replace(work, **symbols)
 
 
 def _name_axis_sizes(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
     """Name by their axes the sizes that are plain integers."""
-    return {axis: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, axis) for axis, size in sizes.items()}
+    return {
+        axis: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, axis)
+        for axis, size in sizes.items()
+    }
 
 
 def _parameter_items(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
@@ -182,13 +221,24 @@ def _cached_layouts(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[st
 
 def _core_products(spec: AttentionSpec, core: CoreShape, work: CallSize) -> Iterator[MatrixProduct]:
     if work.head_pairs:
-        scores, values = (SymbolicInt.of(pairs, "head_pairs") for pairs in pairs_over_heads(spec, work))
+        scores, values = (
+            SymbolicInt.of(pairs, "head_pairs") for pairs in pairs_over_heads(spec, work)
+        )
     else:
-        heads = SymbolicInt.of(spec.num_core_heads, "q" if spec.num_core_heads == spec.heads.q else "row")
-        scores, values = work.pairs * heads, work.pairs * SymbolicInt.of(len(core.value_head_of_row), "row")
-    yield MatrixProduct("core (scores)", 2 * work.batch * scores * _symbol_of_size(core.score_dim, "dim"))
+        heads = SymbolicInt.of(
+            spec.num_core_heads, "q" if spec.num_core_heads == spec.heads.q else "row"
+        )
+        scores, values = (
+            work.pairs * heads,
+            work.pairs * SymbolicInt.of(len(core.value_head_of_row), "row"),
+        )
     yield MatrixProduct(
-        "core (values)", 2 * work.batch * values * _symbol_of_size(core.vdim, "vdim"), value_grad_factors(spec, core)
+        "core (scores)", 2 * work.batch * scores * _symbol_of_size(core.score_dim, "dim")
+    )
+    yield MatrixProduct(
+        "core (values)",
+        2 * work.batch * values * _symbol_of_size(core.vdim, "vdim"),
+        value_grad_factors(spec, core),
     )
 
 
@@ -205,32 +255,39 @@ def value_grad_factors(spec: AttentionSpec, core: CoreShape) -> int:
 
 
 def _find_constant_weights(spec: AttentionSpec, core: CoreShape) -> tuple[list[Part], bool]:
-    """Return the parts that change scores or weights which need no gradient, and True if the final weights need none.
+    """Return the parts that change scores or weights which need no gradient, and True if the final
+    weights need none.
 
-    Without queries and keys, scores and weights are constants up to the first part with a trainable parameter.
+    Without queries and keys, scores and weights are constants up to the first part with a trainable
+    parameter.
     """
     modifiers = spec.parts_of(Modifier)
     on_scores, on_weights = (
-        [part for _, part in modifiers if part.phase is phase] for phase in (Phase.SCORES, Phase.WEIGHTS)
+        [part for _, part in modifiers if part.phase is phase]
+        for phase in (Phase.SCORES, Phase.WEIGHTS)
     )
     constant, is_constant = list[Part](), not core.score_dim
     for part in (spec.similarity, *on_scores, spec.normaliser, *on_weights):
         if is_constant:
             constant.append(part)
-        is_constant = is_constant and not any(param.trainable for param in part.params(spec).values())
+        is_constant = is_constant and not any(
+            param.trainable for param in part.params(spec).values()
+        )
     return constant, is_constant
 
 
-# --- One attention layer within a model, and its products in one call ----------------------------------
+# --- One attention layer within a model, and its products in one call -----------------------------
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ForwardCall(NamedTuple):
-    """One forward call: `tokens` new tokens per row after `past` cached ones, and the length of the source sequence.
+    """One forward call: `tokens` new tokens per row after `past` cached ones, and the length of the
+    source sequence.
 
-    mode="whole": all tokens in one call and logits for each, as in training; "prompt": all tokens in one call, logits
-    for the last only; "steps": `tokens` decode steps of one token each, with the source cached before.
+    mode="whole": all tokens in one call and logits for each, as in training; "prompt": all tokens
+    in one call, logits for the last only; "steps": `tokens` decode steps of one token each, with
+    the source cached before.
     """
 
     batch: int
@@ -259,8 +316,9 @@ CPU_FP32 = ExecutionTarget()
 class AttentionComponent:
     """An attention layer, alone or as it occurs `times` times in a model.
 
-    `role` is "attention" for self-attention, or "cross" if it reads the source. `before_last_stack` is true in the
-    encoder of an encoder-decoder. `place` is the first layer that is this one, by which its weights are named.
+    `role` is "attention" for self-attention, or "cross" if it reads the source. `before_last_stack`
+    is true in the encoder of an encoder-decoder. `place` is the first layer that is this one, by
+    which its weights are named.
     """
 
     name: str
@@ -273,7 +331,8 @@ class AttentionComponent:
     def can_decode(self, past: int) -> bool:
         """True if the layer can decode a token after `past` cached ones.
 
-        A bidirectional prefix must be whole in the cached tokens, or in the step itself if it is the first call.
+        A bidirectional prefix must be whole in the cached tokens, or in the step itself if it is
+        the first call.
         """
         prefix = self.spec.pattern.tokens_before_decode
         return self.role == "cross" or (prefix is not None and prefix <= max(past, 1))
@@ -283,21 +342,36 @@ class AttentionComponent:
         batch, new, past, source, mode = call.encoder_call if self.before_last_stack else call
         pattern, queries = self.spec.pattern, range(past, past + new)
         if self.role == "cross" and mode == "steps":
-            return CallSize(batch, new, 0, new * source, *count_pairs_by_head(pattern, queries, range(source)))
+            return CallSize(
+                batch, new, 0, new * source, *count_pairs_by_head(pattern, queries, range(source))
+            )
         if self.role == "cross":
-            return CallSize(batch, new, source, source, *count_pairs_by_head(pattern, queries, range(source)))
+            return CallSize(
+                batch, new, source, source, *count_pairs_by_head(pattern, queries, range(source))
+            )
         keys = _cached_tokens_read(pattern, past, new) if mode == "steps" else past + new
-        return CallSize(batch, new, new, keys, *count_pairs_by_head(pattern, queries, range(past + new)))
+        return CallSize(
+            batch, new, new, keys, *count_pairs_by_head(pattern, queries, range(past + new))
+        )
 
     def key_reads(self, call: ForwardCall) -> tuple[int, ...]:
-        """The number of keys that one row reads: of each key-value head, or one number for all of them."""
+        """The number of keys that one row reads: of each key-value head, or one number for all of
+        them.
+        """
         patterns = patterns_of_kv_heads(self.spec)
-        return tuple(replace(self, spec=replace(self.spec, pattern=pattern)).work(call).keys for pattern in patterns)
+        return tuple(
+            replace(self, spec=replace(self.spec, pattern=pattern)).work(call).keys
+            for pattern in patterns
+        )
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
-        """The required products: allowed pairs only, or linear attention's running sums where the spec permits them."""
+        """The required products: allowed pairs only, or linear attention's running sums where the
+        spec permits them.
+        """
         work, signature = self.work(call), self._call_signature(call)
-        pairs = SymbolicInt.of(work.pairs, f"pairs[{self.spec.pattern.text}]" if self.name else "pairs")
+        pairs = SymbolicInt.of(
+            work.pairs, f"pairs[{self.spec.pattern.text}]" if self.name else "pairs"
+        )
         products = list_products(self._executed_spec(call), replace(work, pairs=pairs))
         if self.spec.recurrent_part is None or linear_attention.unsupported_reasons(signature):
             yield from products
@@ -306,12 +380,14 @@ class AttentionComponent:
         text = "state updates and reads + scores within chunks"
         core_flops = _executed_core_flops(linear_attention, signature, work, call)
         sums = SymbolicInt.of(core_flops, text, loose="sum")
-        # Both factors need a gradient, unless the weights are constants that depend on no token (no state features).
+        # Both factors need a gradient, unless the weights are constants that depend on no token (no
+        # state features).
         num_features = self.spec.recurrent_part[1].num_state_features(signature.core)
         yield MatrixProduct("core (sums)", sums, 2 if num_features else 1)
 
     def counted_products(self, call: ForwardCall) -> list[MatrixProduct] | None:
-        """The products that `FlopCounterMode` counts in the dense backend: every pair, allowed or not.
+        """The products that `FlopCounterMode` counts in the dense backend: every pair, allowed or
+        not.
 
         None for decode steps of a recurrent state, which the dense backend does not run.
         """
@@ -323,45 +399,73 @@ class AttentionComponent:
 
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """FLOPs that the backend executes which the layer would choose on this target."""
-        core = sum(part.flops for part in self._executed_cores(self._call_signature(call, on), call))
+        core = sum(
+            part.flops for part in self._executed_cores(self._call_signature(call, on), call)
+        )
         return core + sum(product.flops for product in self._products_outside_core(call, core))
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
-        """FLOPs that the backend executes in the backward pass, including scores that it recomputes there."""
+        """FLOPs that the backend executes in the backward pass, including scores that it recomputes
+        there.
+        """
         signature = replace(self._call_signature(call, on), needs_grad=True, training=True)
         parts = list(self._executed_cores(signature, call))
         core = sum(part.flops for part in parts)
-        outside = sum(product.num_grad_factors * product.flops for product in self._products_outside_core(call, core))
-        recomputed = sum(recomputed_flops(part.backend, part.call, part.work, part.flops) for part in parts)
+        outside = sum(
+            product.num_grad_factors * product.flops
+            for product in self._products_outside_core(call, core)
+        )
+        recomputed = sum(
+            recomputed_flops(part.backend, part.call, part.work, part.flops) for part in parts
+        )
         return outside + core * value_grad_factors(self.spec, signature.core) + recomputed
 
-    def _executed_cores(self, signature: CallSignature, call: ForwardCall) -> Iterator[ExecutedCore]:
-        """Yield each call of a backend that computes the core: one for each pattern of the heads."""
+    def _executed_cores(
+        self, signature: CallSignature, call: ForwardCall
+    ) -> Iterator[ExecutedCore]:
+        """Yield each call of a backend that computes the core: one for each
+        pattern of the heads.
+        """
         for part in split_by_pattern(signature):
             work = self.work(call)
             if part.head_group is not None and call.mode == "steps" and self.role == "attention":
-                # One query reads the keys of its own pattern, unless the slots of its cache are used again.
+                # One query reads the keys of its own pattern, unless the slots of its cache are
+                # used again.
                 own_work = replace(self, spec=replace(self.spec, pattern=part.pattern)).work(call)
                 cached = self._cached_pattern(part.head_group)
                 cached_keys = _cached_tokens_read(cached, call.past, call.tokens)
-                work = own_work if cached.retention.last is None else replace(own_work, keys=cached_keys)
+                work = (
+                    own_work
+                    if cached.retention.last is None
+                    else replace(own_work, keys=cached_keys)
+                )
             backend = choose_backend(part, work)
             yield ExecutedCore(backend, part, work, _executed_core_flops(backend, part, work, call))
 
     def _cached_pattern(self, heads: HeadGroup) -> Pattern:
-        """The pattern of all heads whose keys are cached together with those of a group of heads."""
+        """The pattern of all heads whose keys are cached together with those of
+        a group of heads.
+        """
         kv_head = self.spec.heads.kv_head_of_query[heads.score_heads[0]]
-        own = (group.spec.pattern for group in split_by_retention(self.spec) if kv_head in group.kv_heads)
+        own = (
+            group.spec.pattern
+            for group in split_by_retention(self.spec)
+            if kv_head in group.kv_heads
+        )
         return next(own, self.spec.pattern)
 
     def weights_read(self, call: ForwardCall) -> list[WeightSpec]:
-        """The tensors that the call reads: all, except projections that no token of the call passes through."""
+        """The tensors that the call reads: all, except projections that no token of the call passes
+        through.
+        """
         spec, work = self._executed_spec(call), self.work(call)
         weights: list[WeightSpec] = []
         for name, part in spec.parts():
             for key, param in part.params(spec).items():
                 if param.trainable and (not param.applied or work.tokens(param.applied)):
-                    weights.append(WeightSpec(f"{self.place}.{name}.{key}", param.layout, spec.sizes_of(part)))
+                    weights.append(
+                        WeightSpec(f"{self.place}.{name}.{key}", param.layout, spec.sizes_of(part))
+                    )
         return weights
 
     def _executed_spec(self, call: ForwardCall) -> AttentionSpec:
@@ -380,7 +484,9 @@ class AttentionComponent:
         )
 
     def _products_outside_core(self, call: ForwardCall, core: int) -> Iterable[MatrixProduct]:
-        """The products outside the core; the number of pairs that they see follows from the core's FLOPs."""
+        """The products outside the core; the number of pairs that they see follows from the core's
+        FLOPs.
+        """
         work, spec = self.work(call), self._executed_spec(call)
         flops_per_pair = spec.core.flops(work.batch)
         if flops_per_pair:
@@ -401,26 +507,33 @@ class ExecutedCore(NamedTuple):
 
 
 def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:
-    """Total number of cached tokens that `steps` decode steps read; a ring buffer holds only tokens in the window."""
+    """Total number of cached tokens that `steps` decode steps read; a ring buffer holds only tokens
+    in the window.
+    """
     first, last = pattern.retention
     capacity = past + steps if last is None else min(past + steps, first + last)
     growing = max(capacity - past, 0)  # steps that read one token more than the step before
     return growing * past + growing * (growing + 1) // 2 + (steps - growing) * capacity
 
 
-def _executed_core_flops(backend: ModuleType, signature: CallSignature, work: CallSize, call: ForwardCall) -> int:
+def _executed_core_flops(
+    backend: ModuleType, signature: CallSignature, work: CallSize, call: ForwardCall
+) -> int:
     """FLOPs that a backend executes in the core.
 
-    Those of a single query are linear in the number of keys, so all decode steps follow from two evaluations.
+    Those of a single query are linear in the number of keys, so all decode steps follow from two
+    evaluations.
     """
     core_flops: Callable[[CallSignature, CallSize], int] = backend.executed_flops
     if call.mode != "steps":
         return core_flops(signature, work)
-    without_keys, with_all_keys = (core_flops(signature, CallSize(work.batch, 1, 1, keys)) for keys in (0, work.keys))
+    without_keys, with_all_keys = (
+        core_flops(signature, CallSize(work.batch, 1, 1, keys)) for keys in (0, work.keys)
+    )
     return without_keys * work.queries + with_all_keys - without_keys
 
 
-# --- The components of a model -------------------------------------------------------------------------
+# --- The components of a model --------------------------------------------------------------------
 
 SpecOrModel = AttentionSpec | ModelSpec
 
@@ -437,9 +550,9 @@ TOKENS_SCORED_BY_HEAD: dict[str, Callable[[ForwardCall], int]] = {
 class LinearComponent:
     """Linear maps and lookup tables, applied token by token: feed-forward, embedding, output head.
 
-    `count_tokens` gives the number of tokens per row; `weights` are the tensors that they read, of which `experts`
-    chooses some; `rows_looked_up` is the number of values looked up per token. `num_grad_factors` is 1 if the input has
-    no gradient, such as pixels.
+    `count_tokens` gives the number of tokens per row; `weights` are the tensors that they read, of
+    which `experts` chooses some; `rows_looked_up` is the number of values looked up per token.
+    `num_grad_factors` is 1 if the input has no gradient, such as pixels.
     """
 
     name: str
@@ -471,10 +584,14 @@ class LinearComponent:
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """FLOPs executed in the backward pass on any target."""
-        return sum(product.num_grad_factors * product.flops for product in self.required_products(call))
+        return sum(
+            product.num_grad_factors * product.flops for product in self.required_products(call)
+        )
 
     def values_moved(self, call: ForwardCall) -> int:
-        """Number of values read and written besides the weights: the input and output of every matrix."""
+        """Number of values read and written besides the weights: the input and output of every
+        matrix.
+        """
         values_per_token = sum(map(_input_output_sizes, self.matrices)) + 2 * self.rows_looked_up
         return call.batch * self._num_tokens(call) * values_per_token
 
@@ -494,7 +611,9 @@ class LinearComponent:
 
 
 def _input_output_sizes(matrix: WeightSpec) -> int:
-    """Number of input and output values of a matrix for one token; experts have one input and output per choice."""
+    """Number of input and output values of a matrix for one token; experts have one input and
+    output per choice.
+    """
     sizes = dict(matrix.axis_sizes)
     num_active = sizes.pop("active", 1)
     out = sizes[next(axis for axis in matrix.layout.axes if axis != "active")]
@@ -505,13 +624,21 @@ ModelComponent = AttentionComponent | LinearComponent
 
 
 def list_components(spec_or_model: SpecOrModel) -> list[ModelComponent]:
-    """List the components of a spec or model in the order in which they run; equal blocks of a stack are merged."""
+    """List the components of a spec or model in the order in which they run; equal blocks of a
+    stack are merged.
+    """
     if isinstance(spec_or_model, AttentionSpec):
-        return [AttentionComponent("", spec_or_model, "attention" if spec_or_model.source is None else "cross")]
+        return [
+            AttentionComponent(
+                "", spec_or_model, "attention" if spec_or_model.source is None else "cross"
+            )
+        ]
     components: list[ModelComponent] = []
     for stack in spec_or_model.stacks:
         early = stack is not spec_or_model.stacks[-1]
-        components += [_embedding_component(stack, stack.embedding, early)] if stack.embedding else []
+        components += (
+            [_embedding_component(stack, stack.embedding, early)] if stack.embedding else []
+        )
         for depth, block, times in group_blocks_stored_alike(stack, spec_or_model.quantization):
             components += _block_components(stack, block, (depth, times), early)
     return components + [_head_component(spec_or_model, head) for head in spec_or_model.heads]
@@ -544,16 +671,27 @@ def _block_components(
 def _mixer_components(
     stack: StackSpec, mixer: SequenceMixerSpec, layers: tuple[int, int], early: bool
 ) -> Iterator[LinearComponent]:
-    """Yield the matrices of every token, and that of the first state, which is computed once a sequence."""
+    """Yield the matrices of every token, and that of the first state, which is computed once a
+    sequence.
+    """
     (depth, times), place = layers, f"{stack.name}.*.mixer"
-    for suffix, count_tokens in (("", lambda call: call.tokens), (".start", TOKENS_SCORED_BY_HEAD["first"])):
-        named = [w for w in mixer.weights(stack.model) if w.name.startswith("start") == bool(suffix)]
+    for suffix, count_tokens in (
+        ("", lambda call: call.tokens),
+        (".start", TOKENS_SCORED_BY_HEAD["first"]),
+    ):
+        named = [
+            w for w in mixer.weights(stack.model) if w.name.startswith("start") == bool(suffix)
+        ]
         own = tuple(add_prefix(f"{stack.name}.{depth}.mixer", "mixer", named))
         if matrices := tuple(w for w in named if len(w.shape) == 2):
-            yield LinearComponent(place + suffix, "mixer", matrices, count_tokens, own, times, early)
+            yield LinearComponent(
+                place + suffix, "mixer", matrices, count_tokens, own, times, early
+            )
 
 
-def _embedding_component(stack: StackSpec, embedding: EmbeddingSpec, early: bool) -> LinearComponent:
+def _embedding_component(
+    stack: StackSpec, embedding: EmbeddingSpec, early: bool
+) -> LinearComponent:
     patches, matrices = embedding.patches, tuple(embedding.matmul_weights(stack.model))
     return LinearComponent(
         f"{stack.name}.embedding",
@@ -570,4 +708,6 @@ def _embedding_component(stack: StackSpec, embedding: EmbeddingSpec, early: bool
 def _head_component(model: ModelSpec, head: OutputHeadSpec) -> LinearComponent:
     matrices = tuple(head.matmul_weights(model.stacks[-1].model))
     weights = list_head_matrices(head, model.stacks[-1].model)
-    return LinearComponent(f"head.{head.name}", "head", matrices, TOKENS_SCORED_BY_HEAD[head.at], weights)
+    return LinearComponent(
+        f"head.{head.name}", "head", matrices, TOKENS_SCORED_BY_HEAD[head.at], weights
+    )

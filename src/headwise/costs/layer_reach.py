@@ -1,7 +1,8 @@
-"""Gradient by distance, receptive field and equivariance of attention, GRU, LSTM and convolution layers, measured.
+"""Gradient by distance, receptive field and equivariance of attention, GRU, LSTM and convolution
+layers, measured.
 
-`measure_layer_reach` runs small layers in float64 and differentiates them; `complexity` counts their FLOPs and path
-lengths by formulas.
+`measure_layer_reach` runs small layers in float64 and differentiates them; `complexity` counts
+their FLOPs and path lengths by formulas.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ Layer = Callable[[Tensor], Tensor]
 class LayerReach:
     """Measured range, gradients and equivariance of one layer with random weights over n tokens.
 
-    `receptive_field` is the number of input tokens with a nonzero derivative in the middle output or, if these are
-    more, in the last one, whose later tokens a border cuts off. `layers` is the number of stacked layers until the
-    first token reaches the last output. `chain` is the longest chain of dependent operations that autograd records.
-    `gradients` is the Frobenius norm of the last output's derivative by the token at each distance. `shift` and
-    `permutation` are the largest differences between the layer of moved tokens and the moved outputs, away from the
-    borders for shifts. `parameters` does not depend on n; `state_bytes` is what the next token reads of the tokens
-    before, in float32.
+    `receptive_field` is the number of input tokens with a nonzero derivative in the middle output
+    or, if these are more, in the last one, whose later tokens a border cuts off. `layers` is the
+    number of stacked layers until the first token reaches the last output. `chain` is the longest
+    chain of dependent operations that autograd records. `gradients` is the Frobenius norm of the
+    last output's derivative by the token at each distance. `shift` and `permutation` are the
+    largest differences between the layer of moved tokens and the moved outputs, away from the
+    borders for shifts. `parameters` does not depend on n; `state_bytes` is what the next token
+    reads of the tokens before, in float32.
     """
 
     name: str
@@ -58,13 +60,18 @@ class LayerReachTable:
     @property
     def data(self) -> dict[str, Any]:
         """The table as plain values."""
-        return {"tokens": self.tokens, "width": WIDTH, "layers": [asdict(layer) for layer in self.layers]}
+        return {
+            "tokens": self.tokens,
+            "width": WIDTH,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
 
     def __str__(self) -> str:
         names = [layer.name for layer in self.layers]
         lines = [
             *paragraph(
-                f"Reach of random layers, differentiated in float64: {self.tokens} tokens, width {WIDTH}, "
+                f"Reach of random layers, differentiated in float64: {self.tokens} tokens, width "
+                f"{WIDTH}, "
                 f"convolution of {KERNEL} tokens"
             ),
             "",
@@ -95,11 +102,16 @@ class LayerReachTable:
 def measure_layer_reach(tokens: int = 64) -> LayerReachTable:
     """Measure self-attention, a GRU, an LSTM and a convolution of 3 tokens with random weights.
 
-    >>> [(layer.name, layer.receptive_field, layer.layers) for layer in measure_layer_reach(33).layers]
+    >>> [
+    ...     (layer.name, layer.receptive_field, layer.layers)
+    ...     for layer in measure_layer_reach(33).layers
+    ... ]
     [('attention', 33, 1), ('GRU', 33, 1), ('LSTM', 33, 1), ('convolution', 3, 32)]
     """
     if not DISTANCES[-1] < tokens <= MAX_REACH_TOKENS:
-        raise SpecError(f"tokens must be from {DISTANCES[-1] + 1} to {MAX_REACH_TOKENS}, got {tokens}")
+        raise SpecError(
+            f"tokens must be from {DISTANCES[-1] + 1} to {MAX_REACH_TOKENS}, got {tokens}"
+        )
     rows = []
     with torch.random.fork_rng(devices=[]):
         for name, make in LAYERS.items():
@@ -109,7 +121,7 @@ def measure_layer_reach(tokens: int = 64) -> LayerReachTable:
     return LayerReachTable(tokens, tuple(rows))
 
 
-# --- The layers, each a function of x_TD ---------------------------------------------------------------
+# --- The layers, each a function of x_TD ----------------------------------------------------------
 
 
 class _Recurrent(nn.Module):
@@ -140,7 +152,9 @@ class _Convolution(nn.Module):
 class _SelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Attention(design(model=WIDTH, heads=HEADS), backend="dense")  # one graph for all lengths
+        self.inner = Attention(
+            design(model=WIDTH, heads=HEADS), backend="dense"
+        )  # one graph for all lengths
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.inner(x_TD[None])[0]
@@ -158,16 +172,20 @@ LAYERS: Mapping[str, Callable[[], _SelfAttention | _Recurrent | _Convolution]] =
 }
 
 
-# --- Measures ------------------------------------------------------------------------------------------
+# --- Measures -------------------------------------------------------------------------------------
 
 
-def _measure(name: str, module: _SelfAttention | _Recurrent | _Convolution, tokens: int) -> LayerReach:
+def _measure(
+    name: str, module: _SelfAttention | _Recurrent | _Convolution, tokens: int
+) -> LayerReach:
     generator = torch.Generator().manual_seed(1)
     x_TD = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
     norms_T = gradient_norms(module, x_TD)
     return LayerReach(
         name=name,
-        receptive_field=max(int((gradient_norms(module, x_TD, output) > 0).sum()) for output in (tokens // 2, -1)),
+        receptive_field=max(
+            int((gradient_norms(module, x_TD, output) > 0).sum()) for output in (tokens // 2, -1)
+        ),
         layers=layers_to_reach(module, x_TD),
         chain=longest_chain(module(x_TD)),
         gradients={distance: float(norms_T[-1 - distance]) for distance in DISTANCES},
@@ -179,7 +197,8 @@ def _measure(name: str, module: _SelfAttention | _Recurrent | _Convolution, toke
 
 
 def gradient_norms(layer: Layer, x_TD: Tensor, output: int = -1) -> Tensor:
-    """Frobenius norm of one output's derivative by each input token; the last output unless another is given.
+    """Frobenius norm of one output's derivative by each input token; the last output unless another
+    is given.
 
     >>> gradient_norms(lambda x_TD: x_TD.cumsum(0), torch.zeros(3, 4)).tolist()
     [2.0, 2.0, 2.0]
@@ -202,20 +221,27 @@ def layers_to_reach(layer: Layer, x_TD: Tensor) -> int:
         reached_T = ((reached_T @ depends_TT) > 0).float()
         if reached_T[0]:
             return count
-    raise SpecError(f"the last of {len(x_TD)} tokens does not depend on the first after {len(x_TD)} layers")
+    raise SpecError(
+        f"the last of {len(x_TD)} tokens does not depend on the first after {len(x_TD)} layers"
+    )
 
 
 def _dependencies(layer: Layer, x_TD: Tensor) -> Tensor:
-    """1 where an output depends on an input, by the derivative in a random direction of channels, [output, input]."""
+    """1 where an output depends on an input, by the derivative in a random direction of channels,
+    [output, input].
+    """
     x = x_TD.detach().clone().requires_grad_()
-    direction_D = torch.randn(x_TD.shape[1], generator=torch.Generator().manual_seed(3), dtype=x_TD.dtype)
+    direction_D = torch.randn(
+        x_TD.shape[1], generator=torch.Generator().manual_seed(3), dtype=x_TD.dtype
+    )
     outputs_T = layer(x) @ direction_D
     rows = [torch.autograd.grad(output, x, retain_graph=True)[0] for output in outputs_T]
     return torch.stack([(row != 0).any(-1) for row in rows]).float()
 
 
 def longest_chain(output: Tensor) -> int:
-    """Number of operations on the longest path of autograd's graph, from an output back to its inputs.
+    """Number of operations on the longest path of autograd's graph, from an output back to its
+    inputs.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> longest_chain((x * 2).exp().sum()), longest_chain(x.exp() + x)

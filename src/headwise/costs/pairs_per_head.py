@@ -1,4 +1,6 @@
-"""Pairs and keys of layers whose heads may have different patterns: sums over heads, and the keys of each KV head."""
+"""Pairs and keys of layers whose heads may have different patterns: sums over heads, and the keys
+of each KV head.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ..spec.attention_spec import AttentionSpec
 
 
 def patterns_of_kv_heads(spec: AttentionSpec) -> tuple[Pattern, ...]:
-    """For each key-value head, the union of the patterns of its query heads; one pattern if all heads read alike.
+    """For each key-value head, the union of the patterns of its query heads; one pattern if all
+    heads read alike.
 
     >>> import headwise as hw
     >>> pattern = "perhead((causal(), window(4), window(8)), (0, 1, 1, 2))"
@@ -30,7 +33,8 @@ def patterns_of_kv_heads(spec: AttentionSpec) -> tuple[Pattern, ...]:
 
 
 def pairs_over_heads(spec: AttentionSpec, work: CallSize) -> tuple[int, int]:
-    """The (query, key) pairs of one row of the batch, summed over score heads and over rows of weights.
+    """The (query, key) pairs of one row of the batch, summed over score heads and over rows of
+    weights.
 
     If heads have different patterns, a mix needs the pairs that some head allows.
 
@@ -44,6 +48,14 @@ def pairs_over_heads(spec: AttentionSpec, work: CallSize) -> tuple[int, int]:
         return work.pairs * len(heads), work.pairs * len(rows)
     mixed = {mix.phase for _, mix in spec.parts_of(Mix)}
     own = heads if mixed else [head for head in heads if head in rows]
-    scores = work.pairs * len(heads) if Phase.SCORES in mixed else sum(work.head_pairs[head] for head in own)
-    values = work.pairs * len(rows) if Phase.WEIGHTS in mixed else sum(work.head_pairs[head] for head in rows)
+    scores = (
+        work.pairs * len(heads)
+        if Phase.SCORES in mixed
+        else sum(work.head_pairs[head] for head in own)
+    )
+    values = (
+        work.pairs * len(rows)
+        if Phase.WEIGHTS in mixed
+        else sum(work.head_pairs[head] for head in rows)
+    )
     return scores, values

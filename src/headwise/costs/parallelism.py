@@ -1,7 +1,9 @@
-"""Serving a model on several devices: memory, time and communication with tensor, pipeline and expert parallelism.
+"""Serving a model on several devices: memory, time and communication with tensor, pipeline and
+expert parallelism.
 
-`ParallelPlan` divides devices and refuses impossible divisions; `stage_shares` gives what one device of each pipeline
-stage holds; `ParallelCost` sums memory, a decode step, a prompt and the bytes that devices exchange.
+`ParallelPlan` divides devices and refuses impossible divisions; `stage_shares` gives what one
+device of each pipeline stage holds; `ParallelCost` sums memory, a decode step, a prompt and the
+bytes that devices exchange.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from ..translation.terminal_text import heading_cell, label_cell, paragraph
 from .cost_report import format_seconds
 from .flops import CostTerm
 from .kv_cache_memory import RequestBatch, list_cache_terms
-from .roofline import DEFAULT_FORMATS, Device, NumberFormats, RooflineOperation, dtype_bytes, format_gigabytes
+from .roofline import (
+    DEFAULT_FORMATS,
+    Device,
+    NumberFormats,
+    RooflineOperation,
+    dtype_bytes,
+    format_gigabytes,
+)
 from .serving_cost import RequestChunk, ServingCost
 from .weight_storage import (
     DTYPE_BYTES,
@@ -43,10 +52,12 @@ from .workload import MAX_SIZE
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Division of `devices`: `tensor` of them divide every layer, `pipeline` groups of these divide the layers.
+    """Division of `devices`: `tensor` of them divide every layer, `pipeline` groups of these divide
+    the layers.
 
-    What is left are replicas of the model, which divide the requests. `experts` devices divide the experts of every
-    layer, among those of one pipeline stage and, if they are more than `tensor`, of several replicas.
+    What is left are replicas of the model, which divide the requests. `experts` devices divide the
+    experts of every layer, among those of one pipeline stage and, if they are more than `tensor`,
+    of several replicas.
 
     >>> ParallelPlan(16, tensor=4, pipeline=2).replicas
     2
@@ -63,15 +74,27 @@ class ParallelPlan:
             if type(size) is not int or not 1 <= size <= MAX_SIZE:
                 raise SpecError(f"{name} must be a whole number of at least 1, got {size!r}")
         if self.devices % (self.tensor * self.pipeline):
-            possible = _join(size for size in _divisors(self.devices) if self.devices % (size * self.pipeline) == 0)
-            fact = f"{self.devices} devices cannot be divided into tensor={self.tensor} x pipeline={self.pipeline}"
+            possible = _join(
+                size
+                for size in _divisors(self.devices)
+                if self.devices % (size * self.pipeline) == 0
+            )
+            fact = (
+                f"{self.devices} devices cannot be divided into tensor={self.tensor} x "
+                f"pipeline={self.pipeline}"
+            )
             if not possible:
                 raise SpecError(f"{fact}; use pipeline={_join(_divisors(self.devices))}")
             raise SpecError(f"{fact}; use tensor={possible} with this pipeline")
         per_stage = self.devices // self.pipeline
         if per_stage % self.experts or (self.experts % self.tensor and self.tensor % self.experts):
-            possible = [n for n in _divisors(per_stage) if not n % self.tensor or not self.tensor % n]
-            fact = f"experts={self.experts} does not divide {per_stage} devices per stage with tensor={self.tensor}"
+            possible = [
+                n for n in _divisors(per_stage) if not n % self.tensor or not self.tensor % n
+            ]
+            fact = (
+                f"experts={self.experts} does not divide {per_stage} devices per stage with "
+                f"tensor={self.tensor}"
+            )
             raise SpecError(f"{fact}; use experts={_join(possible)}")
 
     @property
@@ -92,7 +115,9 @@ class ParallelPlan:
     def check_model(self, model: ModelSpec) -> None:
         """Raise an error, with the possible values, if the model cannot be divided like this."""
         if len(model.stacks) != 1 or model.kind != "decoder":
-            raise SpecError(f"{model.name} is of kind {model.kind}; only decoders can be divided among devices")
+            raise SpecError(
+                f"{model.name} is of kind {model.kind}; only decoders can be divided among devices"
+            )
         layers = model.stacks[0].layers
         if self.pipeline > len(layers):
             fact = f"pipeline={self.pipeline} is more than the {len(layers)} layers of {model.name}"
@@ -100,12 +125,19 @@ class ParallelPlan:
         if model.stacks[0].weights_of == "first" and self.pipeline > 1:
             raise SpecError(f"the layers of {model.name} share one set of weights; use pipeline=1")
         if any(not _can_divide(block, self.tensor) for block in dict.fromkeys(layers)):
-            sizes = sorted({spec.heads.q for block in layers for spec in block.attention_specs.values()})
+            sizes = sorted(
+                {spec.heads.q for block in layers for spec in block.attention_specs.values()}
+            )
             possible = [
-                n for n in range(1, max(sizes, default=1) + 1) if all(_can_divide(b, n) for b in dict.fromkeys(layers))
+                n
+                for n in range(1, max(sizes, default=1) + 1)
+                if all(_can_divide(b, n) for b in dict.fromkeys(layers))
             ]
             heads = _join(sizes)
-            fact = f"tensor={self.tensor} does not divide the heads ({heads}) and feed-forwards of {model.name}"
+            fact = (
+                f"tensor={self.tensor} does not divide the heads ({heads}) and feed-forwards "
+                f"of {model.name}"
+            )
             raise SpecError(f"{fact}; use tensor={_join(possible)}")
         counts = {block.feed.count for block in layers if isinstance(block.feed, ExpertsSpec)}
         if self.experts > 1 and not counts:
@@ -114,7 +146,10 @@ class ParallelPlan:
         if any(count % self.experts for count in counts):
             common = math.gcd(*counts)
             possible = _join(n for n in _divisors(self.devices // self.pipeline) if not common % n)
-            fact = f"experts={self.experts} does not divide the {_join(sorted(counts))} experts of {model.name}"
+            fact = (
+                f"experts={self.experts} does not divide the {_join(sorted(counts))} experts "
+                f"of {model.name}"
+            )
             raise SpecError(f"{fact}; use experts={possible}")
 
 
@@ -129,7 +164,11 @@ def _join(values: Iterable[int]) -> str:
 
 
 def _can_divide(block: BlockSpec, tensor: int) -> bool:
-    feeds = [block.feed.each, block.feed.shared] if isinstance(block.feed, ExpertsSpec) else [block.feed]
+    feeds = (
+        [block.feed.each, block.feed.shared]
+        if isinstance(block.feed, ExpertsSpec)
+        else [block.feed]
+    )
     try:
         divided = [divide_attention(spec, tensor) for spec in block.attention_specs.values()]
     except SpecError:
@@ -138,7 +177,8 @@ def _can_divide(block: BlockSpec, tensor: int) -> bool:
 
 
 def divide_attention(spec: AttentionSpec, tensor: int) -> AttentionSpec:
-    """Return the share of one of `tensor` devices: its query heads, and the key-value heads that they read.
+    """Return the share of one of `tensor` devices: its query heads, and the key-value heads that
+    they read.
 
     More devices than key-value heads each hold a copy of one of them.
 
@@ -157,11 +197,12 @@ def divide_attention(spec: AttentionSpec, tensor: int) -> AttentionSpec:
     return spec.with_heads(q=q // tensor, kv=max(1, kv // tensor))
 
 
-# --- What one device of a stage holds ------------------------------------------------------------------
+# --- What one device of a stage holds -------------------------------------------------------------
 
 
 class ExpertLayers(NamedTuple):
-    """Equal expert layers of a stage: the experts, the share of one expert on a device, and the number of layers.
+    """Equal expert layers of a stage: the experts, the share of one expert on a device, and the
+    number of layers.
 
     `num_norm_weights` are weights of norms that a layer has for its experts alone.
     """
@@ -175,7 +216,9 @@ class ExpertLayers(NamedTuple):
 
 @dataclass(frozen=True)
 class StageShare:
-    """The share of one device of a pipeline stage: a model without routed experts, and layers of these."""
+    """The share of one device of a pipeline stage: a model without routed experts, and layers of
+    these.
+    """
 
     model: ModelSpec
     expert_layers: tuple[ExpertLayers, ...]
@@ -193,20 +236,29 @@ def stage_shares(model: ModelSpec, plan: ParallelPlan) -> list[StageShare]:
         stop = start + (len(layers) + plan.pipeline - 1 - stage) // plan.pipeline
         is_first, is_last = stage == 0, stage == plan.pipeline - 1
         blocks = [_divide_block(block, plan.tensor) for block in layers[start:stop]]
-        embedding = _divide_embedding(stack.embedding, plan.tensor) if is_first and stack.embedding else None
+        embedding = (
+            _divide_embedding(stack.embedding, plan.tensor)
+            if is_first and stack.embedding
+            else None
+        )
         norm = stack.norm if is_last else None
         options = {"embedding": embedding, "norm": norm, "weights_of": stack.weights_of}
         share = StackSpec.from_blocks(stack.name, stack.model, blocks, **options)
         heads = tuple(_divide_head(head, plan) for head in model.heads) if is_last else ()
         stored = select_layers_storage(model.quantization, stack.name, range(start, stop))
-        feeds = [(n, block.feed) for n, block in enumerate(layers[start:stop]) if isinstance(block.feed, ExpertsSpec)]
+        feeds = [
+            (n, block.feed)
+            for n, block in enumerate(layers[start:stop])
+            if isinstance(block.feed, ExpertsSpec)
+        ]
         experts = tuple(
             ExpertLayers(
                 feed,
                 replace(feed.each, hidden=feed.each.hidden // plan.parts_of_expert),
                 f"{stack.name}.{first}.feed",
                 times,
-                _num_norm_weights(layers[start + first], stack.model) - _num_norm_weights(blocks[first], stack.model),
+                _num_norm_weights(layers[start + first], stack.model)
+                - _num_norm_weights(blocks[first], stack.model),
             )
             for first, feed, times in group_stored_alike(share, feeds, stored)
         )
@@ -222,7 +274,9 @@ def _num_norm_weights(block: BlockSpec, width: int) -> int:
 
 
 def _num_reductions(block: BlockSpec) -> int:
-    """Sums of hidden states over a tensor group: one after each sublayer, or one after parallel sublayers."""
+    """Sums of hidden states over a tensor group: one after each sublayer, or one after parallel
+    sublayers.
+    """
     return min(len(block.sublayer_names), 1 if block.placement in ("parallel", "abreast") else 2)
 
 
@@ -243,10 +297,14 @@ def _divide_embedding(embedding: EmbeddingSpec, tensor: int) -> EmbeddingSpec:
 
 def _divide_head(head: OutputHeadSpec, plan: ParallelPlan) -> OutputHeadSpec:
     """Return the share of a head; the last of several stages has its own copy of a tied table."""
-    return replace(head, outputs=-(-head.outputs // plan.tensor), table=head.table if plan.pipeline == 1 else "")
+    return replace(
+        head,
+        outputs=-(-head.outputs // plan.tensor),
+        table=head.table if plan.pipeline == 1 else "",
+    )
 
 
-# --- Memory, time and communication ----------------------------------------------------------------------
+# --- Memory, time and communication ---------------------------------------------------------------
 
 
 class Communication(NamedTuple):
@@ -259,7 +317,9 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step on all stages: operations of one device of each stage, and what a device of each stage sends."""
+    """A step on all stages: operations of one device of each stage, and what a device of each stage
+    sends.
+    """
 
     operations: tuple[tuple[RooflineOperation, ...], ...]
     communication: tuple[tuple[Communication, ...], ...]
@@ -272,16 +332,22 @@ class StepCost:
 
     @property
     def communication_seconds(self) -> tuple[float, ...]:
-        """Lower bound of the communication of each stage; infinite without a link between devices."""
+        """Lower bound of the communication of each stage; infinite without a
+        link between devices.
+        """
         return tuple(
-            (sent / self.link_bandwidth if self.link_bandwidth else math.inf) if (sent := _total_sent(stage)) else 0.0
+            (sent / self.link_bandwidth if self.link_bandwidth else math.inf)
+            if (sent := _total_sent(stage))
+            else 0.0
             for stage in self.communication
         )
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
         """Lower bound of the time of each stage: each operation waits for what it receives."""
-        return tuple(a + b for a, b in zip(self.compute_seconds, self.communication_seconds, strict=True))
+        return tuple(
+            a + b for a, b in zip(self.compute_seconds, self.communication_seconds, strict=True)
+        )
 
     @property
     def seconds(self) -> float:
@@ -297,8 +363,8 @@ def _total_sent(stage: Iterable[Communication]) -> int:
 class ParallelCost:
     """Cost of serving `requests` with a model on the devices of a plan.
 
-    The requests have one length. They are divided among replicas, and those of a replica among as many micro-batches
-    as there are stages, so that every stage has one.
+    The requests have one length. They are divided among replicas, and those of a replica among as
+    many micro-batches as there are stages, so that every stage has one.
 
     >>> from headwise.families import read_model_spec
     >>> plan, llama = ParallelPlan(8, tensor=8), read_model_spec("llama-3-8b")
@@ -316,7 +382,9 @@ class ParallelCost:
     def __post_init__(self) -> None:
         self.plan.check_model(self.model)
         if len(self.requests.counts_by_length) != 1:
-            raise SpecError("requests of several lengths cannot be divided among replicas; give one length")
+            raise SpecError(
+                "requests of several lengths cannot be divided among replicas; give one length"
+            )
 
     @property
     def shares(self) -> list[StageShare]:
@@ -339,7 +407,10 @@ class ParallelCost:
         terms: list[CostTerm] = []
         for number, share in enumerate(self.shares):
             dense = total_weight_bytes(share.model, self.formats.storage(share.model))
-            routed = sum(layers.num_layers * self._expert_layer_bytes(share, layers) for layers in share.expert_layers)
+            routed = sum(
+                layers.num_layers * self._expert_layer_bytes(share, layers)
+                for layers in share.expert_layers
+            )
             text = f"{share.num_layers} layers: {dense:,} bytes, and {routed:,} of experts"
             terms.append(CostTerm(f"weights of stage {number}", text, dense + routed))
         return terms
@@ -377,7 +448,9 @@ class ParallelCost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Upper bound of the tokens that all devices decode, if every stage has a micro-batch at all times."""
+        """Upper bound of the tokens that all devices decode, if every stage has a micro-batch at
+        all times.
+        """
         return self.plan.replicas * self.rows_per_micro_batch / max(self.decode_step.stage_seconds)
 
     def _stage_cache_bytes(self, share: StageShare) -> int:
@@ -385,7 +458,10 @@ class ParallelCost:
         requests = RequestBatch.uniform(self.rows_per_replica, length, prefix)
         serving = ServingCost(share.model, self.device, self.formats)
         return sum(
-            term.value for term in list_cache_terms(serving.attentions, requests, serving.allocator, self.formats)
+            term.value
+            for term in list_cache_terms(
+                serving.attentions, requests, serving.allocator, self.formats
+            )
         )
 
     def _expert_layer_bytes(self, share: StageShare, layers: ExpertLayers) -> int:
@@ -395,29 +471,47 @@ class ParallelCost:
         storage = self.formats.storage(share.model)
         routed = storage.total_bytes(weight for weight in weights if is_routed(weight))
         dense = storage.total_bytes(weight for weight in weights if not is_routed(weight))
-        return dense + layers.num_norm_weights * DTYPE_BYTES[storage.dtype] + routed // self.plan.experts
+        return (
+            dense
+            + layers.num_norm_weights * DTYPE_BYTES[storage.dtype]
+            + routed // self.plan.experts
+        )
 
     def _step(self, chunks: dict[RequestChunk, int], tokens: int, scored: int) -> StepCost:
         shares = self.shares
         operations: list[tuple[RooflineOperation, ...]] = []
         for share in shares:
             serving = ServingCost(share.model, self.device, self.formats)
-            expert_operations = [self._expert_operation(share, layers, tokens) for layers in share.expert_layers]
+            expert_operations = [
+                self._expert_operation(share, layers, tokens) for layers in share.expert_layers
+            ]
             operations.append((*serving.estimate_step(chunks).operations, *expert_operations))
-        sent = tuple(tuple(self._exchanges(share, tokens, scored, is_last=share is shares[-1])) for share in shares)
+        sent = tuple(
+            tuple(self._exchanges(share, tokens, scored, is_last=share is shares[-1]))
+            for share in shares
+        )
         return StepCost(tuple(operations), sent, self.device.link_bandwidth)
 
-    def _expert_operation(self, share: StageShare, layers: ExpertLayers, tokens: int) -> RooflineOperation:
-        """Router and routed experts of one device, for its part of the tokens of all replicas that share them."""
+    def _expert_operation(
+        self, share: StageShare, layers: ExpertLayers, tokens: int
+    ) -> RooflineOperation:
+        """Router and routed experts of one device, for its part of the tokens of all replicas that
+        share them.
+        """
         plan, experts, width = self.plan, layers.experts, share.model.stacks[0].model
-        local, storage = replace(experts, each=layers.each, shared=None), self.formats.storage(share.model)
+        local, storage = (
+            replace(experts, each=layers.each, shared=None),
+            self.formats.storage(share.model),
+        )
         weights = list_feed_weights(local, width, layers.place)
         met = tokens * plan.replicas_sharing_experts
         routed = storage.total_bytes(weight for weight in weights if is_routed(weight))
         dense = storage.total_bytes(weight for weight in weights if not is_routed(weight))
         read = routed * experts.expected_experts(met) / experts.count / plan.experts
         elements = sum(matrix.numel for matrix in layers.each.matmul_weights(width))
-        flops = 2 * (tokens * experts.count * width + -(-met * experts.active * elements // plan.experts))
+        flops = 2 * (
+            tokens * experts.count * width + -(-met * experts.active * elements // plan.experts)
+        )
         values = tokens * (width + experts.count)
         per_choice = sum(sum(matrix.shape) for matrix in layers.each.matmul_weights(width))
         values += -(-met * experts.active * per_choice // plan.experts)
@@ -426,62 +520,97 @@ class ParallelCost:
         times = layers.num_layers
         seconds = self.device.min_seconds(flops, moved, dtype)
         bound = self.device.limiting_resource(flops, moved, dtype)
-        return RooflineOperation(f"{times:,} x experts", times * flops, times * moved, times * seconds, bound)
+        return RooflineOperation(
+            f"{times:,} x experts", times * flops, times * moved, times * seconds, bound
+        )
 
-    def _exchanges(self, share: StageShare, tokens: int, scored: int, is_last: bool) -> Iterator[Communication]:
-        """Yield what one device of a stage sends; collectives run in rings, which send the least possible."""
-        plan, width, size = self.plan, share.model.stacks[0].model, dtype_bytes(self.formats.compute)
+    def _exchanges(
+        self, share: StageShare, tokens: int, scored: int, is_last: bool
+    ) -> Iterator[Communication]:
+        """Yield what one device of a stage sends; collectives run in rings, which send the least
+        possible.
+        """
+        plan, width, size = (
+            self.plan,
+            share.model.stacks[0].model,
+            dtype_bytes(self.formats.compute),
+        )
         hidden, t = tokens * width * size, self.plan.tensor
         num_experts = sum(layers.num_layers for layers in share.expert_layers)
         dispatched = num_experts if plan.experts > t else 0
         if t > 1:
             reduced = share.num_reductions
             text = f"{reduced - dispatched} x 2 (t - 1) / t x {hidden:,} bytes, t = {t}"
-            yield Communication("all-reduce", text, 2 * (reduced - dispatched) * (t - 1) * hidden // t)
+            yield Communication(
+                "all-reduce", text, 2 * (reduced - dispatched) * (t - 1) * hidden // t
+            )
         if t > 1 and is_last and share.model.heads:
             logits = scored * share.model.heads[0].outputs * size
-            yield Communication("all-gather of logits", f"(t - 1) x {logits:,} bytes, t = {t}", (t - 1) * logits)
+            yield Communication(
+                "all-gather of logits", f"(t - 1) x {logits:,} bytes, t = {t}", (t - 1) * logits
+            )
         if dispatched:
             yield from self._dispatch(share, hidden, dispatched)
         if not is_last:
             yield Communication("hidden states to the next stage", f"{hidden:,} bytes", hidden)
 
     def _dispatch(self, share: StageShare, hidden: int, num_layers: int) -> Iterator[Communication]:
-        """Yield the exchange of tokens with experts of other devices, and of the outputs within a tensor group.
+        """Yield the exchange of tokens with experts of other devices, and of the outputs within a
+        tensor group.
 
-        A token is sent once to each device that holds one of its experts; each device of a tensor group sends its part.
+        A token is sent once to each device that holds one of its experts; each device of a tensor
+        group sends its part.
         """
         plan, t = self.plan, self.plan.tensor
-        remote = sum(layers.num_layers * remote_devices(layers.experts, plan.experts) for layers in share.expert_layers)
-        text = f"2 x {num_layers} layers x {remote / num_layers:.2f} other devices x {hidden:,} / {t} bytes"
+        remote = sum(
+            layers.num_layers * remote_devices(layers.experts, plan.experts)
+            for layers in share.expert_layers
+        )
+        text = (
+            f"2 x {num_layers} layers x {remote / num_layers:.2f} other devices x {hidden:,} / "
+            f"{t} bytes"
+        )
         yield Communication("dispatch and combine of experts", text, round(2 * remote * hidden / t))
         if t > 1:
             # Summands of a shared expert are first reduced to the part of each device.
-            count = sum(layers.num_layers * (2 if layers.experts.shared else 1) for layers in share.expert_layers)
+            count = sum(
+                layers.num_layers * (2 if layers.experts.shared else 1)
+                for layers in share.expert_layers
+            )
             text = f"{count} x (t - 1) / t x {hidden:,} bytes, t = {t}"
-            yield Communication("reduction and all-gather of expert outputs", text, count * (t - 1) * hidden // t)
+            yield Communication(
+                "reduction and all-gather of expert outputs", text, count * (t - 1) * hidden // t
+            )
 
 
 def remote_devices(experts: ExpertsSpec, devices: int) -> float:
-    """Expected number of other devices with experts of a token, if `devices` divide the experts evenly.
+    """Expected number of other devices with experts of a token, if `devices` divide the experts
+    evenly.
 
-    >>> remote_devices(ExpertsSpec(FeedForwardSpec(3), count=4, active=1), 4)  # one device, another in 3 of 4 cases
+    >>> remote_devices(
+    ...     ExpertsSpec(FeedForwardSpec(3), count=4, active=1), 4
+    ... )  # one device, another in 3 of 4 cases
     0.75
     """
     experts_per_device = experts.count // devices
-    missed = math.comb(experts.count - experts_per_device, experts.active) / math.comb(experts.count, experts.active)
+    missed = math.comb(experts.count - experts_per_device, experts.active) / math.comb(
+        experts.count, experts.active
+    )
     return (devices - 1) * (1 - missed)
 
 
 NOTE = (
-    "Times are lower bounds: every operation waits for what it receives, collectives run in rings at the full "
+    "Times are lower bounds: every operation waits for what it receives, collectives run in rings "
+    "at the full "
     "bandwidth of the link, and latency is left out. Memory leaves out activations."
 )
 
 
 @dataclass(frozen=True)
 class ParallelReport:
-    """The cost of a model on the devices of a plan, as text and as plain values; `prompt` is in tokens."""
+    """The cost of a model on the devices of a plan, as text and as plain values; `prompt` is in
+    tokens.
+    """
 
     name: str
     cost: ParallelCost
@@ -494,7 +623,11 @@ class ParallelReport:
     def data(self) -> dict[str, Any]:
         """The report as plain values; without steps if the devices cannot hold the model."""
         cost, plan = self.cost, self.cost.plan
-        steps = {"decode": cost.decode_step, "prefill": cost.prefill_step(self.prompt)} if cost.fits else {}
+        steps = (
+            {"decode": cost.decode_step, "prefill": cost.prefill_step(self.prompt)}
+            if cost.fits
+            else {}
+        )
         return {
             "name": self.name,
             "devices": plan.devices,
@@ -513,11 +646,17 @@ class ParallelReport:
 
     def _lines(self) -> Iterator[str]:
         cost, plan = self.cost, self.cost.plan
-        division = f"tensor {plan.tensor}, pipeline {plan.pipeline}, experts {plan.experts}, replicas {plan.replicas}"
+        division = (
+            f"tensor {plan.tensor}, pipeline {plan.pipeline}, experts {plan.experts}, "
+            f"replicas {plan.replicas}"
+        )
         title = f"{self.name} on {plan.devices:,} x {cost.device.description}: {division}"
         yield from paragraph(title)
         rows, length = cost.requests.num_requests, cost.requests.counts_by_length[0][0]
-        yield localise(f"{pluralise(rows, 'row')} of {length:,} tokens, {cost.rows_per_replica:,} in each replica")
+        yield localise(
+            f"{pluralise(rows, 'row')} of {length:,} tokens, {cost.rows_per_replica:,} in each "
+            "replica"
+        )
         yield ""
         yield localise("on one device of the largest stage")
         yield _line("weights", format_gigabytes(cost.weight_bytes_per_device))
@@ -527,14 +666,19 @@ class ParallelReport:
         yield ""
         if not cost.fits:
             missing = format_gigabytes(cost.memory_per_device - int(cost.device.memory))
-            fact = f"A device lacks {missing}, so no time of a step is estimated. Divide the model among more devices."
+            fact = (
+                f"A device lacks {missing}, so no time of a step is estimated. Divide the "
+                "model among more devices."
+            )
             yield from paragraph(fact)
             return
         step_rows = pluralise(cost.rows_per_micro_batch, "row")
         yield from _step_lines(f"decode step of {step_rows}, all stages", cost.decode_step)
         yield _line("tokens per second, all devices", f"{cost.tokens_per_second:,.0f}")
         yield ""
-        yield from _step_lines(f"prefill of a prompt of {self.prompt:,} tokens", cost.prefill_step(self.prompt))
+        yield from _step_lines(
+            f"prefill of a prompt of {self.prompt:,} tokens", cost.prefill_step(self.prompt)
+        )
         yield ""
         yield from paragraph(NOTE)
 
@@ -557,7 +701,9 @@ def _step_data(step: StepCost) -> dict[str, Any]:
         "seconds": step.seconds,
         "compute_seconds": list(step.compute_seconds),
         "communication_seconds": list(step.communication_seconds),
-        "communication": [[exchange._asdict() for exchange in stage] for stage in step.communication],
+        "communication": [
+            [exchange._asdict() for exchange in stage] for stage in step.communication
+        ],
     }
 
 

@@ -1,4 +1,6 @@
-"""Parameters of specs and models: one term for each tensor, and those that are active for one token."""
+"""Parameters of specs and models: one term for each tensor, and those that are active for one
+token.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ from .symbolic_int import SymbolicInt
 
 
 def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:
-    """Trainable parameters, one term per tensor; tensors with the same name and shape in several layers are merged.
+    """Trainable parameters, one term per tensor; tensors with the same name and shape in several
+    layers are merged.
 
     >>> from headwise.families import read_model_spec
-    >>> for term in parameter_terms(read_model_spec({"model_type": "gpt2", "n_layer": 2})).terms[:3]:
+    >>> for term in parameter_terms(read_model_spec({"model_type": "gpt2", "n_layer": 2})).terms[
+    ...     :3
+    ... ]:
     ...     print(*term)
     decoder.embedding.tokens token model 38597376
     decoder.embedding.positions position model 786432
@@ -42,34 +47,57 @@ def _axis_names(weight: WeightSpec) -> list[str]:
 
 
 def _num_elements(weight: WeightSpec) -> int:
-    renamed = {"source": "model"} if weight.role == "attention" else {}  # the source of self-attention is its stack
-    sizes = {axis: SymbolicInt.of(weight.axis_sizes[axis], renamed.get(axis, axis)) for axis in _axis_names(weight)}
+    renamed = (
+        {"source": "model"} if weight.role == "attention" else {}
+    )  # the source of self-attention is its stack
+    sizes = {
+        axis: SymbolicInt.of(weight.axis_sizes[axis], renamed.get(axis, axis))
+        for axis in _axis_names(weight)
+    }
     return weight.layout.numel(sizes)
 
 
 def active_parameters(spec_or_model: SpecOrModel, *, embeddings: bool = True) -> int:
-    """Number of parameters that are active for one token: all, except experts that the token is not routed to.
+    """Number of parameters that are active for one token: all, except experts that the token is not
+    routed to.
 
-    With embeddings=False, embedding tables of which a token only reads a row are left out, as published numbers often
-    do; a table that is tied to an output head stays, because the head multiplies with all of it.
+    With embeddings=False, embedding tables of which a token only reads a row are left out, as
+    published numbers often do; a table that is tied to an output head stays, because the head
+    multiplies with all of it.
 
     >>> from headwise.families import read_model_spec
-    >>> gpt_oss = read_model_spec({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32})
-    >>> [round(active_parameters(gpt_oss, embeddings=each) / 1e9, 2) for each in (True, False)]  # published: 3.61
+    >>> gpt_oss = read_model_spec(
+    ...     {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}
+    ... )
+    >>> [
+    ...     round(active_parameters(gpt_oss, embeddings=each) / 1e9, 2) for each in (True, False)
+    ... ]  # published: 3.61
     [4.19, 3.61]
     """
     total = parameter_terms(spec_or_model).total
     if isinstance(spec_or_model, AttentionSpec):
         return total
-    feeds = [(stack.model, block.feed) for stack in spec_or_model.stacks for block in stack.layers if block.feed]
+    feeds = [
+        (stack.model, block.feed)
+        for stack in spec_or_model.stacks
+        for block in stack.layers
+        if block.feed
+    ]
     inactive = sum(
-        sum(weight.numel for weight in feed.weights(model)) - feed.active_params(model, 1) for model, feed in feeds
+        sum(weight.numel for weight in feed.weights(model)) - feed.active_params(model, 1)
+        for model, feed in feeds
     )
-    return total - inactive - (0 if embeddings else sum(weight.numel for weight in _lookup_tables(spec_or_model)))
+    return (
+        total
+        - inactive
+        - (0 if embeddings else sum(weight.numel for weight in _lookup_tables(spec_or_model)))
+    )
 
 
 def _lookup_tables(model: ModelSpec) -> Iterator[WeightSpec]:
-    """Yield the trainable embedding tables of which each token reads one row, and no output head multiplies."""
+    """Yield the trainable embedding tables of which each token reads one row, and no output head
+    multiplies.
+    """
     tied = {head.table for head in model.heads}
     for stack in model.stacks:
         names = {"tokens", "positions", "types"} - ({"tokens"} if stack.name in tied else set())

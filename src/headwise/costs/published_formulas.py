@@ -1,4 +1,6 @@
-"""Published cost formulas beside headwise's numbers, and a check of both against a small layer that runs."""
+"""Published cost formulas beside headwise's numbers, and a check of both against a small layer that
+runs.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ from .training_memory import OptimiserMemory, fused_backward_flops
 
 
 class FormulaSizes(NamedTuple):
-    """The variables of published formulas: l layers of width h with a heads of d channels, a vocabulary of V tokens,
-    b rows of s tokens and n generated ones, N parameters, t tensor-parallel devices."""
+    """The variables of published formulas: l layers of width h with a heads of d channels, a
+    vocabulary of V tokens, b rows of s tokens and n generated ones, N parameters, t tensor-parallel
+    devices.
+    """
 
     l: int  # noqa: E741 - the letter of every such formula
     h: int
@@ -44,7 +48,9 @@ class FormulaSizes(NamedTuple):
 
 
 class PublishedFormula(NamedTuple):
-    """One formula: the quantity, the formula as text and as a function, and why headwise's number may differ."""
+    """One formula: the quantity, the formula as text and as a function, and why headwise's number
+    may differ.
+    """
 
     quantity: str
     formula: str
@@ -54,7 +60,9 @@ class PublishedFormula(NamedTuple):
 
 @dataclass(frozen=True)
 class FormulaSource:
-    """Formulas of one source; `scope` is "block" if they need whole blocks, "layer" if they apply to any attention."""
+    """Formulas of one source; `scope` is "block" if they need whole blocks, "layer" if they apply
+    to any attention.
+    """
 
     name: str
     source: str
@@ -65,12 +73,16 @@ class FormulaSource:
     def from_name(name: str) -> FormulaSource:
         """Return the source with this name."""
         if name not in FORMULA_SOURCES:
-            raise SpecError(f"there are no published formulas {name!r}; {suggest(name, FORMULA_SOURCES)}")
+            raise SpecError(
+                f"there are no published formulas {name!r}; {suggest(name, FORMULA_SOURCES)}"
+            )
         return FORMULA_SOURCES[name]
 
 
 class FormulaComparison(NamedTuple):
-    """A `published` number beside headwise's `estimate`, which is None if headwise does not estimate it."""
+    """A `published` number beside headwise's `estimate`, which is None if headwise does not
+    estimate it.
+    """
 
     name: str
     source: str
@@ -84,29 +96,47 @@ class FormulaComparison(NamedTuple):
 def compare_formulas(
     estimate: CostEstimate, source: FormulaSource, tensor_parallel: int = 8
 ) -> Iterator[FormulaComparison]:
-    """Compare every formula of a source with an estimate; `tensor_parallel` is the number of devices."""
+    """Compare every formula of a source with an estimate; `tensor_parallel` is the number of
+    devices.
+    """
     sizes = _formula_sizes(estimate, source, tensor_parallel)
     for row in source.formulas:
         published, value = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
         explanation = "equal" if published == value else row.difference
-        yield FormulaComparison(estimate.name, source.name, row.quantity, row.formula, published, value, explanation)
+        yield FormulaComparison(
+            estimate.name, source.name, row.quantity, row.formula, published, value, explanation
+        )
 
 
-def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_parallel: int) -> FormulaSizes:
+def _formula_sizes(
+    estimate: CostEstimate, source: FormulaSource, tensor_parallel: int
+) -> FormulaSizes:
     model, workload = estimate.spec_or_model, estimate.workload
     if type(tensor_parallel) is not int or tensor_parallel < 1:
-        raise SpecError(f"the number of tensor-parallel devices must be at least 1, got {tensor_parallel!r}")
+        raise SpecError(
+            f"the number of tensor-parallel devices must be at least 1, got {tensor_parallel!r}"
+        )
     if isinstance(model, AttentionSpec):
         if source.scope == "block":
-            fact = f"the formulas of {source.name} are of whole blocks, and {estimate.name} is one attention layer"
+            fact = (
+                f"the formulas of {source.name} are of whole blocks, and {estimate.name} is "
+                "one attention layer"
+            )
             raise SpecError(f"{fact}; name a model")
         specs, num_layers, width, vocabulary = [model], 1, model.model, 0
     else:
         if len(model.stacks) > 1:
-            fact = f"the formulas of {source.name} are of one stack, and {estimate.name} has {len(model.stacks)}"
+            fact = (
+                f"the formulas of {source.name} are of one stack, and {estimate.name} has "
+                f"{len(model.stacks)}"
+            )
             raise SpecError(f"{fact}; name a decoder")
         stack = next(iter(model.stacks))
-        specs = [block.attention_specs["attention"] for block in stack.layers if "attention" in block.attention_specs]
+        specs = [
+            block.attention_specs["attention"]
+            for block in stack.layers
+            if "attention" in block.attention_specs
+        ]
         num_layers, width = len(stack.layers), stack.model
         vocabulary = stack.embedding.tokens if stack.embedding else 0
     if not specs:
@@ -128,7 +158,9 @@ def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_paralle
 
 def _attention_parameters(estimate: CostEstimate) -> int:
     is_layer = isinstance(estimate.spec_or_model, AttentionSpec)
-    return sum(term.value for term in estimate.parameters.terms if is_layer or ".attention." in term.name)
+    return sum(
+        term.value for term in estimate.parameters.terms if is_layer or ".attention." in term.name
+    )
 
 
 def _training_flops(estimate: CostEstimate) -> int | None:
@@ -147,13 +179,18 @@ HEADWISE_VALUES: dict[str, Callable[[CostEstimate], int | None]] = {
         estimate.parameters.total * OptimiserMemory.from_name("zero").bytes_per_parameter
     ),
     "activation bytes": lambda estimate: estimate.activation_bytes,
-    "cache bytes": lambda estimate: estimate.cache_bytes * 2 // dtype_bytes(estimate.workload.dtype),
+    "cache bytes": lambda estimate: (
+        estimate.cache_bytes * 2 // dtype_bytes(estimate.workload.dtype)
+    ),
 }
 
-_GPT_ASSUMPTIONS = "the formula assumes a feed-forward of 4 h, biases, and a key head for every head"
+_GPT_ASSUMPTIONS = (
+    "the formula assumes a feed-forward of 4 h, biases, and a key head for every head"
+)
 _TABLE_ASSUMPTIONS = f"{_GPT_ASSUMPTIONS}; it leaves out positions and the final norm"
 _MASK_ASSUMPTIONS = (
-    "the formula assumes 2 bytes per number, dropout with masks of 1 byte, and saved scores, which fused attention "
+    "the formula assumes 2 bytes per number, dropout with masks of 1 byte, and saved scores, "
+    "which fused attention "
     "does not save"
 )
 _SIX_N_ASSUMPTIONS = "6 N counts embedding tables, which are only looked up, and leaves out scores"
@@ -186,8 +223,15 @@ ZHIHU = FormulaSource(
             lambda m: m.l * (12 * m.h**2 + 13 * m.h) + m.V * m.h,
             _TABLE_ASSUMPTIONS,
         ),
-        PublishedFormula("forward FLOPs", "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V", _forward_flops, _GPT_ASSUMPTIONS),
-        PublishedFormula("training FLOPs", "3 x forward", lambda m: 3 * _forward_flops(m), _GPT_ASSUMPTIONS),
+        PublishedFormula(
+            "forward FLOPs",
+            "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V",
+            _forward_flops,
+            _GPT_ASSUMPTIONS,
+        ),
+        PublishedFormula(
+            "training FLOPs", "3 x forward", lambda m: 3 * _forward_flops(m), _GPT_ASSUMPTIONS
+        ),
         PublishedFormula("weight bytes", "2 N", lambda m: 2 * m.N, "16 bits per parameter"),
         PublishedFormula(
             "optimiser bytes",
@@ -205,7 +249,8 @@ ZHIHU = FormulaSource(
             "cache bytes",
             "4 b l h (s + n)",
             lambda m: 4 * m.b * m.l * m.h * (m.s + m.n),
-            "it assumes a key head for every head and no window; headwise does not cache the last generated token",
+            "it assumes a key head for every head and no window; headwise does not cache the last "
+            "generated token",
         ),
     ),
 )
@@ -235,9 +280,12 @@ PAPER = FormulaSource(
         *(
             PublishedFormula("activation bytes", formula, evaluate, _MASK_ASSUMPTIONS)
             for formula, evaluate in {
-                "s b h l (34 + 5 a s / h)": lambda m: _hidden_state_bytes(m, 34) + m.l * _score_flops(m),
+                "s b h l (34 + 5 a s / h)": lambda m: (
+                    _hidden_state_bytes(m, 34) + m.l * _score_flops(m)
+                ),
                 "s b h l (10 + 24/t + 5 a s / h t), tensor parallel": lambda m: (
-                    _hidden_state_bytes(m, 10) + _ceil_div(_hidden_state_bytes(m, 24) + m.l * _score_flops(m), m.t)
+                    _hidden_state_bytes(m, 10)
+                    + _ceil_div(_hidden_state_bytes(m, 24) + m.l * _score_flops(m), m.t)
                 ),
                 "s b h l (34 + 5 a s / h) / t, tensor and sequence parallel": lambda m: _ceil_div(
                     _hidden_state_bytes(m, 34) + m.l * _score_flops(m), m.t
@@ -245,8 +293,8 @@ PAPER = FormulaSource(
                 "s b h l (10 + 24/t), tensor parallel, cores recomputed": lambda m: (
                     _hidden_state_bytes(m, 10) + _ceil_div(_hidden_state_bytes(m, 24), m.t)
                 ),
-                "34 s b h l / t, tensor and sequence parallel, cores recomputed": lambda m: _ceil_div(
-                    _hidden_state_bytes(m, 34), m.t
+                "34 s b h l / t, tensor and sequence parallel, cores recomputed": lambda m: (
+                    _ceil_div(_hidden_state_bytes(m, 34), m.t)
                 ),
                 "2 s b h l, blocks recomputed": lambda m: _hidden_state_bytes(m, 2),
             }.items()
@@ -270,7 +318,9 @@ SCALING = FormulaSource(
     "scaling-book",
     "jax-ml.github.io/scaling-book: rules of thumb for short sequences",
     (
-        PublishedFormula("training FLOPs", "6 N b s", lambda m: 6 * m.N * m.b * m.s, _SIX_N_ASSUMPTIONS),
+        PublishedFormula(
+            "training FLOPs", "6 N b s", lambda m: 6 * m.N * m.b * m.s, _SIX_N_ASSUMPTIONS
+        ),
         PublishedFormula(
             "training FLOPs",
             "8 N b s, blocks recomputed",
@@ -278,7 +328,10 @@ SCALING = FormulaSource(
             f"{_SIX_N_ASSUMPTIONS}; it includes a second forward pass",
         ),
         PublishedFormula(
-            "activation bytes", "20 tensors of b s h per layer", lambda m: _hidden_state_bytes(m, 40), "a rule of thumb"
+            "activation bytes",
+            "20 tensors of b s h per layer",
+            lambda m: _hidden_state_bytes(m, 40),
+            "a rule of thumb",
         ),
         PublishedFormula(
             "activation bytes",
@@ -294,9 +347,11 @@ SCALING = FormulaSource(
         ),
     ),
 )
-FORMULA_SOURCES: dict[str, FormulaSource] = {source.name: source for source in (ZHIHU, SEEDS, PAPER, PALM, SCALING)}
+FORMULA_SOURCES: dict[str, FormulaSource] = {
+    source.name: source for source in (ZHIHU, SEEDS, PAPER, PALM, SCALING)
+}
 
-# --- Checks against measurements -----------------------------------------------------------------------
+# --- Checks against measurements ------------------------------------------------------------------
 
 BATCH, TOKENS = 2, 11
 PRODUCT_OPERATION = re.compile(
@@ -306,22 +361,31 @@ PRODUCT_OPERATION = re.compile(
 
 
 class UncountedOperation(ValueError):
-    """An operation multiplies matrices, but neither torch nor this module has a FLOP formula for it."""
+    """An operation multiplies matrices, but neither torch nor this module has a FLOP formula for
+    it.
+    """
 
 
-def _sdpa_forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+def _sdpa_forward_flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
+) -> int:
     batch, heads, queries, dim = q
     return 2 * batch * heads * queries * k[-2] * (dim + v[-1])
 
 
-def _backward_flops(grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """FLOPs of recomputed scores and of gradients of queries, keys (3 dim), weights and values (2 vdim)."""
+def _backward_flops(
+    grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """FLOPs of recomputed scores and of gradients of queries, keys (3 dim), weights and values (2
+    vdim).
+    """
     batch, heads, queries, dim = q
     return 2 * batch * heads * queries * k[-2] * (3 * dim + 2 * v[-1])
 
 
 _ATEN = torch.ops.aten
-# Operations that torch's counter has no formula for: the CPU's flash attention and its backward pass.
+# Operations that torch's counter has no formula for: the CPU's flash attention and its backward
+# pass.
 FUSED_FLOPS: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward_flops,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
@@ -335,19 +399,29 @@ class UncountedGuard(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         packet = func._overloadpacket
-        if PRODUCT_OPERATION.search(packet.__name__) and packet not in flop_registry and packet not in FUSED_FLOPS:
+        if (
+            PRODUCT_OPERATION.search(packet.__name__)
+            and packet not in flop_registry
+            and packet not in FUSED_FLOPS
+        ):
             raise UncountedOperation(
-                f"{packet} multiplies but has no formula; add one to headwise.costs.published_formulas.FUSED_FLOPS"
+                f"{packet} multiplies but has no formula; add one to "
+                "headwise.costs.published_formulas.FUSED_FLOPS"
             )
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def flop_counter() -> Iterator[FlopCounterMode]:
-    """torch's `FlopCounterMode` extended by the CPU's flash attention; it raises an error for uncounted products.
+    """torch's `FlopCounterMode` extended by the CPU's flash attention; it raises an error for
+    uncounted products.
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 5, 8)
@@ -356,7 +430,9 @@ def flop_counter() -> Iterator[FlopCounterMode]:
     >>> counter.get_total_flops()  # 2 products of 5 x 5 x 8 for each of 2 heads
     1600
     """
-    missing = {packet: formula for packet, formula in FUSED_FLOPS.items() if packet not in flop_registry}
+    missing = {
+        packet: formula for packet, formula in FUSED_FLOPS.items() if packet not in flop_registry
+    }
     with UncountedGuard(), FlopCounterMode(display=False, custom_mapping=missing) as counter:
         yield counter
 
@@ -375,10 +451,11 @@ class FormulaCheck(NamedTuple):
 
 
 def check_formulas(spec: AttentionSpec) -> list[FormulaCheck]:
-    """Compare every formula with a small layer of this spec: parameters, FLOPs, saved tensors and cache.
+    """Compare every formula with a small layer of this spec: parameters, FLOPs, saved tensors and
+    cache.
 
-    The layer runs with the dense backend, whose operations torch's counter sees one by one, and with `sdpa` if that
-    supports the spec.
+    The layer runs with the dense backend, whose operations torch's counter sees one by one, and
+    with `sdpa` if that supports the spec.
 
     >>> import headwise as hw
     >>> all(check.holds for check in check_formulas(hw.design(preset="mla")))
@@ -387,8 +464,12 @@ def check_formulas(spec: AttentionSpec) -> list[FormulaCheck]:
     spec = shrink_spec(spec)
     layer = Attention(spec, backend="dense")
     checks = [
-        FormulaCheck("parameters", costs.count_parameters(spec), sum(p.numel() for p in layer.parameters())),
-        FormulaCheck("constants", costs.count_constants(spec), sum(b.numel() for b in layer.buffers())),
+        FormulaCheck(
+            "parameters", costs.count_parameters(spec), sum(p.numel() for p in layer.parameters())
+        ),
+        FormulaCheck(
+            "constants", costs.count_constants(spec), sum(b.numel() for b in layer.buffers())
+        ),
         *_check_training_step(spec, layer, "dense"),
     ]
     if not fused_unsupported_reason(spec):
@@ -399,7 +480,9 @@ def check_formulas(spec: AttentionSpec) -> list[FormulaCheck]:
 
 
 def shrink_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec with the smallest head dimensions that its parts allow, and a model dimension of at most 24."""
+    """Return the spec with the smallest head dimensions that its parts allow, and a model dimension
+    of at most 24.
+    """
     heads = spec.heads
     for dim in (4, 8, 16, 32, 64):
         try:
@@ -413,7 +496,9 @@ def shrink_spec(spec: AttentionSpec) -> AttentionSpec:
     return spec
 
 
-def _check_training_step(spec: AttentionSpec, layer: Attention, profile: str) -> Iterator[FormulaCheck]:
+def _check_training_step(
+    spec: AttentionSpec, layer: Attention, profile: str
+) -> Iterator[FormulaCheck]:
     """Run one training step; check the FLOPs of both passes and the bytes saved between them."""
     x, source = _inputs(spec)
     keys = TOKENS if source is None else TOKENS + 2
@@ -424,11 +509,16 @@ def _check_training_step(spec: AttentionSpec, layer: Attention, profile: str) ->
         y.sum().backward()
     forward, backward = _expected_flops(spec, work, profile)
     saved = layer_activation_memory(
-        spec, Workload(BATCH, TOKENS, "fp32", "cpu"), profile, source=None if source is None else keys
+        spec,
+        Workload(BATCH, TOKENS, "fp32", "cpu"),
+        profile,
+        source=None if source is None else keys,
     )
     suffix = "" if profile == "dense" else f", {profile}"
     yield FormulaCheck(f"forward FLOPs{suffix}", forward, measured_forward)
-    yield FormulaCheck(f"backward FLOPs{suffix}", backward, counter.get_total_flops() - measured_forward)
+    yield FormulaCheck(
+        f"backward FLOPs{suffix}", backward, counter.get_total_flops() - measured_forward
+    )
     yield FormulaCheck(f"saved bytes{suffix}", saved.total, recorder.total_bytes)
 
 
@@ -440,10 +530,14 @@ def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
 
 
 def _expected_flops(spec: AttentionSpec, work: CallSize, profile: str) -> tuple[int, int]:
-    """FLOPs of the forward and backward pass by formula; with `sdpa`, an attention sink is one more key."""
+    """FLOPs of the forward and backward pass by formula; with `sdpa`, an attention sink is one more
+    key.
+    """
     if profile == "dense":
         return flops.forward_flops(spec, work).total, flops.backward_flops(spec, work).total
-    signature = CallSignature(spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True)
+    signature = CallSignature(
+        spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True
+    )
     forward = costs.executed_flops(spec, work, sdpa.executed_flops(signature, work))
     sink_flops = forward - flops.forward_flops(spec, work).total
     if is_fused_on_cpu(spec, "fp32"):
@@ -455,7 +549,9 @@ def _check_decoding(spec: AttentionSpec) -> Iterator[FormulaCheck]:
     """Decode token by token; check the bytes of the cache and the FLOPs of the last step."""
     layer, x = Attention(spec), torch.randn(BATCH, 1, spec.model)
     cache = layer.cache(batch=BATCH, capacity=TOKENS)
-    yield FormulaCheck("cache bytes", costs.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes)
+    yield FormulaCheck(
+        "cache bytes", costs.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes
+    )
     if spec.is_recurrent:
         return  # updates of a recurrent state are elementwise, which torch's counter does not count
     layer.backend_name = "dense"

@@ -1,6 +1,8 @@
-"""Roofline model: peak FLOP/s, bandwidth and memory of devices, and the least time that an operation takes on one.
+"""Roofline model: peak FLOP/s, bandwidth and memory of devices, and the least time that an
+operation takes on one.
 
-Devices come from `hardware.toml`; the device "here" is the machine that runs this, which is measured once.
+Devices come from `hardware.toml`; the device "here" is the machine that runs this, which is
+measured once.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ HARDWARE_TABLE = tomllib.loads(files("headwise.costs").joinpath("hardware.toml")
 
 @dataclass(frozen=True)
 class Device:
-    """A device: peak FLOPs per second by precision, bandwidth in bytes per second, and memory in bytes.
+    """A device: peak FLOPs per second by precision, bandwidth in bytes per second, and memory in
+    bytes.
 
-    `flops` has "fp8" only if the device multiplies matrices in this format. `link_bandwidth` is that of the link to
-    other devices of the same machine, in each direction; 0 if there is none.
+    `flops` has "fp8" only if the device multiplies matrices in this format. `link_bandwidth` is
+    that of the link to other devices of the same machine, in each direction; 0 if there is none.
     """
 
     name: str
@@ -55,7 +58,8 @@ class Device:
 
     @staticmethod
     def from_name(name: str) -> Device:
-        """Return the device with this name; "here" is the machine that runs this, measured on first use.
+        """Return the device with this name; "here" is the machine that runs this, measured on first
+        use.
 
         >>> round(Device.from_name("h200").ridge_point("bf16"), 1)
         206.0
@@ -63,12 +67,21 @@ class Device:
         if name == THIS_MACHINE:
             return get_this_machine()
         if name not in HARDWARE_TABLE:
-            raise SpecError(f"there is no device {name!r}; {suggest(name, [*HARDWARE_TABLE, THIS_MACHINE])}")
+            raise SpecError(
+                f"there is no device {name!r}; {suggest(name, [*HARDWARE_TABLE, THIS_MACHINE])}"
+            )
         row = HARDWARE_TABLE[name]
         flops = {"bf16": row["bf16"] * 1e12, "fp16": row["bf16"] * 1e12, "fp32": row["fp32"] * 1e12}
         flops |= {FP8: row[FP8] * 1e12} if FP8 in row else {}
         sizes = (row["gbps"] * 1e9, row["gb"] * 1e9)
-        return Device(name, row["what"], flops, *sizes, row.get("kind", "cuda"), row.get("link_gbps", 0.0) * 1e9)
+        return Device(
+            name,
+            row["what"],
+            flops,
+            *sizes,
+            row.get("kind", "cuda"),
+            row.get("link_gbps", 0.0) * 1e9,
+        )
 
     def with_efficiency(self, compute: float = 1.0, bandwidth: float = 1.0) -> Device:
         """Return the device with its peak compute and bandwidth multiplied by these shares.
@@ -78,7 +91,9 @@ class Device:
         """
         for name, share in (("compute", compute), ("bandwidth", bandwidth)):
             if not 0 < share <= 1:
-                raise SpecError(f"efficiency of {name} must be greater than 0 and at most 1, got {share!r}")
+                raise SpecError(
+                    f"efficiency of {name} must be greater than 0 and at most 1, got {share!r}"
+                )
         flops = {dtype: rate * compute for dtype, rate in self.flops.items()}
         less = [
             f"{share:.0%} of its {name}"
@@ -95,20 +110,32 @@ class Device:
     def compute_bound_tokens(self, dtype: str, weights: str = "") -> float:
         """Number of tokens per step above which the product with a weight matrix is compute-bound.
 
-        A token needs two FLOPs per weight, against the bytes of that weight; inputs and outputs are neglected.
+        A token needs two FLOPs per weight, against the bytes of that weight; inputs and outputs are
+        neglected.
 
-        >>> [round(Device.from_name(name).compute_bound_tokens("bf16")) for name in ("a100", "h100", "h200")]
+        >>> [
+        ...     round(Device.from_name(name).compute_bound_tokens("bf16"))
+        ...     for name in ("a100", "h100", "h200")
+        ... ]
         [153, 295, 206]
-        >>> round(Device.from_name("h100").compute_bound_tokens("bf16", weights="int8"))  # half as many bytes
+        >>> round(
+        ...     Device.from_name("h100").compute_bound_tokens("bf16", weights="int8")
+        ... )  # half as many bytes
         148
         """
         if weights in ("", STORED) or weights in DTYPE_BYTES:
-            return self.ridge_point(dtype) * DTYPE_BYTES[dtype if weights in ("", STORED) else weights] / 2
+            return (
+                self.ridge_point(dtype)
+                * DTYPE_BYTES[dtype if weights in ("", STORED) else weights]
+                / 2
+            )
         compute = FP8 if weights == FP8 and FP8 in self.flops else dtype
         return self.ridge_point(compute) * WEIGHT_FORMATS[weights].bits_per_weight / 8 / 2
 
     def min_seconds(self, flops: int, moved: int, dtype: str) -> float:
-        """Lower bound of the time, in seconds, if compute and memory transfers overlap completely."""
+        """Lower bound of the time, in seconds, if compute and memory transfers
+        overlap completely.
+        """
         return max(flops / self.flops[dtype], moved / self.bandwidth)
 
     def limiting_resource(self, flops: int, moved: int, dtype: str) -> str:
@@ -120,8 +147,9 @@ class Device:
 class NumberFormats:
     """Number formats of matrix products, of the weights, and of the KV cache.
 
-    Weights default to "stored", which is the format of a quantised checkpoint or else that of the products, and the
-    cache to the format of the products; a cache in int8 has one float32 scale per row.
+    Weights default to "stored", which is the format of a quantised checkpoint or else that of the
+    products, and the cache to the format of the products; a cache in int8 has one float32 scale per
+    row.
 
     >>> NumberFormats("bf16", cache="int8")
     NumberFormats(compute='bf16', weights='stored', cache='int8')
@@ -137,7 +165,9 @@ class NumberFormats:
         check_weight_format(self.weights)
         object.__setattr__(self, "cache", self.cache or self.compute)
         if self.cache not in STORAGE_BYTES:
-            raise SpecError(f"cache={self.cache!r} is unknown; {suggest(self.cache, STORAGE_BYTES)}")
+            raise SpecError(
+                f"cache={self.cache!r} is unknown; {suggest(self.cache, STORAGE_BYTES)}"
+            )
 
     def storage(self, spec_or_model: AttentionSpec | ModelSpec | None = None) -> WeightStorage:
         """Return the formats of the weights of a spec or model."""
@@ -156,7 +186,8 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def stored_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of cached values in this format; in int8, each row along the last axis has a float32 scale.
+    """Bytes of cached values in this format; in int8, each row along the last axis has a float32
+    scale.
 
     The keys of one token, with 8 heads of 128 channels:
 
@@ -169,20 +200,29 @@ def stored_bytes(shape: Sequence[int], dtype: str) -> int:
 
 DEFAULT_FORMATS = NumberFormats()
 
-# --- Measuring the machine that runs this --------------------------------------------------------------
+# --- Measuring the machine that runs this ---------------------------------------------------------
 
 MEASURE_SECONDS = 0.25  # time limit of one measurement; there are about ten
 MIN_RUNS = 5  # of a measurement: the fastest of fewer may be one that another process interrupted
-MATRIX_SIZES = (128, 512, 2048, 8192)  # measured in this order until the next one would exceed MEASURE_SECONDS
+MATRIX_SIZES = (
+    128,
+    512,
+    2048,
+    8192,
+)  # measured in this order until the next one would exceed MEASURE_SECONDS
 COPY_BYTES = 2**28  # larger than the caches of processors
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AGE_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
-_MEASURED_DEVICES: dict[str, Device] = {}  # measured by this process, or read from the user's cache folder
+_MEASURED_DEVICES: dict[
+    str, Device
+] = {}  # measured by this process, or read from the user's cache folder
 
 
 @dataclass(frozen=True)
 class DeviceMeasurement:
-    """Measured rates and memory of a machine; `when` is the time of the measurement in seconds since 1970."""
+    """Measured rates and memory of a machine; `when` is the time of the measurement in seconds
+    since 1970.
+    """
 
     machine: str
     flops: dict[str, float]
@@ -198,7 +238,9 @@ class DeviceMeasurement:
 
 
 def get_this_machine() -> Device:
-    """Return the last measurement of this machine, by this or an earlier process; measure it if there is none."""
+    """Return the last measurement of this machine, by this or an earlier process; measure it if
+    there is none.
+    """
     name = _machine_name()
     if name not in _MEASURED_DEVICES:
         measurement = _read_measurement(name)
@@ -230,11 +272,16 @@ def format_age(seconds: float) -> str:
 
 
 def _machine_name() -> str:
-    """Key of a measurement: the GPU, or the processor and torch's number of threads; and the version of torch."""
+    """Key of a measurement: the GPU, or the processor and torch's number of threads; and the
+    version of torch.
+    """
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     threads = torch.get_num_threads()
-    return f"{this_machine().processor}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
+    return (
+        f"{this_machine().processor}, {threads} thread{'s' if threads > 1 else ''}, torch "
+        f"{torch.__version__}"
+    )
 
 
 def _measurement_path(machine: str) -> Path:
@@ -242,24 +289,42 @@ def _measurement_path(machine: str) -> Path:
 
 
 def _read_measurement(machine: str) -> DeviceMeasurement | None:
-    """Read the stored measurement of this machine; None if there is none, or if it is of another machine or damaged."""
+    """Read the stored measurement of this machine; None if there is none, or if it is of another
+    machine or damaged.
+    """
     try:
         fields: dict[str, Any] = json.loads(_measurement_path(machine).read_text())
         measurement = DeviceMeasurement(**fields)
-        numbers = [*measurement.flops.values(), measurement.bandwidth, measurement.memory, measurement.when]
+        numbers = [
+            *measurement.flops.values(),
+            measurement.bandwidth,
+            measurement.memory,
+            measurement.when,
+        ]
         is_valid = (
-            all(isinstance(number, float) and math.isfinite(number) and number > 0 for number in numbers)
+            all(
+                isinstance(number, float) and math.isfinite(number) and number > 0
+                for number in numbers
+            )
             and set(measurement.flops) == set(DTYPE_BYTES)
             and measurement.machine == machine
             and measurement.kind in ("cpu", "cuda")
         )
-    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):  # RuntimeError: no home folder
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ):  # RuntimeError: no home folder
         return None
     return measurement if is_valid else None
 
 
 def _store_measurement(measurement: DeviceMeasurement) -> Device:
-    """Store a measurement in the user's cache folder; if that fails, the device's description includes the reason."""
+    """Store a measurement in the user's cache folder; if that fails, the device's description
+    includes the reason.
+    """
     try:
         path = _measurement_path(measurement.machine)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +336,9 @@ def _store_measurement(measurement: DeviceMeasurement) -> Device:
 
 
 def measure_machine(machine: str) -> DeviceMeasurement:
-    """Measure matrix products in each precision, the faster of a large copy and a large sum, and the memory."""
+    """Measure matrix products in each precision, the faster of a large copy and a large sum, and
+    the memory.
+    """
     kind = accelerator_type()
     memory = float(torch.cuda.mem_get_info()[1] if kind == "cuda" else available_memory())
     flops = {name: _measure_matmul_flops(dtype) for name, dtype in TORCH_DTYPES.items()}
@@ -279,24 +346,34 @@ def measure_machine(machine: str) -> DeviceMeasurement:
     copy = torch.empty_like(numbers)
     copied = 2 * numbers.nbytes / time_run(lambda: copy.copy_(numbers), MEASURE_SECONDS)
     return DeviceMeasurement(
-        machine, flops, max(copied, numbers.nbytes / time_run(numbers.sum, MEASURE_SECONDS)), memory, time.time(), kind
+        machine,
+        flops,
+        max(copied, numbers.nbytes / time_run(numbers.sum, MEASURE_SECONDS)),
+        memory,
+        time.time(),
+        kind,
     )
 
 
 def _measure_matmul_flops(dtype: torch.dtype) -> float:
-    """Best FLOP/s of square matrix products; larger sizes are tried until one would exceed MEASURE_SECONDS."""
+    """Best FLOP/s of square matrix products; larger sizes are tried until one would exceed
+    MEASURE_SECONDS.
+    """
     best = 0.0
     for size in MATRIX_SIZES:
         if best and 2 * size**3 > best * MEASURE_SECONDS:
             break
         a, b = (torch.randn(size, size, device=accelerator_type()).to(dtype) for _ in range(2))
-        best = max(best, 2 * size**3 / time_run(lambda a=a, b=b: multiply_matrices(a, b), MEASURE_SECONDS))
+        best = max(
+            best, 2 * size**3 / time_run(lambda a=a, b=b: multiply_matrices(a, b), MEASURE_SECONDS)
+        )
     return best
 
 
 @torch.no_grad()
 def multiply_matrices(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b^T by the path that headwise takes for linear layers without gradients, torch's or its own.
+    """Return a b^T by the path that headwise takes for linear layers without gradients, torch's or
+    its own.
 
     >>> multiply_matrices(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).item()
     11.0
@@ -306,7 +383,9 @@ def multiply_matrices(a: Tensor, b: Tensor) -> Tensor:
 
 @compile_when_called()
 def time_run(run: Callable[[], Any], max_seconds: float) -> float:
-    """Seconds of the fastest run: repeat for `max_seconds`, at least MIN_RUNS times, after one warm-up run."""
+    """Seconds of the fastest run: repeat for `max_seconds`, at least MIN_RUNS times, after one
+    warm-up run.
+    """
     run()
     synchronize_device()
     begun, best, count = time.perf_counter(), math.inf, 0
@@ -331,14 +410,16 @@ def synchronize_device() -> None:
         torch.cuda.synchronize()
 
 
-# --- The roofline --------------------------------------------------------------------------------------
+# --- The roofline ---------------------------------------------------------------------------------
 
 OPERATION_LABELS = {"feed": "feed-forward"}  # roles whose label differs from the role
 
 
 @dataclass(frozen=True)
 class RooflineOperation:
-    """One operation of a call: FLOPs, bytes moved, and its time and limiting resource on a device."""
+    """One operation of a call: FLOPs, bytes moved, and its time and limiting
+    resource on a device.
+    """
 
     name: str
     flops: int
@@ -353,7 +434,9 @@ class RooflineOperation:
 
 
 class LayerOperation(NamedTuple):
-    """One operation of one layer, the number of layers that have it, and the format of its products."""
+    """One operation of one layer, the number of layers that have it, and the format of its
+    products.
+    """
 
     name: str
     flops: int
@@ -373,7 +456,9 @@ class ExecutionFormats(NamedTuple):
 def list_operations(
     components: Iterable[ModelComponent], call: ForwardCall, formats: ExecutionFormats
 ) -> tuple[RooflineOperation, ...]:
-    """List the operations of a call on a device; operations of the same name are summed over the layers."""
+    """List the operations of a call on a device; operations of the same name are summed over the
+    layers.
+    """
     layer_operations = [
         operation
         for component in components
@@ -383,11 +468,15 @@ def list_operations(
     by_name: dict[str, list[LayerOperation]] = {}
     for operation in layer_operations:
         by_name.setdefault(operation.name, []).append(operation)
-    return tuple(_combine_layers(name, operations, formats.device) for name, operations in by_name.items())
+    return tuple(
+        _combine_layers(name, operations, formats.device) for name, operations in by_name.items()
+    )
 
 
 def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> RooflineOperation:
-    """Sum operations that run one after another; the sum is bound by the resource that limits most of its time."""
+    """Sum operations that run one after another; the sum is bound by the resource that limits most
+    of its time.
+    """
     operations = list(operations)
     seconds_by_bound = {
         bound: sum(operation.seconds for operation in operations if operation.bound == bound)
@@ -402,7 +491,9 @@ def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> Roof
     )
 
 
-def _combine_layers(name: str, operations: list[LayerOperation], device: Device) -> RooflineOperation:
+def _combine_layers(
+    name: str, operations: list[LayerOperation], device: Device
+) -> RooflineOperation:
     return merge_operations(
         name,
         [
@@ -410,7 +501,8 @@ def _combine_layers(name: str, operations: list[LayerOperation], device: Device)
                 name,
                 operation.num_layers * operation.flops,
                 operation.num_layers * operation.bytes_moved,
-                operation.num_layers * device.min_seconds(operation.flops, operation.bytes_moved, operation.dtype),
+                operation.num_layers
+                * device.min_seconds(operation.flops, operation.bytes_moved, operation.dtype),
                 device.limiting_resource(operation.flops, operation.bytes_moved, operation.dtype),
             )
             for operation in operations
@@ -421,13 +513,17 @@ def _combine_layers(name: str, operations: list[LayerOperation], device: Device)
 def _component_operations(
     component: ModelComponent, call: ForwardCall, formats: ExecutionFormats
 ) -> Iterator[LayerOperation]:
-    """Yield the operations of one layer: projections and core of an attention layer, or one for other components."""
+    """Yield the operations of one layer: projections and core of an attention layer, or one for
+    other components.
+    """
     device, dtype, storage = formats
     number_bytes = dtype_bytes(dtype)
     if not isinstance(component, AttentionComponent):
         flops = sum(product.flops for product in component.required_products(call))
         label = OPERATION_LABELS.get(component.role, component.role)
-        moved = component.weight_bytes_read(call, storage) + number_bytes * component.values_moved(call)
+        moved = component.weight_bytes_read(call, storage) + number_bytes * component.values_moved(
+            call
+        )
         product_dtype = storage.product_dtype(component.weights, dtype, device)
         yield LayerOperation(label, flops, moved, component.times, product_dtype)
         return
@@ -440,7 +536,9 @@ def _component_operations(
     weights = component.weights_read(call)
     moved = storage.total_bytes(weights) + number_bytes * input_output_numbers
     product_dtype = storage.product_dtype(weights, dtype, device)
-    yield LayerOperation(f"{component.role} projections", projection_flops, moved, component.times, product_dtype)
+    yield LayerOperation(
+        f"{component.role} projections", projection_flops, moved, component.times, product_dtype
+    )
     query_output_numbers = work.queries * (
         spec.num_core_heads * spec.core.dim + len(spec.score_head_of_row) * spec.core.vdim
     )
@@ -449,25 +547,34 @@ def _component_operations(
     yield LayerOperation(f"{component.role} core", core_flops, moved, component.times, dtype)
 
 
-def _cached_bytes_read(component: AttentionComponent, work: CallSize, call: ForwardCall, number_bytes: int) -> int:
-    """Bytes of keys and values that one row reads, each token once; a recurrent state is read and written per step."""
+def _cached_bytes_read(
+    component: AttentionComponent, work: CallSize, call: ForwardCall, number_bytes: int
+) -> int:
+    """Bytes of keys and values that one row reads, each token once; a recurrent state is read and
+    written per step.
+    """
     spec, heads = component.spec, component.spec.heads
     cached = cached_numbers(spec).total
     if spec.is_recurrent and call.mode == "steps":
         return 2 * cached * max(number_bytes, 4) * work.queries
-    per_token = heads.kv * heads.dim + heads.num_value_heads * heads.vdim if spec.is_recurrent else cached
+    per_token = (
+        heads.kv * heads.dim + heads.num_value_heads * heads.vdim if spec.is_recurrent else cached
+    )
     reads = component.key_reads(call)
     return sum(reads) * number_bytes * per_token // len(reads)
 
 
-# --- Memory of a device ------------------------------------------------------------------------------------
+# --- Memory of a device ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MemoryShortfall:
-    """A step that needs more memory than a device has: `contents` names what occupies the `needed_bytes`.
+    """A step that needs more memory than a device has: `contents` names what occupies the
+    `needed_bytes`.
 
-    >>> shortfall = MemoryShortfall("decode step", "weights and cache", 300 * 10**9, Device.from_name("h200"))
+    >>> shortfall = MemoryShortfall(
+    ...     "decode step", "weights and cache", 300 * 10**9, Device.from_name("h200")
+    ... )
     >>> shortfall.missing_bytes, shortfall.min_devices
     (159000000000, 3)
     """
@@ -490,15 +597,23 @@ class MemoryShortfall:
     def __str__(self) -> str:
         memory = format_gigabytes(int(self.device.memory))
         return (
-            f"{self.device.description} is too small: {self.contents} need {format_gigabytes(self.needed_bytes)}, "
-            f"{format_gigabytes(self.missing_bytes)} more than its {memory}, so no time is estimated ({self.step}); at "
+            f"{self.device.description} is too small: {self.contents} need "
+            f"{format_gigabytes(self.needed_bytes)}, "
+            f"{format_gigabytes(self.missing_bytes)} more than its {memory}, so no time is "
+            f"estimated ({self.step}); at "
             f"least {self.min_devices:,} such devices are needed"
         )
 
 
-def find_shortfall(step: str, contents: str, needed_bytes: int, device: Device) -> MemoryShortfall | None:
+def find_shortfall(
+    step: str, contents: str, needed_bytes: int, device: Device
+) -> MemoryShortfall | None:
     """Return by how much a device is too small; None if it is large enough."""
-    return MemoryShortfall(step, contents, needed_bytes, device) if needed_bytes > device.memory else None
+    return (
+        MemoryShortfall(step, contents, needed_bytes, device)
+        if needed_bytes > device.memory
+        else None
+    )
 
 
 def format_gigabytes(count: int) -> str:

@@ -1,7 +1,8 @@
 """Record the tensors that autograd saves for the backward pass, and infer formulas of their sizes.
 
-`SavedTensorRecorder` lists the saved tensors of a run, each storage once. `record_meta_run` does so for a layer on meta
-tensors, as if it ran on a CPU or on CUDA. `infer_formulas` turns two runs of different sizes into a formula per step.
+`SavedTensorRecorder` lists the saved tensors of a run, each storage once. `record_meta_run` does so
+for a layer on meta tensors, as if it ran on a CPU or on CUDA. `infer_formulas` turns two runs of
+different sizes into a formula per step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ BACKENDS_PREFIX = f"{backends.__name__}."
 class SavedTensor:
     """One saved storage: the step that saved it, its dtype, shape and bytes.
 
-    `in_core` is true if only the attention core saved it, that is, a backend between q, k, v and the head outputs.
+    `in_core` is true if only the attention core saved it, that is, a backend between q, k, v and
+    the head outputs.
     """
 
     step: str
@@ -44,32 +46,43 @@ class SavedTensor:
     @staticmethod
     def from_tensor(tensor: Tensor, step: str, core: bool = False) -> SavedTensor:
         """Describe the whole storage of a tensor, even if the tensor is a view of a part."""
-        return SavedTensor(step, tensor.dtype, _storage_shape(tensor), tensor.untyped_storage().nbytes(), core)
+        return SavedTensor(
+            step, tensor.dtype, _storage_shape(tensor), tensor.untyped_storage().nbytes(), core
+        )
 
 
 class SavedTensorRecorder:
-    """Context manager that records what autograd saves; the `owned` tensors (parameters, buffers) do not count.
+    """Context manager that records what autograd saves; the `owned` tensors (parameters, buffers)
+    do not count.
 
     >>> import headwise as hw
     >>> layer, x = hw.Attention(hw.design(model=8, heads=2), backend="dense"), torch.randn(3, 5, 8)
     >>> with SavedTensorRecorder.for_module(layer) as recorder:
     ...     y = layer(x)
-    >>> recorder.total_bytes == 4 * (5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5) + 2 * 5 * 5  # x, q, k, v, o; weights, masks
+    >>> recorder.total_bytes == 4 * (
+    ...     5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5
+    ... ) + 2 * 5 * 5  # x, q, k, v, o; weights, masks
     True
     """
 
     def __init__(self, owned: Iterable[Tensor], steps: Mapping[int, str]) -> None:
         self.saved: dict[int, SavedTensor] = {}  # by address of the storage
-        self._labels: dict[int, str] = {}  # storages with a name that is better than the step that saved them
+        self._labels: dict[
+            int, str
+        ] = {}  # storages with a name that is better than the step that saved them
         self._owned = {storage_address(tensor): tensor for tensor in owned}
         self._core_inputs: Sequence[Tensor] = ()
         self._steps = steps
-        self._alive: list[Tensor] = []  # referenced, so that no address is reused during the recording
+        self._alive: list[
+            Tensor
+        ] = []  # referenced, so that no address is reused during the recording
         self._hooks = saved_tensors_hooks(self._record, _identity)
 
     @staticmethod
     def for_module(net: nn.Module, spec: AttentionSpec | None = None) -> SavedTensorRecorder:
-        """Create a recorder for a module; with the spec of a layer, steps are named after its parts."""
+        """Create a recorder for a module; with the spec of a layer, steps are named after its
+        parts.
+        """
         part_names = {} if spec is None else {id(part): name for name, part in spec.parts()}
         return SavedTensorRecorder([*net.parameters(), *net.buffers()], part_names)
 
@@ -103,13 +116,17 @@ class SavedTensorRecorder:
         return tensor
 
     def tensors_by_step(self) -> list[SavedTensor]:
-        """Return the saved tensors in the order of the forward pass, with their labels as steps if they have one."""
+        """Return the saved tensors in the order of the forward pass, with their labels as steps if
+        they have one.
+        """
         for address, saved in self.saved.items():
             saved.step = self._labels.get(address, saved.step)
         return list(self.saved.values())
 
     def tensors_outside_core(self) -> list[SavedTensor]:
-        """Return what would be saved if the core were recomputed: all but the core's own tensors, and its inputs."""
+        """Return what would be saved if the core were recomputed: all but the core's own tensors,
+        and its inputs.
+        """
         self.tensors_by_step()
         outside = {address: saved for address, saved in self.saved.items() if not saved.in_core}
         inputs = {storage_address(tensor): tensor for tensor in self._core_inputs}
@@ -123,7 +140,9 @@ class SavedTensorRecorder:
         ]
 
     def _current_step(self) -> tuple[str, bool]:
-        """Find the part and method that is running in the interpreter's frames, and whether a backend called it."""
+        """Find the part and method that is running in the interpreter's frames, and whether a
+        backend called it.
+        """
         frame, owner, step, in_core = sys._getframe(2), None, "", False
         while frame is not None:
             instance = frame.f_locals.get("self")
@@ -138,7 +157,9 @@ class SavedTensorRecorder:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return a number that identifies a storage, also on the meta device, where data pointers are 0."""
+    """Return a number that identifies a storage, also on the meta device, where data pointers are
+    0.
+    """
     return tensor.untyped_storage()._cdata
 
 
@@ -146,7 +167,9 @@ def iter_tensors(value: Any) -> list[Tensor]:
     """Return every tensor in a value, which may be nested tuples and mappings."""
     if isinstance(value, Tensor):
         return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
+    items = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
+    )
     return [tensor for item in items for tensor in iter_tensors(item)]
 
 
@@ -155,7 +178,9 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _storage_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of the tensor, or of its base if that fills the storage; otherwise the number of elements."""
+    """Return the shape of the tensor, or of its base if that fills the storage; otherwise the
+    number of elements.
+    """
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     base = tensor._base
     for candidate in (tensor, *(() if base is None else (base,))):
@@ -164,14 +189,16 @@ def _storage_shape(tensor: Tensor) -> tuple[int, ...]:
     return (count,)
 
 
-# --- Running a layer on meta tensors -------------------------------------------------------------------
+# --- Running a layer on meta tensors --------------------------------------------------------------
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class CallSizes(NamedTuple):
-    """Batch size, tokens per row, and tokens of the source, which equal those of the row for self-attention."""
+    """Batch size, tokens per row, and tokens of the source, which equal those of the row for
+    self-attention.
+    """
 
     batch: int
     tokens: int
@@ -179,7 +206,9 @@ class CallSizes(NamedTuple):
 
 
 class SavedTensorRun(NamedTuple):
-    """Tensors that a run saves, in order; those it saves if the core is recomputed; and whether attention was fused."""
+    """Tensors that a run saves, in order; those it saves if the core is recomputed; and whether
+    attention was fused.
+    """
 
     saved: Sequence[SavedTensor]
     outside_core: Sequence[SavedTensor]
@@ -189,10 +218,13 @@ class SavedTensorRun(NamedTuple):
 def record_meta_run(
     spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str = "cpu"
 ) -> SavedTensorRun:
-    """Run a layer of this spec on meta tensors of these sizes, and record what it saves in training.
+    """Run a layer of this spec on meta tensors of these sizes, and record what it saves in
+    training.
 
     >>> import headwise as hw
-    >>> run = record_meta_run(hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16")
+    >>> run = record_meta_run(
+    ...     hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16"
+    ... )
     >>> [saved.step for saved in run.saved]
     ['input', 'keys', 'queries', 'values', 'logsumexp', 'outputs']
     """
@@ -200,7 +232,11 @@ def record_meta_run(
         layer = Attention(spec, backend=backend).to(TORCH_DTYPES[dtype])
     options = {"dtype": TORCH_DTYPES[dtype], "device": "meta", "requires_grad": True}
     x = torch.empty(sizes.batch, sizes.tokens, spec.model, **options)
-    source = None if spec.source is None else torch.empty(sizes.batch, sizes.source, spec.source, **options)
+    source = (
+        None
+        if spec.source is None
+        else torch.empty(sizes.batch, sizes.source, spec.source, **options)
+    )
     recorder = SavedTensorRecorder.for_module(layer, spec)
     recorder.label_storage(x, "input")
     if source is not None:
@@ -208,11 +244,15 @@ def record_meta_run(
     kernels = DeviceKernelMode(recorder, device)
     with recorder, kernels:
         layer(x, source=source)
-    return SavedTensorRun(recorder.tensors_by_step(), recorder.tensors_outside_core(), kernels.is_fused)
+    return SavedTensorRun(
+        recorder.tensors_by_step(), recorder.tensors_outside_core(), kernels.is_fused
+    )
 
 
 class DeviceKernelMode(TorchFunctionMode):
-    """Replaces functions that run other kernels on the meta device than on the device to be simulated."""
+    """Replaces functions that run other kernels on the meta device than on the device to be
+    simulated.
+    """
 
     def __init__(self, recorder: SavedTensorRecorder, device: str) -> None:
         super().__init__()
@@ -221,7 +261,11 @@ class DeviceKernelMode(TorchFunctionMode):
         self.is_fused = False
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
@@ -230,8 +274,12 @@ class DeviceKernelMode(TorchFunctionMode):
             return _CUDA_REPLACEMENTS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-        causal, scale, grouped = (options.get(name) for name in ("is_causal", "scale", "enable_gqa"))
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        causal, scale, grouped = (
+            options.get(name) for name in ("is_causal", "scale", "enable_gqa")
+        )
         if not (self.is_cuda or _uses_fused_kernel((q, k, v), bias, bool(grouped))):
             return F.scaled_dot_product_attention(q, k, v, bias, **options)
         self.is_fused = True
@@ -250,20 +298,33 @@ class DeviceKernelMode(TorchFunctionMode):
 
 def _uses_fused_kernel(qkv: Sequence[Tensor], bias: Tensor | None, grouped: bool) -> bool:
     """Ask torch, with CPU tensors of one token, whether it would run its fused CPU kernel."""
-    small = [torch.zeros(1, t.shape[1], 1, t.shape[-1], dtype=t.dtype, device="cpu").requires_grad_() for t in qkv]
+    small = [
+        torch.zeros(1, t.shape[1], 1, t.shape[-1], dtype=t.dtype, device="cpu").requires_grad_()
+        for t in qkv
+    ]
     mask = None
     if bias is not None:
-        mask = torch.zeros(1, 1, 1, 1, dtype=bias.dtype, device="cpu").requires_grad_(bias.requires_grad)
-    return bool(torch.ops.aten._fused_sdp_choice(small[0], small[1], small[2], mask, enable_gqa=grouped))
+        mask = torch.zeros(1, 1, 1, 1, dtype=bias.dtype, device="cpu").requires_grad_(
+            bias.requires_grad
+        )
+    return bool(
+        torch.ops.aten._fused_sdp_choice(small[0], small[1], small[2], mask, enable_gqa=grouped)
+    )
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves what the fused kernels of CUDA save, except a few bytes of random state and the padding of some."""
+    """Saves what the fused kernels of CUDA save, except a few bytes of random state and the padding
+    of some.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         batch, heads, tokens, _ = q.shape
-        o = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)  # contiguous as BTHD, as the merge reads it
+        o = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(
+            1, 2
+        )  # contiguous as BTHD, as the merge reads it
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, *(() if bias is None else (bias,)), lse, o)
         ctx.mark_non_differentiable(lse)
@@ -288,20 +349,25 @@ class _FusedRMSNorm(torch.autograd.Function):
         raise NotImplementedError("backward is not available on meta tensors")
 
 
-def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - its apply is untyped
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA's dropout, whose mask has one byte per element; that of the CPU has the dtype of the input."""
+    """CUDA's dropout, whose mask has one byte per element; that of the CPU has the dtype of the
+    input.
+    """
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 _CUDA_REPLACEMENTS: dict[Any, Callable[..., Any]] = {F.rms_norm: _rms_norm, F.dropout: _dropout}
 
-# --- Inferring formulas from two runs of different sizes -----------------------------------------------
+# --- Inferring formulas from two runs of different sizes ------------------------------------------
 
-# Powers of (rows, tokens, source tokens) that the size of one axis may contain, if several axes are merged into one.
+# Powers of (rows, tokens, source tokens) that the size of one axis may contain, if several axes are
+# merged into one.
 SIZE_POWERS = sorted(product((0, 1), (0, 1, 2), (0, 1, 2)), key=sum)
 HEAD_AXES = ("q", "kv", "v", "out", "row")  # axes that count heads
 WIDTH_AXES = ("model", "dim", "vdim", "source")  # names that are preferred for a last axis
@@ -310,19 +376,26 @@ BytesByStep = dict[str, int]  # bytes by the step that saves them, as symbolic i
 
 
 class SymbolicAxes:
-    """The sizes of a call by letter (B rows, T queries, S source tokens), and those of a spec by the axis."""
+    """The sizes of a call by letter (B rows, T queries, S source tokens), and those of a spec by
+    the axis.
+    """
 
     def __init__(self, spec: AttentionSpec, sizes: CallSizes) -> None:
         source, letter = (sizes.tokens, "T") if spec.source is None else (sizes.source, "S")
         self.sizes = CallSizes(
-            SymbolicInt.of(sizes.batch, "B"), SymbolicInt.of(sizes.tokens, "T"), SymbolicInt.of(source, letter)
+            SymbolicInt.of(sizes.batch, "B"),
+            SymbolicInt.of(sizes.tokens, "T"),
+            SymbolicInt.of(source, letter),
         )
         self.names = dict(_named_axis_sizes(spec))
 
     def infer_width(self, size: int, is_last: bool, has_rows: bool) -> list[int]:
-        """Return the factors, one or two named axes, of a size that does not depend on the call; or the size itself."""
+        """Return the factors, one or two named axes, of a size that does not depend on the call; or
+        the size itself.
+        """
         if is_last:
-            # A last axis counts heads only in tensors that also have an axis of rows, such as gates.
+            # A last axis counts heads only in tensors that also have an axis of rows, such as
+            # gates.
             widths = [*WIDTH_AXES, *(name for name in self.names if name not in HEAD_AXES)]
             order = [*widths, *(HEAD_AXES if has_rows else ())]
         else:
@@ -340,17 +413,20 @@ class SymbolicAxes:
     def infer_factors(
         self, saved: SavedTensor, other: SavedTensor, sizes: tuple[CallSizes, CallSizes]
     ) -> list[int] | None:
-        """Return the factors of the bytes of a tensor, given the same tensor of a second run; None if there are none.
+        """Return the factors of the bytes of a tensor, given the same tensor of a second run; None
+        if there are none.
 
-        `sizes` are the sizes of the two calls. An axis depends on the batch, on tokens, or on neither, as its two sizes
-        show.
+        `sizes` are the sizes of the two calls. An axis depends on the batch, on tokens, or on
+        neither, as its two sizes show.
         """
         if len(saved.shape) != len(other.shape) or saved.dtype != other.dtype:
             return None
         factors, has_rows = [saved.dtype.itemsize], False
         pairs = [pair for pair in zip(saved.shape, other.shape, strict=True) if pair != (1, 1)]
         for n, pair in enumerate(pairs, 1):
-            axis_factors = self._axis_factors(pair, sizes, is_last=n == len(pairs), has_rows=has_rows)
+            axis_factors = self._axis_factors(
+                pair, sizes, is_last=n == len(pairs), has_rows=has_rows
+            )
             if axis_factors is None:
                 return None
             factors += axis_factors
@@ -358,13 +434,22 @@ class SymbolicAxes:
         return factors
 
     def _axis_factors(
-        self, pair: tuple[int, int], sizes: tuple[CallSizes, CallSizes], *, is_last: bool, has_rows: bool
+        self,
+        pair: tuple[int, int],
+        sizes: tuple[CallSizes, CallSizes],
+        *,
+        is_last: bool,
+        has_rows: bool,
     ) -> list[int] | None:
         """Return the factors of one axis, whose sizes in the two runs are `pair`."""
         for powers in SIZE_POWERS:
             first, second = (_product_of_powers(call_sizes, powers) for call_sizes in sizes)
             if pair[0] * second == pair[1] * first and pair[0] % first == 0:
-                letters = [size for size, times in zip(self.sizes, powers, strict=True) for _ in range(times)]
+                letters = [
+                    size
+                    for size, times in zip(self.sizes, powers, strict=True)
+                    for _ in range(times)
+                ]
                 return letters + self.infer_width(pair[0] // first, is_last, has_rows)
         for n in (1, 2):  # some tokens more than the call has, such as an attention sink
             extra = pair[0] - sizes[0][n]
@@ -374,11 +459,16 @@ class SymbolicAxes:
 
 
 def _named_axis_sizes(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
-    """Yield every axis of a spec with its size, and concatenated axes with the sum of their sizes."""
+    """Yield every axis of a spec with its size, and concatenated axes with the
+    sum of their sizes.
+    """
     for _, part in spec.parts():
         sizes = spec.sizes_of(part)
         yield from ((name, SymbolicInt.of(size, name)) for name, size in sizes.items() if size > 1)
-        layouts = [*(param.layout for param in part.params(spec).values()), *part.kv_entry_layouts(spec).values()]
+        layouts = [
+            *(param.layout for param in part.params(spec).values()),
+            *part.kv_entry_layouts(spec).values(),
+        ]
         for axis in (axis for layout in layouts for axis in layout.axes if "|" in axis):
             size = sum(sizes[name] for name in axis.split("|"))
             yield axis, SymbolicInt.of(size, axis.replace("|", " + "), loose="sum")
@@ -397,7 +487,9 @@ def infer_formulas(
     axes: SymbolicAxes,
     sizes: tuple[CallSizes, CallSizes],
 ) -> BytesByStep | None:
-    """Infer the bytes of every step from two runs, as symbolic integers; None if the runs save different tensors."""
+    """Infer the bytes of every step from two runs, as symbolic integers; None if the runs save
+    different tensors.
+    """
     if [saved.step for saved in tensors] != [other.step for other in others]:
         return None
     sums: dict[str, dict[tuple[str, ...], int]] = {}
@@ -412,13 +504,20 @@ def infer_formulas(
 
 
 def _symbolic_product(factors: Sequence[int]) -> int:
-    """Multiply factors; the formula starts with the number, B, T and S, followed by heads and widths."""
+    """Multiply factors; the formula starts with the number, B, T and S, followed by heads and
+    widths.
+    """
     number = 1
     for factor in factors:
         number *= 1 if isinstance(factor, SymbolicInt) else factor
-    named: dict[str, SymbolicInt] = {factor.text: factor for factor in factors if isinstance(factor, SymbolicInt)}
+    named: dict[str, SymbolicInt] = {
+        factor.text: factor for factor in factors if isinstance(factor, SymbolicInt)
+    }
     times = Counter(factor.text for factor in factors if isinstance(factor, SymbolicInt))
-    order = sorted(named, key=lambda text: (text not in ("B", "T", "S"), text in ("T", "S"), text not in HEAD_AXES))
+    order = sorted(
+        named,
+        key=lambda text: (text not in ("B", "T", "S"), text in ("T", "S"), text not in HEAD_AXES),
+    )
     total = number
     for text in order:
         total = total * (named[text] if times[text] == 1 else named[text] ** times[text])

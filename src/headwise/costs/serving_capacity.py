@@ -40,10 +40,11 @@ class MemoryDemand:
 
     Several devices divide weights and cache.
 
-    A positive `training_bytes_per_parameter` describes training instead of serving: the bytes of a weight with its
-    gradient and optimiser state, such as 16 (1910.02054), 18 with gradients in float32 (Megatron-LM), or 20 with
-    gradients in both formats (zhihu 624740065). Activations are checkpointed: the inputs of layers are saved and
-    everything else is recomputed. Several devices then divide the state and the rows.
+    A positive `training_bytes_per_parameter` describes training instead of serving: the bytes of a
+    weight with its gradient and optimiser state, such as 16 (1910.02054), 18 with gradients in
+    float32 (Megatron-LM), or 20 with gradients in both formats (zhihu 624740065). Activations are
+    checkpointed: the inputs of layers are saved and everything else is recomputed. Several devices
+    then divide the state and the rows.
     """
 
     serving: ServingCost
@@ -57,9 +58,14 @@ class MemoryDemand:
             size = getattr(self, name)
             if type(size) is not int or not least <= size <= MAX_SIZE:
                 raise SpecError(f"{name} must be a whole number of at least {least}, got {size!r}")
-        if 0 < self.training_bytes_per_parameter < (least := dtype_bytes(self.serving.formats.compute)):
+        if (
+            0
+            < self.training_bytes_per_parameter
+            < (least := dtype_bytes(self.serving.formats.compute))
+        ):
             fact = (
-                f"training_bytes_per_parameter={self.training_bytes_per_parameter} is less than the {least} of a weight"
+                f"training_bytes_per_parameter={self.training_bytes_per_parameter} is less "
+                f"than the {least} of a weight"
             )
             raise SpecError(f"{fact}; use 16, 18 or 20, for example")
 
@@ -96,7 +102,9 @@ class MemoryDemand:
         serving = self.serving
         if self.training_bytes_per_parameter:
             return ()
-        terms = list_cache_terms(serving.attentions, self.requests, serving.allocator, serving.formats)
+        terms = list_cache_terms(
+            serving.attentions, self.requests, serving.allocator, serving.formats
+        )
         return tuple(
             term._replace(name=serving.operation_title("cache", layers))
             for layers, term in zip(serving.attentions, terms, strict=True)
@@ -107,16 +115,28 @@ class MemoryDemand:
         if self.training_bytes_per_parameter:
             count = serving.weights.num_parameters
             text = f"{count:,} parameters x {self.training_bytes_per_parameter} bytes"
-            yield CostTerm("weights, gradients, optimiser", text, count * self.training_bytes_per_parameter)
+            yield CostTerm(
+                "weights, gradients, optimiser", text, count * self.training_bytes_per_parameter
+            )
             return
         storage = serving.storage
-        size = f"x {DTYPE_BYTES[storage.dtype]} bytes" if storage.quantization is None else f"in {storage.describe()}"
-        yield CostTerm("weights", f"{serving.weights.num_parameters:,} parameters {size}", serving.weights.bytes)
+        size = (
+            f"x {DTYPE_BYTES[storage.dtype]} bytes"
+            if storage.quantization is None
+            else f"in {storage.describe()}"
+        )
+        yield CostTerm(
+            "weights",
+            f"{serving.weights.num_parameters:,} parameters {size}",
+            serving.weights.bytes,
+        )
         yield from self.cache_terms
 
     @property
     def _step_tokens(self) -> int:
-        """Tokens of one step: all in training; in serving, one chunk of a prompt and one token per other request."""
+        """Tokens of one step: all in training; in serving, one chunk of a prompt and one token per
+        other request.
+        """
         if self.training_bytes_per_parameter:
             return sum(length * times for length, times in self.requests.counts_by_length)
         longest = max(length for length, _ in self.requests.counts_by_length)
@@ -128,19 +148,26 @@ class MemoryDemand:
         This is a lower bound; kernels may need more.
         """
         serving, tokens = self.serving, self._step_tokens
-        hidden_states = self._tensor_term("hidden states between layers", tokens, serving.model_width)
+        hidden_states = self._tensor_term(
+            "hidden states between layers", tokens, serving.model_width
+        )
         if self.training_bytes_per_parameter:
-            num_layers = sum(group.num_layers for group in serving.attentions if group.name != "cross")
+            num_layers = sum(
+                group.num_layers for group in serving.attentions if group.name != "cross"
+            )
             text = f"{pluralise(num_layers, 'layer')} x {hidden_states.formula}"
             yield CostTerm("saved inputs of layers", text, num_layers * hidden_states.value)
         yield hidden_states
         inside_layers = [
-            self._tensor_term(f"inside {group.name}", tokens, live_numbers(group.spec)) for group in serving.attentions
+            self._tensor_term(f"inside {group.name}", tokens, live_numbers(group.spec))
+            for group in serving.attentions
         ]
         scored_tokens = tokens if self.training_bytes_per_parameter else self.requests.num_requests
         for group in serving.matrices:
             count = scored_tokens if group.name == "head" else tokens
-            inside_layers.append(self._tensor_term(f"inside {group.name}", count, group.hidden_numbers))
+            inside_layers.append(
+                self._tensor_term(f"inside {group.name}", count, group.hidden_numbers)
+            )
         yield max(inside_layers, key=lambda term: term.value)
 
     def _tensor_term(self, name: str, tokens: int, width: int) -> CostTerm:
@@ -150,14 +177,18 @@ class MemoryDemand:
 
 
 def max_context(demand: MemoryDemand) -> int | None:
-    """Return the greatest length that all requests can have together; None if memory and positions set no limit.
+    """Return the greatest length that all requests can have together; None if memory and positions
+    set no limit.
 
-    Layers with Llama-3-8B's attention in eight billion bytes; in a decode step only the cache grows with the context:
+    Layers with Llama-3-8B's attention in eight billion bytes; in a decode step only the cache grows
+    with the context:
 
     >>> import headwise as hw
     >>> from headwise.costs.roofline import Device
     >>> device = replace(Device.from_name("h200"), memory=8e9)
-    >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), device, num_layers=32)
+    >>> serving = ServingCost(
+    ...     hw.design(preset="gqa", model=4096, heads=32, kv=8), device, num_layers=32
+    ... )
     >>> weights, activations = 2 * 32 * 41943040, 2 * (4096 + 14336)
     >>> max_context(MemoryDemand(serving, chunk=1)), (8 * 10**9 - weights - activations) // 131072
     (40554, 40554)
@@ -174,20 +205,31 @@ def max_context(demand: MemoryDemand) -> int | None:
 def max_requests(demand: MemoryDemand) -> int | None:
     """Return how many requests, as long as the longest, fit at once; None if there is no limit."""
     length = max(length for length, _ in demand.requests.counts_by_length)
-    return _max_size(lambda count: demand.with_uniform_requests(count, length), f"one row of {length:,} tokens", demand)
+    return _max_size(
+        lambda count: demand.with_uniform_requests(count, length),
+        f"one row of {length:,} tokens",
+        demand,
+    )
 
 
 def last_where(fits: Callable[[int], bool], limit: int = MAX_SIZE) -> int:
-    """Return the greatest number from 1 to `limit` for which a decreasing condition holds; 0 if there is none.
+    """Return the greatest number from 1 to `limit` for which a decreasing condition holds; 0 if
+    there is none.
 
-    >>> last_where(lambda n: n * n <= 50), last_where(lambda n: False), last_where(lambda n: True, limit=7)
+    >>> (
+    ...     last_where(lambda n: n * n <= 50),
+    ...     last_where(lambda n: False),
+    ...     last_where(lambda n: True, limit=7),
+    ... )
     (7, 0, 7)
     """
     first_failure = first_where(lambda n: n > limit or not fits(n))
     return MAX_SIZE if first_failure is None else first_failure - 1
 
 
-def _max_size(with_size: Callable[[int], MemoryDemand], minimum: str, demand: MemoryDemand) -> int | None:
+def _max_size(
+    with_size: Callable[[int], MemoryDemand], minimum: str, demand: MemoryDemand
+) -> int | None:
     size = last_where(lambda size: with_size(size).fits)
     if not size:
         needed, memory = with_size(1).bytes_per_device, int(demand.serving.device.memory)
@@ -205,7 +247,9 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", text)
     if not match:
-        raise SpecError(f"cannot read {text!r} as a number of bytes; write it as in '80 GB' or '5.38 GiB'")
+        raise SpecError(
+            f"cannot read {text!r} as a number of bytes; write it as in '80 GB' or '5.38 GiB'"
+        )
     number, suffix = match.groups()
     unit = suffix.lower() or "b"
     if unit not in BYTE_UNITS:
@@ -216,7 +260,7 @@ def parse_bytes(text: str) -> int:
     return count
 
 
-# --- Whether a demand fits, and remedies if it does not ------------------------------------------------
+# --- Whether a demand fits, and remedies if it does not -------------------------------------------
 
 MAX_DEVICES = 2**16  # remedies with more devices are not suggested
 PAGE_SIZE = 16
@@ -245,17 +289,27 @@ class MemoryFit:
     def __str__(self) -> str:
         demand = self.demand
         device, num_devices = demand.serving.device, demand.num_devices
-        description = device.description if num_devices == 1 else f"{num_devices:,} x {device.description}"
-        lines = paragraph(f"{'fits' if self.fits else 'does not fit'} on {description}", VERDICT_WIDTH)
+        description = (
+            device.description if num_devices == 1 else f"{num_devices:,} x {device.description}"
+        )
+        lines = paragraph(
+            f"{'fits' if self.fits else 'does not fit'} on {description}", VERDICT_WIDTH
+        )
         for term in demand.terms:
-            lines += [label_cell(f"  {term.name}", 36) + f"{format_gigabytes(term.value):>16}", f"    {term.formula}"]
+            lines += [
+                label_cell(f"  {term.name}", 36) + f"{format_gigabytes(term.value):>16}",
+                f"    {term.formula}",
+            ]
         label = "needed per device, at least" if num_devices > 1 else "needed, at least"
         lines.append(_memory_line(label, demand.bytes_per_device))
         lines.append(_memory_line("memory", int(device.memory)))
         if self.remedies:
             lines += ["", localise("each of these changes alone is enough:")]
             for name, changed in self.remedies:
-                lines.append(label_cell(f"  {name}", 54) + f"{format_gigabytes(changed.bytes_per_device):>16}")
+                lines.append(
+                    label_cell(f"  {name}", 54)
+                    + f"{format_gigabytes(changed.bytes_per_device):>16}"
+                )
         elif not self.fits:
             lines += ["", localise("no single change is enough")]
         return "\n".join(lines)
@@ -268,7 +322,10 @@ class MemoryFit:
             "needed": self.demand.bytes_per_device,
             "memory": int(self.demand.serving.device.memory),
             "terms": [term._asdict() for term in self.demand.terms],
-            "remedies": [{"name": name, "needed": changed.bytes_per_device} for name, changed in self.remedies],
+            "remedies": [
+                {"name": name, "needed": changed.bytes_per_device}
+                for name, changed in self.remedies
+            ],
         }
 
 
@@ -277,9 +334,11 @@ def _memory_line(name: str, count: int) -> str:
 
 
 def check_memory_fit(demand: MemoryDemand) -> MemoryFit:
-    """Check whether a demand fits on its device; if it does not, find single changes that are enough.
+    """Check whether a demand fits on its device; if it does not, find single changes that are
+    enough.
 
-    Each remedy changes as little as possible: it has the longest context, the most rows, or the fewest devices.
+    Each remedy changes as little as possible: it has the longest context, the most rows, or the
+    fewest devices.
 
     Sixteen rows of 131,072 tokens for layers with Llama-3-8B's attention, on a device of 80 GB:
 
@@ -308,7 +367,9 @@ def _shorter_context(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
         for length, times in requests.counts_by_length:
             counts[min(length, max_length)] = counts.get(min(length, max_length), 0) + times
         shared_prefix = min(requests.shared_prefix, *counts)
-        shorter = replace(requests, counts_by_length=tuple(counts.items()), shared_prefix=shared_prefix)
+        shorter = replace(
+            requests, counts_by_length=tuple(counts.items()), shared_prefix=shared_prefix
+        )
         return replace(demand, requests=shorter)
 
     longest = max(length for length, _ in requests.counts_by_length)
@@ -328,7 +389,9 @@ def _fewer_requests(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
                 remaining -= min(times, remaining)
         return replace(demand, requests=replace(demand.requests, counts_by_length=tuple(counts)))
 
-    if count := last_where(lambda count: first_requests(count).fits, demand.requests.num_requests - 1):
+    if count := last_where(
+        lambda count: first_requests(count).fits, demand.requests.num_requests - 1
+    ):
         yield MemoryRemedy(pluralise(count, "row"), first_requests(count))
 
 
@@ -366,10 +429,16 @@ def _narrower_window(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
 
 
 def _with_window(spec: AttentionSpec, keys: int) -> AttentionSpec:
-    return replace(spec, pattern=Window(keys)) if spec.pattern == Causal() and not spec.is_recurrent else spec
+    return (
+        replace(spec, pattern=Window(keys))
+        if spec.pattern == Causal() and not spec.is_recurrent
+        else spec
+    )
 
 
-def _with_specs(demand: MemoryDemand, change: Callable[[AttentionSpec], AttentionSpec]) -> MemoryDemand | None:
+def _with_specs(
+    demand: MemoryDemand, change: Callable[[AttentionSpec], AttentionSpec]
+) -> MemoryDemand | None:
     """Change every attention spec of a demand; None if one does not support the change."""
     try:
         spec_or_model = map_attention_specs(demand.serving.spec_or_model, change)
@@ -395,7 +464,10 @@ def _smaller_formats(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
 def _paged_allocation(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
     """Use separate pages for each layer, which are freed when their tokens leave the window."""
     serving = demand.serving
-    if not demand.training_bytes_per_parameter and not ALLOCATION_POLICIES[serving.allocator.kind].frees_evicted:
+    if (
+        not demand.training_bytes_per_parameter
+        and not ALLOCATION_POLICIES[serving.allocator.kind].frees_evicted
+    ):
         paged = CacheAllocator("paged", max(serving.allocator.page_size, PAGE_SIZE))
         changed = replace(demand, serving=replace(serving, allocator=paged))
         yield MemoryRemedy(f"allocator {paged}, which frees pages", changed)
@@ -406,11 +478,15 @@ def _more_devices(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
     is_training = bool(demand.training_bytes_per_parameter)
     if count := min_devices(demand):
         divided = "weights and rows" if is_training else "weights and cache"
-        yield MemoryRemedy(f"{count:,} devices that divide {divided}", replace(demand, num_devices=count))
+        yield MemoryRemedy(
+            f"{count:,} devices that divide {divided}", replace(demand, num_devices=count)
+        )
 
 
 def min_devices(demand: MemoryDemand) -> int | None:
-    """Return the least number of devices that hold a demand, each with its share; None if none does."""
+    """Return the least number of devices that hold a demand, each with its share; None if none
+    does.
+    """
     count = first_where(lambda count: replace(demand, num_devices=count).fits)
     limit = demand.requests.num_requests if demand.training_bytes_per_parameter else MAX_DEVICES
     return count if count and count <= limit else None

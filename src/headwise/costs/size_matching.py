@@ -1,4 +1,5 @@
-"""Match the size of one spec to another: choose a dimension so that parameters, FLOPs or cache bytes are nearest.
+"""Match the size of one spec to another: choose a dimension so that parameters, FLOPs or cache
+bytes are nearest.
 
 `SizeSearch` finds the size whose count is nearest to a number; `match_size` applies it to a spec.
 """
@@ -22,15 +23,20 @@ from .workload import Workload
 EXHAUSTIVE_SIZES = 192  # all sizes up to this are tried; above it a monotonic count is bisected
 MAX_SEARCH_SIZE = 2**14  # all sizes up to this are tried if the count is not monotonic
 MAX_DOUBLINGS = 256
-MAX_EQUAL_COUNTS = 6  # doublings with equal counts, after which the count is taken not to depend on the size
-NUM_MONOTONICITY_PROBES = 24  # places at which neighbouring counts are compared before a count is taken as monotonic
+MAX_EQUAL_COUNTS = (
+    6  # doublings with equal counts, after which the count is taken not to depend on the size
+)
+NUM_MONOTONICITY_PROBES = (
+    24  # places at which neighbouring counts are compared before a count is taken as monotonic
+)
 
 
 @dataclass
 class SizeSearch:
     """Search for the size with a given count; `count(size)` is None for a size that is not valid.
 
-    `start` is a valid size to begin from. After `gap` invalid sizes in a row, larger sizes are taken to be invalid.
+    `start` is a valid size to begin from. After `gap` invalid sizes in a row, larger sizes are
+    taken to be invalid.
 
     >>> squares = SizeSearch(lambda size: size**2 if size and size % 6 == 0 else None, start=6)
     >>> squares.nearest(10**6), squares.is_bracketed(10**6), len(squares.counts) < 500
@@ -43,13 +49,18 @@ class SizeSearch:
     counts: dict[int, int | None] = field(default_factory=dict[int, "int | None"])
 
     def nearest(self, target: int) -> tuple[int, int]:
-        """Return the size with the nearest count, and that count; of equal ones the size nearest to `start`."""
+        """Return the size with the nearest count, and that count; of equal ones the size nearest to
+        `start`.
+        """
         top = self._upper_bound(target)
         if top <= EXHAUSTIVE_SIZES or not self._is_monotonic(top):
             self._scan(top)
         else:
             self._bisect(target)
-        return min(self.valid_counts, key=lambda pair: (abs(pair[1] - target), abs(pair[0] - self.start), pair[0]))
+        return min(
+            self.valid_counts,
+            key=lambda pair: (abs(pair[1] - target), abs(pair[0] - self.start), pair[0]),
+        )
 
     def is_bracketed(self, target: int) -> bool:
         """Whether the counts found so far include values at or below and at or above the target."""
@@ -82,7 +93,9 @@ class SizeSearch:
         return size
 
     def _upper_bound(self, target: int) -> int:
-        """Return a size above which no count is nearer; found by doubling, which preserves divisibility by heads."""
+        """Return a size above which no count is nearer; found by doubling, which preserves
+        divisibility by heads.
+        """
         size, num_equal = self.start, 0
         first_count = self._valid_count(size)
         for _ in range(MAX_DOUBLINGS if first_count != target else 0):
@@ -100,11 +113,15 @@ class SizeSearch:
     def _valid_count(self, size: int) -> int:
         count = self._at(size)
         if count is None:
-            raise SpecError(f"cannot search from size {size}, which is not valid; start from a valid one")
+            raise SpecError(
+                f"cannot search from size {size}, which is not valid; start from a valid one"
+            )
         return count
 
     def _is_monotonic(self, top: int) -> bool:
-        """Whether the count seems to only rise or only fall, from pairs of neighbours throughout the range."""
+        """Whether the count seems to only rise or only fall, from pairs of neighbours throughout
+        the range.
+        """
         for place in range(0, top, max(top // NUM_MONOTONICITY_PROBES, 1)):
             size = self._first_valid(range(place, min(place + self.gap, top)))
             if size is not None:
@@ -114,7 +131,9 @@ class SizeSearch:
         return len(directions) < 2
 
     def _bisect(self, target: int) -> None:
-        """Try sizes between two neighbours whose counts bracket the target, until none is left between them."""
+        """Try sizes between two neighbours whose counts bracket the target, until none is left
+        between them.
+        """
         if not self.is_bracketed(target):
             return
         low, high = next(
@@ -143,9 +162,11 @@ class SizeSearch:
             self._at(size)
 
 
-# --- Matching the size of a spec to another ------------------------------------------------------------
+# --- Matching the size of a spec to another -------------------------------------------------------
 
-MOST_HEADS = 2**14  # greatest number of heads to try; head maps are tuples with one element per head
+MOST_HEADS = (
+    2**14
+)  # greatest number of heads to try; head maps are tuples with one element per head
 
 
 def _cached_bytes(spec: AttentionSpec, workload: Workload) -> int:
@@ -168,7 +189,8 @@ MATCH_QUANTITIES: dict[str, tuple[Callable[[AttentionSpec, Workload], int], str]
 class SizeMatch:
     """A spec with one size changed to match another spec.
 
-    The size `free` changed from `was` to `chosen`; the quantity `by` is `reached` instead of `target`.
+    The size `free` changed from `was` to `chosen`; the quantity `by` is `reached` instead of
+    `target`.
     """
 
     spec: AttentionSpec
@@ -187,14 +209,22 @@ class SizeMatch:
     @property
     def data(self) -> dict[str, Any]:
         """The match as plain values, without the spec."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spec"}
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "spec"
+        }
         return values | {"difference": self.difference}
 
     def __str__(self) -> str:
-        size = f"stays {self.was:,}" if self.chosen == self.was else f"{self.chosen:,}, was {self.was:,}"
+        size = (
+            f"stays {self.was:,}"
+            if self.chosen == self.was
+            else f"{self.chosen:,}, was {self.was:,}"
+        )
         share = max(abs(self.difference), 1e-4)
         bound = "less than " if abs(self.difference) < share else ""
-        comparison = f"{bound}{share:.2%} {'more' if self.difference > 0 else 'fewer'} than {self.target:,}"
+        comparison = (
+            f"{bound}{share:.2%} {'more' if self.difference > 0 else 'fewer'} than {self.target:,}"
+        )
         if self.reached == self.target:
             comparison = "equal"
         return f"{self.free} {size}: {self.reached:,} {MATCH_QUANTITIES[self.by][1]}, {comparison}"
@@ -208,28 +238,36 @@ def match_size(
     free: str | None = None,
     workload: Workload | None = None,
 ) -> SizeMatch:
-    """Change one size of a spec so that it is nearest to another: by "params", "flops" (of prefill) or "kv" (cache).
+    """Change one size of a spec so that it is nearest to another: by "params", "flops" (of prefill)
+    or "kv" (cache).
 
-    `free` is the size to change: "dim", "vdim", "kv", "q", "model", or a number of a part such as "project.rank"; by
-    default the first that can reach the goal. Dependent sizes follow: `vdim` if it is a multiple of `dim`, `kv` if it
-    equals `q`, and head dimensions if they are a fraction of `model`. FLOPs and bytes are those of the workload.
+    `free` is the size to change: "dim", "vdim", "kv", "q", "model", or a number of a part such as
+    "project.rank"; by default the first that can reach the goal. Dependent sizes follow: `vdim` if
+    it is a multiple of `dim`, `kv` if it equals `q`, and head dimensions if they are a fraction of
+    `model`. FLOPs and bytes are those of the workload.
 
     >>> import headwise as hw
     >>> mha = hw.design(model=512, heads=8)
-    >>> grouped = match_size(hw.design(model=512, heads=8, kv=2), like=mha)  # 4 d^2 = 2 d k (q + kv)
+    >>> grouped = match_size(
+    ...     hw.design(model=512, heads=8, kv=2), like=mha
+    ... )  # 4 d^2 = 2 d k (q + kv)
     >>> grouped.free, grouped.chosen, grouped.difference
     ('dim', 102, -0.00390625)
     """
     for name, value in {"spec": spec, "like": like}.items():
         if not isinstance(value, AttentionSpec):
-            raise SpecError(f"{name} must be the spec of a layer, got {value!r}; use hw.design(...)")
+            raise SpecError(
+                f"{name} must be the spec of a layer, got {value!r}; use hw.design(...)"
+            )
     if by not in MATCH_QUANTITIES:
         raise SpecError(f"cannot match by={by!r}; {suggest(by, MATCH_QUANTITIES)}")
     workload, sizes = workload or Workload(), list_sizes(spec)
     if free is not None and free not in sizes:
         raise SpecError(f"the spec has no size {free!r} to change; {suggest(free, sizes)}")
     goal = _MatchGoal(spec, by, MATCH_QUANTITIES[by][0](like, workload), workload)
-    _ = goal.count(spec)  # raises an error now if the quantity does not apply to the spec, whatever its size
+    _ = goal.count(
+        spec
+    )  # raises an error now if the quantity does not apply to the spec, whatever its size
     for name in sizes if free is None else [free]:
         if match := goal.match(name):
             return match
@@ -237,7 +275,8 @@ def match_size(
 
 
 def list_sizes(spec: AttentionSpec) -> dict[str, int]:
-    """Return the sizes that can be changed, with their values, in the order in which `match_size` tries them.
+    """Return the sizes that can be changed, with their values, in the order in which `match_size`
+    tries them.
 
     >>> import headwise as hw
     >>> list_sizes(hw.design(preset="dcmha"))["dynamic_2.rank"]
@@ -245,12 +284,24 @@ def list_sizes(spec: AttentionSpec) -> dict[str, int]:
     """
     parts = {slot: getattr(spec, slot) for slot in PART_SLOTS} | dict(spec.parts_of(Modifier))
     values = {
-        f"{name}.{field.name}": getattr(part, field.name) for name, part in parts.items() for field in fields(part)
+        f"{name}.{field.name}": getattr(part, field.name)
+        for name, part in parts.items()
+        for field in fields(part)
     }
-    values |= {f"pattern.{field.name}": getattr(spec.pattern, field.name) for field in _key_count_fields(spec.pattern)}
+    values |= {
+        f"pattern.{field.name}": getattr(spec.pattern, field.name)
+        for field in _key_count_fields(spec.pattern)
+    }
     part_sizes = {name: size for name, size in values.items() if type(size) is int and size > 0}
     heads = spec.heads
-    return {"dim": heads.dim, "vdim": heads.vdim, **part_sizes, "kv": heads.kv, "q": heads.q, "model": spec.model}
+    return {
+        "dim": heads.dim,
+        "vdim": heads.vdim,
+        **part_sizes,
+        "kv": heads.kv,
+        "q": heads.q,
+        "model": spec.model,
+    }
 
 
 def with_size(spec: AttentionSpec, name: str, size: int) -> AttentionSpec:
@@ -263,7 +314,10 @@ def with_size(spec: AttentionSpec, name: str, size: int) -> AttentionSpec:
     if list_sizes(spec)[name] == size:
         return spec
     owner, _, key = name.rpartition(".")
-    changes: dict[str, Any] = {slot: getattr(spec, slot) for slot in SLOTS} | {"model": spec.model, "heads": spec.heads}
+    changes: dict[str, Any] = {slot: getattr(spec, slot) for slot in SLOTS} | {
+        "model": spec.model,
+        "heads": spec.heads,
+    }
     modifiers = dict(spec.parts_of(Modifier))
     if owner in modifiers:
         modifiers[owner] = replace(modifiers[owner], **{key: size})
@@ -278,14 +332,18 @@ def with_size(spec: AttentionSpec, name: str, size: int) -> AttentionSpec:
 
 
 def _key_count_fields(pattern: Pattern) -> list[Field[Any]]:
-    """Fields of a pattern that set the number of visible keys directly; other numbers have other purposes."""
+    """Fields of a pattern that set the number of visible keys directly; other numbers have other
+    purposes.
+    """
     return [field for field in fields(pattern) if field.name == "keys"]
 
 
 def _resize_dim(spec: AttentionSpec, dim: int) -> dict[str, Any]:
     """Change `dim`; a `vdim` that is a multiple of it stays so."""
     multiple, remainder = divmod(spec.heads.vdim, spec.heads.dim)
-    return {"heads": replace(spec.heads, dim=dim, vdim=spec.heads.vdim if remainder else multiple * dim)}
+    return {
+        "heads": replace(spec.heads, dim=dim, vdim=spec.heads.vdim if remainder else multiple * dim)
+    }
 
 
 def _resize_q_heads(spec: AttentionSpec, q: int) -> dict[str, Any]:
@@ -303,7 +361,8 @@ def _resize_model(spec: AttentionSpec, model: int) -> dict[str, Any]:
             widths[name], remainder = divmod(model, fraction)
             if remainder:
                 raise SpecError(
-                    f"model={model} does not divide into {name} x {fraction}; give a multiple of {fraction}"
+                    f"model={model} does not divide into {name} x {fraction}; give a multiple of "
+                    f"{fraction}"
                 )
     return {"model": model, "heads": replace(spec.heads, **widths)}
 
@@ -332,7 +391,9 @@ class _MatchGoal:
         return MATCH_QUANTITIES[self.by][0](spec, self.workload)
 
     def match(self, free: str) -> SizeMatch | None:
-        """Return the nearest match, or None if the target is outside the range that the size can reach."""
+        """Return the nearest match, or None if the target is outside the range that the size can
+        reach.
+        """
         search = self._search(free)
         chosen, reached = search.nearest(self.target)
         if not search.is_bracketed(self.target):
@@ -355,16 +416,25 @@ class _MatchGoal:
         if counts[0][0] == counts[-1][0]:
             fact = f"{counts[0][0]:,} does not depend on {free}"
         else:
-            least, most = (f"{count:,} with {free}={size}" for count, size in (counts[0], counts[-1]))
+            least, most = (
+                f"{count:,} with {free}={size}" for count, size in (counts[0], counts[-1])
+            )
             fact = f"the least is {least}" if self.target < counts[0][0] else f"the most is {most}"
         others = [name for name in sizes if name != free and self.match(name)]
-        remedy = f"free {' or '.join(others)}" if others else "no other single size does either; change the other spec"
+        remedy = (
+            f"free {' or '.join(others)}"
+            if others
+            else "no other single size does either; change the other spec"
+        )
         return f"no {free} gives {goal}: {fact}; {remedy}"
 
     def _search(self, free: str) -> SizeSearch:
         start = list_sizes(self.spec)[free]
-        # Valid sizes may be multiples of a divisor of `start`, or divisors of the number of heads: the gap covers both.
-        return SizeSearch(lambda size: self._count_with_size(free, size), start, max(start, self.spec.heads.q, 16))
+        # Valid sizes may be multiples of a divisor of `start`, or divisors of the number of heads:
+        # the gap covers both.
+        return SizeSearch(
+            lambda size: self._count_with_size(free, size), start, max(start, self.spec.heads.q, 16)
+        )
 
     def _count_with_size(self, free: str, size: int) -> int | None:
         """Return the count with this size, or None if the size is not valid."""

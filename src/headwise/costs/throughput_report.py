@@ -1,4 +1,6 @@
-"""Throughput of serving: latency and tokens per second by the number of requests, and the limits of a device."""
+"""Throughput of serving: latency and tokens per second by the number of requests, and the limits of
+a device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class DecodeRate(NamedTuple):
 
 @dataclass(frozen=True)
 class ThroughputReport:
-    """Latency and throughput of decoding a batch of requests, with and without a prompt that is prefilled meanwhile.
+    """Latency and throughput of decoding a batch of requests, with and without a prompt that is
+    prefilled meanwhile.
 
     The rate of n rows is about n / ((2.684 + n 1.074) GB / 4.8 TB/s):
 
@@ -37,7 +40,9 @@ class ThroughputReport:
     >>> from headwise.costs.serving_cost import ServingCost
     >>> spec = hw.design(preset="gqa", model=4096, heads=32, kv=8)
     >>> serving = ServingCost(spec, Device.from_name("h200"), num_layers=32)
-    >>> report = ThroughputReport("gqa", MemoryDemand(serving, RequestBatch.uniform(16, 8192)), prompt=8192)
+    >>> report = ThroughputReport(
+    ...     "gqa", MemoryDemand(serving, RequestBatch.uniform(16, 8192)), prompt=8192
+    ... )
     >>> [round(rate.tokens, -1) for rate in report.decode_rates[:2]]
     [1280.0, 1990.0]
     """
@@ -67,7 +72,9 @@ class ThroughputReport:
     @property
     def first_token_seconds(self) -> float:
         """Lower bound of the time to the first token of the prompt."""
-        return self.demand.serving.first_token_seconds(self.prompt, self.demand.chunk, self.other_requests)
+        return self.demand.serving.first_token_seconds(
+            self.prompt, self.demand.chunk, self.other_requests
+        )
 
     @property
     def longest_length(self) -> int:
@@ -76,12 +83,16 @@ class ThroughputReport:
 
     @property
     def decode_rates(self) -> list[DecodeRate]:
-        """Rates with 1, 2, 4 ... rows as long as the longest, up to the number that fits into memory."""
+        """Rates with 1, 2, 4 ... rows as long as the longest, up to the number that fits into
+        memory.
+        """
         max_rows = max_requests(self.demand) or MAX_ROWS
         powers = {2**n for n in range(MAX_ROWS.bit_length()) if 2**n <= min(max_rows, MAX_ROWS)}
         rates: list[DecodeRate] = []
         for rows in sorted({max_rows} | powers):
-            seconds = self.demand.serving.decode_step(RequestBatch.uniform(rows, self.longest_length)).seconds
+            seconds = self.demand.serving.decode_step(
+                RequestBatch.uniform(rows, self.longest_length)
+            ).seconds
             rates.append(DecodeRate(rows, seconds, rows / seconds))
         return rates
 
@@ -107,37 +118,60 @@ class ThroughputReport:
         yield from _step_lines(self.mixed_step)
         seconds = self.decode_step.seconds
         yield ""
-        yield _value_line("time to first token of that prompt", format_seconds(self.first_token_seconds))
+        yield _value_line(
+            "time to first token of that prompt", format_seconds(self.first_token_seconds)
+        )
         yield _value_line("time per token", format_seconds(seconds))
-        yield _value_line("tokens per second, all rows together", f"{requests.num_requests / seconds:,.0f}")
+        yield _value_line(
+            "tokens per second, all rows together", f"{requests.num_requests / seconds:,.0f}"
+        )
         yield from self._limit_lines()
         yield ""
-        yield heading_cell("rows", 10) + heading_cell("step", 14) + heading_cell("tokens per second", 20)
+        yield (
+            heading_cell("rows", 10)
+            + heading_cell("step", 14)
+            + heading_cell("tokens per second", 20)
+        )
         for rate in self.decode_rates:
-            yield f"{rate.rows:,}".rjust(10) + format_seconds(rate.seconds).rjust(14) + f"{rate.tokens:,.0f}".rjust(20)
+            yield (
+                f"{rate.rows:,}".rjust(10)
+                + format_seconds(rate.seconds).rjust(14)
+                + f"{rate.tokens:,.0f}".rjust(20)
+            )
 
     def _shortfall_lines(self) -> Iterator[str]:
         """Lines of a device that cannot hold the requests: no times, but how much is missing."""
         demand, count = self.demand, min_devices(self.demand)
-        shortfall = MemoryShortfall("step", "these rows", demand.bytes_per_device, demand.serving.device)
+        shortfall = MemoryShortfall(
+            "step", "these rows", demand.bytes_per_device, demand.serving.device
+        )
         yield from paragraph(str(shortfall))
         if count and count != shortfall.min_devices:
             yield from paragraph(
-                f"{count:,} devices hold them if each divides weights and cache and has all activations."
+                f"{count:,} devices hold them if each divides weights and cache and has all "
+                "activations."
             )
         if demand.with_uniform_requests(1, 1).fits:
             yield from paragraph("--memory-fit lists changes that would make them fit.")
 
     def _limit_lines(self) -> Iterator[str]:
-        demand, serving, num_rows = self.demand, self.demand.serving, self.demand.requests.num_requests
+        demand, serving, num_rows = (
+            self.demand,
+            self.demand.serving,
+            self.demand.requests.num_requests,
+        )
         tokens, context = serving.compute_bound_tokens(), serving.core_dominates_from(num_rows)
         limit = "never" if tokens is None else f"{tokens:,} tokens per step"
         yield _value_line("products with weights are compute-bound from", limit)
         limit = "never" if context is None else f"{context:,} tokens per row"
         yield _value_line("cores take longer than these from", limit)
         longest, most = max_context(demand), max_requests(demand)
-        yield _value_line(f"rows of {self.longest_length:,} tokens that fit into memory", _format_limit(most))
-        yield _value_line(f"longest context of {pluralise(num_rows, 'row')}", _format_limit(longest))
+        yield _value_line(
+            f"rows of {self.longest_length:,} tokens that fit into memory", _format_limit(most)
+        )
+        yield _value_line(
+            f"longest context of {pluralise(num_rows, 'row')}", _format_limit(longest)
+        )
 
     @property
     def data(self) -> dict[str, Any]:
@@ -164,7 +198,10 @@ class ThroughputReport:
             "token_seconds": seconds,
             "tokens_per_second": demand.requests.num_requests / seconds,
             "steps": {
-                name: [{**asdict(operation), "intensity": operation.intensity} for operation in step.operations]
+                name: [
+                    {**asdict(operation), "intensity": operation.intensity}
+                    for operation in step.operations
+                ]
                 for name, step in steps.items()
             },
             "compute_bound_from_tokens": serving.compute_bound_tokens(),
@@ -184,7 +221,9 @@ def _step_lines(step: ServingStep) -> Iterator[str]:
         yield _operation_line(f"  {operation.name}", *counts, *cells)
     flops = sum(operation.flops for operation in step.operations)
     moved = sum(operation.moved for operation in step.operations)
-    yield _operation_line("  total", format_count(flops), format_count(moved), "", "", format_seconds(step.seconds))
+    yield _operation_line(
+        "  total", format_count(flops), format_count(moved), "", "", format_seconds(step.seconds)
+    )
 
 
 def _operation_line(name: str, *cells: str) -> str:

@@ -1,4 +1,6 @@
-"""Bytes of weights as they are stored: quantised matrices with their scales, everything else in one format."""
+"""Bytes of weights as they are stored: quantised matrices with their scales, everything else in one
+format.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ class WeightStorage:
     """Formats of weights: `dtype`, and that of the matrices which `quantization` covers.
 
     >>> from headwise.interfaces.axis_layout import AxisLayout
-    >>> up = WeightSpec("decoder.0.feed.up", AxisLayout.parse("hidden model"), {"hidden": 256, "model": 128})
-    >>> WeightStorage("bf16").num_bytes(up), WeightStorage.from_name("fp8", "bf16").num_bytes(up)  # 2 float32 scales
+    >>> up = WeightSpec(
+    ...     "decoder.0.feed.up", AxisLayout.parse("hidden model"), {"hidden": 256, "model": 128}
+    ... )
+    >>> (
+    ...     WeightStorage("bf16").num_bytes(up),
+    ...     WeightStorage.from_name("fp8", "bf16").num_bytes(up),
+    ... )  # 2 float32 scales
     (65536, 32776)
     """
 
@@ -49,11 +56,17 @@ class WeightStorage:
     quantization: QuantizationSpec | None = None
 
     @staticmethod
-    def from_name(weights: str, dtype: str, spec_or_model: AttentionSpec | ModelSpec | None = None) -> WeightStorage:
-        """Return the storage that `weights` names; "stored" is that of the model, or `dtype` if it is not quantised."""
+    def from_name(
+        weights: str, dtype: str, spec_or_model: AttentionSpec | ModelSpec | None = None
+    ) -> WeightStorage:
+        """Return the storage that `weights` names; "stored" is that of the model, or `dtype` if it
+        is not quantised.
+        """
         check_weight_format(weights)
         if weights == STORED:
-            return WeightStorage(dtype, spec_or_model.quantization if isinstance(spec_or_model, ModelSpec) else None)
+            return WeightStorage(
+                dtype, spec_or_model.quantization if isinstance(spec_or_model, ModelSpec) else None
+            )
         if weights in DTYPE_BYTES:
             return WeightStorage(weights)
         return WeightStorage(dtype, QuantizationSpec(WEIGHT_FORMATS[weights]))
@@ -70,7 +83,8 @@ class WeightStorage:
         return sum(map(self.num_bytes, weights))
 
     def product_dtype(self, weights: Iterable[WeightSpec], dtype: str, device: Device) -> str:
-        """Format in which products with these weights run: fp8 if a matrix has it and the device multiplies it.
+        """Format in which products with these weights run: fp8 if a matrix has it and the device
+        multiplies it.
 
         Matrices in other formats are converted to `dtype` first.
         """
@@ -81,7 +95,9 @@ class WeightStorage:
 
     def describe(self) -> str:
         """Describe the formats, as in "mxfp4 and bf16"."""
-        return f"{self.quantization.format.name} and {self.dtype}" if self.quantization else self.dtype
+        return (
+            f"{self.quantization.format.name} and {self.dtype}" if self.quantization else self.dtype
+        )
 
 
 def check_weight_format(name: str) -> None:
@@ -91,17 +107,31 @@ def check_weight_format(name: str) -> None:
         raise SpecError(f"weights={name!r} is unknown; {suggest(name, formats)}")
 
 
-# --- The weights of a layer, with their full names -------------------------------------------------------
+# --- The weights of a layer, with their full names ------------------------------------------------
 
 
-def list_attention_weights(spec: AttentionSpec, place: str = SINGLE_LAYER) -> tuple[WeightSpec, ...]:
-    """Return the trained tensors of an attention layer at a place of a model, such as "decoder.3.attention"."""
-    return tuple(weight for weight in add_prefix(place, "attention", attention_weights(spec)) if weight.trainable)
+def list_attention_weights(
+    spec: AttentionSpec, place: str = SINGLE_LAYER
+) -> tuple[WeightSpec, ...]:
+    """Return the trained tensors of an attention layer at a place of a model, such as
+    "decoder.3.attention".
+    """
+    return tuple(
+        weight
+        for weight in add_prefix(place, "attention", attention_weights(spec))
+        if weight.trainable
+    )
 
 
-def list_feed_weights(feed: FeedForwardSpec | ExpertsSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
-    """Return the trained tensors of a feed-forward or of experts at a place such as "decoder.3.feed"."""
-    return tuple(weight for weight in add_prefix(place, "feed", feed.weights(model)) if weight.trainable)
+def list_feed_weights(
+    feed: FeedForwardSpec | ExpertsSpec, model: int, place: str
+) -> tuple[WeightSpec, ...]:
+    """Return the trained tensors of a feed-forward or of experts at a place such as
+    "decoder.3.feed".
+    """
+    return tuple(
+        weight for weight in add_prefix(place, "feed", feed.weights(model)) if weight.trainable
+    )
 
 
 def list_mixer_weights(mixer: SequenceMixerSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
@@ -110,7 +140,9 @@ def list_mixer_weights(mixer: SequenceMixerSpec, model: int, place: str) -> tupl
 
 
 def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ...]:
-    """Return the matrices of an output head; a table that it shares has the name of the embedding's role."""
+    """Return the matrices of an output head; a table that it shares has the name of the embedding's
+    role.
+    """
     place = "embedding" if head.table else f"head.{head.name}"
     return tuple(add_prefix(place, "head", head.matmul_weights(model)))
 
@@ -123,34 +155,43 @@ def total_weight_bytes(spec_or_model: AttentionSpec | ModelSpec, storage: Weight
 
 
 def is_routed(weight: WeightSpec) -> bool:
-    """Whether a tensor, with its full name, is stacked over the experts among which a router chooses."""
+    """Whether a tensor, with its full name, is stacked over the experts among which a router
+    chooses.
+    """
     return ".feed.each." in weight.name
 
 
 def group_blocks_stored_alike(
     stack: StackSpec, quantization: QuantizationSpec | None
 ) -> Iterator[tuple[int, BlockSpec, int]]:
-    """Yield (first layer, block, number of layers) for blocks that are equal and stored in equal formats."""
+    """Yield (first layer, block, number of layers) for blocks that are equal and stored in equal
+    formats.
+    """
     return group_stored_alike(stack, enumerate(stack.layers), quantization)
 
 
 def group_stored_alike(
     stack: StackSpec, items: Iterable[tuple[int, Item]], quantization: QuantizationSpec | None
 ) -> Iterator[tuple[int, Item, int]]:
-    """Yield (first layer, item, number of layers) for items (layer, item) that are equal and stored in equal formats.
+    """Yield (first layer, item, number of layers) for items (layer, item) that are equal and stored
+    in equal formats.
 
     Layers differ in storage only if the quantisation names one of them alone.
     """
     groups: dict[tuple[Item, frozenset[str]], tuple[int, int]] = {}
     for depth, item in items:
-        exceptions = quantization.exceptions_at(stack.name, depth) if quantization else frozenset[str]()
+        exceptions = (
+            quantization.exceptions_at(stack.name, depth) if quantization else frozenset[str]()
+        )
         named = frozenset(pattern.split(".", 2)[2] for pattern in exceptions)
         first, times = groups.get((item, named), (depth, 0))
         groups[item, named] = (first, times + 1)
     return ((first, item, times) for (item, _), (first, times) in groups.items())
 
 
-def select_layers_storage(quantization: QuantizationSpec | None, stack: str, layers: range) -> QuantizationSpec | None:
+def select_layers_storage(
+    quantization: QuantizationSpec | None, stack: str, layers: range
+) -> QuantizationSpec | None:
     """Return the quantisation of some layers of a stack, as that of a model which has no others."""
     if quantization is None:
         return None
@@ -163,5 +204,7 @@ def select_layers_storage(quantization: QuantizationSpec | None, stack: str, lay
             elif words[0] == stack and int(words[1]) in layers:
                 yield ".".join([stack, str(int(words[1]) - layers.start), *words[2:]])
 
-    included, excluded = (tuple(renamed(patterns)) for patterns in (quantization.included, quantization.excluded))
+    included, excluded = (
+        tuple(renamed(patterns)) for patterns in (quantization.included, quantization.excluded)
+    )
     return replace(quantization, included=included, excluded=excluded)

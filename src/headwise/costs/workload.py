@@ -1,4 +1,5 @@
-"""Workloads: batch size, context length, precision and device; and the forward calls that follow from them.
+"""Workloads: batch size, context length, precision and device; and the forward calls that follow
+from them.
 
 Also: the lengths that a model supports, and single layers of a model as specs of their own.
 """
@@ -16,7 +17,13 @@ from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .flops import AttentionComponent, ExecutionTarget, ForwardCall, ModelComponent, SpecOrModel
 from .roofline import Device
-from .weight_storage import DTYPE_BYTES, STORED, WeightStorage, check_weight_format, select_layers_storage
+from .weight_storage import (
+    DTYPE_BYTES,
+    STORED,
+    WeightStorage,
+    check_weight_format,
+    select_layers_storage,
+)
 
 
 class MaxLengths(NamedTuple):
@@ -27,7 +34,8 @@ class MaxLengths(NamedTuple):
 
 
 def max_lengths(spec_or_model: SpecOrModel) -> MaxLengths:
-    """Return the maximum lengths that the position embeddings of a spec or model allow; stacks over images have none.
+    """Return the maximum lengths that the position embeddings of a spec or model allow; stacks over
+    images have none.
 
     >>> from headwise.families import read_model_spec
     >>> max_lengths(read_model_spec({"model_type": "gpt2"}))
@@ -36,7 +44,9 @@ def max_lengths(spec_or_model: SpecOrModel) -> MaxLengths:
     if isinstance(spec_or_model, AttentionSpec):
         return MaxLengths(_smallest(_max_positions_of_parts(spec_or_model)), None)
     stacks = zip(spec_or_model.stacks, image_tokens(spec_or_model), strict=True)
-    *earlier, last = [None if image else _smallest(_max_positions(stack)) for stack, image in stacks]
+    *earlier, last = [
+        None if image else _smallest(_max_positions(stack)) for stack, image in stacks
+    ]
     return MaxLengths(last, _smallest(earlier))
 
 
@@ -50,37 +60,53 @@ def image_tokens(model: ModelSpec) -> list[int | None]:
 
 
 def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
-    """Select one block of a model, or one attention in it: "3" of the last stack, "encoder.3", "decoder.3.cross".
+    """Select one block of a model, or one attention in it: "3" of the last stack, "encoder.3",
+    "decoder.3.cross".
 
-    A block is returned as a model that consists of this block alone, stored as in the model. An attention is returned
-    as a spec, which has no format of its own.
+    A block is returned as a model that consists of this block alone, stored as in the model. An
+    attention is returned as a spec, which has no format of its own.
 
     >>> from headwise.families import read_model_spec
     >>> from headwise.costs import count_parameters
-    >>> count_parameters(select_layer(read_model_spec({"model_type": "gpt2"}), "11"))  # 12 h^2 + 13 h
+    >>> count_parameters(
+    ...     select_layer(read_model_spec({"model_type": "gpt2"}), "11")
+    ... )  # 12 h^2 + 13 h
     7087872
     """
     stack, depth, role = _find_block(model, path)
     block = stack.layers[depth]
     if role:
         if role not in block.attention_specs:
-            raise SpecError(f"{model.name}: {path!r} has no {role!r}; {suggest(role, block.attention_specs)}")
+            raise SpecError(
+                f"{model.name}: {path!r} has no {role!r}; {suggest(role, block.attention_specs)}"
+            )
         spec = block.attention_specs[role]
         return replace(spec, source=spec.source or spec.model) if role == "cross" else spec
     block_stack = StackSpec(stack.name, stack.model, (LayerRun(1, (block,)),))
     stored = select_layers_storage(model.quantization, stack.name, range(depth, depth + 1))
     if not block.cross:
-        kind = model.kind if len(model.stacks) == 1 else "decoder" if stack is model.stacks[-1] else "encoder"
+        kind = (
+            model.kind
+            if len(model.stacks) == 1
+            else "decoder"
+            if stack is model.stacks[-1]
+            else "encoder"
+        )
         return ModelSpec(model.name, kind, (block_stack,), quantization=stored)
     first = StackSpec(model.stacks[0].name, model.stacks[0].model, ())
     return ModelSpec(model.name, model.kind, (first, block_stack), quantization=stored)
 
 
 def check_depth_known(spec: AttentionSpec) -> None:
-    """Raise an error if sizes of the layer depend on its depth in a model, unless it has the sizes of a first layer."""
+    """Raise an error if sizes of the layer depend on its depth in a model, unless it has the sizes
+    of a first layer.
+    """
     for key, value, part in _depth_dependent_fields(spec):
         if not _is_first_layer(spec):
-            fact = f"{key}={value!r} depends on the depth of the layer, which is unknown for a single layer"
+            fact = (
+                f"{key}={value!r} depends on the depth of the layer, which is unknown for a "
+                "single layer"
+            )
             raise SpecError(f"{fact}; use a fixed size such as {part!r}, or estimate a whole model")
 
 
@@ -95,7 +121,11 @@ def list_assumptions(spec_or_model: SpecOrModel) -> Iterator[str]:
         return
     yield from spec_or_model.notes
     for part in spec_or_model.beyond:
-        included = "its parameters are counted, its FLOPs are not" if part.more else "the counts do not depend on it"
+        included = (
+            "its parameters are counted, its FLOPs are not"
+            if part.more
+            else "the counts do not depend on it"
+        )
         yield f"{part.reason}; {included}"
     reasons = {
         f"{stack.name}: the attention is approximated by a similar one; {block.attention.reason}"
@@ -108,7 +138,9 @@ def list_assumptions(spec_or_model: SpecOrModel) -> Iterator[str]:
 
 
 def _depth_dependent_fields(spec: AttentionSpec) -> Iterator[tuple[str, str, Part]]:
-    """Yield fields that make sizes depend on the depth: their key, value, and the part as in the last of 3 layers."""
+    """Yield fields that make sizes depend on the depth: their key, value, and the part as in the
+    last of 3 layers.
+    """
     if _parameter_shapes(spec.at_depth(0, 3)) == _parameter_shapes(spec.at_depth(2, 3)):
         return
     for name, part in spec.parts():
@@ -121,7 +153,11 @@ def _depth_dependent_fields(spec: AttentionSpec) -> Iterator[tuple[str, str, Par
 
 def _is_first_layer(spec: AttentionSpec) -> bool:
     """Whether the spec as given has the sizes of a first layer, for any number of layers."""
-    return _parameter_shapes(spec) == _parameter_shapes(spec.at_depth(0, 3)) == _parameter_shapes(spec.at_depth(0, 4))
+    return (
+        _parameter_shapes(spec)
+        == _parameter_shapes(spec.at_depth(0, 3))
+        == _parameter_shapes(spec.at_depth(0, 4))
+    )
 
 
 def _parameter_shapes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, ...]]]:
@@ -130,7 +166,9 @@ def _parameter_shapes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, 
 
 def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, int, str]:
     stacks = {stack.name: stack for stack in model.stacks}
-    name, _, place = path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
+    name, _, place = (
+        path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
+    )
     if name not in stacks:
         raise SpecError(f"{model.name} has no stack {name!r}; {suggest(name, stacks)}")
     index, _, role = place.partition(".")
@@ -156,7 +194,7 @@ def _smallest(lengths: Iterable[int | None]) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
-# --- The workload, its forward calls, and their executed and counted FLOPs ------------------------------
+# --- The workload, its forward calls, and their executed and counted FLOPs ------------------------
 
 DEFAULT_CONTEXT = 2048
 MAX_SIZE = 2**62  # of tokens and rows: larger values are typing errors
@@ -166,11 +204,12 @@ MAX_SIZE = 2**62  # of tokens and rows: larger values are typing errors
 class Workload:
     """A workload: `batch` rows of `context` tokens, in the precision `dtype`, on `device`.
 
-    `context` defaults to 2,048, or the maximum of the spec or model that is estimated if that is less. `source` is the
-    number of tokens that cross-attention reads; for a model it defaults to `context`. `generate` is the number of
-    tokens generated after a prompt of `context` tokens. `weights` is the format of the weights, by default "stored":
-    that of a quantised checkpoint, or else `dtype`. A quantised format such as dtype="fp8" is that of the weights, with
-    everything else in bf16.
+    `context` defaults to 2,048, or the maximum of the spec or model that is estimated if that is
+    less. `source` is the number of tokens that cross-attention reads; for a model it defaults to
+    `context`. `generate` is the number of tokens generated after a prompt of `context` tokens.
+    `weights` is the format of the weights, by default "stored": that of a quantised checkpoint, or
+    else `dtype`. A quantised format such as dtype="fp8" is that of the weights, with everything
+    else in bf16.
 
     >>> Workload(dtype="mxfp4")
     Workload(batch=1, context=2048, dtype='bf16', device='h200', source=None, generate=0, weights='mxfp4')
@@ -192,16 +231,26 @@ class Workload:
             object.__setattr__(self, "has_default_context", True)
         for name, least in (("batch", 1), ("context", 1), ("source", 1), ("generate", 0)):
             size = getattr(self, name)
-            if not (name == "source" and size is None) and (type(size) is not int or not least <= size <= MAX_SIZE):
-                raise SpecError(f"{name} must be a whole number from {least} to {MAX_SIZE}, got {size!r}")
+            if not (name == "source" and size is None) and (
+                type(size) is not int or not least <= size <= MAX_SIZE
+            ):
+                raise SpecError(
+                    f"{name} must be a whole number from {least} to {MAX_SIZE}, got {size!r}"
+                )
         if self.dtype in WEIGHT_FORMATS:
             if self.weights not in (STORED, self.dtype):
-                fact = f"dtype={self.dtype!r} is a format of weights, and weights={self.weights!r} is another"
+                fact = (
+                    f"dtype={self.dtype!r} is a format of weights, and "
+                    f"weights={self.weights!r} is another"
+                )
                 raise SpecError(f"{fact}; give one of them")
             object.__setattr__(self, "weights", self.dtype)
             object.__setattr__(self, "dtype", "bf16")
         if self.dtype not in DTYPE_BYTES:
-            raise SpecError(f"dtype={self.dtype!r} is unknown; {suggest(self.dtype, [*DTYPE_BYTES, *WEIGHT_FORMATS])}")
+            raise SpecError(
+                f"dtype={self.dtype!r} is unknown; "
+                f"{suggest(self.dtype, [*DTYPE_BYTES, *WEIGHT_FORMATS])}"
+            )
         check_weight_format(self.weights)
         Device.from_name(self.device)
 
@@ -216,14 +265,20 @@ class Workload:
         >>> Workload().fitted_to([read_model_spec({"model_type": "gpt2"})]).context
         1024
         """
-        limits = [own - max(self.generate - 1, 0) for own, _ in map(max_lengths, targets) if own is not None]
+        limits = [
+            own - max(self.generate - 1, 0)
+            for own, _ in map(max_lengths, targets)
+            if own is not None
+        ]
         if not self.has_default_context or not limits:
             return self
         return replace(self, context=max(min([self.context, *limits]), 1))
 
     @property
     def cached_tokens(self) -> int:
-        """Number of tokens per row in the cache at the end; the last generated token is never fed to the model."""
+        """Number of tokens per row in the cache at the end; the last generated token is never fed
+        to the model.
+        """
         return self.context + max(self.generate - 1, 0)
 
 
@@ -235,8 +290,8 @@ def list_calls(
 ) -> CallsByPhase:
     """Return the forward calls of a workload by phase, each with the components that run in it.
 
-    "prefill" is always there, "decode" (one step at full context) for a causal spec or model, "prompt" and "steps" if
-    the workload generates tokens.
+    "prefill" is always there, "decode" (one step at full context) for a causal spec or model,
+    "prompt" and "steps" if the workload generates tokens.
     """
     full_call = _full_call(spec_or_model, workload)
     decoder = [component for component in components if not component.before_last_stack]
@@ -244,17 +299,34 @@ def list_calls(
     attentions = [component for component in decoder if isinstance(component, AttentionComponent)]
     reads_tokens = isinstance(spec_or_model, AttentionSpec) or not _reads_images_only(spec_or_model)
     if reads_tokens and all(component.can_decode(workload.context - 1) for component in attentions):
-        calls["decode"] = (decoder, full_call._replace(tokens=1, past=workload.context - 1, mode="steps"))
-    if workload.generate and not (reads_tokens and all(one.can_decode(workload.context) for one in attentions)):
-        prefixes = [one.spec.pattern.tokens_before_decode for one in attentions if not one.can_decode(workload.context)]
+        calls["decode"] = (
+            decoder,
+            full_call._replace(tokens=1, past=workload.context - 1, mode="steps"),
+        )
+    if workload.generate and not (
+        reads_tokens and all(one.can_decode(workload.context) for one in attentions)
+    ):
+        prefixes = [
+            one.spec.pattern.tokens_before_decode
+            for one in attentions
+            if not one.can_decode(workload.context)
+        ]
         if reads_tokens and None not in prefixes:
-            fact = f"{name or 'this spec'} needs a prefix of {max(filter(None, prefixes))} tokens before it generates"
+            fact = (
+                f"{name or 'this spec'} needs a prefix of {max(filter(None, prefixes))} tokens "
+                "before it generates"
+            )
             raise SpecError(f"{fact}, got context={workload.context}; use a longer context")
         fact = f"{name or 'this spec'} is not causal and cannot generate token by token"
         raise SpecError(f"{fact}; leave out generate")
     if workload.generate:
-        steps = full_call._replace(tokens=workload.generate - 1, past=workload.context, mode="steps")
-        calls |= {"prompt": (components, full_call._replace(mode="prompt")), "steps": (decoder, steps)}
+        steps = full_call._replace(
+            tokens=workload.generate - 1, past=workload.context, mode="steps"
+        )
+        calls |= {
+            "prompt": (components, full_call._replace(mode="prompt")),
+            "steps": (decoder, steps),
+        }
     return calls
 
 
@@ -264,7 +336,10 @@ def _full_call(spec_or_model: SpecOrModel, workload: Workload) -> ForwardCall:
     if isinstance(spec_or_model, AttentionSpec):
         check_depth_known(spec_or_model)
         if spec_or_model.source is not None and workload.source is None:
-            fact = f"the spec reads a source sequence (width {spec_or_model.source}) whose length is not given"
+            fact = (
+                f"the spec reads a source sequence (width {spec_or_model.source}) whose length "
+                "is not given"
+            )
             raise SpecError(f"{fact}; set Workload(source=512) or --source 512, for example")
         images: list[int | None] = [None, None]
     else:
@@ -292,23 +367,31 @@ def executed_flops_by_call(calls: CallsByPhase, on: ExecutionTarget) -> dict[str
         for phase, (components, call) in calls.items()
     }
     components, full_call = calls["prefill"]
-    backward = sum(component.times * component.executed_backward_flops(full_call, on) for component in components)
+    backward = sum(
+        component.times * component.executed_backward_flops(full_call, on)
+        for component in components
+    )
     return {"prefill": forward.pop("prefill"), "backward": backward, **forward}
 
 
 def counted_flops_by_call(calls: CallsByPhase) -> dict[str, int | None]:
-    """Return the FLOPs that `FlopCounterMode` counts in each call; None for a call that has no dense form."""
+    """Return the FLOPs that `FlopCounterMode` counts in each call; None for a call that has no
+    dense form.
+    """
     totals: dict[str, int | None] = {}
     for phase, (components, call) in calls.items():
         counted = [(component.times, component.counted_products(call)) for component in components]
         is_uncountable = any(products is None for _, products in counted)
         # How often a product counts if one of its factors needs a gradient, and if both do.
-        multiples = {"prefill": (1, 1), "backward": (1, 2)} if phase == "prefill" else {phase: (1, 1)}
+        multiples = (
+            {"prefill": (1, 1), "backward": (1, 2)} if phase == "prefill" else {phase: (1, 1)}
+        )
         for name, multiple in multiples.items():
             total = 0
             for times, products in counted:
                 total += times * sum(
-                    multiple[product.num_grad_factors - 1] * product.flops for product in products or ()
+                    multiple[product.num_grad_factors - 1] * product.flops
+                    for product in products or ()
                 )
             totals[name] = None if is_uncountable else total
     return totals

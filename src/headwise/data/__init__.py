@@ -1,17 +1,29 @@
-"""Tasks and datasets: batches as a pure function of seed and step, metrics, and the score of random guessing.
+"""Tasks and datasets: batches as a pure function of seed and step, metrics, and the score of random
+guessing.
 
-- `task`: the interface `Task`, `Batch` and packed batches; `task_registry` finds tasks by name (`make_task`)
+- `task`: the interface `Task`, `Batch` and packed batches; `task_registry` finds tasks by name
+  (`make_task`)
   or path (`open_data`).
 - Synthetic tasks, generated in code (base class in `synthetic_task`): `algorithmic_tasks`,
   `recall_tasks` (also Markov chains), `date_translation`.
 - Tasks over files (base classes, also of classification, in
   `file_task`): `language_modelling` (plain text), `token_files` (token ids),
   `translation`, `jsonl`, `images` and `time_series`.
-- Helpers: `text_files` reads files, `vocabulary` tokenises, `tokenizer_calls` turns failures of the library into
+- Helpers: `text_files` reads files, `vocabulary` tokenises, `tokenizer_calls` turns failures of the
+  library into
   errors, `example_order` shuffles and splits.
 """
 
 from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
 from .task_registry import TASKS, make_task, open_data
 
-__all__ = ["IGNORE_INDEX", "SPLITS", "TASKS", "Batch", "MetricSums", "Task", "make_task", "open_data"]
+__all__ = [
+    "IGNORE_INDEX",
+    "SPLITS",
+    "TASKS",
+    "Batch",
+    "MetricSums",
+    "Task",
+    "make_task",
+    "open_data",
+]

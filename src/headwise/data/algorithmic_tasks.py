@@ -1,4 +1,6 @@
-"""Algorithmic tasks: "copy", "group" (running products in a finite group) and "graph" (shortest distances)."""
+"""Algorithmic tasks: "copy", "group" (running products in a finite group) and "graph" (shortest
+distances).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from .synthetic_task import (
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
-# --- Copying -------------------------------------------------------------------------------------------
+# --- Copying --------------------------------------------------------------------------------------
 
 
 NOISE_ID, REPEAT_ID, START_ID = 0, 1, 2  # symbols have the ids after these
@@ -46,7 +48,8 @@ COPY_KINDS = ("induction", "selective", "source")
 
 
 class CopyAnnotation(NamedTuple):
-    """Annotation of an example: lengths of block and gap, and links (index of a symbol, index of its label).
+    """Annotation of an example: lengths of block and gap, and links (index of a symbol, index of
+    its label).
 
     In kind="source" the symbols are those of the source.
     """
@@ -58,11 +61,13 @@ class CopyAnnotation(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CopyTask(SyntheticTask):
-    """A random block of symbols, a gap of noise, a separator, and the block again, which must be predicted.
+    """A random block of symbols, a gap of noise, a separator, and the block again, which must be
+    predicted.
 
-    kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). kind="source" gives the block
-    alone to an encoder, and the decoder repeats it. `block` and `gap` are the numbers of symbols and of noise tokens;
-    from a tuple each example draws one. Ids: 0 is noise, 1 the separator, 2 begins every row, symbols follow.
+    kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). kind="source"
+    gives the block alone to an encoder, and the decoder repeats it. `block` and `gap` are the
+    numbers of symbols and of noise tokens; from a tuple each example draws one. Ids: 0 is noise, 1
+    the separator, 2 begins every row, symbols follow.
 
     >>> task = CopyTask(symbols=9, block=4, gap=2)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
@@ -82,24 +87,36 @@ class CopyTask(SyntheticTask):
         check_whole_number("symbols", self.symbols, 2)
         blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)
         if self.kind == "source" and gaps != (0,):
-            raise SpecError(f"gap={self.gap} is not possible with kind='source', which has no noise; use gap=0")
+            raise SpecError(
+                f"gap={self.gap} is not possible with kind='source', which has no noise; use gap=0"
+            )
         check_sizes(self, tokens=1 + 2 * max(blocks) + max(gaps), symbols=self.symbols)
-        check_num_examples(self, float(self.symbols) ** min(*blocks, 64), "use a longer block or more symbols")
+        check_num_examples(
+            self, float(self.symbols) ** min(*blocks, 64), "use a longer block or more symbols"
+        )
 
     @property
     def chance(self) -> Mapping[str, float]:
         """Scores of guessing any symbol."""
         blocks = parse_sizes("block", self.block, 1)
         accuracy = 1 / self.symbols
-        return {"accuracy": accuracy, "exact_match": sum(accuracy**block for block in blocks) / len(blocks)}
+        return {
+            "accuracy": accuracy,
+            "exact_match": sum(accuracy**block for block in blocks) / len(blocks),
+        }
 
     def model(self) -> ModelSpec:
-        """A decoder of two layers, the least for induction heads: the first attends to the previous token.
+        """A decoder of two layers, the least for induction heads: the first attends to the previous
+        token.
 
         kind="source" has an encoder and a decoder of two layers each.
         """
         make = make_small_translator if self.kind == "source" else make_small_decoder
-        return make(self.name, self.symbols + START_ID + 1, ModelShape(width=64, heads=4, layers=2, feed=128))
+        return make(
+            self.name,
+            self.symbols + START_ID + 1,
+            ModelShape(width=64, heads=4, layers=2, feed=128),
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)
@@ -109,7 +126,12 @@ class CopyTask(SyntheticTask):
         separator = 1 + (block + gap)[:, None]  # its index in each row
         sources = 1 + np.tile(np.arange(max_block), (len(random), 1))  # indices of the symbols
         if self.kind == "selective":
-            sources = 1 + _scatter_positions(random.uniform(max_prefix), block, separator - 1)[:, :max_block]
+            sources = (
+                1
+                + _scatter_positions(random.uniform(max_prefix), block, separator - 1)[
+                    :, :max_block
+                ]
+            )
         targets = separator + np.arange(max_block)  # indices of their labels
         x = np.full((len(random), 1 + max_prefix + max_block), NOISE_ID)
         x[:, 0] = START_ID
@@ -120,7 +142,14 @@ class CopyTask(SyntheticTask):
         row, n = np.nonzero(np.arange(max_block) < block[:, None] - 1)
         x[row, targets[row, n] + 1] = symbols[row, n]
         x[np.arange(x.shape[1]) >= separator + block[:, None]] = -1
-        return {"content": x, "x": x, "labels": labels, "sources": sources, "block": block, "gap": gap}
+        return {
+            "content": x,
+            "x": x,
+            "labels": labels,
+            "sources": sources,
+            "block": block,
+            "gap": gap,
+        }
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
         if self.kind == "source":
@@ -131,19 +160,32 @@ class CopyTask(SyntheticTask):
             torch.from_numpy(examples["x"][:, : length.max()]),
             torch.from_numpy(examples["labels"][:, : length.max()]),
         )
-        tokens = None if (length == length[0]).all() else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
+        tokens = (
+            None
+            if (length == length[0]).all()
+            else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
+        )
         gold = [
-            CopyAnnotation(size, noise, tuple((at, 1 + size + noise + n) for n, at in enumerate(sources[:size])))
-            for size, noise, sources in zip(block.tolist(), gap.tolist(), examples["sources"].tolist(), strict=True)
+            CopyAnnotation(
+                size,
+                noise,
+                tuple((at, 1 + size + noise + n) for n, at in enumerate(sources[:size])),
+            )
+            for size, noise, sources in zip(
+                block.tolist(), gap.tolist(), examples["sources"].tolist(), strict=True
+            )
         ]
         return Batch(x.clamp(min=0), labels, tokens=tokens, gold=gold)
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy per symbol, by distance to its source (in kind="source", by block length); exact match of whole
-        blocks, by block length.
+        """Accuracy per symbol, by distance to its source (in kind="source", by block length); exact
+        match of whole blocks, by block length.
         """
         correct, has_label = find_correct(logits, batch.labels)
-        correct_rows, blocks = find_correct_rows(correct, has_label), [example.block for example in batch.gold]
+        correct_rows, blocks = (
+            find_correct_rows(correct, has_label),
+            [example.block for example in batch.gold],
+        )
         by_block = slice_by_value("block", blocks, correct_rows)
         if self.kind == "source":
             slices = slice_by_value("block", blocks, correct)
@@ -154,7 +196,9 @@ class CopyTask(SyntheticTask):
                 distance[row, targets] = targets - sources
             slices = slice_by_power_of_two("distance", distance.to(has_label.device))
         accuracy = dict(sum_by_slice("accuracy", correct, has_label, slices))
-        return accuracy | dict(sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), by_block))
+        return accuracy | dict(
+            sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), by_block)
+        )
 
     def text(self, ids: list[int]) -> str:
         """Symbols as numbers, noise as ".", the separator as "|", the start of a row as ">"."""
@@ -163,13 +207,17 @@ class CopyTask(SyntheticTask):
 
 
 def _make_source_batch(rows: Ints, block: Ints) -> Batch:
-    """Batch of an encoder that reads the block of each row of a copy task, and a decoder that repeats it."""
+    """Batch of an encoder that reads the block of each row of a copy task, and a decoder that
+    repeats it.
+    """
     longest = int(block.max())
     source = torch.from_numpy(rows[:, 1 : 1 + longest])
     in_block = torch.arange(longest) < torch.from_numpy(block)[:, None]
     begin = torch.full_like(source[:, :1], START_ID)
     source = source.where(in_block, NOISE_ID)
-    tokens = None if in_block.all() else SequenceInfo.from_batch(source, lengths=torch.from_numpy(block))
+    tokens = (
+        None if in_block.all() else SequenceInfo.from_batch(source, lengths=torch.from_numpy(block))
+    )
     gold = [CopyAnnotation(size, 0, tuple((n, n) for n in range(size))) for size in block.tolist()]
     x, labels = torch.cat([begin, source[:, :-1]], 1), source.where(in_block, IGNORE_INDEX)
     return Batch(x.where(in_block, NOISE_ID), labels, tokens, source, tokens, gold)
@@ -185,7 +233,7 @@ def _scatter_positions(random: np.ndarray, block: np.ndarray, end: np.ndarray) -
     return (rank >= block[:, None]).argsort(1, kind="stable")
 
 
-# --- Products in a finite group ------------------------------------------------------------------------
+# --- Products in a finite group -------------------------------------------------------------------
 
 GROUP_PATTERN = re.compile(r"([ZSA])([1-9]\d{0,3})")
 MAX_GROUP_SIZE = {"Z": 1000, "S": 5, "A": 6}
@@ -193,12 +241,13 @@ MAX_GROUP_SIZE = {"Z": 1000, "S": 5, "A": 6}
 
 @dataclass(frozen=True, repr=False)
 class GroupProduct(SyntheticTask):
-    """Predict at each position t the product g1 g2 ... gt of the group elements so far (2404.08819).
+    """Predict at each position t the product g1 g2 ... gt of the group elements so far
+    (2404.08819).
 
-    group="parity" is Z2; "Z5" is addition modulo 5; "S3" are all permutations of three objects, "A5" the even
-    permutations of five. A product applies its left factor first. Elements of S and A are numbered in lexicographic
-    order, so 0 is the identity. Every row begins with a start token, the last id: without it and without absolute
-    positions, attention cannot distinguish g from g g.
+    group="parity" is Z2; "Z5" is addition modulo 5; "S3" are all permutations of three objects,
+    "A5" the even permutations of five. A product applies its left factor first. Elements of S and A
+    are numbered in lexicographic order, so 0 is the identity. Every row begins with a start token,
+    the last id: without it and without absolute positions, attention cannot distinguish g from g g.
 
     >>> batch = GroupProduct(group="Z5", length=8).batch(0, 1)
     >>> batch.x.tolist(), batch.labels.tolist()
@@ -213,10 +262,14 @@ class GroupProduct(SyntheticTask):
         super().__post_init__()
         order, length = len(self.table), check_whole_number("length", self.length, 1)
         if order < 2:
-            raise SpecError(f"group={self.group!r} has only one element; use for example 'parity', 'Z5' or 'S3'")
+            raise SpecError(
+                f"group={self.group!r} has only one element; use for example 'parity', 'Z5' or 'S3'"
+            )
         min_length = next(n for n in range(1, 20) if order**n >= MIN_DISTINCT_EXAMPLES)
         check_sizes(self, tokens=length)
-        check_num_examples(self, float(order) ** min(length, 64), f"use length={min_length} or more")
+        check_num_examples(
+            self, float(order) ** min(length, 64), f"use length={min_length} or more"
+        )
 
     @property
     def table(self) -> np.ndarray:
@@ -230,8 +283,12 @@ class GroupProduct(SyntheticTask):
         return {"accuracy": accuracy, "exact_match": accuracy**self.length}
 
     def model(self) -> ModelSpec:
-        """A decoder of four layers; the depth that a group needs at a given length is what the task measures."""
-        return make_small_decoder(self.name, len(self.table) + 1, ModelShape(width=64, heads=4, layers=4, feed=128))
+        """A decoder of four layers; the depth that a group needs at a given length is what the task
+        measures.
+        """
+        return make_small_decoder(
+            self.name, len(self.table) + 1, ModelShape(width=64, heads=4, layers=4, feed=128)
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         table = self.table
@@ -250,10 +307,16 @@ class GroupProduct(SyntheticTask):
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy per position, by the number of factors; exact match of whole rows."""
         correct, has_label = find_correct(logits, batch.labels)
-        num_factors = torch.arange(has_label.shape[1], device=has_label.device).expand(has_label.shape)
+        num_factors = torch.arange(has_label.shape[1], device=has_label.device).expand(
+            has_label.shape
+        )
         correct_rows = find_correct_rows(correct, has_label)
-        accuracy = dict(sum_by_slice("accuracy", correct, has_label, slice_by_power_of_two("t", num_factors)))
-        return accuracy | dict(sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), {}))
+        accuracy = dict(
+            sum_by_slice("accuracy", correct, has_label, slice_by_power_of_two("t", num_factors))
+        )
+        return accuracy | dict(
+            sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), {})
+        )
 
     def text(self, ids: list[int]) -> str:
         """Elements as numbers, the start token as "|"."""
@@ -268,10 +331,14 @@ def make_multiplication_table(name: str) -> np.ndarray:
     """
     match = GROUP_PATTERN.fullmatch("Z2" if name == "parity" else name)
     if not match:
-        raise SpecError(f"group={name!r} is unknown; use 'parity', or a letter and a size: 'Z5', 'S3', 'A5'")
+        raise SpecError(
+            f"group={name!r} is unknown; use 'parity', or a letter and a size: 'Z5', 'S3', 'A5'"
+        )
     family, size = match[1], int(match[2])
     if size > MAX_GROUP_SIZE[family]:
-        raise SpecError(f"group={name!r} is too large; use at most {family}{MAX_GROUP_SIZE[family]}")
+        raise SpecError(
+            f"group={name!r} is too large; use at most {family}{MAX_GROUP_SIZE[family]}"
+        )
     if family == "Z":
         return np.add.outer(np.arange(size), np.arange(size)) % size
     elements = np.array(list(_permutations(family, size)))
@@ -282,14 +349,16 @@ def make_multiplication_table(name: str) -> np.ndarray:
 
 
 def _permutations(family: str, size: int) -> Iterator[tuple[int, ...]]:
-    """Permutations in lexicographic order, as the images of 0 .. size - 1; for "A" only the even ones."""
+    """Permutations in lexicographic order, as the images of 0 .. size - 1; for "A" only the even
+    ones.
+    """
     for images in permutations(range(size)):
         inversions = sum(a > b for n, a in enumerate(images) for b in images[n + 1 :])
         if family == "S" or inversions % 2 == 0:
             yield images
 
 
-# --- Distances in a graph ------------------------------------------------------------------------------
+# --- Distances in a graph -------------------------------------------------------------------------
 
 GRAPH_STREAM = 3  # random stream of the graph; 0, 1 and 2 are the streams of the splits
 
@@ -298,10 +367,11 @@ GRAPH_STREAM = 3  # random stream of the graph; 0, 1 and 2 are the streams of th
 class GraphDistance(SyntheticTask):
     """Predict for each node of a graph its distance to the nearest of `sources` marked nodes.
 
-    The graph is a ring of `nodes` with `chords` additional random edges; it is determined by the seed and equal for all
-    examples, which differ in their sources. Labels are the distances 0 .. `reach`, and `reach` + 1 for larger ones.
-    The attention pattern lets a node attend to itself and its neighbours, so t layers propagate information t steps.
-    Tokens (1 for a source, 0 otherwise) have no positions, so nodes differ only by the information that reaches them.
+    The graph is a ring of `nodes` with `chords` additional random edges; it is determined by the
+    seed and equal for all examples, which differ in their sources. Labels are the distances 0 ..
+    `reach`, and `reach` + 1 for larger ones. The attention pattern lets a node attend to itself and
+    its neighbours, so t layers propagate information t steps. Tokens (1 for a source, 0 otherwise)
+    have no positions, so nodes differ only by the information that reaches them.
 
     >>> task = GraphDistance(nodes=14, chords=2, sources=4)
     >>> batch = task.batch(0, 1)
@@ -320,26 +390,37 @@ class GraphDistance(SyntheticTask):
         for option, minimum in {"nodes": 3, "chords": 0, "sources": 1, "reach": 1}.items():
             check_whole_number(option, getattr(self, option), minimum)
         if self.nodes > 512:
-            raise SpecError(f"nodes={self.nodes} is too many for a pattern of edges; use at most 512")
+            raise SpecError(
+                f"nodes={self.nodes} is too many for a pattern of edges; use at most 512"
+            )
         if self.chords > (max_chords := comb(self.nodes, 2) - self.nodes):
             raise SpecError(
-                f"chords={self.chords} is too many for a ring of {self.nodes} nodes; use at most {max_chords}"
+                f"chords={self.chords} is too many for a ring of {self.nodes} nodes; use at most "
+                f"{max_chords}"
             )
         if self.sources >= self.nodes:
             raise SpecError(
-                f"sources={self.sources} must be fewer than nodes={self.nodes}; use at most {self.nodes - 1}"
+                f"sources={self.sources} must be fewer than nodes={self.nodes}; use at most "
+                f"{self.nodes - 1}"
             )
         check_num_examples(self, comb(self.nodes, self.sources), "use more nodes or sources")
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Edges of the graph as pairs of nodes, the smaller one first: the ring, then the chords."""
+        """Edges of the graph as pairs of nodes, the smaller one first: the
+        ring, then the chords.
+        """
         ring = [(n, n + 1) for n in range(self.nodes - 1)] + [(0, self.nodes - 1)]
         candidates = [
-            (a, b) for a in range(self.nodes) for b in range(a + 2, self.nodes) if (a, b) != (0, self.nodes - 1)
+            (a, b)
+            for a in range(self.nodes)
+            for b in range(a + 2, self.nodes)
+            if (a, b) != (0, self.nodes - 1)
         ]
         zero = np.zeros(1, np.int64)
-        chords = RandomStreams(self.seed, GRAPH_STREAM, zero, zero).distinct(len(candidates), self.chords)[0]
+        chords = RandomStreams(self.seed, GRAPH_STREAM, zero, zero).distinct(
+            len(candidates), self.chords
+        )[0]
         return (*ring, *(candidates[n] for n in chords.tolist()))
 
     @property
@@ -370,7 +451,9 @@ class GraphDistance(SyntheticTask):
     def model(self) -> ModelSpec:
         """An encoder of `reach` layers, the least that carry information `reach` steps."""
         shape = ModelShape(width=64, heads=4, layers=self.reach, feed=128, positions="none")
-        return make_small_encoder(self.name, 2, shape, OutputHeadSpec("distance", self.reach + 2), self.pattern)
+        return make_small_encoder(
+            self.name, 2, shape, OutputHeadSpec("distance", self.reach + 2), self.pattern
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         sources = np.sort(random.distinct(self.nodes, self.sources), 1)
@@ -391,4 +474,6 @@ class GraphDistance(SyntheticTask):
         by_distance[f"distance>{self.reach}"] = batch.labels > self.reach
         correct_rows = find_correct_rows(correct, has_label)
         accuracy = dict(sum_by_slice("accuracy", correct, has_label, by_distance))
-        return accuracy | dict(sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), {}))
+        return accuracy | dict(
+            sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), {})
+        )

@@ -1,4 +1,6 @@
-"""The task "dates": translate dates and amounts of money between English, ISO notation and Chinese."""
+"""The task "dates": translate dates and amounts of money between English, ISO
+notation and Chinese.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ from .synthetic_task import (
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
-# --- Writing dates and amounts -------------------------------------------------------------------------
+# --- Writing dates and amounts --------------------------------------------------------------------
 
-# Tokens, each with the parts of the meaning that it expresses: "y3" is the thousands digit of a year, "n-1" the tenths
-# of an amount, "unit" its currency. Tokens of two languages are aligned if they share a part.
+# Tokens, each with the parts of the meaning that it expresses: "y3" is the thousands digit of a
+# year, "n-1" the tenths of an amount, "unit" its currency. Tokens of two languages are aligned if
+# they share a part.
 TokenizedPhrase = list[tuple[str, tuple[str, ...]]]
 
 MONTHS = ("January", "February", "March", "April", "May", "June", "July")
@@ -55,7 +58,9 @@ class Amount(NamedTuple):
 
 
 class Currency(NamedTuple):
-    """ISO 4217 code, and the Chinese names of the unit and of its hundredth (for the yuan: tenth and hundredth)."""
+    """ISO 4217 code, and the Chinese names of the unit and of its hundredth (for the yuan: tenth
+    and hundredth).
+    """
 
     code: str
     unit: str
@@ -72,11 +77,18 @@ CURRENCIES: Mapping[str, Currency] = {
 def format_english(value: Date | Amount) -> TokenizedPhrase:
     """English, as in "20 November 2026" and "1,234.50 dollars".
 
-    >>> join_tokens(format_english(Date(2026, 11, 20))), join_tokens(format_english(Amount(123450, "dollars")))
+    >>> (
+    ...     join_tokens(format_english(Date(2026, 11, 20))),
+    ...     join_tokens(format_english(Amount(123450, "dollars"))),
+    ... )
     ('20 November 2026', '1,234.50 dollars')
     """
     if isinstance(value, Amount):
-        return [*_format_decimal(value.cents, ","), *make_plain_token(" "), (value.currency, ("unit",))]
+        return [
+            *_format_decimal(value.cents, ","),
+            *make_plain_token(" "),
+            (value.currency, ("unit",)),
+        ]
     month = (MONTHS[value.month - 1], ("m1", "m0"))
     return [
         *_tag_digits(str(value.day), "d"),
@@ -94,22 +106,41 @@ def format_iso(value: Date | Amount) -> TokenizedPhrase:
     ('2026-01-02', 'CNY 0.05')
     """
     if isinstance(value, Amount):
-        return [(CURRENCIES[value.currency].code, ("unit",)), *make_plain_token(" "), *_format_decimal(value.cents, "")]
-    month, day = (_tag_digits(f"{number:02d}", letter) for number, letter in ((value.month, "m"), (value.day, "d")))
-    return [*_tag_digits(str(value.year), "y"), *make_plain_token("-"), *month, *make_plain_token("-"), *day]
+        return [
+            (CURRENCIES[value.currency].code, ("unit",)),
+            *make_plain_token(" "),
+            *_format_decimal(value.cents, ""),
+        ]
+    month, day = (
+        _tag_digits(f"{number:02d}", letter)
+        for number, letter in ((value.month, "m"), (value.day, "d"))
+    )
+    return [
+        *_tag_digits(str(value.year), "y"),
+        *make_plain_token("-"),
+        *month,
+        *make_plain_token("-"),
+        *day,
+    ]
 
 
 def format_chinese(value: Date | Amount) -> TokenizedPhrase:
     """Chinese, as in "二〇二六年十一月二十日", "一千二百三十四元五角" and "一千二百三十四美元五十美分".
 
-    Years are written digit by digit, as in 一九〇七. In amounts, zeros at the end of a number or before 万 are omitted,
-    and any other run of zeros is a single 零; so is a missing 角 between 元 and 分. 十 is written 一十 inside a number.
-    两 replaces 二 at the start of a number before 千, 万 or the unit. 角 and 分 continue the number of 元; 美分 and
-    欧分 have a number of their own.
+    Years are written digit by digit, as in 一九〇七. In amounts, zeros at the end of a number or before
+    万 are omitted, and any other run of zeros is a single 零; so is a missing 角 between 元 and 分. 十 is
+    written 一十 inside a number. 两 replaces 二 at the start of a number before 千, 万 or the unit. 角 and
+    分 continue the number of 元; 美分 and 欧分 have a number of their own.
 
-    >>> join_tokens(format_chinese(Date(2026, 11, 20))), join_tokens(format_chinese(Amount(123450, "yuan")))
+    >>> (
+    ...     join_tokens(format_chinese(Date(2026, 11, 20))),
+    ...     join_tokens(format_chinese(Amount(123450, "yuan"))),
+    ... )
     ('二〇二六年十一月二十日', '一千二百三十四元五角')
-    >>> join_tokens(format_chinese(Amount(2_000_205, "yuan"))), join_tokens(format_chinese(Amount(20_012, "dollars")))
+    >>> (
+    ...     join_tokens(format_chinese(Amount(2_000_205, "yuan"))),
+    ...     join_tokens(format_chinese(Amount(20_012, "dollars"))),
+    ... )
     ('两万零二元零五分', '二百美元十二美分')
     """
     if isinstance(value, Amount):
@@ -137,9 +168,13 @@ LANGUAGES: Mapping[str, Callable[[Date | Amount], TokenizedPhrase]] = {
 
 
 def format_chinese_numeral(number: int, letter: str, last: int = 0) -> TokenizedPhrase:
-    """An integer from 1 to 10**8 - 1 as a Chinese numeral; its last digit expresses the part f"{letter}{last}".
+    """An integer from 1 to 10**8 - 1 as a Chinese numeral; its last digit expresses the part
+    f"{letter}{last}".
 
-    >>> [join_tokens(format_chinese_numeral(n, "n")) for n in (10, 110, 1005, 1050, 100_010, 12_000_345)]
+    >>> [
+    ...     join_tokens(format_chinese_numeral(n, "n"))
+    ...     for n in (10, 110, 1005, 1050, 100_010, 12_000_345)
+    ... ]
     ['十', '一百一十', '一千零五', '一千零五十', '十万零一十', '一千二百万零三百四十五']
     """
     out: TokenizedPhrase = []
@@ -169,7 +204,9 @@ def _use_counting_two(numeral: TokenizedPhrase) -> TokenizedPhrase:
 
 def _format_yuan(cents: int) -> TokenizedPhrase:
     units, (tenths, hundredths) = cents // 100, divmod(cents % 100, 10)
-    out = [*_use_counting_two(format_chinese_numeral(units, "n")), ("元", ("unit",))] if units else []
+    out = (
+        [*_use_counting_two(format_chinese_numeral(units, "n")), ("元", ("unit",))] if units else []
+    )
     if tenths:
         out += [*_spell_digits(str(tenths), "n", -1), ("角", ("n-1",))]
     elif units and hundredths:
@@ -182,7 +219,10 @@ def _format_yuan(cents: int) -> TokenizedPhrase:
 def _format_units_and_cents(cents: int, currency: Currency) -> TokenizedPhrase:
     units, hundredths = divmod(cents, 100)
     out: TokenizedPhrase = []
-    for number, lowest_place, unit in ((units, 0, currency.unit), (hundredths, -2, currency.subunit)):
+    for number, lowest_place, unit in (
+        (units, 0, currency.unit),
+        (hundredths, -2, currency.subunit),
+    ):
         if number:
             out += [
                 *_use_counting_two(format_chinese_numeral(number, "n", lowest_place)),
@@ -194,7 +234,9 @@ def _format_units_and_cents(cents: int, currency: Currency) -> TokenizedPhrase:
 def _format_decimal(cents: int, comma: str) -> TokenizedPhrase:
     integer_part = f"{cents // 100:,}" if comma else str(cents // 100)
     places = iter(reversed(range(len(integer_part) - integer_part.count(","))))
-    integer: TokenizedPhrase = [(token, () if token == "," else (f"n{next(places)}",)) for token in integer_part]
+    integer: TokenizedPhrase = [
+        (token, () if token == "," else (f"n{next(places)}",)) for token in integer_part
+    ]
     return [*integer, *make_plain_token("."), *_tag_digits(f"{cents % 100:02d}", "n", -2)]
 
 
@@ -202,7 +244,9 @@ def _tag_digits(text: str, letter: str, last: int = 0) -> TokenizedPhrase:
     return [(digit, (f"{letter}{last + len(text) - 1 - n}",)) for n, digit in enumerate(text)]
 
 
-def _spell_digits(text: str, letter: str, last: int = 0, digits: str = CHINESE_DIGITS) -> TokenizedPhrase:
+def _spell_digits(
+    text: str, letter: str, last: int = 0, digits: str = CHINESE_DIGITS
+) -> TokenizedPhrase:
     return [(digits[int(digit)], parts) for digit, parts in _tag_digits(text, letter, last)]
 
 
@@ -216,19 +260,33 @@ def join_tokens(phrase: TokenizedPhrase) -> str:
     return "".join(token for token, _ in phrase)
 
 
-# --- The task ------------------------------------------------------------------------------------------
+# --- The task -------------------------------------------------------------------------------------
 
 SUBJECTS = ("date", "amount")
 PAD_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
-SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>", "<unknown>", *(f"<{language}>" for language in LANGUAGES))
-TEXT_TOKENS = (*"0123456789 -,.", *MONTHS, *CURRENCIES, *(currency.code for currency in CURRENCIES.values()))
+SPECIAL_TOKENS = (
+    "<pad>",
+    "<begin>",
+    "<end>",
+    "<unknown>",
+    *(f"<{language}>" for language in LANGUAGES),
+)
+TEXT_TOKENS = (
+    *"0123456789 -,.",
+    *MONTHS,
+    *CURRENCIES,
+    *(currency.code for currency in CURRENCIES.values()),
+)
 TEXT_TOKENS += (*CHINESE_DIGITS, *"〇两", *CHINESE_POWERS[1:], *"万年月日元角分美欧")
 VOCABULARY = (*SPECIAL_TOKENS, *TEXT_TOKENS)
-TOKEN_PATTERN = "[A-Za-z]+|[^A-Za-z]"  # tokens are words of Latin letters, and single other characters
+TOKEN_PATTERN = (
+    "[A-Za-z]+|[^A-Za-z]"  # tokens are words of Latin letters, and single other characters
+)
 
 
 class TranslationAnnotation(NamedTuple):
-    """Annotation of an example: its subject, the direction such as "en-zh", both texts, and the alignment.
+    """Annotation of an example: its subject, the direction such as "en-zh", both texts, and the
+    alignment.
 
     A link (s, t) means that token t of the labels translates token s of the source.
     """
@@ -244,9 +302,9 @@ class TranslationAnnotation(NamedTuple):
 class DateTranslation(SyntheticTask):
     """Translate dates and amounts of money; a tag before the source names the target language.
 
-    Dates are drawn from `years` = (first, last), both included. Amounts have at most `digits` digits before the point,
-    contain many zeros, and are in one of `currencies`. A held-out date or number does not occur in training in any
-    language or currency.
+    Dates are drawn from `years` = (first, last), both included. Amounts have at most `digits`
+    digits before the point, contain many zeros, and are in one of `currencies`. A held-out date or
+    number does not occur in training in any language or currency.
 
     >>> for example in DateTranslation().batch(0, 3).gold:
     ...     print(example.direction, example.source, "->", example.target)
@@ -270,11 +328,13 @@ class DateTranslation(SyntheticTask):
         years = parse_sizes("years", self.years, 1000)
         if len(years) != 2 or not years[0] <= years[1] <= 9999:
             raise SpecError(
-                f"years={self.years} must be the first and the last year, from 1000 to 9999; use years=(1900, 2099)"
+                f"years={self.years} must be the first and the last year, from 1000 to 9999; use "
+                "years=(1900, 2099)"
             )
         if check_whole_number("digits", self.digits, 1) > 8:
             raise SpecError(
-                f"digits={self.digits} is not supported, Chinese numerals beyond 万 are missing; use at most 8"
+                f"digits={self.digits} is not supported, Chinese numerals beyond 万 are missing; "
+                "use at most 8"
             )
         for subject in self.subjects:
             check_num_examples(self, self._num_values(subject), "use more years, or more digits")
@@ -285,7 +345,10 @@ class DateTranslation(SyntheticTask):
 
     @property
     def _num_days(self) -> int:
-        first, last = np.datetime64(f"{self.years[0]}-01-01"), np.datetime64(f"{self.years[1]}-12-31")
+        first, last = (
+            np.datetime64(f"{self.years[0]}-01-01"),
+            np.datetime64(f"{self.years[1]}-12-31"),
+        )
         return int((last - first).astype(np.int64)) + 1
 
     @property
@@ -295,14 +358,20 @@ class DateTranslation(SyntheticTask):
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """Accuracy of guessing any token; exact match of guessing any well-formed date or amount as required."""
+        """Accuracy of guessing any token; exact match of guessing any well-formed date or amount as
+        required.
+        """
         num_units = {"date": 1, "amount": len(self.currencies)}
-        exact_match = [1 / (self._num_values(subject) * num_units[subject]) for subject in self.subjects]
+        exact_match = [
+            1 / (self._num_values(subject) * num_units[subject]) for subject in self.subjects
+        ]
         return {"accuracy": 1 / len(VOCABULARY), "exact_match": sum(exact_match) / len(exact_match)}
 
     def model(self) -> ModelSpec:
         """Encoder and decoder of two layers each, with 128 channels."""
-        return make_small_translator(self.name, len(VOCABULARY), ModelShape(width=128, heads=4, layers=2, feed=512))
+        return make_small_translator(
+            self.name, len(VOCABULARY), ModelShape(width=128, heads=4, layers=2, feed=512)
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         subject = random.choice([SUBJECTS.index(name) for name in self.subjects])
@@ -311,27 +380,42 @@ class DateTranslation(SyntheticTask):
         first = int(np.datetime64(f"{self.years[0]}-01-01").astype(np.int64))
         day, cents = first + random.integers(self._num_days, 1)[:, 0], self._draw_cents(random)
         number = np.where(subject == 0, day, cents)
-        # Days before 1970 are negative; the sign is a column of its own, because -1 means padding in "content".
+        # Days before 1970 are negative; the sign is a column of its own, because -1 means padding
+        # in "content".
         content = np.stack([subject, np.abs(number), number < 0], 1).astype(np.int64)
-        arrays = {"subject": subject, "number": number, "currency": currency, "direction": direction}
+        arrays = {
+            "subject": subject,
+            "number": number,
+            "currency": currency,
+            "direction": direction,
+        }
         return {"content": content, "fits": (subject == 0) | (cents > 0), **arrays}
 
     def _draw_cents(self, random: RandomStreams) -> np.ndarray:
-        """Amounts with 0 to `digits` digits before the point; a third of all digits but the first is set to zero."""
+        """Amounts with 0 to `digits` digits before the point; a third of all digits but the first
+        is set to zero.
+        """
         count = random.choice(range(self.digits + 1))[:, None]
         places = np.arange(self.digits + 2) - 2
         digit = random.integers(10, len(places)) * (random.integers(3, len(places)) > 0)
         leading = 1 + random.integers(9, 1)
         first = (places == count - 1) & (places >= 0)
-        return np.where(first, leading, np.where(places < count, digit, 0)) @ 10 ** np.arange(len(places))
+        return np.where(first, leading, np.where(places < count, digit, 0)) @ 10 ** np.arange(
+            len(places)
+        )
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
         id_of_token = {token: n for n, token in enumerate(VOCABULARY)}
         gold, sources, targets = [], [], []
         for subject, number, currency, direction in zip(
-            *(examples[name].tolist() for name in ("subject", "number", "currency", "direction")), strict=True
+            *(examples[name].tolist() for name in ("subject", "number", "currency", "direction")),
+            strict=True,
         ):
-            value = Amount(number, list(CURRENCIES)[currency]) if subject else date_of_day_number(number)
+            value = (
+                Amount(number, list(CURRENCIES)[currency])
+                if subject
+                else date_of_day_number(number)
+            )
             source_language, target_language = self.directions[direction]
             source, target = LANGUAGES[source_language](value), LANGUAGES[target_language](value)
             annotation = TranslationAnnotation(
@@ -342,12 +426,16 @@ class DateTranslation(SyntheticTask):
                 align_tokens(source, target),
             )
             gold.append(annotation)
-            sources.append([id_of_token[f"<{target_language}>"], *(id_of_token[token] for token, _ in source)])
+            sources.append(
+                [id_of_token[f"<{target_language}>"], *(id_of_token[token] for token, _ in source)]
+            )
             targets.append([id_of_token[token] for token, _ in target])
         source, source_tokens = _pad_rows(sources, PAD_ID)
         labels, _ = _pad_rows([[*row, END_ID] for row in targets], IGNORE_INDEX)
         x, tokens = _pad_rows([[BEGIN_ID, *row] for row in targets], PAD_ID)
-        return Batch(x, labels, tokens=tokens, source=source, source_tokens=source_tokens, gold=gold)
+        return Batch(
+            x, labels, tokens=tokens, source=source, source_tokens=source_tokens, gold=gold
+        )
 
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         """The start token of every answer."""
@@ -355,7 +443,9 @@ class DateTranslation(SyntheticTask):
 
     @property
     def answers(self) -> int:
-        """Length of the longest answer with its end token: 二〇二七年十二月二十七日, or a Chinese amount of nines."""
+        """Length of the longest answer with its end token: 二〇二七年十二月二十七日, or a Chinese amount of
+        nines.
+        """
         return max(13, 2 * self.digits + 7)
 
     @property
@@ -365,26 +455,42 @@ class DateTranslation(SyntheticTask):
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         """Exact match of whole answers, overall, by direction and by subject."""
-        references = [[token for token in row if token not in (END_ID, IGNORE_INDEX)] for row in batch.labels.tolist()]
+        references = [
+            [token for token in row if token not in (END_ID, IGNORE_INDEX)]
+            for row in batch.labels.tolist()
+        ]
         correct = torch.tensor(
-            [list(answer) == reference for answer, reference in zip(generated, references, strict=True)]
+            [
+                list(answer) == reference
+                for answer, reference in zip(generated, references, strict=True)
+            ]
         )
-        names = {example.direction for example in batch.gold} | {example.subject for example in batch.gold}
+        names = {example.direction for example in batch.gold} | {
+            example.subject for example in batch.gold
+        }
         slices = {
-            name: torch.tensor([name in (example.direction, example.subject) for example in batch.gold])
+            name: torch.tensor(
+                [name in (example.direction, example.subject) for example in batch.gold]
+            )
             for name in sorted(names)
         }
         return sum_by_slice("exact_match", correct, torch.ones_like(correct), slices)
 
     @property
     def tokenizer(self) -> str:
-        """JSON of a tokenizer that splits text such as "<zh>20 November 2026" into the tokens of this task."""
+        """JSON of a tokenizer that splits text such as "<zh>20 November 2026" into the tokens of
+        this task.
+        """
         return json.dumps(_make_tokenizer(), ensure_ascii=False)
 
     @property
     def usage(self) -> ProcessorSpec:
-        """Processor that reads a typed "<zh>" as the special token, and starts and ends every answer."""
-        return ProcessorSpec(begin=(BEGIN_ID,), end=(END_ID,), specials="read", tokenizer=self.tokenizer)
+        """Processor that reads a typed "<zh>" as the special token, and starts and ends every
+        answer.
+        """
+        return ProcessorSpec(
+            begin=(BEGIN_ID,), end=(END_ID,), specials="read", tokenizer=self.tokenizer
+        )
 
     def text(self, ids: Iterable[int]) -> str:
         """Text of ids with language tags, without padding, start and end tokens."""
@@ -402,7 +508,8 @@ def date_of_day_number(number: int) -> Date:
 
 
 def align_tokens(source: TokenizedPhrase, target: TokenizedPhrase) -> tuple[tuple[int, int], ...]:
-    """Pairs (source index, target index) of tokens that share a part of the meaning; index 0 of the source is its tag.
+    """Pairs (source index, target index) of tokens that share a part of the meaning; index 0 of the
+    source is its tag.
 
     >>> align_tokens([("November", ("m1", "m0"))], [("-", ()), ("1", ("m1",)), ("1", ("m0",))])
     ((1, 1), (1, 2))
@@ -411,7 +518,12 @@ def align_tokens(source: TokenizedPhrase, target: TokenizedPhrase) -> tuple[tupl
     for s, (_, parts) in enumerate(source, 1):
         for part in parts:
             source_indices.setdefault(part, []).append(s)
-    pairs = [(s, t) for t, (_, parts) in enumerate(target) for part in parts for s in source_indices.get(part, ())]
+    pairs = [
+        (s, t)
+        for t, (_, parts) in enumerate(target)
+        for part in parts
+        for s in source_indices.get(part, ())
+    ]
     return tuple(dict.fromkeys(pairs))
 
 
@@ -419,16 +531,26 @@ def _pad_rows(rows: list[list[int]], fill: int) -> tuple[Tensor, SequenceInfo | 
     """Padded rows [B, T], and their positions and segments if they differ in length."""
     lengths = [len(row) for row in rows]
     out = torch.tensor([row + [fill] * (max(lengths) - len(row)) for row in rows])
-    return out, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(out, lengths=lengths)
+    return out, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(
+        out, lengths=lengths
+    )
 
 
 def _make_tokenizer() -> dict[str, object]:
-    options = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": True}
+    options = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": True,
+        "normalized": False,
+        "special": True,
+    }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": n, "content": token, **options} for n, token in enumerate(SPECIAL_TOKENS)],
+        "added_tokens": [
+            {"id": n, "content": token, **options} for n, token in enumerate(SPECIAL_TOKENS)
+        ],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Split",
@@ -446,11 +568,18 @@ def _make_tokenizer() -> dict[str, object]:
     }
 
 
-def _check_choices(option: str, words: tuple[str, ...], choices: Iterable[str], minimum: int) -> None:
+def _check_choices(
+    option: str, words: tuple[str, ...], choices: Iterable[str], minimum: int
+) -> None:
     """Raise SpecError for unknown or repeated words, and for fewer than `minimum`."""
     choices = tuple(choices)
     for word in words:
         if word not in choices:
-            raise SpecError(f"{option}={words!r} has the unknown entry {word!r}; {suggest(str(word), choices)}")
+            raise SpecError(
+                f"{option}={words!r} has the unknown entry {word!r}; {suggest(str(word), choices)}"
+            )
     if len(set(words)) != len(words) or len(words) < minimum:
-        raise SpecError(f"{option}={words!r} must name {minimum} or more, each once; choose from {', '.join(choices)}")
+        raise SpecError(
+            f"{option}={words!r} must name {minimum} or more, each once; choose from "
+            f"{', '.join(choices)}"
+        )

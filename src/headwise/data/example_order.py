@@ -1,4 +1,6 @@
-"""Order of examples, batches of similar lengths and splits, all reproducible from seeds and contents."""
+"""Order of examples, batches of similar lengths and splits, all reproducible from seeds and
+contents.
+"""
 
 from __future__ import annotations
 
@@ -48,21 +50,28 @@ class EpochOrder:
         return permutation
 
     def take(self, index: int, size: int, seed: int) -> IndexArray:
-        """Indices of the examples in batch `index`, which may span the end of one epoch and the start of the next."""
+        """Indices of the examples in batch `index`, which may span the end of one epoch and the
+        start of the next.
+        """
         epochs, positions = np.divmod(np.arange(index * size, (index + 1) * size), self.count)
-        return np.concatenate([self.of(seed, int(epoch))[positions[epochs == epoch]] for epoch in np.unique(epochs)])
+        return np.concatenate(
+            [self.of(seed, int(epoch))[positions[epochs == epoch]] for epoch in np.unique(epochs)]
+        )
 
 
 class BatchPlan:
     """Assignment of examples to batches by length; every epoch has the same number of batches.
 
-    `lengths` holds the length of each example, or a number that is equal for examples of equal lengths. `units` are
-    lists of rows; a row lists ranks of examples sorted by length. A batch consists of `units_per_batch` units. In each
-    epoch, examples of equal length swap places and the units are shuffled. The lengths in each unit stay the same, so
-    the number of batches is constant and the epoch follows from the batch index.
+    `lengths` holds the length of each example, or a number that is equal for examples of equal
+    lengths. `units` are lists of rows; a row lists ranks of examples sorted by length. A batch
+    consists of `units_per_batch` units. In each epoch, examples of equal length swap places and the
+    units are shuffled. The lengths in each unit stay the same, so the number of batches is constant
+    and the epoch follows from the batch index.
     """
 
-    def __init__(self, lengths: IndexArray, units: Sequence[ExampleRows], units_per_batch: int = 1) -> None:
+    def __init__(
+        self, lengths: IndexArray, units: Sequence[ExampleRows], units_per_batch: int = 1
+    ) -> None:
         self.lengths, self.units, self.units_per_batch = lengths, units, units_per_batch
         self._epoch_orders: dict[tuple[int, int], tuple[IndexArray, IndexArray]] = {}
 
@@ -78,9 +87,14 @@ class BatchPlan:
         orders = self._epoch_orders.get(key)
         if orders is None:
             rng = make_rng(seed, epoch)
-            orders = np.lexsort((rng.random(len(self.lengths)), self.lengths)), rng.permutation(len(self.units))
+            orders = (
+                np.lexsort((rng.random(len(self.lengths)), self.lengths)),
+                rng.permutation(len(self.units)),
+            )
             self._epoch_orders = dict([*list(self._epoch_orders.items())[-1:], (key, orders)])
-        return self._rows(orders[0], orders[1][batch * self.units_per_batch : (batch + 1) * self.units_per_batch])
+        return self._rows(
+            orders[0], orders[1][batch * self.units_per_batch : (batch + 1) * self.units_per_batch]
+        )
 
     def evaluation_rows(self, index: int) -> ExampleRows:
         """Example indices of each row of evaluation batch `index`, independent of any seed.
@@ -109,10 +123,13 @@ def plan_by_length(example_lengths: IndexArray, size: int) -> BatchPlan:
 
 
 def plan_by_token_budget(example_lengths: IndexArray, size: int) -> BatchPlan:
-    """Batches of at most `size` tokens, padding included: number of examples times the longest length in the batch."""
+    """Batches of at most `size` tokens, padding included: number of examples times the longest
+    length in the batch.
+    """
     if (longest := int(example_lengths.max())) > size:
         raise SpecError(
-            f"a batch of {size} tokens is too small for an example of {longest} tokens; use batch={longest} or more"
+            f"a batch of {size} tokens is too small for an example of {longest} tokens; use "
+            f"batch={longest} or more"
         )
     units: list[ExampleRows] = [[]]
     for rank, length in enumerate(np.sort(example_lengths)):
@@ -122,17 +139,21 @@ def plan_by_token_budget(example_lengths: IndexArray, size: int) -> BatchPlan:
     return BatchPlan(example_lengths, units)
 
 
-MAX_OPEN_ROWS = 256  # rows that are filled at the same time: more rows waste less space, but take longer
+MAX_OPEN_ROWS = (
+    256  # rows that are filled at the same time: more rows waste less space, but take longer
+)
 
 
 def plan_packed_rows(sides: Sequence[IndexArray], length: int, size: int) -> BatchPlan:
     """Batches of `size` rows, each packed with examples up to `length` tokens on every side.
 
-    `sides` holds the lengths of all examples for each side, such as source and target. The longest examples are placed
-    first, each in the first open row that has room for it.
+    `sides` holds the lengths of all examples for each side, such as source and target. The longest
+    examples are placed first, each in the first open row that has room for it.
     """
     needs = np.stack(sides, 1)
-    levels = needs @ (length + 1) ** np.arange(needs.shape[1])  # equal for examples with equal lengths on every side
+    levels = needs @ (length + 1) ** np.arange(
+        needs.shape[1]
+    )  # equal for examples with equal lengths on every side
     order = np.argsort(levels, kind="stable")
     rows: ExampleRows = [[] for _ in range(MAX_OPEN_ROWS)]
     room = np.full((MAX_OPEN_ROWS, needs.shape[1]), length)
@@ -153,9 +174,14 @@ def plan_packed_rows(sides: Sequence[IndexArray], length: int, size: int) -> Bat
 def strided_batch_indices(count: int, index: int, size: int) -> range:
     """Example indices of batch `index` in a pass over `count` examples, at most `size` of them.
 
-    Each batch takes examples from the whole range, at equal distances. After the last batch the first one follows.
+    Each batch takes examples from the whole range, at equal distances. After the last batch the
+    first one follows.
 
-    >>> strided_batch_indices(5, 0, 3), strided_batch_indices(5, 1, 3), strided_batch_indices(5, 2, 3)
+    >>> (
+    ...     strided_batch_indices(5, 0, 3),
+    ...     strided_batch_indices(5, 1, 3),
+    ...     strided_batch_indices(5, 2, 3),
+    ... )
     (range(0, 5, 2), range(1, 5, 2), range(0, 5, 2))
     """
     batches = -(-count // size)
@@ -163,19 +189,26 @@ def strided_batch_indices(count: int, index: int, size: int) -> range:
 
 
 def check_split_shares(valid: float, test: float) -> None:
-    """Raise SpecError if the shares leave nothing for training or for validation; the test share may be 0."""
+    """Raise SpecError if the shares leave nothing for training or for validation; the test share
+    may be 0.
+    """
     if not 0 < valid < 1 or not 0 <= test < 1 or valid + test >= 1:
         raise SpecError(
-            f"valid={valid:g} must be > 0, test={test:g} >= 0, and their sum < 1; use for example valid=0.1 and test=0"
+            f"valid={valid:g} must be > 0, test={test:g} >= 0, and their sum < 1; use for example "
+            "valid=0.1 and test=0"
         )
 
 
 def split_by_key(keys: Sequence[str], valid: float, test: float) -> dict[str, IndexArray]:
-    """Indices of the examples in each split; examples with equal keys are in the same split, whatever the seed.
+    """Indices of the examples in each split; examples with equal keys are in the same split,
+    whatever the seed.
 
     Keys are ordered by their hash, and the first ones are held out.
 
-    >>> {split: indices.tolist() for split, indices in split_by_key(["a", "b", "a", "c"], 0.3, 0).items()}
+    >>> {
+    ...     split: indices.tolist()
+    ...     for split, indices in split_by_key(["a", "b", "a", "c"], 0.3, 0).items()
+    ... }
     {'train': [0, 1, 2], 'valid': [3], 'test': []}
     """
     check_split_shares(valid, test)
@@ -183,7 +216,8 @@ def split_by_key(keys: Sequence[str], valid: float, test: float) -> dict[str, In
     num_held_out = 1 + (test > 0)
     if len(distinct) <= num_held_out:
         raise SpecError(
-            f"{len(distinct)} different examples are too few for {num_held_out + 1} splits; add examples to the data"
+            f"{len(distinct)} different examples are too few for {num_held_out + 1} splits; add "
+            "examples to the data"
         )
     num_test = min(max(1, round(test * len(distinct))), len(distinct) - 2) if test else 0
     num_valid = min(max(1, round(valid * len(distinct))), len(distinct) - 1 - num_test)
@@ -194,11 +228,14 @@ def split_by_key(keys: Sequence[str], valid: float, test: float) -> dict[str, In
     return {name: np.flatnonzero(splits == name) for name in ("train", "valid", "test")}
 
 
-def split_examples(counts: Mapping[str, int], keys: Sequence[str], valid: float, test: float) -> dict[str, IndexArray]:
-    """Indices of the examples in each split, if the data has `counts` examples per split, stored one after the other.
+def split_examples(
+    counts: Mapping[str, int], keys: Sequence[str], valid: float, test: float
+) -> dict[str, IndexArray]:
+    """Indices of the examples in each split, if the data has `counts` examples per split, stored
+    one after the other.
 
-    Without a validation split, shares of the train split are held out by `split_by_key`; `keys` has one key per
-    example.
+    Without a validation split, shares of the train split are held out by `split_by_key`; `keys` has
+    one key per example.
 
     >>> splits = split_examples({"train": 2, "test": 1}, ["a", "b", "a"], 0.5, 0)
     >>> {split: indices.tolist() for split, indices in splits.items()}
@@ -209,6 +246,12 @@ def split_examples(counts: Mapping[str, int], keys: Sequence[str], valid: float,
     splits = {"test": np.arange(0)} | dict(zip(counts, ranges, strict=True))
     if "valid" not in counts:
         train = splits["train"]
-        parts = split_by_key([keys[n] for n in train.tolist()], valid, 0.0 if "test" in counts else test)
-        splits |= {split: train[part] for split, part in parts.items() if split == "train" or split not in counts}
+        parts = split_by_key(
+            [keys[n] for n in train.tolist()], valid, 0.0 if "test" in counts else test
+        )
+        splits |= {
+            split: train[part]
+            for split, part in parts.items()
+            if split == "train" or split not in counts
+        }
     return {split: splits[split] for split in ("train", "valid", "test")}

@@ -1,4 +1,6 @@
-"""Tasks over files: `FileTask` holds the options, `Dataset` the data; and classification data sets."""
+"""Tasks over files: `FileTask` holds the options, `Dataset` the data; and
+classification data sets.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from torch import Tensor
 from ..errors import SpecError
 from ..interfaces.part import CheckedDataclass
 from ..masking.sequence_info import SequenceInfo
-from ..model_spec import EmbeddingSpec, ModelSpec, NormSpec, OutputHeadSpec, PatchSpec, ProcessorSpec, StackSpec
+from ..model_spec import (
+    EmbeddingSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PatchSpec,
+    ProcessorSpec,
+    StackSpec,
+)
 from .example_order import EpochOrder, IndexArray, strided_batch_indices
 from .synthetic_task import ModelShape
 from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task, check_split, measure_accuracy
@@ -26,7 +36,9 @@ from .vocabulary import Vocabulary
 
 
 class Dataset(ABC):
-    """Base class of loaded data: `sizes` is the number of examples per split, `notes` states what was left out."""
+    """Base class of loaded data: `sizes` is the number of examples per split, `notes` states what
+    was left out.
+    """
 
     sizes: Mapping[str, int]
     notes: tuple[str, ...] = ()
@@ -65,25 +77,36 @@ class Dataset(ABC):
 
     @property
     def usage(self) -> ProcessorSpec:
-        """How to turn raw input into ids, and ids into output, for a model that was trained on this data."""
+        """How to turn raw input into ids, and ids into output, for a model that was trained on this
+        data.
+        """
         return ProcessorSpec(tokenizer=self.vocabulary.document if self.vocabulary else None)
 
 
-# Datasets by task fields and file stamps, so that equal tasks read their files once; kept while a task uses them.
+# Datasets by task fields and file stamps, so that equal tasks read their files once; kept while a
+# task uses them.
 _LOADED_DATASETS: WeakValueDictionary[Any, Dataset] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, repr=False)
 class FileTask(CheckedDataclass, Task):
-    """Base class of tasks whose examples are read from files; tasks with equal fields share the data they read."""
+    """Base class of tasks whose examples are read from files; tasks with equal fields share the
+    data they read.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seed < 0:
             raise SpecError(f"seed={self.seed} is below 0; use 0 or more")
         self.check()
-        stamps = tuple((str(path), (at := path.stat()).st_mtime_ns, at.st_size) for path in self.files())
-        key = type(self), tuple(value for name, value in self._field_values().items() if name != "seed"), stamps
+        stamps = tuple(
+            (str(path), (at := path.stat()).st_mtime_ns, at.st_size) for path in self.files()
+        )
+        key = (
+            type(self),
+            tuple(value for name, value in self._field_values().items() if name != "seed"),
+            stamps,
+        )
         data = _LOADED_DATASETS.get(key)
         if data is None:
             data = _LOADED_DATASETS[key] = self.read()
@@ -123,7 +146,8 @@ class FileTask(CheckedDataclass, Task):
         if not self.data.sizes.get(split):
             available = " and ".join(name for name in SPLITS if self.data.sizes.get(name))
             raise SpecError(
-                f"{self!r} has no {split} split, only {available}; use one of these, or hold out data: {split}=0.05"
+                f"{self!r} has no {split} split, only {available}; use one of these, or hold out "
+                f"data: {split}=0.05"
             )
         return self.data.batch(index, size, split, self.seed)
 
@@ -182,7 +206,7 @@ class FileTask(CheckedDataclass, Task):
         return self.data.vocabulary.encode([text])[0].tolist()
 
 
-# --- Default models ------------------------------------------------------------------------------------
+# --- Default models -------------------------------------------------------------------------------
 
 DEFAULT_SHAPE = ModelShape(width=128, heads=4, layers=4, feed=512)
 TARGET_NUM_PATCHES = 64  # approximate number of patches per image
@@ -192,29 +216,42 @@ def make_language_model(vocab_size: int) -> ModelSpec:
     """A causal decoder of four layers with 128 channels, embedding and output weights tied.
 
     >>> from headwise import costs
-    >>> costs.count_parameters(make_language_model(65))  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
+    >>> costs.count_parameters(
+    ...     make_language_model(65)
+    ... )  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
     799616
     """
     blocks, embedding = DEFAULT_SHAPE.blocks("causal()"), EmbeddingSpec(vocab_size)
-    stack = StackSpec.from_blocks("decoder", DEFAULT_SHAPE.width, blocks, embedding=embedding, norm=NormSpec())
-    return ModelSpec("text", "decoder", (stack,), (OutputHeadSpec("tokens", vocab_size, table="decoder"),))
+    stack = StackSpec.from_blocks(
+        "decoder", DEFAULT_SHAPE.width, blocks, embedding=embedding, norm=NormSpec()
+    )
+    return ModelSpec(
+        "text", "decoder", (stack,), (OutputHeadSpec("tokens", vocab_size, table="decoder"),)
+    )
 
 
 def make_translator(vocab_sizes: tuple[int, int], width: int, layers: int, table: str) -> ModelSpec:
     """Encoder and decoder of `layers` layers each, with 32 channels per head.
 
-    table="one" ties the embeddings of source and target and the output weights; table="two" ties only the target
-    embedding and the output weights. `vocab_sizes` are those of source and target.
+    table="one" ties the embeddings of source and target and the output weights; table="two" ties
+    only the target embedding and the output weights. `vocab_sizes` are those of source and target.
 
     >>> make_translator((11, 11), 64, 2, "one").tied_weights()
     {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}
     """
     shape = ModelShape(width, width // 32, layers, 4 * width)
     shared_table = "encoder" if table == "one" else ""
-    source, target = EmbeddingSpec(vocab_sizes[0]), EmbeddingSpec(vocab_sizes[1], table=shared_table)
+    source, target = (
+        EmbeddingSpec(vocab_sizes[0]),
+        EmbeddingSpec(vocab_sizes[1], table=shared_table),
+    )
     stacks = (
-        StackSpec.from_blocks("encoder", width, shape.blocks("full()"), embedding=source, norm=NormSpec()),
-        StackSpec.from_blocks("decoder", width, shape.blocks("causal()", "full()"), embedding=target, norm=NormSpec()),
+        StackSpec.from_blocks(
+            "encoder", width, shape.blocks("full()"), embedding=source, norm=NormSpec()
+        ),
+        StackSpec.from_blocks(
+            "decoder", width, shape.blocks("causal()", "full()"), embedding=target, norm=NormSpec()
+        ),
     )
     head = OutputHeadSpec("tokens", vocab_sizes[1], table=shared_table or "decoder")
     return ModelSpec("translator", "encoder-decoder", stacks, (head,))
@@ -223,26 +260,39 @@ def make_translator(vocab_sizes: tuple[int, int], width: int, layers: int, table
 def make_classifier(
     name: str, embedding: EmbeddingSpec, classes: int, pooling: str, kind: str = "encoder"
 ) -> ModelSpec:
-    """An encoder of four layers with 128 channels; pooling="mean" gives one class per example, "each" one per token."""
+    """An encoder of four layers with 128 channels; pooling="mean" gives one class per example,
+    "each" one per token.
+    """
     stack = StackSpec.from_blocks(
-        "encoder", DEFAULT_SHAPE.width, DEFAULT_SHAPE.blocks("full()"), embedding=embedding, norm=NormSpec()
+        "encoder",
+        DEFAULT_SHAPE.width,
+        DEFAULT_SHAPE.blocks("full()"),
+        embedding=embedding,
+        norm=NormSpec(),
     )
-    return ModelSpec(name, kind, (stack,), (OutputHeadSpec("classes", classes, pooling, bias="learned"),))
+    return ModelSpec(
+        name, kind, (stack,), (OutputHeadSpec("classes", classes, pooling, bias="learned"),)
+    )
 
 
 def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
-    """Square patches for images of this size, about 64 of them; a size that divides the image evenly is preferred.
+    """Square patches for images of this size, about 64 of them; a size that divides the image
+    evenly is preferred.
 
     >>> make_patches(28, 28, 1)
     PatchSpec(rows=7, columns=7, high=4, wide=4, channels=1)
     """
     target_size = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
-    divisors = [size for size in range(target_size, 2 * target_size + 1) if high % size == 0 and wide % size == 0]
+    divisors = [
+        size
+        for size in range(target_size, 2 * target_size + 1)
+        if high % size == 0 and wide % size == 0
+    ]
     size = min([*divisors, target_size][0], high, wide)
     return PatchSpec(high // size, wide // size, size, size, channels)
 
 
-# --- Classification ------------------------------------------------------------------------------------
+# --- Classification -------------------------------------------------------------------------------
 
 
 class ClassifierInputs(ABC):
@@ -257,11 +307,15 @@ class ClassifierInputs(ABC):
 
     @abstractmethod
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
-        """Input batch of these examples, and their positions and segments if they differ in length."""
+        """Input batch of these examples, and their positions and segments if
+        they differ in length.
+        """
 
     @abstractmethod
     def model(self, num_classes: int, pooling: str) -> ModelSpec:
-        """Spec of a classifier; pooling="each" classifies every token, "mean" the average of them."""
+        """Spec of a classifier; pooling="each" classifies every token, "mean"
+        the average of them.
+        """
 
 
 class LabelledDataset(Dataset):
@@ -271,14 +325,26 @@ class LabelledDataset(Dataset):
     """
 
     def __init__(
-        self, inputs: ClassifierInputs, labels: Any, class_names: Sequence[str], splits: Mapping[str, IndexArray]
+        self,
+        inputs: ClassifierInputs,
+        labels: Any,
+        class_names: Sequence[str],
+        splits: Mapping[str, IndexArray],
     ) -> None:
-        self.inputs, self.labels, self.names, self.splits = inputs, labels, tuple(class_names), splits
+        self.inputs, self.labels, self.names, self.splits = (
+            inputs,
+            labels,
+            tuple(class_names),
+            splits,
+        )
         self.vocabulary = inputs.vocabulary
         self.sizes = {split: len(indices) for split, indices in splits.items()}
         for split in ("train", "valid"):
             if not self.sizes[split]:
-                raise SpecError(f"the split {split!r} has no examples; add examples to the data, or change valid=")
+                raise SpecError(
+                    f"the split {split!r} has no examples; add examples to the data, or change "
+                    "valid="
+                )
         self._order = EpochOrder(self.sizes["train"])
         self._has_token_labels = np.ndim(labels[0]) > 0
 
@@ -325,5 +391,7 @@ def number_labels(labels: Sequence[Any]) -> tuple[NDArray[np.int64], list[str]]:
     """
     names, numbers = np.unique(np.asarray(labels), return_inverse=True)
     if len(names) < 2:
-        raise SpecError(f"all {len(labels)} labels are {str(names[0])!r}; give examples of at least two classes")
+        raise SpecError(
+            f"all {len(labels)} labels are {str(names[0])!r}; give examples of at least two classes"
+        )
     return numbers.astype(np.int64), [str(name) for name in names]

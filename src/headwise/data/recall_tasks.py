@@ -1,5 +1,6 @@
-"""Synthetic tasks whose answers are in the context: "recall" (multi-query associative recall), "lookup2" (two keys, in
-one or two hops) and "markov" (the next symbol of a chain whose transitions are seen).
+"""Synthetic tasks whose answers are in the context: "recall" (multi-query associative recall),
+"lookup2" (two keys, in one or two hops) and "markov" (the next symbol of a chain whose transitions
+are seen).
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from .synthetic_task import (
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
-# --- Associative recall --------------------------------------------------------------------------------
+# --- Associative recall ---------------------------------------------------------------------------
 
 
 FILLERS = ("random", "zero")
 
 
 class RecallAnnotation(NamedTuple):
-    """Annotation of an example: number of pairs, length, and links (index of the value, index of the query)."""
+    """Annotation of an example: number of pairs, length, and links (index of the value, index of
+    the query).
+    """
 
     pairs: int
     length: int
@@ -49,13 +52,15 @@ class RecallAnnotation(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class AssociativeRecall(SyntheticTask):
-    """Key-value pairs, then each key again as a query; the label of a query is its value (MQAR, 2312.04927).
+    """Key-value pairs, then each key again as a query; the label of a query is its value (MQAR,
+    2312.04927).
 
-    A row begins with D distinct keys from 1 .. V/2 - 1 and D distinct values from V/2 .. V - 1 as k v k v ...,
-    repeated `passes` times. The rest of the row is divided into slots of two tokens; D of them are sampled without
-    replacement with p(i) ~ i^(power - 1), i = 1, 2, ..., and each begins with one of the keys. All other tokens are
-    random (filler="random") or 0 (filler="zero"). V is `vocabulary` and D is `pairs`. `length` and `pairs` may be
-    tuples; each example then draws one setting (length[n], pairs[n]).
+    A row begins with D distinct keys from 1 .. V/2 - 1 and D distinct values from V/2 .. V - 1 as k
+    v k v ..., repeated `passes` times. The rest of the row is divided into slots of two tokens; D
+    of them are sampled without replacement with p(i) ~ i^(power - 1), i = 1, 2, ..., and each
+    begins with one of the keys. All other tokens are random (filler="random") or 0 (filler="zero").
+    V is `vocabulary` and D is `pairs`. `length` and `pairs` may be tuples; each example then draws
+    one setting (length[n], pairs[n]).
 
     >>> batch = AssociativeRecall(vocabulary=16, length=16, pairs=3, filler="zero").batch(0, 1)
     >>> batch.x[0].tolist()
@@ -82,18 +87,27 @@ class AssociativeRecall(SyntheticTask):
             raise SpecError(f"filler={self.filler!r} is unknown; {suggest(self.filler, FILLERS)}")
         for length, pairs in self.settings:
             self._check_setting(length, pairs)
-        check_sizes(self, tokens=max(length for length, _ in self.settings), symbols=self.vocabulary)
+        check_sizes(
+            self, tokens=max(length for length, _ in self.settings), symbols=self.vocabulary
+        )
         num_keys, num_values = self.vocabulary // 2 - 1, self.vocabulary - self.vocabulary // 2
         min_pairs = min(pairs for _, pairs in self.settings)
-        num_examples = np.prod([(num_keys - n) * (num_values - n) for n in range(min_pairs)], dtype=float)
+        num_examples = np.prod(
+            [(num_keys - n) * (num_values - n) for n in range(min_pairs)], dtype=float
+        )
         check_num_examples(self, float(num_examples), "use more pairs")
 
     def _check_setting(self, length: int, pairs: int) -> None:
         if length % 2:
-            raise SpecError(f"length={length} must be even, for key-value pairs; use length={length + 1}")
+            raise SpecError(
+                f"length={length} must be even, for key-value pairs; use length={length + 1}"
+            )
         if (required := 2 * pairs * (self.passes + 1)) > length:
             max_pairs = length // (2 * (self.passes + 1))
-            fact = f"pairs={pairs} with passes={self.passes} need {required} tokens, but length={length}"
+            fact = (
+                f"pairs={pairs} with passes={self.passes} need {required} tokens, but "
+                f"length={length}"
+            )
             raise SpecError(f"{fact}; use pairs={max_pairs} or less, or length={required}")
         if pairs > (num_keys := self.vocabulary // 2 - 1):
             raise SpecError(
@@ -108,7 +122,8 @@ class AssociativeRecall(SyntheticTask):
         count = max(len(lengths), len(pairs))
         if len(lengths) not in (1, count) or len(pairs) not in (1, count):
             raise SpecError(
-                f"length= has {len(lengths)} values, pairs= has {len(pairs)}; give equally many, or a single one"
+                f"length= has {len(lengths)} values, pairs= has {len(pairs)}; give equally many, "
+                "or a single one"
             )
         return tuple((lengths[n % len(lengths)], pairs[n % len(pairs)]) for n in range(count))
 
@@ -118,8 +133,12 @@ class AssociativeRecall(SyntheticTask):
         return {"accuracy": 1 / (self.vocabulary - self.vocabulary // 2)}
 
     def model(self) -> ModelSpec:
-        """Two attention layers without feed-forwards: one joins keys with their values, one looks them up."""
-        return make_small_decoder(self.name, self.vocabulary, ModelShape(width=64, heads=4, layers=2))
+        """Two attention layers without feed-forwards: one joins keys with their values, one looks
+        them up.
+        """
+        return make_small_decoder(
+            self.name, self.vocabulary, ModelShape(width=64, heads=4, layers=2)
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         length, pairs = np.asarray(self.settings)[random.integers(len(self.settings), 1)[:, 0]].T
@@ -143,12 +162,25 @@ class AssociativeRecall(SyntheticTask):
         x[np.arange(max_length) >= length[rows, None]] = -1
         labels = np.full_like(x, IGNORE_INDEX)
         labels[row, queries[row, pair]] = values[row, pair]
-        return {"content": x, "x": x, "labels": labels, "queries": queries, "pairs": pairs, "length": length}
+        return {
+            "content": x,
+            "x": x,
+            "labels": labels,
+            "queries": queries,
+            "pairs": pairs,
+            "length": length,
+        }
 
-    def _draw_slots(self, random: RandomStreams, length: np.ndarray, pairs: np.ndarray, max_pairs: int) -> np.ndarray:
-        """Sample slots without replacement: draw exponential arrival times of rate p(i) and take the earliest."""
+    def _draw_slots(
+        self, random: RandomStreams, length: np.ndarray, pairs: np.ndarray, max_pairs: int
+    ) -> np.ndarray:
+        """Sample slots without replacement: draw exponential arrival times of rate p(i) and take
+        the earliest.
+        """
         num_slots = length // 2 - self.passes * pairs
-        slot = np.arange(1, max(length // 2 - self.passes * pairs for length, pairs in self.settings) + 1)
+        slot = np.arange(
+            1, max(length // 2 - self.passes * pairs for length, pairs in self.settings) + 1
+        )
         arrival = -np.log(random.uniform(len(slot))) / slot ** (self.power - 1)
         arrival[slot > num_slots[:, None]] = np.inf
         return arrival.argsort(1, kind="stable")[:, :max_pairs]
@@ -159,11 +191,20 @@ class AssociativeRecall(SyntheticTask):
             torch.from_numpy(examples["x"][:, : length.max()]),
             torch.from_numpy(examples["labels"][:, : length.max()]),
         )
-        tokens = None if (length == length[0]).all() else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
+        tokens = (
+            None
+            if (length == length[0]).all()
+            else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
+        )
         gold = [
-            RecallAnnotation(count, end, tuple((2 * n + 1, query) for n, query in enumerate(queries[:count])))
+            RecallAnnotation(
+                count, end, tuple((2 * n + 1, query) for n, query in enumerate(queries[:count]))
+            )
             for count, end, queries in zip(
-                examples["pairs"].tolist(), length.tolist(), examples["queries"].tolist(), strict=True
+                examples["pairs"].tolist(),
+                length.tolist(),
+                examples["queries"].tolist(),
+                strict=True,
             )
         ]
         return Batch(x.clamp(min=0), labels, tokens=tokens, gold=gold)
@@ -176,15 +217,21 @@ class AssociativeRecall(SyntheticTask):
         return sum_by_slice("accuracy", correct, has_label, by_pairs | by_length)
 
 
-# --- Lookup by two keys --------------------------------------------------------------------------------
+# --- Lookup by two keys ---------------------------------------------------------------------------
 
-QUESTION_ID, SAME_ID, FIRST_ENTITY_ID = 0, 1, 2  # tokens of direct and composed questions; id of the first entity
+QUESTION_ID, SAME_ID, FIRST_ENTITY_ID = (
+    0,
+    1,
+    2,
+)  # tokens of direct and composed questions; id of the first entity
 
 
 class LookupAnnotation(NamedTuple):
-    """Annotation of an example: links (index of the value, index of its label) for each kind of question.
+    """Annotation of an example: links (index of the value, index of its label) for each kind of
+    question.
 
-    `hops` are the first hops of composed questions: (index of the attribute in the other question, index of the label).
+    `hops` are the first hops of composed questions: (index of the attribute in the other question,
+    index of the label).
     """
 
     direct: tuple[tuple[int, int], ...]
@@ -194,11 +241,13 @@ class LookupAnnotation(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class TwoKeyLookup(SyntheticTask):
-    """Facts `entity attribute value` for every entity and attribute, in random order, then questions about them.
+    """Facts `entity attribute value` for every entity and attribute, in random order, then
+    questions about them.
 
-    The answer to a direct question `? entity attribute` is the value of that fact; it follows the question. A composed
-    question `= A B` asks for the attribute of A that a direct question asked about B. Direct questions are about
-    different entities, so a composed question has a single answer.
+    The answer to a direct question `? entity attribute` is the value of that fact; it follows the
+    question. A composed question `= A B` asks for the attribute of A that a direct question asked
+    about B. Direct questions are about different entities, so a composed question has a single
+    answer.
 
     >>> task = TwoKeyLookup(entities=3, attributes=2, values=9, direct=1, composed=1)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
@@ -214,14 +263,25 @@ class TwoKeyLookup(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, minimum in {"entities": 2, "attributes": 1, "values": 2, "direct": 1, "composed": 0}.items():
+        for option, minimum in {
+            "entities": 2,
+            "attributes": 1,
+            "values": 2,
+            "direct": 1,
+            "composed": 0,
+        }.items():
             check_whole_number(option, getattr(self, option), minimum)
         if self.direct > self.entities:
-            fact = f"direct={self.direct} questions need as many different entities, but entities={self.entities}"
+            fact = (
+                f"direct={self.direct} questions need as many different entities, but "
+                f"entities={self.entities}"
+            )
             raise SpecError(f"{fact}; use direct={self.entities}")
         check_sizes(self, tokens=self._length, symbols=self.vocabulary)
         check_num_examples(
-            self, float(self.values) ** min(self._num_facts, 64), "use more entities, attributes or values"
+            self,
+            float(self.values) ** min(self._num_facts, 64),
+            "use more entities, attributes or values",
         )
 
     @property
@@ -243,15 +303,21 @@ class TwoKeyLookup(SyntheticTask):
         return {"accuracy": 1 / self.values}
 
     def model(self) -> ModelSpec:
-        """A decoder of three layers: a composed question needs the result of another look-up first."""
-        return make_small_decoder(self.name, self.vocabulary, ModelShape(width=64, heads=4, layers=3, feed=128))
+        """A decoder of three layers: a composed question needs the result of
+        another look-up first.
+        """
+        return make_small_decoder(
+            self.name, self.vocabulary, ModelShape(width=64, heads=4, layers=3, feed=128)
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         order = random.distinct(self._num_facts, self._num_facts)
         value = random.integers(self.values, self._num_facts)
         asked_entity = random.distinct(self.entities, self.direct)
         asked_attribute = random.integers(self.attributes, self.direct)
-        other = random.integers(self.direct, self.composed)  # the direct question that a composed one refers to
+        other = random.integers(
+            self.direct, self.composed
+        )  # the direct question that a composed one refers to
         other_entity = np.take_along_axis(asked_entity, other, 1)
         composed_entity = random.integers(self.entities - 1, self.composed)
         composed_entity += composed_entity >= other_entity  # any entity but the other one
@@ -259,9 +325,15 @@ class TwoKeyLookup(SyntheticTask):
         facts = self._make_rows(entity, attribute, np.take_along_axis(value, order, 1))
         value_index = 3 * order.argsort(1) + 2  # index of the value of each fact
         direct_fact = asked_entity * self.attributes + asked_attribute
-        direct = self._make_rows(asked_entity, asked_attribute, np.take_along_axis(value, direct_fact, 1), QUESTION_ID)
-        composed_fact = composed_entity * self.attributes + np.take_along_axis(asked_attribute, other, 1)
-        composed = self._make_rows(composed_entity, other_entity, np.take_along_axis(value, composed_fact, 1), SAME_ID)
+        direct = self._make_rows(
+            asked_entity, asked_attribute, np.take_along_axis(value, direct_fact, 1), QUESTION_ID
+        )
+        composed_fact = composed_entity * self.attributes + np.take_along_axis(
+            asked_attribute, other, 1
+        )
+        composed = self._make_rows(
+            composed_entity, other_entity, np.take_along_axis(value, composed_fact, 1), SAME_ID
+        )
         x = np.concatenate([facts, direct, composed], 1)
         return {
             "content": x,
@@ -271,7 +343,9 @@ class TwoKeyLookup(SyntheticTask):
             "hops": 3 * self._num_facts + 4 * other + 2,
         }
 
-    def _make_rows(self, entity: Ints, second: Ints, value: Ints, question_id: int | None = None) -> Ints:
+    def _make_rows(
+        self, entity: Ints, second: Ints, value: Ints, question_id: int | None = None
+    ) -> Ints:
         """Ids [examples, tokens] of facts, or of questions with their answers."""
         first_attribute_id = FIRST_ENTITY_ID + self.entities
         columns = [
@@ -307,7 +381,12 @@ class TwoKeyLookup(SyntheticTask):
         correct, has_label = find_correct(logits, batch.labels)
         last_direct = int(self._answer_positions()[self.direct - 1])
         is_direct = torch.arange(has_label.shape[1], device=has_label.device) <= last_direct
-        return sum_by_slice("accuracy", correct, has_label, {"query=direct": is_direct, "query=composed": ~is_direct})
+        return sum_by_slice(
+            "accuracy",
+            correct,
+            has_label,
+            {"query=direct": is_direct, "query=composed": ~is_direct},
+        )
 
     def text(self, ids: list[int]) -> str:
         """Ids as words: entities E0, E1, ..., attributes a0, a1, ..., and values as numbers."""
@@ -332,10 +411,11 @@ NUM_BASELINE_EXAMPLES = 512  # validation examples that the baselines are measur
 class MarkovChains(SyntheticTask):
     """Predict the next symbol of a Markov chain with a transition matrix of its own (2402.11004).
 
-    Each row of the matrix is drawn from Dirichlet(1, ..., 1). The Bayes-optimal prediction is the smoothed bigram: b
-    follows a with probability (n(a, b) + 1) / (n(a) + symbols), where n counts the sequence so far. The metric `excess`
-    is the KL divergence of the model's prediction from it, in nats. Every sequence of `length` symbols begins with a
-    start token, the last id: without it and without absolute positions, attention cannot distinguish a from a a.
+    Each row of the matrix is drawn from Dirichlet(1, ..., 1). The Bayes-optimal prediction is the
+    smoothed bigram: b follows a with probability (n(a, b) + 1) / (n(a) + symbols), where n counts
+    the sequence so far. The metric `excess` is the KL divergence of the model's prediction from it,
+    in nats. Every sequence of `length` symbols begins with a start token, the last id: without it
+    and without absolute positions, attention cannot distinguish a from a a.
 
     >>> predict_by_bigrams(np.array([[0, 1, 0, 1, 0]]), 2)[0].round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5], [0.333, 0.667], [0.667, 0.333], [0.25, 0.75]]
@@ -350,18 +430,28 @@ class MarkovChains(SyntheticTask):
         check_whole_number("length", self.length, 2)
         check_whole_number("symbols", self.symbols, 2)
         if self.symbols > 64:
-            raise SpecError(f"symbols={self.symbols} is too many to count pairs of them in context; use at most 64")
+            raise SpecError(
+                f"symbols={self.symbols} is too many to count pairs of them in context; use at "
+                "most 64"
+            )
         check_sizes(self, tokens=self.length)
-        check_num_examples(self, float(self.symbols) ** min(self.length, 64), "use a larger length=")
+        check_num_examples(
+            self, float(self.symbols) ** min(self.length, 64), "use a larger length="
+        )
 
     @property
     def chance(self) -> Mapping[str, float]:
         """Scores of the uniform distribution over symbols."""
-        return {"accuracy": 1 / self.symbols, "nats": log(self.symbols), "excess": self.lines["uniform"]}
+        return {
+            "accuracy": 1 / self.symbols,
+            "nats": log(self.symbols),
+            "excess": self.lines["uniform"],
+        }
 
     @property
     def lines(self) -> Mapping[str, float]:
-        """Excess of the baselines "uniform", "unigram" and "bigram" on the first 512 validation examples.
+        """Excess of the baselines "uniform", "unigram" and "bigram" on the first 512 validation
+        examples.
 
         >>> {name: round(excess, 2) for name, excess in MarkovChains().lines.items()}
         {'uniform': 0.22, 'unigram': 0.16, 'bigram': 0.0}
@@ -379,12 +469,21 @@ class MarkovChains(SyntheticTask):
         }
 
     def model(self) -> ModelSpec:
-        """A decoder of two layers: the first can attend to the previous token, the second can count pairs."""
-        return make_small_decoder(self.name, self.symbols + 1, ModelShape(width=64, heads=4, layers=2, feed=128))
+        """A decoder of two layers: the first can attend to the previous token, the second can count
+        pairs.
+        """
+        return make_small_decoder(
+            self.name, self.symbols + 1, ModelShape(width=64, heads=4, layers=2, feed=128)
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         # The gaps between 0, sorted uniform numbers and 1 are distributed as Dirichlet(1, ..., 1).
-        edges = np.sort(random.uniform(self.symbols * (self.symbols - 1)).reshape(len(random), self.symbols, -1), -1)
+        edges = np.sort(
+            random.uniform(self.symbols * (self.symbols - 1)).reshape(
+                len(random), self.symbols, -1
+            ),
+            -1,
+        )
         unit, rows = random.uniform(self.length), np.arange(len(random))
         x = np.empty((len(random), self.length + 1), np.int64)
         x[:, 0] = random.integers(self.symbols, 1)[:, 0]
@@ -393,7 +492,9 @@ class MarkovChains(SyntheticTask):
         return {"content": x[:, :-1], "x": x}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        """The batch of these examples; `gold` holds the bigram prediction after each symbol, [length, symbols]."""
+        """The batch of these examples; `gold` holds the bigram prediction after each symbol,
+        [length, symbols].
+        """
         optimal = torch.from_numpy(predict_by_bigrams(examples["x"][:, :-1], self.symbols))
         x, labels = examples["x"].copy(), examples["x"].copy()
         x[:, 1:], x[:, 0], labels[:, 0] = x[:, :-1].copy(), self.symbols, IGNORE_INDEX
@@ -410,7 +511,11 @@ class MarkovChains(SyntheticTask):
         position = torch.arange(has_label.shape[1], device=has_label.device).expand(has_label.shape)
         accuracy = dict(sum_by_slice("accuracy", correct, has_label, {}))
         nats = dict(sum_by_slice("nats", -label_log_probs, has_label, {}))
-        return accuracy | nats | dict(sum_by_slice("excess", excess, has_label, slice_by_power_of_two("t", position)))
+        return (
+            accuracy
+            | nats
+            | dict(sum_by_slice("excess", excess, has_label, slice_by_power_of_two("t", position)))
+        )
 
     def text(self, ids: list[int]) -> str:
         """Symbols as numbers, the start token as "|"."""
@@ -418,7 +523,9 @@ class MarkovChains(SyntheticTask):
 
 
 def predict_by_bigrams(x: Ints, symbols: int) -> np.ndarray:
-    """Bayes-optimal distribution of the next symbol after each position of `x` [rows, length]: the smoothed bigram."""
+    """Bayes-optimal distribution of the next symbol after each position of `x` [rows, length]: the
+    smoothed bigram.
+    """
     rows = np.arange(len(x))
     counts = np.ones((len(x), symbols, symbols))
     out = np.empty((*x.shape, symbols))
@@ -430,7 +537,8 @@ def predict_by_bigrams(x: Ints, symbols: int) -> np.ndarray:
 
 
 def predict_by_unigrams(x: Ints, symbols: int) -> np.ndarray:
-    """Distribution of the next symbol by smoothed counts of single symbols, for each position of `x` [rows, length].
+    """Distribution of the next symbol by smoothed counts of single symbols, for each position of
+    `x` [rows, length].
 
     >>> predict_by_unigrams(np.array([[0, 1]]), 2)[0].round(3).tolist()
     [[0.667, 0.333], [0.5, 0.5]]

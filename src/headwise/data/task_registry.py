@@ -22,7 +22,7 @@ from .time_series import FrameClassification
 from .token_files import TokenFileTask
 from .translation import ParallelTextTask
 
-# --- Tasks by name -------------------------------------------------------------------------------------
+# --- Tasks by name --------------------------------------------------------------------------------
 
 
 TASKS: dict[str, type[Task]] = {
@@ -56,21 +56,30 @@ def make_task(name: str, **options: Any) -> Task:
     field_names = [field.name for field in fields(TASKS[name]) if field.init]
     for option, value in options.items():
         if option not in field_names:
-            raise SpecError(f"the task {name!r} has no option {option!r}; {suggest(option, field_names)}")
+            raise SpecError(
+                f"the task {name!r} has no option {option!r}; {suggest(option, field_names)}"
+            )
         if isinstance(value, tuple) and any(isinstance(item, (list, Mapping)) for item in value):
-            raise SpecError(f"the option {option!r} of the task {name!r} holds lists or tables; give numbers or texts")
-    required = [f.name for f in fields(TASKS[name]) if f.init and f.default is f.default_factory is MISSING]
+            raise SpecError(
+                f"the option {option!r} of the task {name!r} holds lists or tables; give numbers "
+                "or texts"
+            )
+    required = [
+        f.name for f in fields(TASKS[name]) if f.init and f.default is f.default_factory is MISSING
+    ]
     for option in required:
         if option not in options:
             raise SpecError(f"the task {name!r} needs the option {option!r}; give it")
     return TASKS[name](**options)
 
 
-# --- File tasks by path --------------------------------------------------------------------------------
+# --- File tasks by path ---------------------------------------------------------------------------
 
 # The adapter for each file suffix; .npz files and folders are chosen by their content.
 ADAPTER_OF_SUFFIX = {
-    **dict.fromkeys((*TextTask.suffixes, ".text", ".log", ".tex", ".html", ".c", ".h", ".js", ".rs"), "text"),
+    **dict.fromkeys(
+        (*TextTask.suffixes, ".text", ".log", ".tex", ".html", ".c", ".h", ".js", ".rs"), "text"
+    ),
     **dict.fromkeys(token_files.TOKEN_FILE_SUFFIXES, "tokens"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".tsv": "parallel",
@@ -78,10 +87,11 @@ ADAPTER_OF_SUFFIX = {
 
 
 def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask:
-    """Task over the data that `source` names: "stdlib", a file, a folder, or two aligned files joined by a comma.
+    """Task over the data that `source` names: "stdlib", a file, a folder, or two aligned files
+    joined by a comma.
 
-    The file suffix chooses the adapter (the class that reads the data); a prefix, as in "parallel:cmn.txt", overrides
-    it. `options` are the fields of the adapter.
+    The file suffix chooses the adapter (the class that reads the data); a prefix, as in
+    "parallel:cmn.txt", overrides it. `options` are the fields of the adapter.
 
     >>> open_data("stdlib", {"length": 128})
     TextTask(path='stdlib', length=128)
@@ -95,7 +105,10 @@ def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask
     adapters = {name: cls for name, cls in TASKS.items() if issubclass(cls, FileTask)}
     if name not in adapters:
         raise SpecError(f"there is no adapter {name!r}; {suggest(name, adapters)}")
-    values = {option: tuple(value) if isinstance(value, list) else value for option, value in (options or {}).items()}
+    values = {
+        option: tuple(value) if isinstance(value, list) else value
+        for option, value in (options or {}).items()
+    }
     task = make_task(name, **({"path": _split_pair(path) if name == "parallel" else path} | values))
     return cast(FileTask, task)
 
@@ -121,7 +134,8 @@ def find_adapter(source: str) -> str:
         return "images"
     if suffix not in ADAPTER_OF_SUFFIX:
         raise SpecError(
-            f"the suffix of {source!r} has no adapter; name one in front, as in text:{source} or parallel:{source}"
+            f"the suffix of {source!r} has no adapter; name one in front, as in text:{source} or "
+            f"parallel:{source}"
         )
     return ADAPTER_OF_SUFFIX[suffix]
 

@@ -1,4 +1,6 @@
-"""Reading files as bytes, text and lines in chunks; errors name the file, the line and the offset."""
+"""Reading files as bytes, text and lines in chunks; errors name the file, the
+line and the offset.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ..errors import SpecError
 CHUNK_BYTES = 1 << 20
 MAX_OTHER_FILES, MAX_OTHERS_PER_FILE = 20_000, 10  # above both, a folder is not one of data
 GZIP_MAGIC = b"\x1f\x8b"
-MAX_UNPACKED_BYTES = 4 * 2**30  # of a compressed file; a file of a few megabytes can unpack to as much as this
+MAX_UNPACKED_BYTES = (
+    4 * 2**30
+)  # of a compressed file; a file of a few megabytes can unpack to as much as this
 
 
 def existing_path(path_text: str) -> Path:
@@ -25,15 +29,24 @@ def existing_path(path_text: str) -> Path:
     path = Path(path_text)
     try:
         exists = path.exists()
-    except (OSError, ValueError) as error:  # a name that no file system accepts: too long, or with a NUL
-        raise SpecError(f"{path_text!r} is not a valid path: {error}; give the path of a file or a folder") from None
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a name that no file system accepts: too long, or with a NUL
+        raise SpecError(
+            f"{path_text!r} is not a valid path: {error}; give the path of a file or a folder"
+        ) from None
     if not path_text or not exists:
         siblings = os.listdir(path.parent) if path_text and path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, siblings, n=1)
-        remedy = f"did you mean {str(path.parent / close[0])!r}?" if close else "give a path that exists"
+        remedy = (
+            f"did you mean {str(path.parent / close[0])!r}?" if close else "give a path that exists"
+        )
         raise SpecError(f"there is no file {path_text!r}; {remedy}")
     if not (path.is_file() or path.is_dir()):
-        raise SpecError(f"{path_text} is neither a regular file nor a folder; save the data to a file first")
+        raise SpecError(
+            f"{path_text} is neither a regular file nor a folder; save the data to a file first"
+        )
     return path
 
 
@@ -45,24 +58,32 @@ def existing_file(path_text: str) -> Path:
     return path
 
 
-def list_files(folder: Path, suffixes: Collection[str], skipped_folders: Collection[str] = ()) -> list[Path]:
-    """Files below a folder with one of these suffixes, sorted by name; hidden files and `skipped_folders` left out.
+def list_files(
+    folder: Path, suffixes: Collection[str], skipped_folders: Collection[str] = ()
+) -> list[Path]:
+    """Files below a folder with one of these suffixes, sorted by name; hidden files and
+    `skipped_folders` left out.
 
-    Raises SpecError for the root of the file system, and for a folder with many other files: it is not one of data, and
-    a walk through all of it could take minutes.
+    Raises SpecError for the root of the file system, and for a folder with many other files: it is
+    not one of data, and a walk through all of it could take minutes.
     """
     if folder.resolve() == folder.resolve().parent:
         raise SpecError(f"{folder} is the root of the file system; give the folder with the data")
     paths: list[Path] = []
     num_others = 0
     for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in skipped_folders
+        ]
         visible = [Path(root, name) for name in files if not name.startswith(".")]
         matches = [path for path in visible if path.suffix.lower() in suffixes and path.is_file()]
         paths += matches
         num_others += len(files) - len(matches)
         if num_others > max(MAX_OTHER_FILES, MAX_OTHERS_PER_FILE * len(paths)):
-            fact = f"{folder} contains at least {num_others:,} files that are no data, and {len(paths):,} that may be"
+            fact = (
+                f"{folder} contains at least {num_others:,} files that are no data, and "
+                f"{len(paths):,} that may be"
+            )
             raise SpecError(f"{fact}; give the folder with the data")
     return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
@@ -86,7 +107,9 @@ def read_chunks(path: Path) -> Iterator[bytes]:
                 check_unpacked_size(path, size)
                 yield piece
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise SpecError(f"{path} is a damaged gzip file: {error}; download or create it again") from None
+        raise SpecError(
+            f"{path} is a damaged gzip file: {error}; download or create it again"
+        ) from None
     except OSError as error:
         raise _read_error(path, error) from None
 
@@ -99,7 +122,9 @@ def check_unpacked_size(path: Path, size: int) -> None:
 
 
 def _read_error(path: Path, error: OSError) -> SpecError:
-    return SpecError(f"cannot read {path}: {error.strerror or error}; check its permissions and its disk")
+    return SpecError(
+        f"cannot read {path}: {error.strerror or error}; check its permissions and its disk"
+    )
 
 
 def read_text_chunks(path: Path) -> Iterator[str]:
@@ -107,14 +132,21 @@ def read_text_chunks(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     bytes_read = num_lines = 0
     for chunk in chain(read_chunks(path), [b""]):
-        start = bytes_read - len(decoder.getstate()[0])  # the decoder may hold the first bytes of a character
+        start = bytes_read - len(
+            decoder.getstate()[0]
+        )  # the decoder may hold the first bytes of a character
         bytes_read += len(chunk)
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            offset, line = start + error.start, num_lines + error.object[: error.start].count(b"\n") + 1
+            offset, line = (
+                start + error.start,
+                num_lines + error.object[: error.start].count(b"\n") + 1,
+            )
             fact = f"byte {error.object[error.start]:#04x} at offset {offset}, in line {line}"
-            raise SpecError(f"{path} is not UTF-8 text: {fact}; convert it, for example with iconv -t utf-8") from None
+            raise SpecError(
+                f"{path} is not UTF-8 text: {fact}; convert it, for example with iconv -t utf-8"
+            ) from None
         if (nul := text.find("\0")) >= 0:
             offset, line = start + len(text[:nul].encode()), num_lines + text[:nul].count("\n") + 1
             fact = f"a NUL byte at offset {offset}, in line {line}"
@@ -125,7 +157,9 @@ def read_text_chunks(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    r"""The lines of a UTF-8 file, without "\n" or "\r\n" at their ends and without a byte order mark."""
+    r"""The lines of a UTF-8 file, without "\n" or "\r\n" at their ends and without a byte order
+    mark.
+    """
     parts: list[str] = []  # of the line that is being read
     for n, chunk in enumerate(read_text_chunks(path)):
         first, *following = (chunk.removeprefix("\ufeff") if n == 0 else chunk).split("\n")
@@ -137,21 +171,34 @@ def read_lines(path: Path) -> Iterator[str]:
         yield last
 
 
-SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
+SPLIT_NAMES = {
+    "train": ("train",),
+    "valid": ("valid", "val", "validation", "dev"),
+    "test": ("test",),
+}
 
 
 def find_splits(folder: Path, suffixes: Collection[str] = ("",)) -> dict[str, Path]:
     """Files or folders of each split, found by their names, such as train.bin and val.bin."""
     split_of_name = {
-        f"{word}{suffix}": split for split, words in SPLIT_NAMES.items() for word in words for suffix in suffixes
+        f"{word}{suffix}": split
+        for split, words in SPLIT_NAMES.items()
+        for word in words
+        for suffix in suffixes
     }
     paths: dict[str, Path] = {}
     for name in sorted(os.listdir(folder)):
         split = split_of_name.get(name, "")
         if split in paths:
-            raise SpecError(f"{folder} has {paths[split].name} and {name}, both for the split {split!r}; keep one")
+            raise SpecError(
+                f"{folder} has {paths[split].name} and {name}, both for the split {split!r}; keep "
+                "one"
+            )
         if split:
             paths[split] = folder / name
     if paths and "train" not in paths:
-        raise SpecError(f"{folder} has {next(iter(paths.values())).name}, but nothing named train; add a train split")
+        raise SpecError(
+            f"{folder} has {next(iter(paths.values())).name}, but nothing named train; add a "
+            "train split"
+        )
     return {split: paths[split] for split in SPLIT_NAMES if split in paths}

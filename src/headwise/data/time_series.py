@@ -1,4 +1,6 @@
-"""Classification of feature sequences, such as speech features: one class per utterance, or one per frame."""
+"""Classification of feature sequences, such as speech features: one class per utterance, or one per
+frame.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ LABEL_TABLE = "labels.tsv"
 
 @dataclass(frozen=True, repr=False)
 class FrameClassification(FileTask):
-    """Classification of utterances or of their frames, with each feature normalised to mean 0 and standard deviation 1.
+    """Classification of utterances or of their frames, with each feature normalised to mean 0 and
+    standard deviation 1.
 
-    `path` is an .npz or a folder. The .npz holds `frames`, [n, time, features], or [total, features] together with
-    `lengths`; and `labels`, one per utterance or one per frame. The folder holds .npy files [time, features] and a
-    labels.tsv with a line for each: its name, a tab, and one label, or one label per frame separated by spaces.
+    `path` is an .npz or a folder. The .npz holds `frames`, [n, time, features], or [total,
+    features] together with `lengths`; and `labels`, one per utterance or one per frame. The folder
+    holds .npy files [time, features] and a labels.tsv with a line for each: its name, a tab, and
+    one label, or one label per frame separated by spaces.
     """
 
     name: ClassVar[str] = "frames"
@@ -44,9 +48,13 @@ class FrameClassification(FileTask):
         if not path.is_dir():
             return [path]
         if not (npy_files := list_files(path, (".npy",))):
-            raise SpecError(f"{path} has no .npy files; add one [time, features] per utterance, or give an .npz")
+            raise SpecError(
+                f"{path} has no .npy files; add one [time, features] per utterance, or give an .npz"
+            )
         if not (path / LABEL_TABLE).is_file():
-            raise SpecError(f"{path} has no {LABEL_TABLE}; write a line NAME<tab>LABEL for each .npy")
+            raise SpecError(
+                f"{path} has no {LABEL_TABLE}; write a line NAME<tab>LABEL for each .npy"
+            )
         return [path / LABEL_TABLE, *npy_files]
 
     def read(self) -> LabelledDataset:
@@ -60,7 +68,8 @@ class FrameClassification(FileTask):
             for utterance, frame_labels, name in zip(utterances, labels, names, strict=True):
                 if len(frame_labels) != len(utterance):
                     raise SpecError(
-                        f"{name} has {len(utterance)} frames, but {len(frame_labels)} labels; give one label per frame"
+                        f"{name} has {len(utterance)} frames, but {len(frame_labels)} labels; "
+                        "give one label per frame"
                     )
         flat, classes = number_labels(
             [label for frame_labels in labels for label in frame_labels] if per_frame else labels
@@ -71,18 +80,25 @@ class FrameClassification(FileTask):
         return LabelledDataset(inputs, np.split(flat, ends) if per_frame else flat, classes, splits)
 
 
-FrameData = tuple[list[Any], list[Any], list[str]]  # for each utterance its frames, its label or labels, its name
+FrameData = tuple[
+    list[Any], list[Any], list[str]
+]  # for each utterance its frames, its label or labels, its name
 
 
 def _read_npz_frames(path: Path) -> FrameData:
     arrays = read_npz(path)
     if missing := [name for name in ("frames", "labels") if name not in arrays]:
         present = ", ".join(arrays) or "no arrays"
-        raise SpecError(f"{path} has {present}, but no {missing[0]!r}; name the arrays frames, labels and lengths")
+        raise SpecError(
+            f"{path} has {present}, but no {missing[0]!r}; name the arrays frames, labels and "
+            "lengths"
+        )
     frames, labels = arrays["frames"], arrays["labels"]
     utterances = _split_utterances(frames, arrays, path)
     if labels.dtype.kind not in "uiSU" or labels.ndim > 2:
-        raise SpecError(f"the labels of {path} are {labels.dtype} {list(labels.shape)}; give integers or text")
+        raise SpecError(
+            f"the labels of {path} are {labels.dtype} {list(labels.shape)}; give integers or text"
+        )
     names = [str(n) for n in range(len(utterances))]
     if labels.shape == (len(utterances),):
         return utterances, labels.tolist(), names
@@ -100,9 +116,17 @@ def _split_utterances(frames: Any, arrays: Mapping[str, Any], path: Path) -> lis
     if "lengths" not in arrays and frames.ndim == 3:
         return list(frames)
     lengths = arrays.get("lengths", np.zeros(0))
-    if frames.ndim != 2 or lengths.ndim != 1 or lengths.dtype.kind not in "ui" or lengths.sum() != len(frames):
+    if (
+        frames.ndim != 2
+        or lengths.ndim != 1
+        or lengths.dtype.kind not in "ui"
+        or lengths.sum() != len(frames)
+    ):
         fact = f"{path} has frames {list(frames.shape)} and lengths that sum to {lengths.sum():g}"
-        raise SpecError(f"{fact}; give frames [n, time, features], or frames [total, features] with matching lengths")
+        raise SpecError(
+            f"{fact}; give frames [n, time, features], or frames [total, features] with matching "
+            "lengths"
+        )
     return np.split(frames, np.cumsum(lengths)[:-1])
 
 
@@ -118,24 +142,35 @@ def _read_folder(path: Path) -> FrameData:
             raise SpecError(f"line {n} of {path / LABEL_TABLE} has no label; write NAME<tab>LABEL")
         if name in line_of_name:
             raise SpecError(
-                f"line {n} of {path / LABEL_TABLE} names {name} again, as line {line_of_name[name]}; keep one"
+                f"line {n} of {path / LABEL_TABLE} names {name} again, as line "
+                f"{line_of_name[name]}; keep one"
             )
         line_of_name[name] = n
         labels.append(label_text.split())
         utterances.append(open_npy(existing_file(str(path / f"{name}.npy"))))
     if not labels:
         raise SpecError(f"{path / LABEL_TABLE} is empty; write a line NAME<tab>LABEL for each .npy")
-    file_names = {file.relative_to(path).as_posix().removesuffix(".npy") for file in list_files(path, (".npy",))}
+    file_names = {
+        file.relative_to(path).as_posix().removesuffix(".npy")
+        for file in list_files(path, (".npy",))
+    }
     if unlabelled := sorted(file_names - set(line_of_name)):
-        raise SpecError(f"{path / unlabelled[0]}.npy has no label in {LABEL_TABLE}; add a line for it")
+        raise SpecError(
+            f"{path / unlabelled[0]}.npy has no label in {LABEL_TABLE}; add a line for it"
+        )
     per_utterance = all(len(label) == 1 for label in labels)
-    return utterances, [label[0] for label in labels] if per_utterance else labels, list(line_of_name)
+    return (
+        utterances,
+        [label[0] for label in labels] if per_utterance else labels,
+        list(line_of_name),
+    )
 
 
 def _check_frames(utterance: Any, first: Any, name: str) -> None:
     if utterance.ndim != 2 or utterance.dtype.kind not in "fui" or not utterance.size:
         raise SpecError(
-            f"{name} holds {utterance.dtype} {list(utterance.shape)}; give numbers [time, features], at least one frame"
+            f"{name} holds {utterance.dtype} {list(utterance.shape)}; give numbers [time, "
+            "features], at least one frame"
         )
     if utterance.shape[1:] != first.shape[1:]:
         fact = f"{name} has {utterance.shape[1]} features, the first utterance {first.shape[1]}"
@@ -147,7 +182,9 @@ def _check_frames(utterance: Any, first: Any, name: str) -> None:
 
 
 class UtteranceInputs(ClassifierInputs):
-    """Utterances of different lengths, normalised per feature with mean and deviation of the train split."""
+    """Utterances of different lengths, normalised per feature with mean and deviation of the train
+    split.
+    """
 
     def __init__(self, utterances: Sequence[Any], train: IndexArray) -> None:
         self.utterances = utterances
@@ -158,7 +195,10 @@ class UtteranceInputs(ClassifierInputs):
             count, sums = count + len(frames), sums + np.stack([frames.sum(0), (frames**2).sum(0)])
         mean, mean_square = sums / count
         deviation = np.sqrt(np.maximum(mean_square - mean**2, 0))
-        self.mean, self.deviation = mean, np.where(deviation > 1e-6, deviation, 1.0)  # 1 for a constant feature
+        self.mean, self.deviation = (
+            mean,
+            np.where(deviation > 1e-6, deviation, 1.0),
+        )  # 1 for a constant feature
 
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
         lengths = [len(self.utterances[n]) for n in indices]
@@ -170,9 +210,13 @@ class UtteranceInputs(ClassifierInputs):
 
     @property
     def usage(self) -> ProcessorSpec:
-        return ProcessorSpec(mean=tuple(self.mean.tolist()), deviation=tuple(self.deviation.tolist()))
+        return ProcessorSpec(
+            mean=tuple(self.mean.tolist()), deviation=tuple(self.deviation.tolist())
+        )
 
     def model(self, num_classes: int, pooling: str) -> ModelSpec:
-        """An encoder that embeds each frame linearly: an utterance is an image of one column, a frame one patch."""
+        """An encoder that embeds each frame linearly: an utterance is an image of one column, a
+        frame one patch.
+        """
         column = PatchSpec(rows=self.longest, columns=1, high=1, wide=self.width, channels=1)
         return make_classifier("frames", EmbeddingSpec(patches=column), num_classes, pooling)

@@ -25,7 +25,9 @@ TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 @dataclass(frozen=True, repr=False)
 class TokenFileMetadata:
-    """Content of the JSON file beside the ids: vocabulary size, storage type, and path of the tokenizer.json."""
+    """Content of the JSON file beside the ids: vocabulary size, storage type, and path of the
+    tokenizer.json.
+    """
 
     vocab: int = 0
     dtype: str = ""
@@ -34,12 +36,14 @@ class TokenFileMetadata:
 
 @dataclass(frozen=True, repr=False)
 class TokenFileTask(FileTask):
-    """Language modelling on stored token ids, in rows of `length`; the ids are never all in memory at once.
+    """Language modelling on stored token ids, in rows of `length`; the ids are never all in memory
+    at once.
 
-    `path` is a file, whose end is held out by the shares `valid` and `test`, or a folder with files for each split,
-    such as train.bin and val.bin. `tensor` names the tensor of a .safetensors file with several. Defaults for `vocab`,
-    `dtype` (of a .bin) and `tokenizer_path` are read from the keys vocab, dtype and tokenizer of a JSON file beside the
-    ids: FILE.json or meta.json. Without it, `vocab` is one more than the largest id.
+    `path` is a file, whose end is held out by the shares `valid` and `test`, or a folder with files
+    for each split, such as train.bin and val.bin. `tensor` names the tensor of a .safetensors file
+    with several. Defaults for `vocab`, `dtype` (of a .bin) and `tokenizer_path` are read from the
+    keys vocab, dtype and tokenizer of a JSON file beside the ids: FILE.json or meta.json. Without
+    it, `vocab` is one more than the largest id.
     """
 
     name: ClassVar[str] = "tokens"
@@ -68,7 +72,8 @@ class TokenFileTask(FileTask):
         if len(paths := find_splits(path, TOKEN_FILE_SUFFIXES)) < 2:
             suffixes = ", ".join(TOKEN_FILE_SUFFIXES)
             raise SpecError(
-                f"{path} has no train and valid files ({suffixes}); name them train.bin and valid.bin, or give one file"
+                f"{path} has no train and valid files ({suffixes}); name them train.bin and "
+                "valid.bin, or give one file"
             )
         return paths
 
@@ -79,7 +84,9 @@ class TokenFileTask(FileTask):
         return [*self._split_paths().values(), *meta_paths, *tokenizer_paths]
 
     def _find_metadata(self) -> tuple[TokenFileMetadata, Path | None]:
-        """The options of this task, completed from the JSON file beside the ids, and the path of that file."""
+        """The options of this task, completed from the JSON file beside the ids, and the path of
+        that file.
+        """
         train = self._split_paths()["train"]
         candidates = [train.with_suffix(".json"), train.with_name("meta.json")]
         path = next((path for path in candidates if path.is_file()), None)
@@ -87,23 +94,39 @@ class TokenFileTask(FileTask):
         for name in ("vocab", "dtype"):
             value, stored_value = getattr(self, name), getattr(stored, name)
             if value and stored_value and value != stored_value:
-                raise SpecError(f"{name}={value!r}, but {path} has {name}={stored_value!r}; correct one of them")
-        tokenizer = self.tokenizer_path or (str(train.with_name(stored.tokenizer)) if stored.tokenizer else "")
-        return TokenFileMetadata(self.vocab or stored.vocab, self.dtype or stored.dtype, tokenizer), path
+                raise SpecError(
+                    f"{name}={value!r}, but {path} has {name}={stored_value!r}; correct one of them"
+                )
+        tokenizer = self.tokenizer_path or (
+            str(train.with_name(stored.tokenizer)) if stored.tokenizer else ""
+        )
+        return TokenFileMetadata(
+            self.vocab or stored.vocab, self.dtype or stored.dtype, tokenizer
+        ), path
 
     def read(self) -> TokenStreamDataset:
         meta, _ = self._find_metadata()
         arrays = {split: self._open_ids(path, meta) for split, path in self._split_paths().items()}
         vocabulary = self._read_vocabulary(meta)
         known_size = vocabulary.size if vocabulary else meta.vocab
-        largest = max(_find_largest_id(arrays[split], known_size, path) for split, path in self._split_paths().items())
+        largest = max(
+            _find_largest_id(arrays[split], known_size, path)
+            for split, path in self._split_paths().items()
+        )
         size = meta.vocab or known_size or largest + 1
-        ranges = split_ranges({split: len(ids) for split, ids in arrays.items()}, (self.valid, self.test))
-        spans = {split: TokenSpan(arrays[owner], start, stop) for split, (owner, start, stop) in ranges.items()}
+        ranges = split_ranges(
+            {split: len(ids) for split, ids in arrays.items()}, (self.valid, self.test)
+        )
+        spans = {
+            split: TokenSpan(arrays[owner], start, stop)
+            for split, (owner, start, stop) in ranges.items()
+        }
         bytes_per_id = vocabulary.bytes_per_id if vocabulary else None
         if bytes_per_id is not None:  # `vocab` may be larger than the tokenizer's vocabulary
             bytes_per_id = np.pad(bytes_per_id, (0, size - len(bytes_per_id)))
-        return TokenStreamDataset(spans, self.length, size, vocabulary=vocabulary, bytes_per_id=bytes_per_id)
+        return TokenStreamDataset(
+            spans, self.length, size, vocabulary=vocabulary, bytes_per_id=bytes_per_id
+        )
 
     def _read_vocabulary(self, meta: TokenFileMetadata) -> SubwordVocabulary | None:
         if not meta.tokenizer:
@@ -116,10 +139,12 @@ class TokenFileTask(FileTask):
 
     def _open_ids(self, path: Path, meta: TokenFileMetadata) -> Any:
         if path.suffix not in TOKEN_FILE_SUFFIXES:
-            raise SpecError(f"{path} is not a file of token ids; store them as {', '.join(TOKEN_FILE_SUFFIXES)}")
-        ids = {".npy": _open_npy_ids, ".bin": _open_bin_ids, ".safetensors": _open_safetensors_ids}[path.suffix](
-            path, meta, self.tensor
-        )
+            raise SpecError(
+                f"{path} is not a file of token ids; store them as {', '.join(TOKEN_FILE_SUFFIXES)}"
+            )
+        ids = {".npy": _open_npy_ids, ".bin": _open_bin_ids, ".safetensors": _open_safetensors_ids}[
+            path.suffix
+        ](path, meta, self.tensor)
         if not len(ids):
             raise SpecError(f"{path} is empty; give a file with token ids")
         return ids
@@ -131,19 +156,34 @@ def _read_metadata(path: Path) -> TokenFileMetadata:
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path} is not valid JSON: {error}; correct it, or remove it") from None
     if not isinstance(entries, dict):
-        raise SpecError(f"{path} holds {type(entries).__name__}; write an object with vocab, dtype and tokenizer")
+        raise SpecError(
+            f"{path} holds {type(entries).__name__}; write an object with vocab, dtype and "
+            "tokenizer"
+        )
     meta = TokenFileMetadata(
-        *(entries.get(name, default) for name, default in (("vocab", 0), ("dtype", ""), ("tokenizer", "")))
+        *(
+            entries.get(name, default)
+            for name, default in (("vocab", 0), ("dtype", ""), ("tokenizer", ""))
+        )
     )
-    if type(meta.vocab) is not int or meta.vocab < 0 or type(meta.dtype) is not str or type(meta.tokenizer) is not str:
-        raise SpecError(f"{path} holds {entries}; write vocab as an integer >= 0, dtype and tokenizer as text")
+    if (
+        type(meta.vocab) is not int
+        or meta.vocab < 0
+        or type(meta.dtype) is not str
+        or type(meta.tokenizer) is not str
+    ):
+        raise SpecError(
+            f"{path} holds {entries}; write vocab as an integer >= 0, dtype and tokenizer as text"
+        )
     _check_dtype(meta.dtype, f"{path}: dtype")
     return meta
 
 
 def _check_dtype(dtype: str, where: str) -> None:
     if dtype and dtype not in TOKEN_DTYPES:
-        raise SpecError(f"{where}={dtype!r} is not supported for token ids; {suggest(dtype, TOKEN_DTYPES)}")
+        raise SpecError(
+            f"{where}={dtype!r} is not supported for token ids; {suggest(dtype, TOKEN_DTYPES)}"
+        )
 
 
 def _open_npy_ids(path: Path, meta: TokenFileMetadata, tensor: str) -> Any:
@@ -154,7 +194,8 @@ def _open_npy_ids(path: Path, meta: TokenFileMetadata, tensor: str) -> Any:
 def _open_bin_ids(path: Path, meta: TokenFileMetadata, tensor: str) -> Any:
     if not meta.dtype:
         raise SpecError(
-            f"the dtype of {path} is unknown; give it, as in dtype='uint16', or write {path.stem}.json beside the file"
+            f"the dtype of {path} is unknown; give it, as in dtype='uint16', or write "
+            f"{path.stem}.json beside the file"
         )
     size, item = path.stat().st_size, np.dtype(meta.dtype).itemsize
     if size % item:
@@ -170,10 +211,14 @@ def _open_safetensors_ids(path: Path, meta: TokenFileMetadata, tensor: str) -> A
     try:
         file = safe_open(path, "np")
     except (SafetensorError, OSError) as error:
-        raise SpecError(f"cannot read {path} as safetensors: {' '.join(str(error).split())}; create it again") from None
+        raise SpecError(
+            f"cannot read {path} as safetensors: {' '.join(str(error).split())}; create it again"
+        ) from None
     names = sorted(file.keys())
     if not tensor and len(names) != 1:
-        raise SpecError(f"{path} holds the tensors {', '.join(names)}; name the token ids with tensor=")
+        raise SpecError(
+            f"{path} holds the tensors {', '.join(names)}; name the token ids with tensor="
+        )
     if tensor and tensor not in names:
         raise SpecError(f"{path} has no tensor {tensor!r}; {suggest(tensor, names)}")
     ids = LazyTensor(file.get_slice(tensor or names[0]))
@@ -202,12 +247,16 @@ def _check_ids(ids: Any, dtype: str, path: Path, meta: TokenFileMetadata) -> Any
         shape = " x ".join(map(str, ids.shape)) or "a single number"
         raise SpecError(f"{path} holds {dtype} of shape {shape}; give integers in one dimension")
     if meta.dtype and meta.dtype != dtype:
-        raise SpecError(f"{path} holds {dtype}, but dtype={meta.dtype!r} was given; leave dtype out")
+        raise SpecError(
+            f"{path} holds {dtype}, but dtype={meta.dtype!r} was given; leave dtype out"
+        )
     return ids
 
 
 def _find_largest_id(ids: Any, size: int, path: Path) -> int:
-    """Largest id, found in chunks; raises SpecError for negative ids and, if `size` > 0, for ids >= `size`."""
+    """Largest id, found in chunks; raises SpecError for negative ids and, if `size` > 0, for ids >=
+    `size`.
+    """
     largest = 0
     for start in range(0, len(ids), SCAN_TOKENS):
         chunk = np.asarray(ids[start : start + SCAN_TOKENS])

@@ -1,7 +1,7 @@
 """Calls of the tokenizers library: its failures, panics included, become errors about one text.
 
-The library is written in Rust. A broken document or an unlucky text makes it panic, which Python sees as a
-BaseException that `except Exception` does not catch.
+The library is written in Rust. A broken document or an unlucky text makes it panic, which Python
+sees as a BaseException that `except Exception` does not catch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ def _panics_as_errors(action: str) -> Iterator[None]:
 
 def _explain(action: str, error: BaseException) -> SpecError:
     reason = " ".join(str(error).split())[:MAX_REASON]
-    return SpecError(f"the tokenizer cannot {action}: {reason}; give another text, or another tokenizer")
+    return SpecError(
+        f"the tokenizer cannot {action}: {reason}; give another text, or another tokenizer"
+    )
 
 
 def parse_tokenizer(document: str) -> Tokenizer:
-    """The tokenizer that a JSON document describes; raises Exception with the reason if it describes none.
+    """The tokenizer that a JSON document describes; raises Exception with the reason if it
+    describes none.
 
     >>> parse_tokenizer("{}")
     Traceback (most recent call last):
@@ -51,7 +54,9 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
     except (SpecError, OSError):
         raise
     except Exception as error:  # the library raises plain Exception
-        raise SpecError(f"{path} is not a tokenizer document: {error}; copy the file again") from None
+        raise SpecError(
+            f"{path} is not a tokenizer document: {error}; copy the file again"
+        ) from None
 
 
 def encode_tokens(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> Encoding:

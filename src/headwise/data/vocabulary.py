@@ -24,7 +24,9 @@ ENCODE_BATCH_SIZE = 64  # texts that are encoded in one call
 
 
 class Vocabulary(ABC):
-    """Base class of tokenisers; `document` is the equivalent tokenizer.json of the `tokenizers` library."""
+    """Base class of tokenisers; `document` is the equivalent tokenizer.json of the `tokenizers`
+    library.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -47,14 +49,17 @@ class Vocabulary(ABC):
     @property
     @abstractmethod
     def bytes_per_id(self) -> NDArray[np.int64] | None:
-        """Number of UTF-8 bytes that each id stands for; None if that depends on the neighbouring ids."""
+        """Number of UTF-8 bytes that each id stands for; None if that depends on the neighbouring
+        ids.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a sequence of ids; special tokens, such as the end of an answer, are left out."""
         id_list = [int(token_id) for token_id in ids]
         if invalid := [token_id for token_id in id_list if not 0 <= token_id < self.size]:
             raise ValueError(
-                f"the id {invalid[0]} is outside the vocabulary of {self.size} ids; use 0..{self.size - 1}"
+                f"the id {invalid[0]} is outside the vocabulary of {self.size} ids; use "
+                f"0..{self.size - 1}"
             )
         return decode_tokens(self._tokenizer, id_list)
 
@@ -86,11 +91,15 @@ class CharVocabulary(Vocabulary):
 
     def __init__(self, alphabet: Iterable[str]) -> None:
         chars = sorted(set(alphabet))
-        tokenizer = Tokenizer(WordLevel({char: n for n, char in enumerate(chars)}, unk_token="<unk>"))
+        tokenizer = Tokenizer(
+            WordLevel({char: n for n, char in enumerate(chars)}, unk_token="<unk>")
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         super().__init__(tokenizer)
-        self._code_points = np.array([ord(char) for char in chars], np.uint32)  # sorted; the id is the index
+        self._code_points = np.array(
+            [ord(char) for char in chars], np.uint32
+        )  # sorted; the id is the index
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
         return [self._encode(text) for text in texts]
@@ -101,7 +110,8 @@ class CharVocabulary(Vocabulary):
         if len(unknown := np.flatnonzero(self._code_points[ids] != codes)):
             at = int(unknown[0])
             raise SpecError(
-                f"the character {text[at]!r} at offset {at} is not in the vocabulary of {self.size}; remove it"
+                f"the character {text[at]!r} at offset {at} is not in the vocabulary of "
+                f"{self.size}; remove it"
             )
         return ids.astype(self.dtype)
 
@@ -111,7 +121,8 @@ class CharVocabulary(Vocabulary):
 
 
 class SubwordVocabulary(Vocabulary):
-    """Subword vocabulary of a `tokenizers.Tokenizer`; special tokens, such as the end of a sentence, are not text.
+    """Subword vocabulary of a `tokenizers.Tokenizer`; special tokens, such as the end of a
+    sentence, are not text.
 
     >>> pieces = train_bpe(["low lower lowest"] * 9, vocab_size=262, special_tokens=("<s>", "</s>"))
     >>> pieces.decode(pieces.encode(["the lowest"])[0]), pieces.special("</s>")
@@ -120,7 +131,9 @@ class SubwordVocabulary(Vocabulary):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        tokenizer.encode_special_tokens = True  # "</s>" in the input is ordinary text, not the special token
+        tokenizer.encode_special_tokens = (
+            True  # "</s>" in the input is ordinary text, not the special token
+        )
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
         remaining, ids = iter(texts), list[IdArray]()
@@ -142,7 +155,9 @@ class SubwordVocabulary(Vocabulary):
         decoder = (config.get("decoder") or {}).get("type")
         if decoder not in ("ByteLevel", "Fuse"):
             return None
-        special_ids: set[int] = {token["id"] for token in config["added_tokens"] if token["special"]}
+        special_ids: set[int] = {
+            token["id"] for token in config["added_tokens"] if token["special"]
+        }
         num_bytes = np.zeros(self.size, np.int64)
         for piece, n in self._tokenizer.get_vocab().items():
             # A byte-level piece has one character per byte; otherwise the piece is the text itself.
@@ -151,16 +166,19 @@ class SubwordVocabulary(Vocabulary):
         return num_bytes
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> SubwordVocabulary:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+) -> SubwordVocabulary:
     """Train a byte-level BPE vocabulary of at most `vocab_size` tokens on these texts.
 
-    No token has more than one Chinese character, because Chinese has no spaces between words: a token would span parts
-    of two words. (BERT's tokenizers do the same.)
+    No token has more than one Chinese character, because Chinese has no spaces between words: a
+    token would span parts of two words. (BERT's tokenizers do the same.)
     """
     min_size = 256 + len(special_tokens)
     if vocab_size < min_size:
         raise SpecError(
-            f"vocab={vocab_size} is too small for 256 bytes and {len(special_tokens)} special tokens; "
+            f"vocab={vocab_size} is too small for 256 bytes and {len(special_tokens)} special "
+            "tokens; "
             f"use {min_size} or more"
         )
     tokenizer = _byte_level_tokenizer(BPE(), splitting="words")
@@ -189,13 +207,23 @@ def read_vocabulary(path: Path) -> SubwordVocabulary:
 
 def _byte_level_tokenizer(model: Any, splitting: str) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting == "words")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=splitting == "words"
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character for each byte, as in GPT-2: printable bytes stand for themselves, others use code points from 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Character for each byte, as in GPT-2: printable bytes stand for themselves, others use code
+    points from 256.
+    """
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }

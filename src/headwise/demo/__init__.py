@@ -1,10 +1,13 @@
-"""`headwise demo`: the heads of a trained translator; with --train, a translator that is trained and compressed.
+"""`headwise demo`: the heads of a trained translator; with --train, a translator that is trained
+and compressed.
 
-The bundled sample: `sample_tour` runs the steps, and `sample_report` draws heads as SVG and writes the HTML file.
+The bundled sample: `sample_tour` runs the steps, and `sample_report` draws heads as SVG and writes
+the HTML file.
 
-With --train: this module makes the pages about one layer, and `soft_lookup` introduces attention as kernel regression.
-`translator` trains a small encoder-decoder model, shows which of its heads align words, then prunes and converts it.
-`before_after` compares the results and writes all pages to one HTML file.
+With --train: this module makes the pages about one layer, and `soft_lookup` introduces attention as
+kernel regression. `translator` trains a small encoder-decoder model, shows which of its heads align
+words, then prunes and converts it. `before_after` compares the results and writes all pages to one
+HTML file.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ TOKENS = 16
 
 
 class CacheProof(NamedTuple):
-    """Largest difference between decoding token by token with a KV cache and one full forward pass."""
+    """Largest difference between decoding token by token with a KV cache and
+    one full forward pass.
+    """
 
     dtype: str
     tokens: int
@@ -77,7 +82,11 @@ def check_cached_decode(dtype: torch.dtype, tokens: int = 40) -> CacheProof:
         full = layer(x_BTD)
     largest = (torch.cat(steps, 1) - full).abs().max().item()
     return CacheProof(
-        str(dtype).removeprefix("torch."), tokens, num_cache_slots(layer.spec), largest, full.abs().max().item()
+        str(dtype).removeprefix("torch."),
+        tokens,
+        num_cache_slots(layer.spec),
+        largest,
+        full.abs().max().item(),
     )
 
 
@@ -96,23 +105,43 @@ def format_costs() -> str:
         + ("" if param.trainable else f"  {localise('constant')}")
         for name, param in spec.params().items()
     ]
-    dims = f"({len(core.key_head_of_query)} x {core.dim} + {len(core.value_head_of_row)} x {core.vdim})"
-    entry = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in spec.kv_entry_shapes().items())
+    dims = (
+        f"({len(core.key_head_of_query)} x {core.dim} + {len(core.value_head_of_row)} x "
+        f"{core.vdim})"
+    )
+    entry = " + ".join(
+        f"{name} {' x '.join(map(str, shape))}" for name, shape in spec.kv_entry_shapes().items()
+    )
     numbers, slots = costs.cached_numbers_per_token(spec), num_cache_slots(spec)
     rows = [
         ("parameters", costs.count_parameters(spec), "sum of the above without constants"),
         ("flops, core", core.flops(work.pairs), f"2 x {work.pairs} pairs x {dims}"),
-        ("flops, required", costs.required_flops(spec, work), f"core + 2 x parameters x {tokens} tokens"),
+        (
+            "flops, required",
+            costs.required_flops(spec, work),
+            f"core + 2 x parameters x {tokens} tokens",
+        ),
         ("flops, counted", costs.counted_flops(spec, work), f"with all {tokens} x {tokens} pairs"),
         ("cache", 4 * numbers, f"bytes a token, float32: 4 x ({entry})"),
-        ("cache, at most", 4 * numbers * slots, f"bytes per sequence: the pattern keeps {slots} tokens"),
-        ("cache, as MHA", 8 * heads.q * heads.dim, "bytes per token, if every head had keys and values"),
+        (
+            "cache, at most",
+            4 * numbers * slots,
+            f"bytes per sequence: the pattern keeps {slots} tokens",
+        ),
+        (
+            "cache, as MHA",
+            8 * heads.q * heads.dim,
+            "bytes per token, if every head had keys and values",
+        ),
     ]
     return "\n".join(
         [
             *(line.rstrip() for line in lines),
             "",
-            *(f"{label_cell(name, 16)}{number:>12,}  {localise(text)}" for name, number, text in rows),
+            *(
+                f"{label_cell(name, 16)}{number:>12,}  {localise(text)}"
+                for name, number, text in rows
+            ),
         ]
     )
 
@@ -121,18 +150,25 @@ def format_cache_checks() -> str:
     """Format the comparison of cached decoding and one full pass, in two precisions."""
     rows = [
         f"{check.dtype:<9}"
-        + localise(f"{check.largest:.1e} of {check.of:.2f}   {check.tokens} tokens in {check.slots} slots")
+        + localise(
+            f"{check.largest:.1e} of {check.of:.2f}   {check.tokens} tokens in {check.slots} slots"
+        )
         for check in (check_cached_decode(torch.float32), check_cached_decode(torch.float64))
     ]
     title = paragraph(
-        "Decoding token by token with a KV cache, compared with one full forward pass: largest difference of the "
+        "Decoding token by token with a KV cache, compared with one full forward pass: largest "
+        "difference of the "
         "outputs."
     )
     return "\n".join([*title, "", *rows])
 
 
-def list_pages(training_demo: TrainingDemo | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield the title of every page and the function that makes it; without `training_demo` nothing is trained."""
+def list_pages(
+    training_demo: TrainingDemo | None = None,
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield the title of every page and the function that makes it; without `training_demo` nothing
+    is trained.
+    """
     yield "Soft look-up", soft_lookup.format_lookup
     yield "One layer as a spec", format_spec
     yield "What it costs", format_costs
@@ -164,7 +200,9 @@ def run_demo(
     out: Path | None = None,
     recipe: Recipe | None = None,
 ) -> None:
-    """Show every page as soon as it is computed; with `out`, train the translator there and write a report."""
+    """Show every page as soon as it is computed; with `out`, train the translator there and write a
+    report.
+    """
     training_demo, pages = _make_training_demo(out, recipe), list[tuple[str, str]]()
     for number, (name, make) in enumerate(list_pages(training_demo), 1):
         title(rule(f"── {number}  {localise(name)} "))

@@ -12,7 +12,7 @@ from ..surgery.verification.proof_report import format_bytes
 from ..translation.language import current_language, localise
 from ..translation.terminal_text import heading_cell, label_cell, paragraph
 
-# --- Comparison ----------------------------------------------------------------------------------------
+# --- Comparison -----------------------------------------------------------------------------------
 
 
 SIGNIFICANT_CHANGE = 0.01  # acceptable loss of exact match
@@ -34,26 +34,45 @@ def comparison_rows(data: Mapping[str, Any]) -> Iterator[ComparisonRow]:
     exact_match = exact_match_rows(data)
     yield ComparisonRow(
         "exact match",
-        *(f"{entry['value']:.1%}" for entry in (exact_match["before"], compressed["after"], exact_match["after"])),
+        *(
+            f"{entry['value']:.1%}"
+            for entry in (exact_match["before"], compressed["after"], exact_match["after"])
+        ),
     )
     yield ComparisonRow(
         "  95% interval",
-        *(format_interval(entry) for entry in (exact_match["before"], compressed["after"], exact_match["after"])),
+        *(
+            format_interval(entry)
+            for entry in (exact_match["before"], compressed["after"], exact_match["after"])
+        ),
     )
     for entry in proof["savings"]["numbers"]:
-        if entry["name"] == "parameters" or entry["name"] in ("cache per token", "cache per source token"):
+        if entry["name"] == "parameters" or entry["name"] in (
+            "cache per token",
+            "cache per source token",
+        ):
             format_value = "{:,}".format if entry["name"] == "parameters" else format_bytes
             yield ComparisonRow(
-                entry["name"], format_value(entry["before"]), format_value(entry["after"]), format_value(entry["after"])
+                entry["name"],
+                format_value(entry["before"]),
+                format_value(entry["after"]),
+                format_value(entry["after"]),
             )
     for entry in proof["speeds"]["phases"]:
         if entry["unit"] == "tokens/s":
-            yield ComparisonRow(f"{entry['phase']}, tokens/s", f"{entry['before']:,.0f}", "", f"{entry['after']:,.0f}")
+            yield ComparisonRow(
+                f"{entry['phase']}, tokens/s",
+                f"{entry['before']:,.0f}",
+                "",
+                f"{entry['after']:,.0f}",
+            )
 
 
 def exact_match_rows(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return exact match before, after, and the change, each with its interval."""
-    return next(row for row in data["proof"]["quality"]["rows"] if row["name"] == data["cut"]["name"])
+    return next(
+        row for row in data["proof"]["quality"]["rows"] if row["name"] == data["cut"]["name"]
+    )
 
 
 def change_verdict(data: Mapping[str, Any]) -> str:
@@ -66,12 +85,19 @@ def change_verdict(data: Mapping[str, Any]) -> str:
     """
     change = exact_match_rows(data)["change"]
     lost = -change["value"]
-    verdict = "at most one point" if lost <= SIGNIFICANT_CHANGE + 1e-9 else "MORE than the target of one point"
+    verdict = (
+        "at most one point"
+        if lost <= SIGNIFICANT_CHANGE + 1e-9
+        else "MORE than the target of one point"
+    )
     interval = "none, because the texts have no spread"
     if change["low"] is not None:
         ends = [_format_percentage_points(-change[end]) for end in ("high", "low")]
         interval = " to ".join(ends)
-    return f"Exact match lost: {_format_percentage_points(lost)} points (95% interval: {interval}). That is {verdict}."
+    return (
+        f"Exact match lost: {_format_percentage_points(lost)} points (95% interval: "
+        f"{interval}). That is {verdict}."
+    )
 
 
 def format_comparison(data: Mapping[str, Any]) -> str:
@@ -79,7 +105,9 @@ def format_comparison(data: Mapping[str, Any]) -> str:
     proof = data["proof"]
     rows = [ComparisonRow("", "before", "compressed", "retrained"), *comparison_rows(data)]
     table = [
-        "".join([label_cell(row.name, COLUMN_WIDTHS[0]), *map(heading_cell, row[1:], COLUMN_WIDTHS[1:])]).rstrip()
+        "".join(
+            [label_cell(row.name, COLUMN_WIDTHS[0]), *map(heading_cell, row[1:], COLUMN_WIDTHS[1:])]
+        ).rstrip()
         for row in rows
     ]
     sentences = [f"{line}." for line in (data["proof"]["what"],)]
@@ -104,7 +132,8 @@ def draw_heads(data: Mapping[str, Any]) -> list[str]:
     ['  decoder.0.cross        · █ · ·']
     """
     return [
-        f"  {site:<22} " + " ".join("█" if head in data["keep"][site] else "·" for head in range(count))
+        f"  {site:<22} "
+        + " ".join("█" if head in data["keep"][site] else "·" for head in range(count))
         for site, count in data["head_counts"].items()
     ]
 
@@ -114,8 +143,10 @@ def _speed_sentences(data: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
     verdicts = "; ".join(f"{phase['phase']} {phase['verdict']}" for phase in speeds)
     proof_state = "holds" if proof["holds"] else "does NOT hold"
     return (
-        f"Retrained for {data['steps']:,} steps by distillation from the original; step {data['kept']:,} is kept. "
-        f"Speed, {proof['speeds']['machine']}: {verdicts}. The proof {proof_state}: {data['folder']}/PROOF.md."
+        f"Retrained for {data['steps']:,} steps by distillation from the original; step "
+        f"{data['kept']:,} is kept. "
+        f"Speed, {proof['speeds']['machine']}: {verdicts}. The proof {proof_state}: "
+        f"{data['folder']}/PROOF.md."
     )
 
 
@@ -129,7 +160,7 @@ def _format_percentage_points(share: float) -> str:
     return f"{100 * share + 0.0:.1f}".replace("-0.0", "0.0")
 
 
-# --- HTML page -----------------------------------------------------------------------------------------
+# --- HTML page ------------------------------------------------------------------------------------
 
 REPORT_FILE = "report.html"
 BAR_WIDTH = 220  # pixels of a bar for 100 %
@@ -150,7 +181,9 @@ HTML_HEAD = f"""\
 <body>"""
 
 
-def render_report(pages: Sequence[tuple[str, str]], changes: Mapping[str, Mapping[str, Any]]) -> str:
+def render_report(
+    pages: Sequence[tuple[str, str]], changes: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Return the HTML page; `changes` are the numbers of the compressed translators, by page title.
 
     >>> page = render_report([("Soft look-up", "1 < 2")], {})
@@ -165,7 +198,9 @@ def render_report(pages: Sequence[tuple[str, str]], changes: Mapping[str, Mappin
     return "\n".join([head, "<h1>headwise demo</h1>", *parts, "</body>", "</html>", ""])
 
 
-def write_report(folder: Path, pages: Sequence[tuple[str, str]], changes: Mapping[str, Mapping[str, Any]]) -> Path:
+def write_report(
+    folder: Path, pages: Sequence[tuple[str, str]], changes: Mapping[str, Mapping[str, Any]]
+) -> Path:
     """Write the page to a folder and return its path."""
     path = folder / REPORT_FILE
     write_atomically(path, render_report(pages, changes).encode())
@@ -177,17 +212,34 @@ def _render_text(text: str) -> str:
 
 
 def _render_change(data: Mapping[str, Any]) -> str:
-    """Render the summary, the kept heads, exact match as bars, all numbers as a table, the verdict, and the loss."""
+    """Render the summary, the kept heads, exact match as bars, all numbers as a table, the verdict,
+    and the loss.
+    """
     parts = [f"<p>{escape_html(localise(data['proof']['what'] + '.'))}</p>"]
     if data.get("keep"):
         parts.append(_render_text("\n".join(draw_heads(data))))
     score = exact_match_rows(data)
-    bars = {"before": score["before"], "compressed": data["cut"]["after"], "retrained": score["after"]}
-    parts += ['<div class="bars">', *(_render_bar(name, one) for name, one in bars.items()), "</div>"]
+    bars = {
+        "before": score["before"],
+        "compressed": data["cut"]["after"],
+        "retrained": score["after"],
+    }
+    parts += [
+        '<div class="bars">',
+        *(_render_bar(name, one) for name, one in bars.items()),
+        "</div>",
+    ]
     head = "".join(f"<th>{localise(name)}</th>" for name in ("", *bars))
-    rows = ["".join(f"<td>{escape_html(localise(cell))}</td>" for cell in one) for one in comparison_rows(data)]
+    rows = [
+        "".join(f"<td>{escape_html(localise(cell))}</td>" for cell in one)
+        for one in comparison_rows(data)
+    ]
     parts += ["<table>", *(f"<tr>{row}</tr>" for row in (head, *rows)), "</table>"]
-    curve = [(point["step"], point["held_out"]) for point in data["curve"] if point["held_out"] is not None]
+    curve = [
+        (point["step"], point["held_out"])
+        for point in data["curve"]
+        if point["held_out"] is not None
+    ]
     parts += [f"<p>{escape_html(localise(change_verdict(data)))}</p>", _render_loss_curve(curve)]
     place = localise(f"The proof is in {data['folder']}/PROOF.md.")
     return "\n".join([*parts, f"<p>{escape_html(place)}</p>"])
@@ -203,19 +255,24 @@ def _render_bar(name: str, score: Mapping[str, Any]) -> str:
         low, high = BAR_WIDTH * score["low"], BAR_WIDTH * score["high"]
         drawing += f'<path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
     label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{score["value"]:.1%}</text>'
-    return f'<span>{escape_html(localise(name))}</span><svg width="{BAR_WIDTH + 70}" height="16">{drawing}{label}</svg>'
+    return (
+        f'<span>{escape_html(localise(name))}</span><svg width="{BAR_WIDTH + 70}" '
+        f'height="16">{drawing}{label}</svg>'
+    )
 
 
 def _render_loss_curve(points: Sequence[tuple[int, float]]) -> str:
     """Render the held-out loss over training steps."""
     max_loss, last_step = max(loss for _, loss in points) or 1.0, points[-1][0] or 1
     coordinates = " ".join(
-        f"{40 + 320 * step / last_step:.1f},{110 - 100 * loss / max_loss:.1f}" for step, loss in points
+        f"{40 + 320 * step / last_step:.1f},{110 - 100 * loss / max_loss:.1f}"
+        for step, loss in points
     )
     labels = (
         f'<text x="36" y="16" font-size="11" text-anchor="end">{max_loss:.2f}</text>'
         f'<text x="36" y="112" font-size="11" text-anchor="end">0</text>'
-        f'<text x="360" y="126" font-size="11" text-anchor="end">{localise(f"step {last_step:,}")}</text>'
+        '<text x="360" y="126" font-size="11" '
+        f'text-anchor="end">{localise(f"step {last_step:,}")}</text>'
     )
     axes = '<path d="M40 10V110H360" fill="none" stroke="#999"/>'
     line = f'<polyline points="{coordinates}" fill="none" stroke="#5b4b8a" stroke-width="2"/>'

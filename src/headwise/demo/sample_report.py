@@ -1,4 +1,6 @@
-"""The report of the sample tour: one HTML file with tables and SVG pictures of heads, without scripts and addresses."""
+"""The report of the sample tour: one HTML file with tables and SVG pictures of heads, without
+scripts and addresses.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ CLASS_SHAPES = {
     "alignment": "M4 1h8l4 7l-4 7h-8l-4-7z",
 }
 # Names of the classes in the styles: --c-p, --c-k, ...
-STYLE_LETTERS = {name: letter.lower() for name, (letter, _) in CLASS_STYLES.items()} | {"separator": "t"}
+STYLE_LETTERS = {name: letter.lower() for name, (letter, _) in CLASS_STYLES.items()} | {
+    "separator": "t"
+}
 
 
 def shade_of(weight: float) -> int:
@@ -56,7 +60,9 @@ def _cells(weights: Sequence[Sequence[float]], size: float) -> str:
         for column, weight in enumerate(line):
             if shade := shade_of(weight):
                 paths[shade] += f"M{column * size:g} {row * size:g}h{size:g}v{size:g}h-{size:g}z"
-    return "".join(f'<path class="s{shade}" d="{path}"/>' for shade, path in enumerate(paths) if path)
+    return "".join(
+        f'<path class="s{shade}" d="{path}"/>' for shade, path in enumerate(paths) if path
+    )
 
 
 def draw_thumbnail(weights: Sequence[Sequence[float]], label: str) -> str:
@@ -68,33 +74,45 @@ def draw_thumbnail(weights: Sequence[Sequence[float]], label: str) -> str:
     )
 
 
-def draw_heat_map(weights: Sequence[Sequence[float]], queries: Sequence[str], keys: Sequence[str], label: str) -> str:
-    """A heat map with the tokens of queries at the left and those of keys on top; hovering a cell shows its weight."""
+def draw_heat_map(
+    weights: Sequence[Sequence[float]], queries: Sequence[str], keys: Sequence[str], label: str
+) -> str:
+    """A heat map with the tokens of queries at the left and those of keys on top; hovering a cell
+    shows its weight.
+    """
     left = max(map(_text_width, queries)) + 10
     top = max(map(_text_width, keys)) + 10
     width, height = left + CELL * len(keys), top + CELL * len(queries)
     parts = [
         f'<svg class="heat" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'role="img" aria-label="{escape_svg(label)}">',
-        f'<g transform="translate({left:g} {top:g})"><rect class="paper" width="{CELL * len(keys)}" '
+        f'<g transform="translate({left:g} {top:g})"><rect class="paper" '
+        f'width="{CELL * len(keys)}" '
         f'height="{CELL * len(queries)}"/>{_cells(weights, CELL)}{_hover_cells(weights, queries, keys)}</g>',
     ]
     for row, token in enumerate(queries):
         y = top + CELL * row + CELL * 0.7
-        parts.append(f'<text class="token" x="{left - 6:g}" y="{y:g}" text-anchor="end">{show_token(token)}</text>')
+        parts.append(
+            f'<text class="token" x="{left - 6:g}" y="{y:g}" '
+            f'text-anchor="end">{show_token(token)}</text>'
+        )
     for column, token in enumerate(keys):
         x = left + CELL * column + CELL * 0.68
         parts.append(
-            f'<text class="token" transform="translate({x:g} {top - 6:g}) rotate(-90)">{show_token(token)}</text>'
+            f'<text class="token" transform="translate({x:g} {top - 6:g}) '
+            f'rotate(-90)">{show_token(token)}</text>'
         )
     return "".join([*parts, "</svg>"])
 
 
-def _hover_cells(weights: Sequence[Sequence[float]], queries: Sequence[str], keys: Sequence[str]) -> str:
+def _hover_cells(
+    weights: Sequence[Sequence[float]], queries: Sequence[str], keys: Sequence[str]
+) -> str:
     """Invisible cells with the exact weight as a tooltip."""
     return "".join(
         f'<rect class="hit" x="{column * CELL}" y="{row * CELL}" width="{CELL}" height="{CELL}">'
-        f"<title>{show_token(queries[row])} to {show_token(keys[column])}: {weight:.4f}</title></rect>"
+        f"<title>{show_token(queries[row])} to {show_token(keys[column])}: "
+        f"{weight:.4f}</title></rect>"
         for row, line in enumerate(weights)
         for column, weight in enumerate(line)
         if weight >= 0.005
@@ -127,8 +145,10 @@ def draw_badge(class_name: str) -> str:
     style = STYLE_LETTERS.get(group, "u")
     y = {"sink": 9.6, "induction": 13.0}.get(group, 11.6)
     return (
-        f'<svg class="badge" viewBox="-1 -1 18 18" role="img" aria-label="{escape_svg(group)}"><path class="c-{style}" '
-        f'd="{CLASS_SHAPES.get(group, DISC)}"/><text class="i-{style}" x="8" y="{y}">{escape_svg(letter)}</text></svg>'
+        '<svg class="badge" viewBox="-1 -1 18 18" role="img" '
+        f'aria-label="{escape_svg(group)}"><path class="c-{style}" '
+        f'd="{CLASS_SHAPES.get(group, DISC)}"/><text class="i-{style}" x="8" '
+        f'y="{y}">{escape_svg(letter)}</text></svg>'
     )
 
 
@@ -136,8 +156,10 @@ def draw_bar(share: float, label: str) -> str:
     """A horizontal bar for a share of 1."""
     width = 100 * min(max(share, 0.0), 1.0)
     return (
-        f'<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label="{escape_svg(label)}">'
-        f'<rect class="track" width="100" height="6"/><rect class="fill" width="{width:.2f}" height="6"/></svg>'
+        '<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape_svg(label)}">'
+        f'<rect class="track" width="100" height="6"/><rect class="fill" width="{width:.2f}" '
+        'height="6"/></svg>'
     )
 
 
@@ -157,7 +179,10 @@ def render_tour(tour: Tour) -> str:
         [
             "<!doctype html>",
             f'<html lang="{current_language()}">',
-            '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+            (
+                '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
+                'initial-scale=1">'
+            ),
             f'<meta http-equiv="Content-Security-Policy" content="{escape_html(POLICY)}">',
             f'<meta name="color-scheme" content="light dark"><title>{escape_html(title)}</title>',
             f"<style>\n{STYLE_FILE.read_text(encoding='utf-8')}</style></head>",
@@ -186,17 +211,19 @@ def _header(tour: Tour) -> Iterator[str]:
     layers = len(tour.trace.layers)
     yield f"<header><h1>{localise('The heads of a small translator')}</h1>"
     lead = localise(
-        "The model translates dates and amounts of money between English, ISO notation and Chinese. It was trained "
+        "The model translates dates and amounts of money between English, ISO notation and "
+        "Chinese. It was trained "
         f"with headwise and has <b>{tour.num_heads}</b> attention heads in <b>{layers}</b> layers."
     )
     yield f"<p>{lead}</p>"
     yield (
         f'<dl class="pair"><dt>{localise("reads")}</dt><dd>{escape_html(SOURCE)}</dd>'
-        f'<dt>{localise("writes")}</dt><dd lang="zh">{escape_html(tour.translation)}</dd></dl></header>'
+        f"<dt>{localise('writes')}</dt><dd "
+        f'lang="zh">{escape_html(tour.translation)}</dd></dl></header>'
     )
 
 
-# --- The map of all heads -------------------------------------------------------------------------------
+# --- The map of all heads -------------------------------------------------------------------------
 
 
 def _map_section(tour: Tour) -> Iterator[str]:
@@ -214,15 +241,20 @@ def _map_section(tour: Tour) -> Iterator[str]:
         + "</div>"
         for site in tour.table.sites
     ]
-    groups = dict.fromkeys(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
-    legend = "".join(f"<span>{draw_badge(group)} {escape_html(localise(group))}</span>" for group in groups)
+    groups = dict.fromkeys(
+        class_group(head.classes[0].name) for head in tour.table.heads if head.classes
+    )
+    legend = "".join(
+        f"<span>{draw_badge(group)} {escape_html(localise(group))}</span>" for group in groups
+    )
     ramp = "".join(f'<i class="b{shade}"></i>' for shade in range(9))
     meaning = localise("importance: loss increase without the head")
     bars = f'<span><b class="swatch"></b> {meaning}</span>' if tour.importance else ""
     removed = f'<span><b class="gone"></b> {localise("removed below")}</span>' if keep else ""
     yield from _section(
         "What every head attends to",
-        "A cell is a head: rows are the tokens that are read or written, columns the tokens it looks at. The letter is "
+        "A cell is a head: rows are the tokens that are read or written, columns the tokens it "
+        "looks at. The letter is "
         f"its strongest class over {escape_html(tour.table.texts)}.",
         f'<div class="headmap">{"".join(rows)}</div>',
         f'<p class="legend">{legend}<span class="ramp">{localise("weight 0")} {ramp} '
@@ -232,7 +264,9 @@ def _map_section(tour: Tour) -> Iterator[str]:
 
 def _map_cell(tour: Tour, head: HeadMeasures, most: float, removed: bool) -> str:
     name = head.classes[0].name if head.classes else "unclear"
-    label = localise(f"{head.site} head {head.head}, {name}") + (localise(", removed") if removed else "")
+    label = localise(f"{head.site} head {head.head}, {name}") + (
+        localise(", removed") if removed else ""
+    )
     weights = tour.trace.head_weights(head.site, head.head).tolist()
     importance = tour.importance.get((head.site, head.head))
     bar = ""
@@ -250,7 +284,8 @@ def _heads_section(tour: Tour) -> Iterator[str]:
     if not tour.views:
         return
     figures = [
-        f'<figure class="panel"><h3>{draw_badge(view.class_name)} {escape_html(localise(view.name))}</h3>'
+        f'<figure class="panel"><h3>{draw_badge(view.class_name)} '
+        f"{escape_html(localise(view.name))}</h3>"
         f'<div class="scroll">{draw_heat_map(view.weights, view.queries, view.keys, view.name)}</div>'
         f"<figcaption><b>{escape_html(localise(class_group(view.class_name)))}</b>: "
         f"{escape_html(localise(view.evidence))}.</figcaption>"
@@ -264,7 +299,7 @@ def _heads_section(tour: Tour) -> Iterator[str]:
     )
 
 
-# --- Ablation and pruning -------------------------------------------------------------------------------
+# --- Ablation and pruning -------------------------------------------------------------------------
 
 
 def _ablation_section(tour: Tour) -> Iterator[str]:
@@ -277,11 +312,14 @@ def _ablation_section(tour: Tour) -> Iterator[str]:
         f"</td></tr>"
         for source, before, after in ablation.outputs
     ]
-    head = "".join(f"<th>{localise(name)}</th>" for name in ("source", "with the head", "without it"))
+    head = "".join(
+        f"<th>{localise(name)}</th>" for name in ("source", "with the head", "without it")
+    )
     yield from _section(
         "One head ablated",
         f"Every head was ablated alone, over {ablation.texts} held-out texts. Without <b>"
-        f"{escape_html(ablation.site)} head {ablation.head}</b> the loss rises by <b>{ablation.value:.3g}</b> (95% "
+        f"{escape_html(ablation.site)} head {ablation.head}</b> the loss rises by "
+        f"<b>{ablation.value:.3g}</b> (95% "
         f"interval {ablation.low:.3g} to {ablation.high:.3g}), the most of all heads.",
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>',
         f"<tbody>{''.join(rows)}</tbody></table></div>",
@@ -293,7 +331,9 @@ def _mark_changes(before: str, after: str) -> str:
     if before == after:
         return f"{escape_html(after)} <small>{localise('unchanged')}</small>"
     marked = [
-        escape_html(char) if n < len(before) and before[n] == char else f"<mark>{escape_html(char)}</mark>"
+        escape_html(char)
+        if n < len(before) and before[n] == char
+        else f"<mark>{escape_html(char)}</mark>"
         for n, char in enumerate(after)
     ]
     return "".join(marked).replace("</mark><mark>", "")
@@ -315,7 +355,8 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
     ]
     yield from _section(
         "Half of the heads pruned, and proved",
-        f"{escape_html(proof['what'])}. Then the smaller model was retrained for {data['steps']} steps to give the "
+        f"{escape_html(proof['what'])}. Then the smaller model was retrained for {data['steps']} "
+        "steps to give the "
         "outputs of the original. Removed heads are hatched in the map above.",
         '<div class="bars" role="img" aria-label="exact match">',
         *(
@@ -331,14 +372,20 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
 
 
 def _comparison_table(data: Mapping[str, Any]) -> str:
-    rows = [row for row in before_after.comparison_rows(data) if not row.name.startswith(("exact match", "  "))]
+    rows = [
+        row
+        for row in before_after.comparison_rows(data)
+        if not row.name.startswith(("exact match", "  "))
+    ]
     body = "".join(
         f"<tr><td>{escape_html(localise(row.name))}</td>"
         + "".join(f'<td class="num">{escape_html(cell)}</td>' for cell in row[1:])
         + "</tr>"
         for row in rows
     )
-    head = "".join(f'<th class="num">{localise(name)}</th>' for name in ("before", "pruned", "retrained"))
+    head = "".join(
+        f'<th class="num">{localise(name)}</th>' for name in ("before", "pruned", "retrained")
+    )
     return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -349,15 +396,22 @@ def _proof_checks(proof: Mapping[str, Any]) -> Iterator[str]:
         state = "ok" if check["same"] else "bad"
         mark = localise("equal" if check["same"] else "NOT equal")
         numbers = localise(
-            f"largest difference {check['apart']:.1e}, allowed {check['allowed']:.1e} ({check['dtype']})"
+            f"largest difference {check['apart']:.1e}, allowed {check['allowed']:.1e} "
+            f"({check['dtype']})"
         )
-        yield f'<li class="{state}"><b>{mark}</b> {escape_html(localise(check["what"]))}: {escape_html(numbers)}</li>'
+        yield (
+            f'<li class="{state}"><b>{mark}</b> {escape_html(localise(check["what"]))}: '
+            f"{escape_html(numbers)}</li>"
+        )
     yield "</ul>"
 
 
 def _next_section(tour: Tour) -> Iterator[str]:
     commands: Sequence[tuple[str, str]] = (
-        ("headwise view", "this translator, live in the browser: switch heads off and watch the output"),
+        (
+            "headwise view",
+            "this translator, live in the browser: switch heads off and watch the output",
+        ),
         (f"headwise view {tour.folder}/pruned", "the pruned model"),
         ("headwise view path/to/model --text '...'", "your own model"),
     )

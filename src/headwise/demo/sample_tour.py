@@ -1,7 +1,8 @@
-"""The tour of the bundled sample: what its heads do, one head ablated, half of the heads pruned and proved.
+"""The tour of the bundled sample: what its heads do, one head ablated, half of the heads pruned and
+proved.
 
-Every page is printed as soon as it is computed, and the report, a page with pictures, is written again after each. The
-first page needs the recorded trace only.
+Every page is printed as soon as it is computed, and the report, a page with pictures, is written
+again after each. The first page needs the recorded trace only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from ..output_paths import check_output, stage_folder
 from ..traces import Trace
 from ..translation.language import join_clauses, join_items, localise
 from ..translation.terminal_text import draw_heat_map, label_cell, paragraph, rule, wrap
-from ..viewer.bundled_sample import MODEL, SOURCE, load_sample_model, load_sample_table, load_sample_trace
+from ..viewer.bundled_sample import (
+    MODEL,
+    SOURCE,
+    load_sample_model,
+    load_sample_table,
+    load_sample_trace,
+)
 from . import before_after, sample_report
 
 if TYPE_CHECKING:
@@ -36,7 +43,9 @@ FOLDER_NAME, PRUNED_NAME = "sample", "pruned"
 
 
 class TourScale(NamedTuple):
-    """Numbers of examples for importance, ranking, distillation, proof and scores; retraining steps; timing seconds."""
+    """Numbers of examples for importance, ranking, distillation, proof and scores; retraining
+    steps; timing seconds.
+    """
 
     num_importance_texts: int = 24
     num_selection_texts: int = 96
@@ -115,7 +124,10 @@ class Tour:
 
 
 def run_sample_tour(
-    show: Callable[[str], None], title: Callable[[str], None], out: Path, scale: TourScale = DEFAULT_SCALE
+    show: Callable[[str], None],
+    title: Callable[[str], None],
+    out: Path,
+    scale: TourScale = DEFAULT_SCALE,
 ) -> Tour:
     """Show every page of the tour and write the report to `out`."""
     folder = out / FOLDER_NAME
@@ -145,7 +157,9 @@ def format_ending(tour: Tour, report: Path) -> str:
     """The last lines: time, report, and what to do next."""
     return "\n".join(
         [
-            localise(f"Done in {time.monotonic() - tour.started:.0f} s. Report with pictures: {report}"),
+            localise(
+                f"Done in {time.monotonic() - tour.started:.0f} s. Report with pictures: {report}"
+            ),
             "",
             localise("Next:"),
             f"  headwise view              {localise('this translator, live in the browser')}",
@@ -156,7 +170,7 @@ def format_ending(tour: Tour, report: Path) -> str:
     )
 
 
-# --- Page 1 and 2: the sample and its heads -----------------------------------------------------------------
+# --- Page 1 and 2: the sample and its heads -------------------------------------------------------
 
 
 def view_head(tour: Tour, head: HeadMeasures, class_name: str) -> HeadView:
@@ -177,7 +191,10 @@ def view_head(tour: Tour, head: HeadMeasures, class_name: str) -> HeadView:
 def best_of_class(table: HeadTable, class_name: str) -> HeadMeasures:
     """The head with the highest score for a class."""
     scores = {
-        (head.site, head.head): one.score for head in table.heads for one in head.classes if one.name == class_name
+        (head.site, head.head): one.score
+        for head in table.heads
+        for one in head.classes
+        if one.name == class_name
     }
     return table.head(*max(scores, key=lambda key: scores[key]))
 
@@ -194,19 +211,28 @@ def clearest_sink(tour: Tour) -> HeadMeasures:
 
 def describe_sample(tour: Tour) -> str:
     """Format the sample and the weights of the head that aligns words best."""
-    heads = [best_of_class(tour.table, "alignment"), best_of_class(tour.table, "previous"), clearest_sink(tour)]
-    tour.views = [view_head(tour, head, name) for head, name in zip(heads, SHOWN_CLASSES, strict=True)]
+    heads = [
+        best_of_class(tour.table, "alignment"),
+        best_of_class(tour.table, "previous"),
+        clearest_sink(tour),
+    ]
+    tour.views = [
+        view_head(tour, head, name) for head, name in zip(heads, SHOWN_CLASSES, strict=True)
+    ]
     best = tour.views[0]
     return "\n".join(
         [
             *paragraph(
-                f"A small trained translator of dates and amounts: {tour.num_heads} attention heads in "
+                f"A small trained translator of dates and amounts: {tour.num_heads} attention "
+                "heads in "
                 f"{len(tour.trace.layers)} layers."
             ),
             f"{label_cell('  it reads', 13)}{SOURCE}",
             f"{label_cell('  it writes', 13)}{tour.translation}",
             "",
-            *paragraph(f"Where {best.name} looks in the source (columns) while it reads the output (rows):"),
+            *paragraph(
+                f"Where {best.name} looks in the source (columns) while it reads the output (rows):"
+            ),
             "",
             draw_heat_map(best.queries, best.keys, best.weights),
         ]
@@ -218,11 +244,14 @@ def describe_classes(tour: Tour) -> str:
     sites = tour.table.sites
     width = max(map(len, sites))
     rows = [
-        f"  {site:<{width}}  " + " ".join(_class_letter(head) for head in tour.table.heads if head.site == site)
+        f"  {site:<{width}}  "
+        + " ".join(_class_letter(head) for head in tour.table.heads if head.site == site)
         for site in sites
     ]
     counts = Counter(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
-    legend = join_items(f"{CLASS_STYLES[name][0]} {localise(name)} {count}" for name, count in counts.most_common())
+    legend = join_items(
+        f"{CLASS_STYLES[name][0]} {localise(name)} {count}" for name, count in counts.most_common()
+    )
     title = paragraph(f"The strongest class of each head, over {tour.table.texts}:")
     lines = [*title, *wrap(legend), "", *rows, ""]
     for view in tour.views:
@@ -235,7 +264,7 @@ def _class_letter(head: HeadMeasures) -> str:
     return CLASS_STYLES[class_group(head.classes[0].name)][0] if head.classes else "·"
 
 
-# --- Page 3: one head ablated -------------------------------------------------------------------------------
+# --- Page 3: one head ablated ---------------------------------------------------------------------
 
 
 def sample_task() -> DateTranslation:
@@ -253,7 +282,9 @@ def ablate_one_head(tour: Tour, scale: TourScale) -> str:
     from ..inspect.ablation import ablate
 
     net = load_sample_model()
-    texts = examples_from_task(net, sample_task(), scale.num_importance_texts).examples_with_frequencies()
+    texts = examples_from_task(
+        net, sample_task(), scale.num_importance_texts
+    ).examples_with_frequencies()
     result = estimate_importance(net, texts, method="leave-one-out")
     tour.importance = {(head.site, head.head): head.measure for head in result.heads}
     top = result.by_importance[0]
@@ -262,15 +293,23 @@ def ablate_one_head(tour: Tour, scale: TourScale) -> str:
         after = generate(net, list(PROBES))
     outputs = tuple(zip(PROBES, before, after, strict=True))
     tour.ablation = AblationResult(
-        top.site, top.head, top.measure.value, top.measure.low, top.measure.high, result.texts, outputs
+        top.site,
+        top.head,
+        top.measure.value,
+        top.measure.low,
+        top.measure.high,
+        result.texts,
+        outputs,
     )
     return _format_ablation(tour.ablation, result)
 
 
 def _format_ablation(ablation: AblationResult, result: ImportanceResult) -> str:
     lines = paragraph(
-        f"Each of the {len(result.heads)} heads was ablated alone, over {ablation.texts} held-out texts. Without "
-        f"{ablation.site} head {ablation.head} the loss rises by {ablation.value:.3g} (95% interval "
+        f"Each of the {len(result.heads)} heads was ablated alone, over {ablation.texts} held-out "
+        "texts. Without "
+        f"{ablation.site} head {ablation.head} the loss rises by {ablation.value:.3g} (95% "
+        "interval "
         f"{ablation.low:.3g} to {ablation.high:.3g}), the most of all. Its effect on translations:"
     )
     for source, before, after in ablation.outputs:
@@ -283,20 +322,26 @@ def _format_ablation(ablation: AblationResult, result: ImportanceResult) -> str:
     return "\n".join(lines)
 
 
-# --- Page 4: half of the heads pruned and proved ------------------------------------------------------------
+# --- Page 4: half of the heads pruned and proved --------------------------------------------------
 
 
 def prune_half_of_sample(tour: Tour, scale: TourScale) -> str:
-    """Remove half of the heads, retrain briefly, prove the result, and compare it with the original."""
+    """Remove half of the heads, retrain briefly, prove the result, and compare it with the
+    original.
+    """
     from ..head_analysis.annotated_examples import examples_from_task
     from .translator import RetrainingProgress, prune_half
 
     net, task = load_sample_model(), sample_task()
     progress = RetrainingProgress(PRUNED_NAME, scale.steps)
     progress.report_stage("generating examples")
-    texts = examples_from_task(net, task, scale.num_distillation_texts, "train").examples_with_frequencies()
+    texts = examples_from_task(
+        net, task, scale.num_distillation_texts, "train"
+    ).examples_with_frequencies()
     compressed = prune_half(net, texts[: scale.num_selection_texts], progress.report_stage)
-    tour.pruning = _retrain_and_prove(_Pruning(net, task, compressed, scale), texts, tour.folder, progress)
+    tour.pruning = _retrain_and_prove(
+        _Pruning(net, task, compressed, scale), texts, tour.folder, progress
+    )
     return before_after.format_comparison(tour.pruning)
 
 
@@ -307,8 +352,12 @@ class _Pruning(NamedTuple):
     scale: TourScale
 
 
-def _retrain_and_prove(pruning: _Pruning, texts: Sequence[Any], folder: Path, progress: Any) -> dict[str, Any]:
-    """Retrain the pruned model from the original, write it and its proof, and return the numbers."""
+def _retrain_and_prove(
+    pruning: _Pruning, texts: Sequence[Any], folder: Path, progress: Any
+) -> dict[str, Any]:
+    """Retrain the pruned model from the original, write it and its proof, and
+    return the numbers.
+    """
     from ..head_analysis.annotated_examples import examples_from_task
     from ..hub.pretrained_models import load
     from ..surgery.distillation import UptrainingOptions, uptrain
@@ -340,7 +389,10 @@ def _retrain_and_prove(pruning: _Pruning, texts: Sequence[Any], folder: Path, pr
             task=task,
             num_examples=scale.num_scored_examples,
             timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
-            notes=(f"retrained for {scale.steps} steps from the original model; step {retrained.step} is kept",),
+            notes=(
+                f"retrained for {scale.steps} steps from the original model; step "
+                f"{retrained.step} is kept",
+            ),
             command="headwise demo",
             **compressed.verification,
         )
@@ -351,7 +403,9 @@ def _retrain_and_prove(pruning: _Pruning, texts: Sequence[Any], folder: Path, pr
 
 
 def check_output_folder(folder: Path) -> None:
-    """Raise SpecError if a folder holds anything but the pruned model of an earlier tour, which is replaced."""
+    """Raise SpecError if a folder holds anything but the pruned model of an earlier tour, which is
+    replaced.
+    """
     from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, read_record
 
     try:

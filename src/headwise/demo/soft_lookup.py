@@ -1,4 +1,6 @@
-"""Soft look-up: estimate the value of a key that a key-value store lacks, by weighting the stored values."""
+"""Soft look-up: estimate the value of a key that a key-value store lacks, by weighting the stored
+values.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,12 @@ def gaussian_weights(width: float) -> WeightFunction:
     """
 
     def weigh(query: float, keys: Sequence[float]) -> list[float]:
-        nearest = min(abs(query - key) for key in keys)  # subtracted so that narrow widths do not underflow
-        return normalise([math.exp((nearest**2 - (query - key) ** 2) / (2 * width**2)) for key in keys])
+        nearest = min(
+            abs(query - key) for key in keys
+        )  # subtracted so that narrow widths do not underflow
+        return normalise(
+            [math.exp((nearest**2 - (query - key) ** 2) / (2 * width**2)) for key in keys]
+        )
 
     return weigh
 
@@ -88,7 +94,9 @@ def look_up(
     """
     weight_of_key = dict(zip(keys, weight_function(query, keys), strict=True))
     weights = tuple(weight_of_key.get(key, 0.0) for key in KEYS)
-    return LookupAnswer(method, query, weights, sum(w * value for w, value in zip(weights, VALUES, strict=True)))
+    return LookupAnswer(
+        method, query, weights, sum(w * value for w, value in zip(weights, VALUES, strict=True))
+    )
 
 
 def look_up_by_all_methods() -> list[LookupAnswer]:
@@ -98,17 +106,25 @@ def look_up_by_all_methods() -> list[LookupAnswer]:
         look_up("|q-k| over two neighbours", distance_weights, keys=KEYS[1:]),
         look_up("1/|q-k|", inverse_distance_weights),
         look_up("linear interpolation", linear_interpolation_weights),
-        *(look_up(f"gaussian, width {width:g}", gaussian_weights(width)) for width in KERNEL_WIDTHS),
+        *(
+            look_up(f"gaussian, width {width:g}", gaussian_weights(width))
+            for width in KERNEL_WIDTHS
+        ),
     ]
 
 
 def counterexamples() -> list[tuple[LookupAnswer, LookupAnswer]]:
-    """Return two queries where weights that grow with distance fail, each with linear interpolation."""
+    """Return two queries where weights that grow with distance fail, each with linear
+    interpolation.
+    """
     between = (
         look_up("two neighbours", distance_weights, 56.5, KEYS[1:]),
         look_up("line", linear_interpolation_weights, 56.5),
     )
-    at_key = look_up("all keys", distance_weights, 51.0), look_up("line", linear_interpolation_weights, 51.0)
+    at_key = (
+        look_up("all keys", distance_weights, 51.0),
+        look_up("line", linear_interpolation_weights, 51.0),
+    )
     return [between, at_key]
 
 
@@ -123,9 +139,12 @@ def format_lookup() -> str:
     (between, line), (at_key, key) = counterexamples()
     store = ", ".join(f"{key:g} -> {value:g}" for key, value in zip(KEYS, VALUES, strict=True))
     erratum = (
-        "Erratum. |q-k| / sum |q-k| is often printed as a weight that favours near keys, but it grows with distance. "
-        f"Over two neighbours it is right only if both are equally far: at {between.query:g} it gives "
-        f"{between.value:g}, linear interpolation gives {line.value:g}. At the key {at_key.query:g}, it gives that "
+        "Erratum. |q-k| / sum |q-k| is often printed as a weight that favours near keys, but it "
+        "grows with distance. "
+        f"Over two neighbours it is right only if both are equally far: at {between.query:g} it "
+        "gives "
+        f"{between.value:g}, linear interpolation gives {line.value:g}. At the key "
+        f"{at_key.query:g}, it gives that "
         f"key the weight {at_key.weights[0]:g} and returns {at_key.value:.2f}, not {key.value:g}."
     )
     return "\n".join(
@@ -133,13 +152,16 @@ def format_lookup() -> str:
             *paragraph(f"A store maps {store}. What is the value for {QUERY:g}?"),
             *paragraph("The answer is the mean of the values, weighted by how near each key is."),
             "",
-            label_cell("weights", 28) + "".join(f"{f'w({key:g})':>9}" for key in KEYS) + heading_cell("answer", 14),
+            label_cell("weights", 28)
+            + "".join(f"{f'w({key:g})':>9}" for key in KEYS)
+            + heading_cell("answer", 14),
             *rows,
             "",
             *paragraph(erratum),
             "",
             *paragraph(
-                "A Gaussian kernel does not have this fault, and it is attention: its weights are the softmax of the "
+                "A Gaussian kernel does not have this fault, and it is attention: its weights are "
+                "the softmax of the "
                 "scores -(q-k)^2 / 2w^2."
             ),
         ]

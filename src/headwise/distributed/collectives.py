@@ -57,7 +57,9 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """All-reduce in the forward pass; identity in the backward pass, because every rank has the same gradient."""
+    """All-reduce in the forward pass; identity in the backward pass, because every rank has the
+    same gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
@@ -82,7 +84,9 @@ class AllReduceSum(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """All-gather [ranks, *x.shape] in the forward pass; reduce-scatter of the gradient in the backward pass."""
+    """All-gather [ranks, *x.shape] in the forward pass; reduce-scatter of the gradient in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
@@ -94,31 +98,43 @@ class AllGather(torch.autograd.Function):
         return ctx.group.reduce_scatter(grads[0]), None
 
 
-# --- Gradients summed over ranks in buckets, overlapped with the backward pass --------------------------
+# --- Gradients summed over ranks in buckets, overlapped with the backward pass --------------------
 
-BUCKET_BYTES = 4 << 20  # per bucket: small enough that most buckets are sent while the backward pass still runs
+BUCKET_BYTES = (
+    4 << 20
+)  # per bucket: small enough that most buckets are sent while the backward pass still runs
 
 
 class GradientBuckets:
     """Sums the gradients of some parameters over a group of ranks, one all-reduce per bucket.
 
-    Gradients arrive from the last layer to the first, and buckets are sent in that order on every rank, whichever is
-    ready first. Each message ends with one flag per parameter: a parameter that no rank used keeps grad=None.
+    Gradients arrive from the last layer to the first, and buckets are sent in that order on every
+    rank, whichever is ready first. Each message ends with one flag per parameter: a parameter that
+    no rank used keeps grad=None.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], group: dist.ProcessGroup | None, max_bytes: int = BUCKET_BYTES
+        self,
+        params: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        max_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.group = group
-        self._buckets = list(_make_buckets(reversed(list(params)), max_bytes)) if group is not None else []
+        self._buckets = (
+            list(_make_buckets(reversed(list(params)), max_bytes)) if group is not None else []
+        )
         self._pending: list[tuple[Tensor, Any]] = []
         self._num_missing: list[int] = []
         for index, bucket in enumerate(self._buckets):
             for param in bucket:
-                param.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
+                param.register_post_accumulate_grad_hook(
+                    lambda _, index=index: self._on_gradient(index)
+                )
 
     def begin_final_backward(self) -> None:
-        """Send each bucket as soon as it is full during the next backward pass, the last one of this step."""
+        """Send each bucket as soon as it is full during the next backward pass, the last one of
+        this step.
+        """
         self._pending, self._num_missing = [], [len(bucket) for bucket in self._buckets]
 
     def finish(self) -> None:
@@ -133,7 +149,10 @@ class GradientBuckets:
     def _on_gradient(self, index: int) -> None:
         if self._num_missing:
             self._num_missing[index] -= 1
-            while len(self._pending) < len(self._num_missing) and self._num_missing[len(self._pending)] == 0:
+            while (
+                len(self._pending) < len(self._num_missing)
+                and self._num_missing[len(self._pending)] == 0
+            ):
                 self._send_bucket()
 
     def _send_bucket(self) -> None:
@@ -146,7 +165,9 @@ def _make_buckets(params: Iterable[nn.Parameter], max_bytes: int) -> Iterator[li
     bucket: list[nn.Parameter] = []
     for param in params:
         filled = sum(p.numel() for p in bucket)
-        if bucket and ((filled + param.numel()) * param.itemsize > max_bytes or param.dtype != bucket[0].dtype):
+        if bucket and (
+            (filled + param.numel()) * param.itemsize > max_bytes or param.dtype != bucket[0].dtype
+        ):
             yield bucket
             bucket = []
         bucket.append(param)
@@ -156,7 +177,9 @@ def _make_buckets(params: Iterable[nn.Parameter], max_bytes: int) -> Iterator[li
 
 def _flatten_bucket(bucket: list[nn.Parameter]) -> Tensor:
     flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in bucket]
-    has_grad = torch.tensor([p.grad is not None for p in bucket], dtype=flat[0].dtype, device=flat[0].device)
+    has_grad = torch.tensor(
+        [p.grad is not None for p in bucket], dtype=flat[0].dtype, device=flat[0].device
+    )
     return torch.cat([*flat, has_grad])
 
 

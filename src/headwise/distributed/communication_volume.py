@@ -29,8 +29,8 @@ class BatchShape(NamedTuple):
 
 
 def iter_tensor_parallel_sizes(spec: ModelSpec, batch_shape: BatchShape) -> Iterator[int]:
-    """Yield the number of elements of each all-reduce of tensor parallelism: for every sublayer one of its output and,
-    in the backward pass, one for each of its inputs.
+    """Yield the number of elements of each all-reduce of tensor parallelism: for every sublayer one
+    of its output and, in the backward pass, one for each of its inputs.
 
     >>> from headwise.model_spec import BlockSpec, FeedForwardSpec
     >>> stack = StackSpec.from_blocks("decoder", 3, [BlockSpec(feed=FeedForwardSpec(7))] * 2)
@@ -49,11 +49,14 @@ def iter_tensor_parallel_sizes(spec: ModelSpec, batch_shape: BatchShape) -> Iter
                 )  # the averaging heads have an input of their own
                 yield from [other] * (role == "cross")
             if block.feed is not None:
-                yield from [own] * (4 if isinstance(block.feed, ExpertsSpec) and block.feed.shared else 2)
+                yield from [own] * (
+                    4 if isinstance(block.feed, ExpertsSpec) and block.feed.shared else 2
+                )
 
 
 def iter_context_parallel_sizes(model_spec: ModelSpec, batch_shape: BatchShape) -> Iterator[int]:
-    """Yield the number of elements of each all-gather of context parallelism; the backward pass scatters as many.
+    """Yield the number of elements of each all-gather of context parallelism; the backward pass
+    scatters as many.
 
     >>> import headwise as hw
     >>> from headwise.model_spec import BlockSpec
@@ -66,7 +69,9 @@ def iter_context_parallel_sizes(model_spec: ModelSpec, batch_shape: BatchShape) 
     for stack, tokens in _iter_stacks(model_spec, batch_shape):
         for block in stack.layers:
             if block.form == "merged" and block.cross is not None:
-                yield batch_shape.rows * tokens * count_kv_entry_numbers(averaging_spec(block.cross))
+                yield (
+                    batch_shape.rows * tokens * count_kv_entry_numbers(averaging_spec(block.cross))
+                )
             for role, spec in block.attention_specs.items():
                 yield (
                     batch_shape.rows
@@ -86,11 +91,13 @@ def count_kv_entry_numbers(spec: AttentionSpec) -> int:
 def _iter_stacks(described: ModelSpec, rows: BatchShape) -> Iterator[tuple[StackSpec, int]]:
     """Yield each stack with the number of tokens of its rows."""
     yield from zip(
-        described.stacks, ([rows.source, rows.tokens] if len(described.stacks) > 1 else [rows.tokens]), strict=True
+        described.stacks,
+        ([rows.source, rows.tokens] if len(described.stacks) > 1 else [rows.tokens]),
+        strict=True,
     )
 
 
-# --- Messages of one training step ----------------------------------------------------------------------
+# --- Messages of one training step ----------------------------------------------------------------
 
 FLOAT_BYTES = 4  # bytes of a gradient, a weight, a loss
 POSITION_BYTES = 16  # bytes of the position and segment of a token, gathered if rows are padded
@@ -105,7 +112,8 @@ class CollectiveMessage(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Bytes that a rank sends in a ring: (n - 1) / n of the tensor, twice that for an all-reduce.
+        """Bytes that a rank sends in a ring: (n - 1) / n of the tensor, twice that for an
+        all-reduce.
 
         >>> CollectiveMessage("gather", 12, 3).moved, CollectiveMessage("sum", 12, 3).moved
         (8.0, 16.0)
@@ -114,14 +122,25 @@ class CollectiveMessage(NamedTuple):
 
 
 def count_communication(
-    spec: ModelSpec, parallelism: Parallelism, num_micro_batches: int = 1, batch_shape: BatchShape | None = None
+    spec: ModelSpec,
+    parallelism: Parallelism,
+    num_micro_batches: int = 1,
+    batch_shape: BatchShape | None = None,
 ) -> list[CollectiveMessage]:
-    """Return the messages of one training step in single precision, with `num_micro_batches` backward passes.
+    """Return the messages of one training step in single precision, with `num_micro_batches`
+    backward passes.
 
-    Tensor and context parallelism need `batch_shape`. The count assumes equally many rows on every rank, rows of equal
-    length and no auxiliary losses. If heads are not divisible, it is that of the first rank.
+    Tensor and context parallelism need `batch_shape`. The count assumes equally many rows on every
+    rank, rows of equal length and no auxiliary losses. If heads are not divisible, it is that of
+    the first rank.
 
-    >>> from headwise.model_spec import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, StackSpec
+    >>> from headwise.model_spec import (
+    ...     BlockSpec,
+    ...     FeedForwardSpec,
+    ...     EmbeddingSpec,
+    ...     OutputHeadSpec,
+    ...     StackSpec,
+    ... )
     >>> stack = StackSpec.from_blocks(
     ...     "encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11)
     ... )
@@ -137,44 +156,66 @@ def count_communication(
     if max(parallelism.tensor, parallelism.context) > 1:
         if batch_shape is None:
             raise SpecError(
-                f"communication of {parallelism} depends on the batch; give batch_shape=BatchShape(rows, tokens)"
+                f"communication of {parallelism} depends on the batch; give "
+                "batch_shape=BatchShape(rows, tokens)"
             )
         each = batch_shape.rows // num_micro_batches // (parallelism.data * parallelism.shards)
-        messages += _layer_messages(spec, parallelism, batch_shape._replace(rows=each)) * num_micro_batches
+        messages += (
+            _layer_messages(spec, parallelism, batch_shape._replace(rows=each)) * num_micro_batches
+        )
     if parallelism.tensor > 1:
         every = partition_model(spec, parallelism.tensor)
         weights, replicated = spec.params(), count_replicas(spec, every)
         messages.append(
-            CollectiveMessage("sum", FLOAT_BYTES * sum(weights[name].numel for name in replicated), parallelism.tensor)
+            CollectiveMessage(
+                "sum",
+                FLOAT_BYTES * sum(weights[name].numel for name in replicated),
+                parallelism.tensor,
+            )
         )
         spec = every[0].spec
-        if parallelism.shards > 1:  # slices of replicated tensors are gathered before they are summed
+        if (
+            parallelism.shards > 1
+        ):  # slices of replicated tensors are gathered before they are summed
             gathered_weights = [
-                weight for name, weight in spec.params().items() if name in replicated and not _is_unsharded(weight)
+                weight
+                for name, weight in spec.params().items()
+                if name in replicated and not _is_unsharded(weight)
             ]
             messages += [
                 CollectiveMessage(
-                    "gather", FLOAT_BYTES * _padded_numel([weight], parallelism.shards), parallelism.shards
+                    "gather",
+                    FLOAT_BYTES * _padded_numel([weight], parallelism.shards),
+                    parallelism.shards,
                 )
                 for weight in gathered_weights
             ]
     weights = {name: w for name, w in spec.params().items() if w.trainable}
-    messages += _fsdp_messages(spec, weights, parallelism, num_micro_batches) if parallelism.shards > 1 else []
+    messages += (
+        _fsdp_messages(spec, weights, parallelism, num_micro_batches)
+        if parallelism.shards > 1
+        else []
+    )
     unsharded = [w for w in weights.values() if parallelism.shards == 1 or _is_unsharded(w)]
     if num_workers > 1:
         messages += [
-            CollectiveMessage("sum", FLOAT_BYTES * numel, num_workers) for numel in [*_bucket_sizes(unsharded), 1]
+            CollectiveMessage("sum", FLOAT_BYTES * numel, num_workers)
+            for numel in [*_bucket_sizes(unsharded), 1]
         ]
     return messages
 
 
-def _layer_messages(described: ModelSpec, parallelism: Parallelism, rows: BatchShape) -> list[CollectiveMessage]:
+def _layer_messages(
+    described: ModelSpec, parallelism: Parallelism, rows: BatchShape
+) -> list[CollectiveMessage]:
     """Return the messages inside layers, for one micro-batch."""
     tokens, source = (-(-count // parallelism.context) for count in (rows.tokens, rows.source))
     messages = []
     if parallelism.tensor > 1:
         numels = iter_tensor_parallel_sizes(described, BatchShape(rows.rows, tokens, source))
-        messages += [CollectiveMessage("sum", FLOAT_BYTES * numel, parallelism.tensor) for numel in numels]
+        messages += [
+            CollectiveMessage("sum", FLOAT_BYTES * numel, parallelism.tensor) for numel in numels
+        ]
     if parallelism.context > 1:
         own = partition_model(described, parallelism.tensor)[0].spec
         numels = iter_context_parallel_sizes(
@@ -185,9 +226,15 @@ def _layer_messages(described: ModelSpec, parallelism: Parallelism, rows: BatchS
             for n in numels
             for kind in ("gather", "scatter")
         ]
-        padded = [each for count, each in ((rows.tokens, tokens), (rows.source, source)) if count % parallelism.context]
+        padded = [
+            each
+            for count, each in ((rows.tokens, tokens), (rows.source, source))
+            if count % parallelism.context
+        ]
         messages += [
-            CollectiveMessage("gather", POSITION_BYTES * each * parallelism.context, parallelism.context)
+            CollectiveMessage(
+                "gather", POSITION_BYTES * each * parallelism.context, parallelism.context
+            )
             for each in padded
         ]
     return messages
@@ -198,7 +245,9 @@ def _is_unsharded(weight: WeightSpec) -> bool:
 
 
 def _bucket_sizes(weights: Iterable[WeightSpec]) -> Iterator[int]:
-    """Yield the number of elements of each gradient bucket, from the last parameter to the first."""
+    """Yield the number of elements of each gradient bucket, from the last
+    parameter to the first.
+    """
     numel, count = 0, 0
     for weight in reversed(list(weights)):
         if count and (numel + weight.numel) * FLOAT_BYTES > BUCKET_BYTES:
@@ -212,7 +261,9 @@ def _bucket_sizes(weights: Iterable[WeightSpec]) -> Iterator[int]:
 def _fsdp_messages(
     described: ModelSpec, weights: Mapping[str, WeightSpec], parallelism: Parallelism, parts: int
 ) -> Iterator[CollectiveMessage]:
-    """Yield the messages of FSDP2: layers are gathered in both passes, embeddings and heads once."""
+    """Yield the messages of FSDP2: layers are gathered in both passes,
+    embeddings and heads once.
+    """
     unread = tuple(f"head.{head.name}." for head in described.heads[1:])
     outside_layers: list[tuple[str, WeightSpec]] = []
     layers: dict[str, list[tuple[str, WeightSpec]]] = {}
@@ -224,7 +275,9 @@ def _fsdp_messages(
         sliced = [(name, weight) for name, weight in group if not _is_unsharded(weight)]
         learned = [weight for name, weight in sliced if not name.startswith(unread)]
         gathered = CollectiveMessage(
-            "gather", FLOAT_BYTES * _padded_numel([w for _, w in sliced], parallelism.shards), parallelism.shards
+            "gather",
+            FLOAT_BYTES * _padded_numel([w for _, w in sliced], parallelism.shards),
+            parallelism.shards,
         )
         scattered = CollectiveMessage(
             "scatter", FLOAT_BYTES * _padded_numel(learned, parallelism.shards), parallelism.shards
@@ -233,7 +286,9 @@ def _fsdp_messages(
             continue
         messages = [*[gathered] * times, scattered]
         if (copies := parallelism.data * parallelism.context) > 1:
-            messages.append(CollectiveMessage("sum", scattered.nbytes // parallelism.shards, copies))
+            messages.append(
+                CollectiveMessage("sum", scattered.nbytes // parallelism.shards, copies)
+            )
         yield from messages * parts
 
 
@@ -262,12 +317,20 @@ class CommunicationMeter(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             if name not in COLLECTIVE_OPS:
-                raise SpecError(f"cannot measure collective {name!r}; supported: {', '.join(COLLECTIVE_OPS)}")
+                raise SpecError(
+                    f"cannot measure collective {name!r}; supported: {', '.join(COLLECTIVE_OPS)}"
+                )
             kind, full_tensor = COLLECTIVE_OPS[name]
-            ranks = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject))).size()
+            ranks = dist.ProcessGroup.unbox(
+                next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            ).size()
             self.messages.append(CollectiveMessage(kind, _num_bytes(full_tensor(args)), ranks))
         return func(*args, **(kwargs or {}))
 
 
 def _num_bytes(tensors: Any) -> int:
-    return tensors.nbytes if isinstance(tensors, Tensor) else sum(_num_bytes(tensor) for tensor in tensors)
+    return (
+        tensors.nbytes
+        if isinstance(tensors, Tensor)
+        else sum(_num_bytes(tensor) for tensor in tensors)
+    )

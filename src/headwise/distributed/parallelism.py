@@ -1,4 +1,6 @@
-"""How the processes of a run divide the work, and how they join; importable without torch, for quick help texts."""
+"""How the processes of a run divide the work, and how they join; importable without torch, for
+quick help texts.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from typing import Any
 from ..errors import SpecError, suggest
 from ..interfaces.part import CheckedDataclass
 
-# --- Parallel dimensions -------------------------------------------------------------------------------
+# --- Parallel dimensions --------------------------------------------------------------------------
 
-# From the outermost to the innermost: ranks that differ in the last one only are neighbours and communicate the most.
+# From the outermost to the innermost: ranks that differ in the last one only are neighbours and
+# communicate the most.
 PARALLEL_DIMS = ("data", "context", "shards", "tensor")
 AUTO = "auto"
 
@@ -27,7 +30,8 @@ class Parallelism(CheckedDataclass):
     """Number of ranks in each parallel dimension; their product is the number of processes.
 
     - "data": ranks divide the rows of a batch; each rank has a copy of the model.
-    - "shards": ranks divide the rows and every tensor of the model; FSDP2 gathers one layer at a time (2304.11277).
+    - "shards": ranks divide the rows and every tensor of the model; FSDP2 gathers one layer at a
+      time (2304.11277).
     - "tensor": ranks divide the heads and the hidden units of feed-forwards.
     - "context": ranks divide the tokens of each row.
 
@@ -62,10 +66,13 @@ class Parallelism(CheckedDataclass):
         for word in text.split(","):
             dim, _, count = (piece.strip() for piece in word.partition("="))
             if dim not in PARALLEL_DIMS:
-                raise SpecError(f"unknown parallel dimension {dim!r}; {suggest(dim, PARALLEL_DIMS)}")
+                raise SpecError(
+                    f"unknown parallel dimension {dim!r}; {suggest(dim, PARALLEL_DIMS)}"
+                )
             if dim in sizes or not count.isascii() or not count.isdigit():
                 raise SpecError(
-                    f"cannot parse parallelism={text!r}; write each dimension once with its number, as in data=2"
+                    f"cannot parse parallelism={text!r}; write each dimension once with its "
+                    "number, as in data=2"
                 )
             sizes[dim] = int(count)
         return Parallelism(**sizes)
@@ -85,7 +92,9 @@ class Parallelism(CheckedDataclass):
         parallelism = Parallelism.parse(text)
         if parallelism.size != num_ranks:
             problem = f"{parallelism} needs {parallelism.size} processes, not {num_ranks}"
-            raise SpecError(f"{problem}; start {parallelism.size} processes, or give data={num_ranks}")
+            raise SpecError(
+                f"{problem}; start {parallelism.size} processes, or give data={num_ranks}"
+            )
         return parallelism
 
     @property
@@ -118,29 +127,41 @@ class Parallelism(CheckedDataclass):
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             place = self.place(rank)
-            groups.setdefault(tuple(place[dim] for dim in PARALLEL_DIMS if dim not in dims), []).append(rank)
+            groups.setdefault(
+                tuple(place[dim] for dim in PARALLEL_DIMS if dim not in dims), []
+            ).append(rank)
         return list(groups.values())
 
     def __str__(self) -> str:
-        sizes = [f"{dim}={count}" for dim, count in zip(PARALLEL_DIMS, self.shape, strict=True) if count > 1]
+        sizes = [
+            f"{dim}={count}"
+            for dim, count in zip(PARALLEL_DIMS, self.shape, strict=True)
+            if count > 1
+        ]
         return ",".join(sizes) or "data=1"
 
 
-# --- Process group -------------------------------------------------------------------------------------
+# --- Process group --------------------------------------------------------------------------------
 
 
 JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to join
 # For a rank to answer a collective; the longest work that one rank may do alone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-MAX_REASON_LENGTH = 200  # characters quoted of torch's error when ranks cannot join; the original is very long
+MAX_REASON_LENGTH = (
+    200  # characters quoted of torch's error when ranks cannot join; the original is very long
+)
 FAILURE_KEY = "failed"  # counter in the store: the first rank to increment it reports the failure
 
-_join_counter = itertools.count()  # ranks join together, so the n-th join of one rank is the n-th join of all
+_join_counter = (
+    itertools.count()
+)  # ranks join together, so the n-th join of one rank is the n-th join of all
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Rank of this process, number of processes, rank on its own machine, and number of restarts by torchrun."""
+    """Rank of this process, number of processes, rank on its own machine, and number of restarts by
+    torchrun.
+    """
 
     rank: int = 0
     size: int = 1
@@ -154,10 +175,14 @@ class ProcessInfo:
         return self.rank == 0
 
     def claim_failure_report(self) -> bool:
-        """Claim the right to report a failure; True for the first rank that calls this, so only one prints it."""
+        """Claim the right to report a failure; True for the first rank that calls this, so only one
+        prints it.
+        """
         if self.store is None:
             return True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the other ranks; one must still report
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # torchrun sends it to the other ranks; one must still report
         try:
             return self.store.add(FAILURE_KEY, 1) == 1
         except RuntimeError:  # the rank that served the store was killed before it could report
@@ -165,7 +190,8 @@ class ProcessInfo:
 
 
 def read_torchrun_environment(environment: Mapping[str, str] | None = None) -> ProcessInfo:
-    """Read the rank and size that torchrun sets in the environment; without torchrun, a single process.
+    """Read the rank and size that torchrun sets in the environment; without torchrun, a single
+    process.
 
     >>> read_torchrun_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
     ProcessInfo(rank=3, size=4, local=1, attempt=0)
@@ -178,9 +204,13 @@ def read_torchrun_environment(environment: Mapping[str, str] | None = None) -> P
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     defaults = {"LOCAL_RANK": variables["RANK"], "TORCHELASTIC_RESTART_COUNT": "0"}
     values = [variables.get(name, defaults.get(name, "")) for name in names]
-    if not all(value.isascii() and value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
+    if not all(value.isascii() and value.isdigit() for value in values) or int(values[0]) >= int(
+        values[1]
+    ):
         shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        raise SpecError(f"the environment has {shown}, which is not a valid rank; start with torchrun")
+        raise SpecError(
+            f"the environment has {shown}, which is not a valid rank; start with torchrun"
+        )
     return ProcessInfo(*map(int, values))
 
 
@@ -188,8 +218,8 @@ def read_torchrun_environment(environment: Mapping[str, str] | None = None) -> P
 def join_process_group() -> Iterator[ProcessInfo]:
     """Join torchrun's process group for the duration of the block; a nested call reuses the group.
 
-    Does nothing in a single process. If a rank is lost, the waiting ranks raise a ConnectionError of one line, whatever
-    collective they were waiting in.
+    Does nothing in a single process. If a rank is lost, the waiting ranks raise a ConnectionError
+    of one line, whatever collective they were waiting in.
     """
     launch = read_torchrun_environment()
     if launch.size == 1:
@@ -205,7 +235,11 @@ def join_process_group() -> Iterator[ProcessInfo]:
     except RuntimeError as error:
         if not _is_communication_error(error):
             raise
-        reason = f"did not answer for {COLLECTIVE_TIMEOUT}" if "timed out" in str(error).lower() else "ended"
+        reason = (
+            f"did not answer for {COLLECTIVE_TIMEOUT}"
+            if "timed out" in str(error).lower()
+            else "ended"
+        )
         problem = f"rank {launch.rank} waited for another rank, which {reason}"
         raise ConnectionError(
             f"{problem}; saved checkpoints are intact, continue with the same command and --resume"
@@ -243,7 +277,9 @@ def _join_failure_message(launch: ProcessInfo, reason: str) -> str:
     """Return the reason why ranks could not join, and what to do."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in reason:
-        return f"the port of {address} is in use; give torchrun another --master-port, or --standalone"
+        return (
+            f"the port of {address} is in use; give torchrun another --master-port, or --standalone"
+        )
     return (
         f"rank {launch.rank} of {launch.size} could not join the others at {address} ({reason}); "
         "check that every machine runs the same torchrun command and can reach that address"

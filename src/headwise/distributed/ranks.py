@@ -1,4 +1,6 @@
-"""The ranks of one training run: shared values and errors, rows of a batch, equal code and configuration."""
+"""The ranks of one training run: shared values and errors, rows of a batch, equal code and
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +22,39 @@ from ..data import IGNORE_INDEX, Batch
 from ..errors import SpecError
 from .parallelism import PARALLEL_DIMS, Parallelism, ProcessInfo
 
-# --- Ranks ---------------------------------------------------------------------------------------------
+# --- Ranks ----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-SHARED_FAILURES = (ValueError, OSError, RuntimeError)  # sent to the other ranks; any other exception ends the process
+SHARED_FAILURES = (
+    ValueError,
+    OSError,
+    RuntimeError,
+)  # sent to the other ranks; any other exception ends the process
 
-# Ranks that differ in these dimensions work on different data; those of "tensor" on the same rows and tokens.
+# Ranks that differ in these dimensions work on different data; those of "tensor" on the same rows
+# and tokens.
 GRADIENT_DIMS = ("data", "context", "shards")
 
 
 class ProcessMesh:
     """This process among the ranks of one training run, with its device.
 
-    Every method that communicates is a collective: all ranks must call it, in the same order. With one rank nothing is
-    sent.
+    Every method that communicates is a collective: all ranks must call it, in the same order. With
+    one rank nothing is sent.
 
     >>> world = ProcessMesh(ProcessInfo(), Parallelism())
-    >>> world.is_leader, world.all_gather_objects("here"), world.any(True), world.sum(torch.ones(2)).tolist()
+    >>> (
+    ...     world.is_leader,
+    ...     world.all_gather_objects("here"),
+    ...     world.any(True),
+    ...     world.sum(torch.ones(2)).tolist(),
+    ... )
     (True, ['here'], True, [1.0, 1.0])
     """
 
-    def __init__(self, process: ProcessInfo, parallelism: Parallelism, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, process: ProcessInfo, parallelism: Parallelism, device: torch.device | str = "cpu"
+    ) -> None:
         self.rank, self.size, self.parallelism, self.device = (
             process.rank,
             process.size,
@@ -63,7 +77,8 @@ class ProcessMesh:
                 else f"{num_devices} GPUs"
             )
             raise SpecError(
-                f"{problem} cannot serve {self.size} ranks; give device='cuda' and one GPU per rank, or 'cpu'"
+                f"{problem} cannot serve {self.size} ranks; give device='cuda' and one GPU per "
+                "rank, or 'cpu'"
             )
 
     @property
@@ -73,7 +88,9 @@ class ProcessMesh:
 
     @property
     def worker_index(self) -> int:
-        """Index of this rank among the workers; ranks of one tensor-parallel group have the same index."""
+        """Index of this rank among the workers; ranks of one tensor-parallel group have the same
+        index.
+        """
         return self._index_along(GRADIENT_DIMS)[0]
 
     @property
@@ -83,7 +100,9 @@ class ProcessMesh:
 
     @property
     def num_data_shards(self) -> int:
-        """Number of parts into which the rows are divided; ranks of one context group have the same rows."""
+        """Number of parts into which the rows are divided; ranks of one context group have the same
+        rows.
+        """
         return self.num_workers // self.parallelism.context
 
     def _index_along(self, dims: Sequence[str]) -> tuple[int, int]:
@@ -98,14 +117,20 @@ class ProcessMesh:
     def device_mesh(self) -> DeviceMesh:
         """All ranks as a torch DeviceMesh with the dimension names of PARALLEL_DIMS."""
         if self._device_mesh is None:
-            self._device_mesh = init_device_mesh(self.device.type, self.parallelism.shape, mesh_dim_names=PARALLEL_DIMS)
+            self._device_mesh = init_device_mesh(
+                self.device.type, self.parallelism.shape, mesh_dim_names=PARALLEL_DIMS
+            )
         return self._device_mesh
 
     def group(self, *dims: str) -> dist.ProcessGroup:
-        """Return the process group of the ranks that differ from this one only in these dimensions."""
+        """Return the process group of the ranks that differ from this one only
+        in these dimensions.
+        """
         if dims not in self._groups:
             rank_groups = self.parallelism.rank_groups(*dims)
-            self._groups[dims] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rank_groups)[0])
+            self._groups[dims] = cast(
+                dist.ProcessGroup, dist.new_subgroups_by_enumeration(rank_groups)[0]
+            )
         return self._groups[dims]
 
     def all_gather_objects(self, value: T) -> list[T]:
@@ -117,7 +142,9 @@ class ProcessMesh:
         return values
 
     def run_on_leader(self, function: Callable[[], T]) -> T:
-        """Call `function` on the leader and return its result on all ranks; if it raises, every rank raises."""
+        """Call `function` on the leader and return its result on all ranks; if it raises, every
+        rank raises.
+        """
         if self.size == 1:
             return function()
         outcome: list[Any] = [_run_safely(function) if self.is_leader else None]
@@ -128,7 +155,9 @@ class ProcessMesh:
         return value
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call `function` on every rank and return its own result; if it raises on one rank, every rank raises that."""
+        """Call `function` on every rank and return its own result; if it raises on one rank, every
+        rank raises that.
+        """
         if self.size == 1:
             return function()
         value, failure = _run_safely(function)
@@ -141,7 +170,9 @@ class ProcessMesh:
         return value  # pyright: ignore[reportReturnType] - no failure, so there is one
 
     def first(self, value: T | None) -> tuple[T, str] | None:
-        """Return the value of the first rank that has one, and " on rank N"; None if all values are None."""
+        """Return the value of the first rank that has one, and " on rank N"; None if all values are
+        None.
+        """
         for rank, other in enumerate(self.all_gather_objects(value)):
             if other is not None:
                 return other, f" on rank {rank}" if self.size > 1 else ""
@@ -162,7 +193,9 @@ class ProcessMesh:
         return own
 
     def shard(self, batch: Batch, *dims: str) -> BatchShard:
-        """Return this rank's rows of a batch that all ranks have; ranks of these dimensions get different rows."""
+        """Return this rank's rows of a batch that all ranks have; ranks of these dimensions get
+        different rows.
+        """
         index, count = self._index_along(dims or GRADIENT_DIMS)
         return shard_batch(batch, index, count)
 
@@ -190,13 +223,14 @@ def _picklable_error(error: Exception) -> Exception:
     return error
 
 
-# --- Rows of a batch ------------------------------------------------------------------------------------
+# --- Rows of a batch ------------------------------------------------------------------------------
 
 
 class BatchShard(NamedTuple):
     """The rows of a batch that one rank gets, and how many of them count.
 
-    A rank without a row gets one with all labels ignored, because the other ranks wait for it in every layer.
+    A rank without a row gets one with all labels ignored, because the other ranks wait for it in
+    every layer.
     """
 
     batch: Batch
@@ -207,7 +241,10 @@ def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
     """Return part `index` of `num_shards` of the rows, in order; sizes differ by at most one row.
 
     >>> ids = torch.arange(3)[:, None]
-    >>> [(part.batch.x.tolist(), part.rows) for part in (shard_batch(Batch(ids, ids), index, 2) for index in range(2))]
+    >>> [
+    ...     (part.batch.x.tolist(), part.rows)
+    ...     for part in (shard_batch(Batch(ids, ids), index, 2) for index in range(2))
+    ... ]
     [([[0], [1]], 2), ([[2]], 1)]
     >>> shard_batch(Batch(ids, ids), 3, 4).batch.labels.tolist()
     [[-100]]
@@ -223,7 +260,7 @@ def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
     return BatchShard(replace(idle, labels=torch.full_like(idle.labels, IGNORE_INDEX)), 0)
 
 
-# --- Equal code and configuration on all ranks ---------------------------------------------------------
+# --- Equal code and configuration on all ranks ----------------------------------------------------
 
 
 def fingerprint_code() -> dict[str, str]:
@@ -231,7 +268,9 @@ def fingerprint_code() -> dict[str, str]:
     return {"headwise": __version__, "source": _source_checksum(), "torch": torch.__version__}
 
 
-_checksums: dict[Path, str] = {}  # of this package: a process runs the code that it has imported, whatever comes later
+_checksums: dict[
+    Path, str
+] = {}  # of this package: a process runs the code that it has imported, whatever comes later
 
 
 def _source_checksum() -> str:
@@ -251,12 +290,16 @@ def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
         if difference := find_difference(first, other):
             name, expected, actual = difference
             raise SpecError(
-                f"{name} is {expected} on rank 0, {actual} on rank {rank}; start all ranks with the same configuration"
+                f"{name} is {expected} on rank 0, {actual} on rank {rank}; start all ranks with "
+                "the same configuration"
             )
 
 
-def find_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the name and both values of the first difference of two configurations; None if they are equal.
+def find_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[str, str, str] | None:
+    """Return the name and both values of the first difference of two configurations; None if they
+    are equal.
 
     >>> find_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
     ('recipe.lr', '0.1', '0.2')
@@ -269,7 +312,13 @@ def find_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[s
 
 
 def _flatten_config(prefix: str, value: Any) -> dict[str, Any]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else None
+    )
     if items is None:
         return {prefix: value}
     flat: dict[str, Any] = {}

@@ -1,4 +1,6 @@
-"""The part of a model that one rank holds, how it is gathered, loaded and clipped; fully sharded data parallelism."""
+"""The part of a model that one rank holds, how it is gathered, loaded and clipped; fully sharded
+data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,17 @@ from ..model_spec import ModelSpec
 from ..models import Transformer, build
 from .collectives import CollectiveGroup, GradientBuckets
 from .head_partition import partition_model
-from .parallel_attention import TensorContextParallel, check_context_parallel, set_parallel_context, shard_tokens
+from .parallel_attention import (
+    TensorContextParallel,
+    check_context_parallel,
+    set_parallel_context,
+    shard_tokens,
+)
 from .parallelism import Parallelism, ProcessInfo
 from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
 
-# Importing FSDP2 and its tensors takes half a second, and every command that trains needs this module.
+# Importing FSDP2 and its tensors takes half a second, and every command that trains needs this
+# module.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -28,7 +36,8 @@ if TYPE_CHECKING:
 class BatchForward(nn.Module):
     """Module that maps a batch to the outputs of the model's first head in one forward call.
 
-    FSDP gathers and frees tensors around this call. `hidden` computes the final states, compiled or not.
+    FSDP gathers and frees tensors around this call. `hidden` computes the final states, compiled or
+    not.
     """
 
     def __init__(self, net: Transformer) -> None:
@@ -36,14 +45,18 @@ class BatchForward(nn.Module):
         self.net, self.hidden = net, net.hidden
 
     def forward(self, batch: Batch, index: Tensor | None = None) -> Tensor:
-        """Return [B, T, outputs] or [B, outputs]; with `index`, [1, n, outputs] for n of the B * T states."""
-        h = self.hidden(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
+        """Return [B, T, outputs] or [B, outputs]; with `index`, [1, n, outputs] for n of the B * T
+        states.
+        """
+        h = self.hidden(
+            batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens
+        )
         if index is not None:
             h = h.flatten(0, 1).index_select(0, index)[None]
         return self.net.apply_head(h, sequence=batch.tokens)
 
 
-# --- The shard of one rank ------------------------------------------------------------------------------
+# --- The shard of one rank ------------------------------------------------------------------------
 
 
 class TensorSharding(Protocol):
@@ -63,7 +76,9 @@ class TensorSharding(Protocol):
         ...
 
     def square(self, part: Tensor) -> Tensor:
-        """Return the sum of squares of a part, each element divided by the number of ranks that hold it."""
+        """Return the sum of squares of a part, each element divided by the number of ranks that
+        hold it.
+        """
         ...
 
 
@@ -75,8 +90,9 @@ def _collect_nothing() -> None:
 class ShardedModel:
     """The part of a model that one rank holds.
 
-    `own` maps the names of the spec to this rank's trainable tensors, the only ones that the optimiser gets; tensors in
-    `shardings` are parts, the others full. `forward` runs the model; `collect_gradients` moves gradients to `own`.
+    `own` maps the names of the spec to this rank's trainable tensors, the only ones that the
+    optimiser gets; tensors in `shardings` are parts, the others full. `forward` runs the model;
+    `collect_gradients` moves gradients to `own`.
     """
 
     forward: BatchForward
@@ -94,14 +110,22 @@ class ShardedModel:
         return self.forward.net
 
     def shard(self, batch: Batch) -> BatchShard:
-        """Return this rank's part of a batch that all ranks have: some of its rows, and some tokens of these."""
+        """Return this rank's part of a batch that all ranks have: some of its rows, and some tokens
+        of these.
+        """
         rows = self.world.shard(batch, "data", "shards")
-        return rows if self.context is None else rows._replace(batch=shard_tokens(rows.batch, self.context))
+        return (
+            rows
+            if self.context is None
+            else rows._replace(batch=shard_tokens(rows.batch, self.context))
+        )
 
     # --- gradients ---
 
     def begin_final_backward(self) -> None:
-        """Announce that the next backward pass is the last one of this step, so that gradients can be sent early."""
+        """Announce that the next backward pass is the last one of this step, so that gradients can
+        be sent early.
+        """
         self.buckets.begin_final_backward()
 
     def finish(self) -> None:
@@ -112,12 +136,16 @@ class ShardedModel:
     def norm(self) -> Tensor:
         """Return the norm of the gradient of the full model, the same on every rank."""
         if not self.shardings:
-            return nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad is not None])
+            return nn.utils.get_total_norm(
+                [p.grad for p in self.own.values() if p.grad is not None]
+            )
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for name, parameter in self.own.items():
             if parameter.grad is not None:
                 grad, sharding = parameter.grad.double(), self.shardings.get(name)
-                total += (sharding.square(grad) if sharding else grad.square().sum()) / self._num_replicas(name)
+                total += (
+                    sharding.square(grad) if sharding else grad.square().sum()
+                ) / self._num_replicas(name)
         dist.all_reduce(total)
         exact = torch.promote_types(torch.float32, next(iter(self.own.values())).dtype)
         return total.sqrt().to(exact)
@@ -141,11 +169,15 @@ class ShardedModel:
             yield name, self.whole(name, self.own[name].detach() if name in self.own else tensor)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """Gather a tensor with the sharding of `name`, such as an optimiser moment; a scalar is returned as it is."""
+        """Gather a tensor with the sharding of `name`, such as an optimiser moment; a scalar is
+        returned as it is.
+        """
         return self.shardings[name].whole(part) if name in self.shardings and part.dim() else part
 
     def part(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor with the sharding of `name`; a scalar is returned as it is."""
+        """Return this rank's part of a full tensor with the sharding of `name`; a scalar is
+        returned as it is.
+        """
         return self.shardings[name].part(full) if name in self.shardings and full.dim() else full
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -166,7 +198,9 @@ class ShardedModel:
         return self.assemble_model(tensors) if self.world.is_leader else self.net
 
     def assemble_model(self, tensors: Mapping[str, Tensor]) -> Transformer:
-        """Return a full model with these weights on this rank: the current model if no other rank takes part."""
+        """Return a full model with these weights on this rank: the current model if no other rank
+        takes part.
+        """
         if not self.shardings and self.context is None:
             self.net.load_state_dict(tensors)
             return self.net
@@ -192,7 +226,9 @@ def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     """Return this rank's part of a model that every rank has built in full; the rest is freed."""
     check_partition(net.spec, mesh.parallelism)
     groups = {
-        dim: CollectiveGroup(mesh.group(dim)) for dim in ("context", "tensor") if getattr(mesh.parallelism, dim) > 1
+        dim: CollectiveGroup(mesh.group(dim))
+        for dim in ("context", "tensor")
+        if getattr(mesh.parallelism, dim) > 1
     }
     if "tensor" in groups:
         from .tensor_parallel import TensorParallelModel
@@ -204,7 +240,9 @@ def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     else:
         sharded = _shard_parameters(net, mesh)
     if groups:
-        set_parallel_context(sharded.net, TensorContextParallel(groups.get("tensor"), groups.get("context")))
+        set_parallel_context(
+            sharded.net, TensorContextParallel(groups.get("tensor"), groups.get("context"))
+        )
     return replace(sharded, context=groups.get("context"))
 
 
@@ -212,7 +250,8 @@ def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
     """Raise SpecError if a model cannot be divided this way, before anything is built."""
     if min(parallelism.data, parallelism.context, parallelism.shards) > 1:
         raise SpecError(
-            f"{parallelism}: FSDP2 supports one replicated dimension beside shards=; leave out data= or context="
+            f"{parallelism}: FSDP2 supports one replicated dimension beside shards=; leave out "
+            "data= or context="
         )
     if parallelism.context > 1:
         check_context_parallel(spec)
@@ -226,12 +265,18 @@ def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
         return apply_fsdp(net, mesh)
     params = _trainable_params(net)
     return ShardedModel(
-        BatchForward(net), mesh, params, GradientBuckets(params.values(), get_gradient_group(mesh)), net.spec
+        BatchForward(net),
+        mesh,
+        params,
+        GradientBuckets(params.values(), get_gradient_group(mesh)),
+        net.spec,
     )
 
 
 def get_gradient_group(mesh: ProcessMesh) -> dist.ProcessGroup | None:
-    """Return the group of ranks with different data, whose gradients are summed; None for a single worker."""
+    """Return the group of ranks with different data, whose gradients are summed; None for a single
+    worker.
+    """
     return mesh.group(*GRADIENT_DIMS) if mesh.num_workers > 1 else None
 
 
@@ -239,11 +284,12 @@ def _trainable_params(net: Transformer) -> dict[str, nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-# --- Fully sharded data parallelism (FSDP2, 2304.11277) ------------------------------------------------
+# --- Fully sharded data parallelism (FSDP2, 2304.11277) -------------------------------------------
 
 
 class FSDPSharding:
-    """A tensor whose first axis is divided as FSDP2 does: ceil(n / ranks) rows per rank, fewer on the last.
+    """A tensor whose first axis is divided as FSDP2 does: ceil(n / ranks) rows per rank, fewer on
+    the last.
 
     >>> [FSDPSharding(5, rank, 3).part(torch.arange(5)).tolist() for rank in range(3)]
     [[0, 1], [2, 3], [4]]
@@ -251,7 +297,9 @@ class FSDPSharding:
 
     dims = ("shards",)
 
-    def __init__(self, length: int, rank: int, num_ranks: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, length: int, rank: int, num_ranks: int, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.length, self.rank, self.ranks, self.group = length, rank, num_ranks, group
         self.each = -(-length // num_ranks)
 
@@ -273,18 +321,29 @@ class FSDPSharding:
 
 
 def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
-    """Shard a model with FSDP2: one layer is gathered at a time, embeddings and heads once per step.
+    """Shard a model with FSDP2: one layer is gathered at a time, embeddings and heads once per
+    step.
 
-    Tied tensors stay whole because they are read outside the layer that owns them; scalars stay whole as well.
+    Tied tensors stay whole because they are read outside the layer that owns them; scalars stay
+    whole as well.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    copies = [dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1]  # at most one of them
-    mesh = process_mesh.device_mesh[*copies, "shards"] if copies else process_mesh.device_mesh["shards"]
+    copies = [
+        dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1
+    ]  # at most one of them
+    mesh = (
+        process_mesh.device_mesh[*copies, "shards"]
+        if copies
+        else process_mesh.device_mesh["shards"]
+    )
     trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
     tied = {name for name, weight in net.spec.params().items() if weight.tied_to}
     unsharded = {name: p for name, p in net.named_parameters() if name in tied or not p.dim()}
-    whole, lengths = set(unsharded.values()), {name: len(p) for name, p in trainable.items() if name not in unsharded}
+    whole, lengths = (
+        set(unsharded.values()),
+        {name: len(p) for name, p in trainable.items() if name not in unsharded},
+    )
     for layers in net.stacks.values():
         for layer in layers.blocks:
             fully_shard(layer, mesh=mesh, ignored_params=whole)
@@ -292,14 +351,20 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
     fully_shard(batch_forward, mesh=mesh, ignored_params=whole)
     for module in batch_forward.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # losses are already parts of one mean, so gradients are summed
+            module.set_gradient_divide_factor(
+                1.0
+            )  # losses are already parts of one mean, so gradients are summed
             module.set_force_sum_reduction_for_comms(True)
     group, rank = process_mesh.group("shards"), process_mesh.place["shards"]
     shardings = {
-        name: FSDPSharding(length, rank, process_mesh.parallelism.shards, group) for name, length in lengths.items()
+        name: FSDPSharding(length, rank, process_mesh.parallelism.shards, group)
+        for name, length in lengths.items()
     }
     slices = {name: cast("DTensor", p) for name, p in net.named_parameters() if name in shardings}
-    own = {name: unsharded[name] if name in unsharded else _local_parameter(slices[name]) for name in trainable}
+    own = {
+        name: unsharded[name] if name in unsharded else _local_parameter(slices[name])
+        for name in trainable
+    }
     summed = GradientBuckets(
         [p for name, p in unsharded.items() if name in trainable], get_gradient_group(process_mesh)
     )

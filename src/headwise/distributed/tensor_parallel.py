@@ -1,4 +1,6 @@
-"""Tensor parallelism: every rank has all tokens, some heads of every layer and some units of every feed-forward."""
+"""Tensor parallelism: every rank has all tokens, some heads of every layer and some units of every
+feed-forward.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ NO_SHARDINGS: Mapping[str, TensorSharding] = MappingProxyType({})
 class TensorParallelModel:
     """How the ranks of a group divide a model, and the shard of this rank.
 
-    Several ranks may hold the same numbers, such as a key that heads of both attend with; each gets a part of the
-    gradient. `sum_replicated_gradients` adds these parts up; call it after the backward pass and before anything that
-    uses the gradients. All ranks must call every method, in the same order.
+    Several ranks may hold the same numbers, such as a key that heads of both attend with; each gets
+    a part of the gradient. `sum_replicated_gradients` adds these parts up; call it after the
+    backward pass and before anything that uses the gradients. All ranks must call every method, in
+    the same order.
     """
 
     def __init__(self, spec: ModelSpec, group: CollectiveGroup) -> None:
@@ -41,10 +44,14 @@ class TensorParallelModel:
                 raise SpecError(f"{problem}; use data= or context= instead of tensor=")
 
     def shard_model(self, net: Transformer) -> Transformer:
-        """Return this rank's shard of a model that all ranks have built alike; its parameters are new tensors."""
+        """Return this rank's shard of a model that all ranks have built alike; its parameters are
+        new tensors.
+        """
         with torch.device("meta"):
             part = build(self.own, dropout=net.dropout)
-        pieces = {name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()}
+        pieces = {
+            name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()
+        }
         part.load_state_dict(pieces, assign=True)
         for name, tensor in net.named_parameters():
             part.get_parameter(name).requires_grad_(tensor.requires_grad)
@@ -53,7 +60,9 @@ class TensorParallelModel:
         return part.train(net.training)
 
     def sum_replicated_gradients(
-        self, local_params: Mapping[str, nn.Parameter], shardings: Mapping[str, TensorSharding] = NO_SHARDINGS
+        self,
+        local_params: Mapping[str, nn.Parameter],
+        shardings: Mapping[str, TensorSharding] = NO_SHARDINGS,
     ) -> None:
         """Set the gradient of every number that several ranks hold to the sum over these ranks.
 
@@ -73,7 +82,11 @@ class TensorParallelModel:
         """Return the gradient of the full tensor with this rank's contribution, zero elsewhere."""
         piece = self.pieces[name][self.group.rank]
         whole = p.new_zeros(piece.layout.shape(piece.sizes))
-        grad = slices[name].whole(torch.zeros_like(p) if p.grad is None else p.grad) if name in slices else p.grad
+        grad = (
+            slices[name].whole(torch.zeros_like(p) if p.grad is None else p.grad)
+            if name in slices
+            else p.grad
+        )
         if grad is not None:
             piece.write_into(grad, whole)
         return whole
@@ -96,7 +109,9 @@ class TensorParallelModel:
     def num_holders(self, name: str) -> Tensor:
         """Return the number of ranks that hold each element of this rank's piece of a tensor."""
         piece = self.pieces[name][self.group.rank]
-        return self.copied[name][piece.cut_indices].expand(piece.unmerged_shape).reshape(piece.shape)
+        return (
+            self.copied[name][piece.cut_indices].expand(piece.unmerged_shape).reshape(piece.shape)
+        )
 
     def with_inner_sharding(self, inner: ShardedModel) -> ShardedModel:
         """Turn a sharded model of this rank's heads into a sharded model of the full spec."""
@@ -108,11 +123,15 @@ class TensorParallelModel:
             self.sum_replicated_gradients(inner.own, slices)
 
         shardings = {name: TensorParallelSharding(self, name, slices.get(name)) for name in names}
-        return replace(inner, spec=self.spec, shardings={**slices, **shardings}, collect_gradients=fetch)
+        return replace(
+            inner, spec=self.spec, shardings={**slices, **shardings}, collect_gradients=fetch
+        )
 
 
 class TensorParallelSharding:
-    """A tensor divided over the ranks of tensor parallelism, and its pieces by an optional inner sharding (FSDP)."""
+    """A tensor divided over the ranks of tensor parallelism, and its pieces by an optional inner
+    sharding (FSDP).
+    """
 
     def __init__(self, model: TensorParallelModel, name: str, inner: TensorSharding | None) -> None:
         self.model, self.name, self.inner = model, name, inner
@@ -130,5 +149,7 @@ class TensorParallelSharding:
         return self.model.whole(self.name, self.inner.whole(part) if self.inner else part)
 
     def square(self, part: Tensor) -> Tensor:
-        """Return the sum of squares of a part, each element divided by the number of ranks that hold it."""
+        """Return the sum of squares of a part, each element divided by the number of ranks that
+        hold it.
+        """
         return (part.square() / self._num_holders.to(part.device)).sum()

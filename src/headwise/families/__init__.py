@@ -1,16 +1,19 @@
-"""Model architectures of the transformers library: read and write config.json, and name tensors in checkpoints.
+"""Model architectures of the transformers library: read and write config.json, and name tensors in
+checkpoints.
 
 In reading order:
 
-- `config_reader` reads config.json key by key and writes it, and has the registries `FAMILIES` (readers) and `WRITERS`.
+- `config_reader` reads config.json key by key and writes it, and has the registries `FAMILIES`
+  (readers) and `WRITERS`.
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
 - `model_builders` assembles decoders and encoders from sizes, blocks, embeddings and heads.
 - `published_models` names a few models of the literature, with the keys of their config.json.
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
-- One file per architecture and its relatives: its config reader, and its `WeightNames` if checkpoints can be loaded.
-  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `deepseek`, `dcformer`. Encoders: `bert`, `vision`. Encoders
-  with decoders: `encoder_decoders`.
+- One file per architecture and its relatives: its config reader, and its `WeightNames` if
+  checkpoints can be loaded.
+  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `deepseek`, `dcformer`. Encoders: `bert`,
+  `vision`. Encoders with decoders: `encoder_decoders`.
 
 This package reads no weights; `headwise.hub` does that.
 """
@@ -44,13 +47,16 @@ __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_
 
 
 def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
-    """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or a model folder;
-    or a name of `PUBLISHED_MODELS`, unless it is also that of a file or folder.
+    """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or
+    a model folder; or a name of `PUBLISHED_MODELS`, unless it is also that of a file or folder.
 
-    A folder is one written by hw.save or by transformers. If it has a heads.json with a model description, that
-    description is used, because config.json cannot express models with pruned heads.
+    A folder is one written by hw.save or by transformers. If it has a heads.json with a model
+    description, that description is used, because config.json cannot express models with pruned
+    heads.
 
-    >>> read_model_spec({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[0].runs[0].times
+    >>> read_model_spec({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[
+    ...     0
+    ... ].runs[0].times
     12
     >>> read_model_spec("gpt3").stacks[0].runs[0].times
     96
@@ -59,19 +65,28 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
         return _read_with_quantization(TransformersConfig(source, "config"))
     path = Path(source)
     if str(source) in PUBLISHED_MODELS and not path.exists():
-        return _read_with_quantization(TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source)))
+        return _read_with_quantization(
+            TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source))
+        )
     if path.is_dir():
         record = find_record(path)
         if record and record.model:
             return record.model
-        candidates = [path / name for name in (MANIFEST_FILE, "config.json") if (path / name).is_file()]
+        candidates = [
+            path / name for name in (MANIFEST_FILE, "config.json") if (path / name).is_file()
+        ]
         if not candidates:
-            raise SpecError(f"{path} holds neither {MANIFEST_FILE} nor config.json; name a model folder or a file")
+            raise SpecError(
+                f"{path} holds neither {MANIFEST_FILE} nor config.json; name a model folder or a "
+                "file"
+            )
         path = candidates[0]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {error}; name a config.json or a folder with one") from None
+        raise SpecError(
+            f"{path} cannot be read: {error}; name a config.json or a folder with one"
+        ) from None
     if path.suffix == ".toml":
         return read_model_toml(text, str(path), DEFAULT_CHOICES)
     return _read_with_quantization(TransformersConfig(_read_json(path, text), str(path)))
@@ -85,17 +100,25 @@ def _read_with_quantization(config: TransformersConfig) -> ModelSpec:
 def _read_json(path: Path, text: str) -> Mapping[str, Any]:
     try:
         settings = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-        raise SpecError(f"{path} is not JSON: {error}; give a config.json written by transformers") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of too many digits is a plain ValueError
+        raise SpecError(
+            f"{path} is not JSON: {error}; give a config.json written by transformers"
+        ) from None
     if not isinstance(settings, dict):
         raise SpecError(
-            f"{path} holds a {type(settings).__name__}, not a JSON object; give a config.json written by transformers"
+            f"{path} holds a {type(settings).__name__}, not a JSON object; give a config.json "
+            "written by transformers"
         )
     return cast("dict[str, Any]", settings)
 
 
 def describe_checkpoint(model: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-    """Return the model that a checkpoint holds: that of its config, or one that only its tensors tell apart."""
+    """Return the model that a checkpoint holds: that of its config, or one that only its tensors
+    tell apart.
+    """
     return with_collaborative_heads(model, shapes) if model.name == "bert" else model
 
 
@@ -106,5 +129,7 @@ def get_weight_names(family: str) -> WeightNames:
     True
     """
     if family not in WEIGHT_NAMES:
-        raise SpecError(f"cannot load weights of {family!r}; use one of {', '.join(sorted(WEIGHT_NAMES))}")
+        raise SpecError(
+            f"cannot load weights of {family!r}; use one of {', '.join(sorted(WEIGHT_NAMES))}"
+        )
     return WEIGHT_NAMES[family]

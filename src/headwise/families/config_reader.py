@@ -1,4 +1,6 @@
-"""Read and write config.json key by key, with the defaults of transformers; a wrong value raises a SpecError."""
+"""Read and write config.json key by key, with the defaults of transformers; a wrong value raises a
+SpecError.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import SpecError, suggest
-from ..model_spec import FeedForwardSpec, ModelSpec, OutputHeadSpec, StackSpec, UnsupportedPart, to_dict
+from ..model_spec import (
+    FeedForwardSpec,
+    ModelSpec,
+    OutputHeadSpec,
+    StackSpec,
+    UnsupportedPart,
+    to_dict,
+)
 from ..size_limits import MAX_HEAD_DIM, MAX_HEADS
 from ..spec.attention_spec import AttentionSpec
 
@@ -30,17 +39,23 @@ KV_COUNT_KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 # Names of activations in transformers -> names in headwise.
 ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"),
+        "gelu_tanh",
+    ),
     **dict.fromkeys(("silu", "swish"), "silu"),
-    **{name: name for name in ("relu", "relu2", "relu6", "tanh", "sigmoid", "mish", "quick_gelu", "linear")},
+    **{
+        name: name
+        for name in ("relu", "relu2", "relu6", "tanh", "sigmoid", "mish", "quick_gelu", "linear")
+    },
 }
 
 
 class TransformersConfig:
     """The keys of one config.json, with typed readers that check every value.
 
-    `notes` collects facts that the model description cannot express. Readers that take several names use the first
-    one that is present.
+    `notes` collects facts that the model description cannot express. Readers that take several
+    names use the first one that is present.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
@@ -56,26 +71,38 @@ class TransformersConfig:
     def find_key(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
         """Return the name and value of the key that is present, or the first name and `default`.
 
-        Several names of one setting must have the same value, because transformers uses one or the other.
+        Several names of one setting must have the same value, because transformers uses one or the
+        other.
         """
         present = [name for name in names if name in self.values]
         for other in present[1:]:
             if self.values[other] != self.values[present[0]]:
-                fact = f"{present[0]} = {self.values[present[0]]!r} and {other} = {self.values[other]!r}"
-                self.fail(f"{fact} are names of one setting", "give the same value, or leave one out")
+                fact = (
+                    f"{present[0]} = {self.values[present[0]]!r} and {other} = "
+                    f"{self.values[other]!r}"
+                )
+                self.fail(
+                    f"{fact} are names of one setting", "give the same value, or leave one out"
+                )
         return (present[0], self.values[present[0]]) if present else (names[0], default)
 
-    def read_int(self, *names: str, default: int, minimum: int = 1, maximum: int | None = None) -> int:
+    def read_int(
+        self, *names: str, default: int, minimum: int = 1, maximum: int | None = None
+    ) -> int:
         """Return an integer from `minimum` to `maximum`."""
         name, value = self.find_key(names, default)
         if type(value) is not int:
-            self.fail(f"{name} = {value!r} is not a whole number", f"give one of at least {minimum}")
+            self.fail(
+                f"{name} = {value!r} is not a whole number", f"give one of at least {minimum}"
+            )
         if value < minimum or (maximum is not None and value > maximum):
             bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
             self.fail(f"{name} = {value} is out of range", f"give one {bounds}")
         return value
 
-    def read_optional_int(self, *names: str, default: int | None = None, maximum: int | None = None) -> int | None:
+    def read_optional_int(
+        self, *names: str, default: int | None = None, maximum: int | None = None
+    ) -> int | None:
         """Return an integer, or None if the key is null, or missing and `default` is None."""
         return (
             None
@@ -86,7 +113,11 @@ class TransformersConfig:
     def read_float(self, *names: str, default: float) -> float:
         """Return a positive finite number."""
         name, value = self.find_key(names, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value < math.inf
+        ):
             self.fail(f"{name} = {value!r} is not a positive number", f"give one such as {default}")
         return float(value)
 
@@ -134,7 +165,9 @@ class TransformersConfig:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            self.fail(f"{name} = {value!r} is not a table", f"write {name} = {{...}} or leave it out")
+            self.fail(
+                f"{name} = {value!r} is not a table", f"write {name} = {{...}} or leave it out"
+            )
         inner = TransformersConfig(cast("Mapping[str, Any]", value), f"{self.source}: {name}")
         inner.notes = self.notes
         return inner
@@ -142,9 +175,14 @@ class TransformersConfig:
     def read_pair(self, name: str, default: int) -> tuple[int, int]:
         """Return height and width, given as a list of two or as one size for both."""
         value = self.values.get(name, default)
-        both: list[Any] = [value] * 2 if not isinstance(value, (list, tuple)) else list(cast("list[Any]", value))
+        both: list[Any] = (
+            [value] * 2 if not isinstance(value, (list, tuple)) else list(cast("list[Any]", value))
+        )
         if len(both) != 2 or any(type(side) is not int or side < 1 for side in both):
-            self.fail(f"{name} = {value!r} is neither one size nor two", f"give {default}, or height and width")
+            self.fail(
+                f"{name} = {value!r} is neither one size nor two",
+                f"give {default}, or height and width",
+            )
         return both[0], both[1]
 
     def read_activation(self, name: str, default: str) -> str:
@@ -163,30 +201,49 @@ class TransformersConfig:
         """Return the head dimension from a key of its own, at most `MAX_HEAD_DIM`."""
         return self.read_int(*names, default=default, maximum=MAX_HEAD_DIM)
 
-    def resolve_head_dim(self, model: int, heads: int, *names: str, default: int | None = None) -> int:
-        """Return the head dimension: the first of `names` that is set, otherwise `model` divided by `heads`."""
-        head_dim = self.read_optional_int(*names, default=default, maximum=MAX_HEAD_DIM) if names else None
+    def resolve_head_dim(
+        self, model: int, heads: int, *names: str, default: int | None = None
+    ) -> int:
+        """Return the head dimension: the first of `names` that is set, otherwise `model` divided by
+        `heads`.
+        """
+        head_dim = (
+            self.read_optional_int(*names, default=default, maximum=MAX_HEAD_DIM) if names else None
+        )
         if head_dim is None and model % heads:
             add = f", or add {names[0]}" if names else ""
-            self.fail(f"a hidden size of {model} does not divide among {heads} heads", f"give a multiple{add}")
+            self.fail(
+                f"a hidden size of {model} does not divide among {heads} heads",
+                f"give a multiple{add}",
+            )
         if head_dim is None and model // heads > MAX_HEAD_DIM:
             self.fail(
-                f"{model} / {heads} = {model // heads} channels per head are too many", f"give at most {MAX_HEAD_DIM}"
+                f"{model} / {heads} = {model // heads} channels per head are too many",
+                f"give at most {MAX_HEAD_DIM}",
             )
         return model // heads if head_dim is None else head_dim
 
     def read_num_kv_heads(self, heads: int, *, default: int | None = None) -> int:
-        """Return `num_key_value_heads`, which must divide `heads`; without it, every query head has its own."""
+        """Return `num_key_value_heads`, which must divide `heads`; without it, every query head has
+        its own.
+        """
         name = "num_key_value_heads"
         kv = self.read_optional_int(name, default=default, maximum=MAX_HEADS) or heads
         if heads % kv:
-            self.fail(f"num_attention_heads = {heads} is not a multiple of {name} = {kv}", "give a divisor")
+            self.fail(
+                f"num_attention_heads = {heads} is not a multiple of {name} = {kv}",
+                "give a divisor",
+            )
         return kv
 
     def require_default(self, name: str, default: Any, reason: str) -> None:
-        """Refuse every value of a key other than its default; `reason` continues the sentence `name = value ...`."""
+        """Refuse every value of a key other than its default; `reason` continues the sentence `name
+        = value ...`.
+        """
         if self.values.get(name, default) not in (default, None):
-            self.fail(f"{name} = {self.values[name]!r} {reason}", f"give {default!r} or leave it out")
+            self.fail(
+                f"{name} = {self.values[name]!r} {reason}", f"give {default!r} or leave it out"
+            )
 
     def add_note(self, text: str) -> None:
         """Add a fact that the model description cannot express, once."""
@@ -194,14 +251,16 @@ class TransformersConfig:
             self.notes.append(text)
 
 
-# --- Registry of families, by the model_type in config.json --------------------------------------------
+# --- Registry of families, by the model_type in config.json ---------------------------------------
 
 ConfigReader = Callable[[TransformersConfig, str], ModelSpec]
 ConfigWriter = Callable[[ModelSpec, str], dict[str, Any]]
 
 
 class ModelFamily(NamedTuple):
-    """One architecture: its model_type, the prefix of its class names, its default task and its config reader."""
+    """One architecture: its model_type, the prefix of its class names, its default task and its
+    config reader.
+    """
 
     name: str
     class_prefix: str
@@ -218,8 +277,8 @@ def register_family(
 ) -> Callable[[ConfigReader], ConfigReader]:
     """Register a config reader under a model_type.
 
-    The reader gets the config and the task: the class name in `architectures` without `class_prefix`
-    ("ForCausalLM", "Model", ...), or `default_task` if there is none.
+    The reader gets the config and the task: the class name in `architectures` without
+    `class_prefix` ("ForCausalLM", "Model", ...), or `default_task` if there is none.
     """
 
     def add(reader: ConfigReader) -> ConfigReader:
@@ -232,8 +291,8 @@ def register_family(
 def register_writer(*names: str) -> Callable[[ConfigWriter], ConfigWriter]:
     """Register a config writer for these families.
 
-    The writer gets a model and a family name and returns the keys that describe the model as nearly as the family can;
-    `write_config` checks the result.
+    The writer gets a model and a family name and returns the keys that describe the model as nearly
+    as the family can; `write_config` checks the result.
     """
 
     def add(writer: ConfigWriter) -> ConfigWriter:
@@ -250,24 +309,38 @@ def read_config(config: TransformersConfig) -> ModelSpec:
     config.family_name = family.name
     for key in REMOTE_CODE_KEYS:
         if config.values.get(key):
-            config.add_note(f"{key} names code shipped with the model; headwise does not run it and does not need it")
+            config.add_note(
+                f"{key} names code shipped with the model; headwise does not run it and does not "
+                "need it"
+            )
     return family.reader(config, task)
 
 
 def _find_family(config: TransformersConfig) -> ModelFamily:
     model_type, classes = config.values.get("model_type"), _read_class_names(config)
-    by_class_name = [f for f in FAMILIES.values() if classes and classes[0].startswith(f.class_prefix)]
+    by_class_name = [
+        f for f in FAMILIES.values() if classes and classes[0].startswith(f.class_prefix)
+    ]
     if model_type is None and by_class_name:
         return max(by_class_name, key=lambda f: len(f.class_prefix))
     if model_type is None and not classes:
         families = ", ".join(sorted(FAMILIES))
-        config.fail("neither model_type nor architectures is present", f"add model_type, one of {families}")
+        config.fail(
+            "neither model_type nor architectures is present", f"add model_type, one of {families}"
+        )
     name = str(model_type if model_type is not None else classes[0])
     if name not in FAMILIES:
         families = suggest(name.lower(), FAMILIES)
         own = next((key for key in REMOTE_CODE_KEYS if config.values.get(key)), "")
-        run = f" and {own}, which would run code shipped with the model, is not followed" if own else ""
-        config.fail(f"{'architectures' if model_type is None else 'model_type'} {name!r} is not known{run}", families)
+        run = (
+            f" and {own}, which would run code shipped with the model, is not followed"
+            if own
+            else ""
+        )
+        config.fail(
+            f"{'architectures' if model_type is None else 'model_type'} {name!r} is not known{run}",
+            families,
+        )
     return FAMILIES[name]
 
 
@@ -281,18 +354,24 @@ def _read_class_names(config: TransformersConfig) -> list[str]:
         else [architectures, None]
     )
     if not all(isinstance(name, str) for name in names):
-        config.fail(f"architectures = {architectures!r} is not a list of class names", "list one, or leave it out")
+        config.fail(
+            f"architectures = {architectures!r} is not a list of class names",
+            "list one, or leave it out",
+        )
     return names
 
 
 def _read_task(config: TransformersConfig, family: ModelFamily) -> str:
     classes = _read_class_names(config)
     if not classes:
-        config.add_note(f"architectures is missing; read as {family.class_prefix}{family.default_task}")
+        config.add_note(
+            f"architectures is missing; read as {family.class_prefix}{family.default_task}"
+        )
         return family.default_task
     if not classes[0].startswith(family.class_prefix):
         config.fail(
-            f"architectures names {classes[0]!r}, model_type {family.name!r}", f"name a class {family.class_prefix}..."
+            f"architectures names {classes[0]!r}, model_type {family.name!r}",
+            f"name a class {family.class_prefix}...",
         )
     return classes[0].removeprefix(family.class_prefix)
 
@@ -303,7 +382,8 @@ def select_heads(
     """Return the output heads of a task, and refuse tasks that are not in `heads_by_task`."""
     if task not in heads_by_task:
         config.fail(
-            f"architectures asks for {task!r}", f"{suggest(task, heads_by_task)}, after the family's class prefix"
+            f"architectures asks for {task!r}",
+            f"{suggest(task, heads_by_task)}, after the family's class prefix",
         )
     return tuple(heads_by_task[task])
 
@@ -311,15 +391,23 @@ def select_heads(
 def read_num_labels(config: TransformersConfig, default: int = 2) -> int:
     """Return the number of classes of a classifier: the length of `id2label`, or `num_labels`."""
     named = config.read_table("id2label")
-    return len(named.values) if named and named.values else config.read_int("num_labels", default=default, minimum=1)
+    return (
+        len(named.values)
+        if named and named.values
+        else config.read_int("num_labels", default=default, minimum=1)
+    )
 
 
 def read_tied_stack(config: TransformersConfig, stack: str, default: bool) -> str:
-    """Return the stack whose token embedding the language-model head shares, or "" if it has its own matrix."""
+    """Return the stack whose token embedding the language-model head shares, or "" if it has its
+    own matrix.
+    """
     return stack if config.read_bool("tie_word_embeddings", default) else ""
 
 
-def make_decoder_model(config: TransformersConfig, task: str, stack: StackSpec, head: OutputHeadSpec) -> ModelSpec:
+def make_decoder_model(
+    config: TransformersConfig, task: str, stack: StackSpec, head: OutputHeadSpec
+) -> ModelSpec:
     """Return a decoder of one stack, with a language-model head or the classifier of the task."""
     return assemble_model(config, "decoder", (stack,), select_decoder_heads(config, task, head))
 
@@ -332,11 +420,17 @@ def assemble_model(
     unsupported_parts: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
     """Return a model of the family of this config, with the notes that reading it has left."""
-    return ModelSpec(config.family_name, kind, stacks, heads, tuple(config.notes), unsupported_parts)
+    return ModelSpec(
+        config.family_name, kind, stacks, heads, tuple(config.notes), unsupported_parts
+    )
 
 
-def select_decoder_heads(config: TransformersConfig, task: str, head: OutputHeadSpec) -> tuple[OutputHeadSpec, ...]:
-    """Return the heads of a decoder's task: `head` for language models, otherwise a classifier or none."""
+def select_decoder_heads(
+    config: TransformersConfig, task: str, head: OutputHeadSpec
+) -> tuple[OutputHeadSpec, ...]:
+    """Return the heads of a decoder's task: `head` for language models, otherwise a classifier or
+    none.
+    """
     count = read_num_labels(config)
     heads_by_task: dict[str, list[OutputHeadSpec]] = {
         "ForCausalLM": [head],
@@ -349,21 +443,26 @@ def select_decoder_heads(config: TransformersConfig, task: str, head: OutputHead
     return select_heads(config, task, heads_by_task)
 
 
-# --- Writing -------------------------------------------------------------------------------------------
+# --- Writing --------------------------------------------------------------------------------------
 
 DEFAULT_TEXT = "the default"
 REMEDY = "save it with hw.save, which writes every model"
-Difference = tuple[str, str, str]  # path in the description, value in the family, value in the model
+Difference = tuple[
+    str, str, str
+]  # path in the description, value in the family, value in the model
 
 
 def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
-    """Return the config.json keys that describe this model in a family, for "auto" in the first family that can.
+    """Return the config.json keys that describe this model in a family, for "auto" in the first
+    family that can.
 
-    The keys are read back. If they describe a different model, a SpecError names the first difference, for "auto" in
-    the family with the fewest differences.
+    The keys are read back. If they describe a different model, a SpecError names the first
+    difference, for "auto" in the family with the fewest differences.
 
     >>> model = read_config(
-    ...     TransformersConfig({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11})
+    ...     TransformersConfig(
+    ...         {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11}
+    ...     )
     ... )
     >>> write_config(model)["n_layer"]
     2
@@ -372,7 +471,9 @@ def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
     headwise.errors.SpecError: a llama has stacks.0.embedding.positions = the default, gpt2 {'kind': 'learned', ...
     """
     if family != "auto" and family not in WRITERS:
-        raise SpecError(f"cannot write configs of {family!r}; {suggest(family, ['auto', *WRITERS])}")
+        raise SpecError(
+            f"cannot write configs of {family!r}; {suggest(family, ['auto', *WRITERS])}"
+        )
     attempts, refusal = list[tuple[list[Difference], dict[str, Any]]](), SpecError()
     for name in WRITERS if family == "auto" else [family]:
         try:
@@ -389,14 +490,22 @@ def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
 
 
 def _try_family(model: ModelSpec, family: str) -> tuple[list[Difference], dict[str, Any]]:
-    """Return the keys for one family, and the differences of the model that they describe from this one."""
-    keys = {"architectures": [_class_name(family)], "model_type": family} | WRITERS[family](model, family)
-    theirs = replace(read_config(TransformersConfig(keys, f"as a {family}")), name=model.name, notes=model.notes)
+    """Return the keys for one family, and the differences of the model that they describe from this
+    one.
+    """
+    keys = {"architectures": [_class_name(family)], "model_type": family} | WRITERS[family](
+        model, family
+    )
+    theirs = replace(
+        read_config(TransformersConfig(keys, f"as a {family}")), name=model.name, notes=model.notes
+    )
     return list(find_differences(theirs, model)), keys
 
 
 def find_differences(one: ModelSpec, other: ModelSpec) -> Iterator[Difference]:
-    """Yield the differences of two model descriptions, layer by layer: path, value in one, value in the other."""
+    """Yield the differences of two model descriptions, layer by layer: path, value in one, value in
+    the other.
+    """
     return _compare_trees("", _layers_to_dict(one), _layers_to_dict(other))
 
 
@@ -405,12 +514,18 @@ def _layers_to_dict(model: ModelSpec) -> dict[str, Any]:
     plain = to_dict(model)
     for stack in plain["stacks"]:
         runs = stack.pop("runs")
-        stack["layers"] = [block for run in runs for _ in range(run["times"]) for block in run["blocks"]]
+        stack["layers"] = [
+            block for run in runs for _ in range(run["times"]) for block in run["blocks"]
+        ]
     return plain
 
 
-def get_first_layer(model: ModelSpec, family: str) -> tuple[StackSpec, AttentionSpec, FeedForwardSpec]:
-    """Return the last stack and the attention and feed-forward of its first layer; refuse models without them."""
+def get_first_layer(
+    model: ModelSpec, family: str
+) -> tuple[StackSpec, AttentionSpec, FeedForwardSpec]:
+    """Return the last stack and the attention and feed-forward of its first layer; refuse models
+    without them.
+    """
     stack = model.stacks[-1]
     if not stack.layers or stack.embedding is None:
         _raise_missing(model, family, "layers over an embedding")
@@ -423,7 +538,8 @@ def get_first_layer(model: ModelSpec, family: str) -> tuple[StackSpec, Attention
 
 
 def activation_to_config(name: str) -> str:
-    """Return the name of an activation in transformers, or `name` itself if transformers has no such activation.
+    """Return the name of an activation in transformers, or `name` itself if transformers has no
+    such activation.
 
     >>> activation_to_config("silu"), activation_to_config("gelu_tanh")
     ('silu', 'gelu_new')
@@ -441,12 +557,16 @@ def _raise_missing(model: ModelSpec, family: str, has: str) -> NoReturn:
 
 
 def _compare_trees(where: str, one: Any, other: Any) -> Iterator[Difference]:
-    """Yield the differences of two trees of plain values: path, value in one, value in the other."""
+    """Yield the differences of two trees of plain values: path, value in one,
+    value in the other.
+    """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         first, second = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
         for key in [*first, *(key for key in second if key not in first)]:
             inner = f"{where}.{key}" if where else key
-            yield from _compare_trees(inner, first.get(key, DEFAULT_TEXT), second.get(key, DEFAULT_TEXT))
+            yield from _compare_trees(
+                inner, first.get(key, DEFAULT_TEXT), second.get(key, DEFAULT_TEXT)
+            )
     elif isinstance(one, list) and isinstance(other, list):
         items, others = cast("list[Any]", one), cast("list[Any]", other)
         for n, (item, another) in enumerate(zip(items, others, strict=False)):

@@ -1,4 +1,6 @@
-"""Encoder-decoders: BART and its relatives (mBART, Marian, Pegasus, Blenderbot, M2M-100, Whisper), and T5."""
+"""Encoder-decoders: BART and its relatives (mBART, Marian, Pegasus, Blenderbot, M2M-100, Whisper),
+and T5.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from .weight_names import TensorLocation, WeightNames
 
 
 class BartVariant(NamedTuple):
-    """How the families differ: placement of norms, positions, norms after embedding and last layer, sizes, biases."""
+    """How the families differ: placement of norms, positions, norms after embedding and last layer,
+    sizes, biases.
+    """
 
     placement: str = "post"
     positions: str = "learned"
@@ -73,7 +77,9 @@ def read_marian(config: TransformersConfig, task: str) -> ModelSpec:
     if not config.read_bool("share_encoder_decoder_embeddings", True):
         return _build_untied_marian(config, task, decoder_tokens)
     if decoder_tokens not in (None, config.read_int("vocab_size", default=58101)):
-        config.fail(f"decoder_vocab_size = {decoder_tokens} differs from vocab_size", "give both alike")
+        config.fail(
+            f"decoder_vocab_size = {decoder_tokens} differs from vocab_size", "give both alike"
+        )
     return _build_bart(config, task, MARIAN, tokens=58101)
 
 
@@ -86,7 +92,12 @@ def read_pegasus(config: TransformersConfig, task: str) -> ModelSpec:
 @register_family("blenderbot", "Blenderbot", default_task="ForConditionalGeneration")
 def read_blenderbot(config: TransformersConfig, task: str) -> ModelSpec:
     """Read Blenderbot (2004.13637): two encoder layers and 24 decoder layers by default."""
-    deep = {"encoder_layers": 2, "decoder_layers": 24, "d_model": 2560, "max_position_embeddings": 128}
+    deep = {
+        "encoder_layers": 2,
+        "decoder_layers": 24,
+        "d_model": 2560,
+        "max_position_embeddings": 128,
+    }
     inner = TransformersConfig(deep | dict(config.values), config.source)
     inner.family_name, inner.notes = config.family_name, config.notes
     return _build_bart(inner, task, BLENDERBOT, tokens=8008)
@@ -94,8 +105,13 @@ def read_blenderbot(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("m2m_100", "M2M100", default_task="ForConditionalGeneration")
 def read_m2m(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read M2M-100 (2010.11125); its sinusoids use other frequencies, its output head has no bias."""
-    reason = "positions count from 2 and are sinusoids with 1 / 10,000 as the last frequency, which PositionSpec lacks"
+    """Read M2M-100 (2010.11125); its sinusoids use other frequencies, its
+    output head has no bias.
+    """
+    reason = (
+        "positions count from 2 and are sinusoids with 1 / 10,000 as the last frequency, "
+        "which PositionSpec lacks"
+    )
     return _build_bart(config, task, M2M, tokens=128112, unsupported=(UnsupportedPart(reason),))
 
 
@@ -123,14 +139,20 @@ def _build_bart(
         "tokens", count, bias="" if config.family_name == "m2m_100" else "constant", table="encoder"
     )
     return assemble_model(
-        config, "encoder-decoder", stacks, _select_heads(config, task, token_head, model), unsupported
+        config,
+        "encoder-decoder",
+        stacks,
+        _select_heads(config, task, token_head, model),
+        unsupported,
     )
 
 
 def _build_untied_marian(config: TransformersConfig, task: str, tokens: int | None) -> ModelSpec:
     """Build a Marian with separate token embeddings; the output head is tied to the decoder's."""
     model, first = read_width(config), config.read_int("vocab_size", default=58101)
-    config.require_default("tie_word_embeddings", True, "gives the output head its own matrix, which is not described")
+    config.require_default(
+        "tie_word_embeddings", True, "gives the output head its own matrix, which is not described"
+    )
     embedding_args = _embedding_args(config, MARIAN, model)
     tables = (
         ("encoder", EmbeddingSpec(first, **embedding_args)),
@@ -138,7 +160,9 @@ def _build_untied_marian(config: TransformersConfig, task: str, tokens: int | No
     )
     stacks = tuple(_make_stack(config, MARIAN, model, name, table) for name, table in tables)
     token_head = OutputHeadSpec("tokens", tokens or first, bias="constant", table="decoder")
-    return assemble_model(config, "encoder-decoder", stacks, _select_heads(config, task, token_head, model))
+    return assemble_model(
+        config, "encoder-decoder", stacks, _select_heads(config, task, token_head, model)
+    )
 
 
 def _embedding_args(config: TransformersConfig, variant: BartVariant, model: int) -> dict[str, Any]:
@@ -149,26 +173,42 @@ def _embedding_args(config: TransformersConfig, variant: BartVariant, model: int
         "halves": PositionSpec("sinusoidal", length, layout="halves"),
         "none": None,
     }
-    scale = model**0.5 if config.read_bool("scale_embedding", config.family_name == "m2m_100") else 1.0
-    return {"positions": positions[variant.positions], "norm": variant.embedding_norm, "scale": scale}
+    scale = (
+        model**0.5 if config.read_bool("scale_embedding", config.family_name == "m2m_100") else 1.0
+    )
+    return {
+        "positions": positions[variant.positions],
+        "norm": variant.embedding_norm,
+        "scale": scale,
+    }
 
 
 def _make_stack(
     config: TransformersConfig, variant: BartVariant, model: int, name: str, table: EmbeddingSpec
 ) -> StackSpec:
     return StackSpec.from_blocks(
-        name, model, make_bart_blocks(config, variant, model, name), embedding=table, norm=variant.final_norm
+        name,
+        model,
+        make_bart_blocks(config, variant, model, name),
+        embedding=table,
+        norm=variant.final_norm,
     )
 
 
-def make_bart_blocks(config: TransformersConfig, variant: BartVariant, model: int, stack: str) -> list[BlockSpec]:
+def make_bart_blocks(
+    config: TransformersConfig, variant: BartVariant, model: int, stack: str
+) -> list[BlockSpec]:
     """Return the layers of one stack, "encoder" or "decoder"."""
     other_names = ("num_hidden_layers", "num_attention_heads") if stack == "encoder" else ()
     layers = config.read_num_layers(f"{stack}_layers", *other_names[:1], default=variant.layers)
-    heads = config.read_num_heads(f"{stack}_attention_heads", *other_names[1:], default=variant.heads)
+    heads = config.read_num_heads(
+        f"{stack}_attention_heads", *other_names[1:], default=variant.heads
+    )
     config.resolve_head_dim(model, heads)
     hidden = config.read_int(f"{stack}_ffn_dim", default=variant.hidden)
-    feed = FeedForwardSpec(hidden, config.read_activation("activation_function", variant.activation), bias="ud")
+    feed = FeedForwardSpec(
+        hidden, config.read_activation("activation_function", variant.activation), bias="ud"
+    )
     full_attention = design(model=model, heads=heads, bias=variant.bias)
     if stack == "encoder":
         return [BlockSpec(full_attention, feed=feed, placement=variant.placement)] * layers
@@ -179,7 +219,9 @@ def make_bart_blocks(config: TransformersConfig, variant: BartVariant, model: in
 def _select_heads(
     config: TransformersConfig, task: str, token_head: OutputHeadSpec, model: int
 ) -> tuple[OutputHeadSpec, ...]:
-    classes = OutputHeadSpec("classes", read_num_labels(config, 3), "last", HeadTransformSpec(model), "learned")
+    classes = OutputHeadSpec(
+        "classes", read_num_labels(config, 3), "last", HeadTransformSpec(model), "learned"
+    )
     heads_by_task = {
         "ForConditionalGeneration": [token_head],
         "MTModel": [token_head],
@@ -190,14 +232,18 @@ def _select_heads(
     return select_heads(config, task, heads_by_task)
 
 
-# --- Weight names of BART and its relatives ------------------------------------------------------------
+# --- Weight names of BART and its relatives -------------------------------------------------------
 
 
 def name_attention(own_prefix: str, file_prefix: str) -> dict[str, str]:
     """Map the tensors of one attention to their stored names."""
     sides = {f"project.{side}": f"{side}_proj" for side in "qkv"} | {"output.o": "out_proj"}
-    matrices = {f"{own_prefix}.{name}": f"{file_prefix}.{other}.weight" for name, other in sides.items()}
-    return matrices | {f"{own_prefix}.{name}_bias": f"{file_prefix}.{other}.bias" for name, other in sides.items()}
+    matrices = {
+        f"{own_prefix}.{name}": f"{file_prefix}.{other}.weight" for name, other in sides.items()
+    }
+    return matrices | {
+        f"{own_prefix}.{name}_bias": f"{file_prefix}.{other}.bias" for name, other in sides.items()
+    }
 
 
 def name_norm(own_prefix: str, file_prefix: str) -> dict[str, str]:
@@ -231,9 +277,13 @@ BART_WEIGHTS = WeightNames(
         **name_stack("encoder"),
         **name_stack("decoder"),
         **name_attention("decoder.{layer}.cross", ".decoder.layers.{layer}.encoder_attn"),
-        **name_norm("decoder.{layer}.cross_norm", ".decoder.layers.{layer}.encoder_attn_layer_norm"),
+        **name_norm(
+            "decoder.{layer}.cross_norm", ".decoder.layers.{layer}.encoder_attn_layer_norm"
+        ),
         "head.tokens.weight": "lm_head.weight",
-        "head.tokens.bias": TensorLocation("final_logits_bias", "one output", {"one": 0}, {"one": 1}),
+        "head.tokens.bias": TensorLocation(
+            "final_logits_bias", "one output", {"one": 0}, {"one": 1}
+        ),
         "head.classes.transform": "classification_head.dense.weight",
         "head.classes.transform_bias": "classification_head.dense.bias",
         "head.classes.weight": "classification_head.out_proj.weight",
@@ -242,10 +292,13 @@ BART_WEIGHTS = WeightNames(
         "head.span.bias": "qa_outputs.bias",
     },
     tied_names={".encoder.embed_tokens.weight": ".shared.weight"},
-    ignored=(r"(encoder|decoder)\.version$", r"^model\.(encoder|decoder)\.embed_positions\.weight$"),
+    ignored=(
+        r"(encoder|decoder)\.version$",
+        r"^model\.(encoder|decoder)\.embed_positions\.weight$",
+    ),
 )
 
-# --- Whisper -------------------------------------------------------------------------------------------
+# --- Whisper --------------------------------------------------------------------------------------
 
 WHISPER = BartVariant("pre", final_norm=NormSpec(), layers=4, heads=6, hidden=1536, bias="qvo")
 
@@ -254,25 +307,47 @@ WHISPER = BartVariant("pre", final_norm=NormSpec(), layers=4, heads=6, hidden=15
 def read_whisper(config: TransformersConfig, task: str) -> ModelSpec:
     """Read Whisper; the encoder's convolutions over spectrogram frames are not modelled."""
     model = config.read_int("d_model", "hidden_size", default=384)
-    tokens, bins = config.read_int("vocab_size", default=51865), config.read_int("num_mel_bins", default=80)
+    tokens, bins = (
+        config.read_int("vocab_size", default=51865),
+        config.read_int("num_mel_bins", default=80),
+    )
     frames = config.read_int("max_source_positions", default=1500)
     scale = model**0.5 if config.read_bool("scale_embedding", False) else 1.0
-    config.require_default("tie_word_embeddings", True, "gives the output head its own matrix, which is not described")
-    reason = f"audio enters by two convolutions and {frames} sinusoidal positions, which EmbeddingSpec lacks"
+    config.require_default(
+        "tie_word_embeddings", True, "gives the output head its own matrix, which is not described"
+    )
+    reason = (
+        f"audio enters by two convolutions and {frames} sinusoidal positions, which "
+        "EmbeddingSpec lacks"
+    )
     sizes = {"conv1": model * bins * 3 + model, "conv2": model * model * 3 + model}
-    audio = UnsupportedPart(reason, tuple((f"encoder.embedding.{name}", size) for name, size in sizes.items()))
+    audio = UnsupportedPart(
+        reason, tuple((f"encoder.embedding.{name}", size) for name, size in sizes.items())
+    )
 
     positions = PositionSpec("learned", config.read_int("max_target_positions", default=448))
     table = EmbeddingSpec(tokens, positions=positions, scale=scale)
     encoder = StackSpec.from_blocks(
-        "encoder", model, make_bart_blocks(config, WHISPER, model, "encoder"), norm=WHISPER.final_norm
+        "encoder",
+        model,
+        make_bart_blocks(config, WHISPER, model, "encoder"),
+        norm=WHISPER.final_norm,
     )
     decoder = StackSpec.from_blocks(
-        "decoder", model, make_bart_blocks(config, WHISPER, model, "decoder"), embedding=table, norm=WHISPER.final_norm
+        "decoder",
+        model,
+        make_bart_blocks(config, WHISPER, model, "decoder"),
+        embedding=table,
+        norm=WHISPER.final_norm,
     )
-    heads_by_task = {"ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="decoder")], "Model": []}
+    heads_by_task = {
+        "ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="decoder")],
+        "Model": [],
+    }
     heads = select_heads(config, task, heads_by_task)
-    return ModelSpec("whisper", "encoder-decoder", (encoder, decoder), heads, tuple(config.notes), (audio,))
+    return ModelSpec(
+        "whisper", "encoder-decoder", (encoder, decoder), heads, tuple(config.notes), (audio,)
+    )
 
 
 @register_family("t5", "T5", default_task="ForConditionalGeneration")
@@ -299,28 +374,49 @@ def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
     encoder = [BlockSpec(both, feed=feed, norm=norm)] * layers
     decoder = [BlockSpec(back, design(**design_args), feed, norm)] * deep
     stacks = (
-        StackSpec.from_blocks("encoder", model, encoder, embedding=EmbeddingSpec(tokens), norm=norm),
-        StackSpec.from_blocks("decoder", model, decoder, embedding=EmbeddingSpec(tokens, table="encoder"), norm=norm),
+        StackSpec.from_blocks(
+            "encoder", model, encoder, embedding=EmbeddingSpec(tokens), norm=norm
+        ),
+        StackSpec.from_blocks(
+            "decoder", model, decoder, embedding=EmbeddingSpec(tokens, table="encoder"), norm=norm
+        ),
     )
-    # Old files scale the head's input if embeddings are tied; transformers 5 has the key scale_decoder_outputs.
+    # Old files scale the head's input if embeddings are tied; transformers 5 has the key
+    # scale_decoder_outputs.
     tied = config.read_bool("tie_word_embeddings", True)
     scale = model**-0.5 if config.read_bool("scale_decoder_outputs", tied) else 1.0
     classes = OutputHeadSpec("classes", read_num_labels(config), bias="learned")
     heads_by_task = {
-        "ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)],
+        "ForConditionalGeneration": [
+            OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)
+        ],
         "WithLMHeadModel": [OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)],
         "Model": [],
         "EncoderModel": [],
         "ForTokenClassification": [classes],
     }
-    kind, num_stacks = ("encoder", 1) if task in ("EncoderModel", "ForTokenClassification") else ("encoder-decoder", 2)
+    kind, num_stacks = (
+        ("encoder", 1)
+        if task in ("EncoderModel", "ForTokenClassification")
+        else ("encoder-decoder", 2)
+    )
     if num_stacks == 2:
-        config.require_default("is_encoder_decoder", True, "removes the attention from decoder to encoder")
-    return ModelSpec("t5", kind, stacks[:num_stacks], select_heads(config, task, heads_by_task), tuple(config.notes))
+        config.require_default(
+            "is_encoder_decoder", True, "removes the attention from decoder to encoder"
+        )
+    return ModelSpec(
+        "t5",
+        kind,
+        stacks[:num_stacks],
+        select_heads(config, task, heads_by_task),
+        tuple(config.notes),
+    )
 
 
 def _read_feed_forward(config: TransformersConfig) -> FeedForwardSpec:
-    """Read feed_forward_proj: "relu", or "gated-gelu", which means the tanh approximation of GELU."""
+    """Read feed_forward_proj: "relu", or "gated-gelu", which means the tanh
+    approximation of GELU.
+    """
     forms = {name: ("plain", ours) for name, ours in ACTIVATIONS.items()}
     forms |= {f"gated-{name}": ("gated", ours) for name, ours in ACTIVATIONS.items()}
     forms["gated-gelu"] = ("gated", "gelu_tanh")
@@ -328,13 +424,15 @@ def _read_feed_forward(config: TransformersConfig) -> FeedForwardSpec:
     return FeedForwardSpec(config.read_int("d_ff", default=2048), act, form)
 
 
-# --- T5 ------------------------------------------------------------------------------------------------
+# --- T5 -------------------------------------------------------------------------------------------
 
 OWN_LAYER, FILE_BLOCK = "{stack}.{{layer}}", "{stack}.block.{{layer}}.layer"
 
 
 def name_t5_stack(name: str, feed_forward_index: int) -> dict[str, str]:
-    """Map the tensors of one stack to their stored names; the feed-forward is sublayer `feed_forward_index`."""
+    """Map the tensors of one stack to their stored names; the feed-forward is sublayer
+    `feed_forward_index`.
+    """
     ours, block = OWN_LAYER.format(stack=name), FILE_BLOCK.format(stack=name)
     return {
         f"{ours}.attention.project.q": f"{block}.0.SelfAttention.q.weight",

@@ -1,4 +1,6 @@
-"""Llama and its relatives: RMSNorm before each sublayer, RoPE, grouped queries, gated feed-forwards or experts."""
+"""Llama and its relatives: RMSNorm before each sublayer, RoPE, grouped queries, gated feed-forwards
+or experts.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,16 @@ def read_llama(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("mistral", "Mistral")
 def read_mistral(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read Mistral (2310.06825); all layers use one sliding window, or full causal attention if it is null."""
+    """Read Mistral (2310.06825); all layers use one sliding window, or full causal attention if it
+    is null.
+    """
     window = config.read_optional_int("sliding_window", default=4096)
     pattern = "causal()" if window is None else f"window({window})"
     return build_llama_like(
-        config, task, LlamaDefaults(32000, 14336, 131072, kv=8), [pattern] * read_llama_depth(config)
+        config,
+        task,
+        LlamaDefaults(32000, 14336, 131072, kv=8),
+        [pattern] * read_llama_depth(config),
     )
 
 
@@ -78,7 +85,11 @@ def read_mistral(config: TransformersConfig, task: str) -> ModelSpec:
 def read_qwen2(config: TransformersConfig, task: str) -> ModelSpec:
     """Read Qwen 2 (2407.10671), with biases on queries, keys and values."""
     return build_llama_like(
-        config, task, LlamaDefaults(151936, 22016, 32768, kv=32), read_qwen_patterns(config), bias="qkv"
+        config,
+        task,
+        LlamaDefaults(151936, 22016, 32768, kv=32),
+        read_qwen_patterns(config),
+        bias="qkv",
     )
 
 
@@ -88,7 +99,12 @@ def read_qwen3(config: TransformersConfig, task: str) -> ModelSpec:
     qk_norm = (QKNorm(eps=config.read_float("rms_norm_eps", default=1e-6)),)
     defaults = LlamaDefaults(151936, 22016, 32768, kv=32, dim=128)
     return build_llama_like(
-        config, task, defaults, read_qwen_patterns(config), bias=read_attention_bias(config), modifiers=qk_norm
+        config,
+        task,
+        defaults,
+        read_qwen_patterns(config),
+        bias=read_attention_bias(config),
+        modifiers=qk_norm,
     )
 
 
@@ -103,7 +119,9 @@ def read_attention_bias(config: TransformersConfig) -> str:
 
 
 def read_qwen_patterns(config: TransformersConfig, default: int = 32) -> list[str]:
-    """Return the layers' patterns by Qwen's rule: with windows, the first `max_window_layers` stay full."""
+    """Return the layers' patterns by Qwen's rule: with windows, the first `max_window_layers` stay
+    full.
+    """
     window = (
         config.read_optional_int("sliding_window", default=4096)
         if config.read_bool("use_sliding_window", False)
@@ -111,14 +129,23 @@ def read_qwen_patterns(config: TransformersConfig, default: int = 32) -> list[st
     )
     first = config.read_int("max_window_layers", default=28, minimum=0)
     layers = read_llama_depth(config, default)
-    types = [SLIDING_ATTENTION if window and layer >= first else FULL_ATTENTION for layer in range(layers)]
+    types = [
+        SLIDING_ATTENTION if window and layer >= first else FULL_ATTENTION
+        for layer in range(layers)
+    ]
     return read_layer_patterns(config, layers, types, window)
 
 
 def build_llama_like(
-    config: TransformersConfig, task: str, defaults: LlamaDefaults, patterns: list[str], **design_args: Any
+    config: TransformersConfig,
+    task: str,
+    defaults: LlamaDefaults,
+    patterns: list[str],
+    **design_args: Any,
 ) -> ModelSpec:
-    """Return a decoder whose layers have these patterns; `design_args` go to `design`, their modifiers precede RoPE."""
+    """Return a decoder whose layers have these patterns; `design_args` go to `design`, their
+    modifiers precede RoPE.
+    """
     model = config.read_int("hidden_size", default=4096)
     heads = config.read_num_heads("num_attention_heads", default=32)
     kv = config.read_num_kv_heads(heads, default=defaults.kv)
@@ -139,42 +166,72 @@ def build_llama_like(
     blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm) for pattern in patterns]
 
     tokens = config.read_int("vocab_size", default=defaults.vocab_size)
-    stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)
+    stack = StackSpec.from_blocks(
+        "decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm
+    )
     return make_decoder_model(
-        config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False))
+        config,
+        task,
+        stack,
+        OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False)),
     )
 
 
 @register_writer("llama", "mistral", "qwen2", "qwen3")
 def write_llama_config(model: ModelSpec, name: str) -> dict[str, Any]:
-    """Write the config keys of a decoder like Llama; settings shared by all layers come from the first one."""
+    """Write the config keys of a decoder like Llama; settings shared by all layers come from the
+    first one.
+    """
     stack, spec, feed = get_first_layer(model, name)
     heads = spec.heads
     if name == "llama" and stack.model % heads.q:
         raise SpecError(
-            f"cannot write a llama: {stack.model} channels are not divisible by {heads.q} heads; write a mistral"
+            f"cannot write a llama: {stack.model} channels are not divisible by {heads.q} heads; "
+            "write a mistral"
         )
     keys: dict[str, Any] = {"hidden_size": stack.model, "intermediate_size": feed.hidden}
-    keys |= {"num_hidden_layers": len(stack.layers), "num_attention_heads": heads.q, "num_key_value_heads": heads.kv}
-    keys |= {"head_dim": heads.dim, "hidden_act": activation_to_config(feed.activation), "mlp_bias": bool(feed.bias)}
-    keys |= {"rms_norm_eps": stack.layers[0].norm.eps, "attention_bias": "project.q_bias" in spec.params()}
-    keys |= {"vocab_size": stack.embedding.tokens if stack.embedding else 0, "rope_parameters": rope_to_config(spec)}
+    keys |= {
+        "num_hidden_layers": len(stack.layers),
+        "num_attention_heads": heads.q,
+        "num_key_value_heads": heads.kv,
+    }
+    keys |= {
+        "head_dim": heads.dim,
+        "hidden_act": activation_to_config(feed.activation),
+        "mlp_bias": bool(feed.bias),
+    }
+    keys |= {
+        "rms_norm_eps": stack.layers[0].norm.eps,
+        "attention_bias": "project.q_bias" in spec.params(),
+    }
+    keys |= {
+        "vocab_size": stack.embedding.tokens if stack.embedding else 0,
+        "rope_parameters": rope_to_config(spec),
+    }
     keys |= {"tie_word_embeddings": any(head.table for head in model.heads)}
     return keys | (_write_windows(stack, name) if name != "llama" else {})
 
 
 def _write_windows(stack: StackSpec, name: str) -> dict[str, Any]:
     """Write the sliding windows of the layers, as far as the family can express them."""
-    patterns = [block.attention.pattern for block in stack.layers if isinstance(block.attention, AttentionSpec)]
+    patterns = [
+        block.attention.pattern
+        for block in stack.layers
+        if isinstance(block.attention, AttentionSpec)
+    ]
     sizes = [pattern.keys if isinstance(pattern, Window) else None for pattern in patterns]
     window = next((size for size in sizes if size), None)
     if name == "mistral":
         return {"sliding_window": window}
     types = [FULL_ATTENTION if size is None else SLIDING_ATTENTION for size in sizes]
-    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": types,
+    }
 
 
-# --- Weight names of Llama and of families that share them ---------------------------------------------
+# --- Weight names of Llama and of families that share them ----------------------------------------
 
 LLAMA_WEIGHTS = WeightNames(
     families=("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "olmo"),
@@ -209,7 +266,7 @@ LLAMA_WEIGHTS = WeightNames(
     ignored=(r"rotary_emb\.inv_freq$",),
 )
 
-# --- Granite -------------------------------------------------------------------------------------------
+# --- Granite --------------------------------------------------------------------------------------
 
 
 @register_family("granite", "Granite")
@@ -220,7 +277,11 @@ def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
     scores = make_dot(config.read_float("attention_multiplier", default=1.0), sizes.dim**-0.5)
     bias = "qkvo" if config.read_bool("attention_bias", False) else ""
     spec = design(
-        **sizes.design_args, pattern="causal()", bias=bias, similarity=scores, modifiers=(rope.make_rotary(sizes.dim),)
+        **sizes.design_args,
+        pattern="causal()",
+        bias=bias,
+        similarity=scores,
+        modifiers=(rope.make_rotary(sizes.dim),),
     )
     wide = "ugd" if config.read_bool("mlp_bias", False) else ""
     act = config.read_activation("hidden_act", "silu")
@@ -241,7 +302,7 @@ def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
     return model_builders.build_decoder(config, task, blocks, norm, ends)
 
 
-# --- SmolLM3 -------------------------------------------------------------------------------------------
+# --- SmolLM3 --------------------------------------------------------------------------------------
 
 
 @register_family("smollm3", "SmolLM3")
@@ -251,15 +312,24 @@ def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
     layers = model_builders.read_num_layers(config, 36)
     rope = RopeConfig(config, model_builders.read_max_length(config, 32768), theta=2_000_000.0)
     uses_rope = _read_rope_layers(config, layers)
-    window = config.read_optional_int("sliding_window") if config.read_bool("use_sliding_window", False) else None
-    default_types = [SLIDING_ATTENTION if window and not rope_flag else FULL_ATTENTION for rope_flag in uses_rope]
+    window = (
+        config.read_optional_int("sliding_window")
+        if config.read_bool("use_sliding_window", False)
+        else None
+    )
+    default_types = [
+        SLIDING_ATTENTION if window and not rope_flag else FULL_ATTENTION for rope_flag in uses_rope
+    ]
     types = read_layer_types(config, layers, default_types, window)
     bias = "qkvo" if config.read_bool("attention_bias", False) else ""
 
     def attention(kind: tuple[str, int]) -> model_builders.LayerAttention:
         pattern = f"window({window})" if window and kind[0] == SLIDING_ATTENTION else "causal()"
         spec = design(
-            **sizes.design_args, pattern=pattern, bias=bias, modifiers=(rope.make_rotary(sizes.dim),) if kind[1] else ()
+            **sizes.design_args,
+            pattern=pattern,
+            bias=bias,
+            modifiers=(rope.make_rotary(sizes.dim),) if kind[1] else (),
         )
         return rope.attention_with_limits(spec) if kind[1] else spec
 
@@ -271,7 +341,11 @@ def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
         model_builders.make_attentions(zip(types, uses_rope, strict=True), attention), feed, norm
     )
     return model_builders.build_decoder(
-        config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=128256), True)
+        config,
+        task,
+        blocks,
+        norm,
+        model_builders.DecoderEnds(config.read_int("vocab_size", default=128256), True),
     )
 
 
@@ -282,11 +356,14 @@ def _read_rope_layers(config: TransformersConfig, layers: int) -> list[int]:
     if flags is None:
         return [int((layer + 1) % interval != 0) for layer in range(layers)]
     if len(flags) != layers or any(flag not in (0, 1) for flag in flags):
-        config.fail(f"no_rope_layers = {flags!r} is not 0 or 1 for each of {layers} layers", "list one for each")
+        config.fail(
+            f"no_rope_layers = {flags!r} is not 0 or 1 for each of {layers} layers",
+            "list one for each",
+        )
     return flags
 
 
-# --- llama2.c ------------------------------------------------------------------------------------------
+# --- llama2.c -------------------------------------------------------------------------------------
 
 ROPE_PAIR_AXIS = {"side": 2}
 
@@ -296,10 +373,16 @@ LLAMA2C_WEIGHTS = WeightNames(
         "decoder.embedding.tokens": "tokens",
         "decoder.{layer}.attention_norm.weight": "{layer}.rms_att",
         "decoder.{layer}.attention.project.q": TensorLocation(
-            "{layer}.wq", "(q pair side) model", extra_axes=ROPE_PAIR_AXIS, own_layout="(q side pair) model"
+            "{layer}.wq",
+            "(q pair side) model",
+            extra_axes=ROPE_PAIR_AXIS,
+            own_layout="(q side pair) model",
         ),
         "decoder.{layer}.attention.project.k": TensorLocation(
-            "{layer}.wk", "(kv pair side) source", extra_axes=ROPE_PAIR_AXIS, own_layout="(kv side pair) source"
+            "{layer}.wk",
+            "(kv pair side) source",
+            extra_axes=ROPE_PAIR_AXIS,
+            own_layout="(kv side pair) source",
         ),
         "decoder.{layer}.attention.project.v": "{layer}.wv",
         "decoder.{layer}.attention.output.o": "{layer}.wo",
@@ -313,7 +396,7 @@ LLAMA2C_WEIGHTS = WeightNames(
     ignored=(r"^angles_",),
 )
 
-# --- Mixtures of experts: Mixtral, Qwen 2 MoE and Qwen 3 MoE -------------------------------------------
+# --- Mixtures of experts: Mixtral, Qwen 2 MoE and Qwen 3 MoE --------------------------------------
 
 
 @register_family("mixtral", "Mixtral")
@@ -328,10 +411,22 @@ def read_mixtral(config: TransformersConfig, task: str) -> ModelSpec:
     hidden = config.read_int("intermediate_size", default=14336)
     expert = FeedForwardSpec(hidden, config.read_activation("hidden_act", "silu"), "gated")
     count = config.read_int("num_local_experts", "num_experts", default=8)
-    feed = ExpertsSpec(expert, count, config.read_int("num_experts_per_tok", default=2, maximum=count), scores="chosen")
-    blocks = [BlockSpec(attention, feed=feed, norm=norm) for attention in _make_attentions(sizes, rope, patterns)]
+    feed = ExpertsSpec(
+        expert,
+        count,
+        config.read_int("num_experts_per_tok", default=2, maximum=count),
+        scores="chosen",
+    )
+    blocks = [
+        BlockSpec(attention, feed=feed, norm=norm)
+        for attention in _make_attentions(sizes, rope, patterns)
+    ]
     return model_builders.build_decoder(
-        config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=32000))
+        config,
+        task,
+        blocks,
+        norm,
+        model_builders.DecoderEnds(config.read_int("vocab_size", default=32000)),
     )
 
 
@@ -341,20 +436,30 @@ def read_qwen2_moe(config: TransformersConfig, task: str) -> ModelSpec:
     sizes = model_builders.read_decoder_sizes(config, model=2048, heads=16, kv=16)
     rope = RopeConfig(config, model_builders.read_max_length(config, 32768))
     act = config.read_activation("hidden_act", "silu")
-    shared = FeedForwardSpec(config.read_int("shared_expert_intermediate_size", default=5632), act, "gated")
+    shared = FeedForwardSpec(
+        config.read_int("shared_expert_intermediate_size", default=5632), act, "gated"
+    )
     expert = FeedForwardSpec(config.read_int("moe_intermediate_size", default=1408), act, "gated")
     chosen = model_builders.make_experts(config, expert, count=60, active=4)
     experts = ExpertsSpec(chosen.each, chosen.count, chosen.active, shared, chosen.scores)
     feeds = _select_feed_forwards(
-        config, FeedForwardSpec(config.read_int("intermediate_size", default=5632), act, "gated"), experts
+        config,
+        FeedForwardSpec(config.read_int("intermediate_size", default=5632), act, "gated"),
+        experts,
     )
     bias = "qkv" if config.read_bool("qkv_bias", True) else ""
     attentions = _make_attentions(sizes, rope, read_qwen_patterns(config, default=24), bias=bias)
     gates = tuple(
-        (f"decoder.{n}.feed.shared_gate", sizes.model) for n, layer_feed in enumerate(feeds) if layer_feed is experts
+        (f"decoder.{n}.feed.shared_gate", sizes.model)
+        for n, layer_feed in enumerate(feeds)
+        if layer_feed is experts
     )
     unsupported = (
-        (UnsupportedPart("a sigmoid gate per token scales the shared expert, which ExpertsSpec lacks", gates),)
+        (
+            UnsupportedPart(
+                "a sigmoid gate per token scales the shared expert, which ExpertsSpec lacks", gates
+            ),
+        )
         if gates
         else ()
     )
@@ -375,11 +480,15 @@ def read_qwen3_moe(config: TransformersConfig, task: str) -> ModelSpec:
     expert = FeedForwardSpec(config.read_int("moe_intermediate_size", default=768), act, "gated")
     experts = model_builders.make_experts(config, expert, count=128, active=8)
     feeds = _select_feed_forwards(
-        config, FeedForwardSpec(config.read_int("intermediate_size", default=6144), act, "gated"), experts
+        config,
+        FeedForwardSpec(config.read_int("intermediate_size", default=6144), act, "gated"),
+        experts,
     )
     norms = (QKNorm(eps=config.read_float("rms_norm_eps", default=1e-6)),)
     patterns = ["causal()" if window is None else f"window({window})"] * len(feeds)
-    attentions = _make_attentions(sizes, rope, patterns, bias=read_attention_bias(config), modifiers=norms)
+    attentions = _make_attentions(
+        sizes, rope, patterns, bias=read_attention_bias(config), modifiers=norms
+    )
     return _build_mixture(config, task, attentions, feeds)
 
 
@@ -389,14 +498,18 @@ def _make_attentions(
     parts = (*design_args.pop("modifiers", ()), rope.make_rotary(sizes.dim))
     return model_builders.make_attentions(
         patterns,
-        lambda p: rope.attention_with_limits(design(**sizes.design_args, pattern=p, modifiers=parts, **design_args)),
+        lambda p: rope.attention_with_limits(
+            design(**sizes.design_args, pattern=p, modifiers=parts, **design_args)
+        ),
     )
 
 
 def _select_feed_forwards(
     config: TransformersConfig, dense: FeedForwardSpec, experts: ExpertsSpec
 ) -> list[FeedForwardSpec | ExpertsSpec]:
-    """Return the feed-forward of each layer: experts in every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    """Return the feed-forward of each layer: experts in every `decoder_sparse_step`-th, except
+    `mlp_only_layers`.
+    """
     step = config.read_int("decoder_sparse_step", default=1)
     named = config.read_list("mlp_only_layers") or []
     layers = model_builders.read_num_layers(config, 24)
@@ -411,12 +524,15 @@ def _build_mixture(
     unsupported: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
-    blocks = [BlockSpec(attention, feed=feed, norm=norm) for attention, feed in zip(attentions, feeds, strict=True)]
+    blocks = [
+        BlockSpec(attention, feed=feed, norm=norm)
+        for attention, feed in zip(attentions, feeds, strict=True)
+    ]
     ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=151936))
     return model_builders.build_decoder(config, task, blocks, norm, ends, unsupported)
 
 
-# --- Mixtral -------------------------------------------------------------------------------------------
+# --- Mixtral --------------------------------------------------------------------------------------
 
 OWN_LAYER, FILE_EXPERTS = "decoder.{layer}", ".layers.{layer}.block_sparse_moe"
 
@@ -425,8 +541,14 @@ MIXTRAL_WEIGHTS = LLAMA_WEIGHTS._replace(
     locations={
         **LLAMA_WEIGHTS.locations,
         f"{OWN_LAYER}.feed.router": f"{FILE_EXPERTS}.gate.weight",
-        f"{OWN_LAYER}.feed.each.gate": TensorLocation(f"{FILE_EXPERTS}.experts.{{expert}}.w1.weight", "hidden model"),
-        f"{OWN_LAYER}.feed.each.up": TensorLocation(f"{FILE_EXPERTS}.experts.{{expert}}.w3.weight", "hidden model"),
-        f"{OWN_LAYER}.feed.each.down": TensorLocation(f"{FILE_EXPERTS}.experts.{{expert}}.w2.weight", "model hidden"),
+        f"{OWN_LAYER}.feed.each.gate": TensorLocation(
+            f"{FILE_EXPERTS}.experts.{{expert}}.w1.weight", "hidden model"
+        ),
+        f"{OWN_LAYER}.feed.each.up": TensorLocation(
+            f"{FILE_EXPERTS}.experts.{{expert}}.w3.weight", "hidden model"
+        ),
+        f"{OWN_LAYER}.feed.each.down": TensorLocation(
+            f"{FILE_EXPERTS}.experts.{{expert}}.w2.weight", "model hidden"
+        ),
     },
 )

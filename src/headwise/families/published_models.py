@@ -1,6 +1,8 @@
-"""Published models by name: the keys of their config.json that differ from the defaults of their family.
+"""Published models by name: the keys of their config.json that differ from the defaults of their
+family.
 
-Their names can be given where a model folder is expected, as in ``headwise cost gpt3``. Weights are not part of them.
+Their names can be given where a model folder is expected, as in ``headwise cost gpt3``. Weights are
+not part of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ class PublishedModel(NamedTuple):
 
 
 def _transformer(width: int, heads: int, hidden: int) -> dict[str, Any]:
-    """The encoder-decoder of 1706.03762: six layers each, one table of about 37,000 tokens for both languages."""
+    """The encoder-decoder of 1706.03762: six layers each, one table of about 37,000 tokens for both
+    languages.
+    """
     stacks = {
         f"{side}_{key}": value
         for side in ("encoder", "decoder")
@@ -47,7 +51,12 @@ def _llama(width: int, layers: int, heads: int, hidden: int, **others: Any) -> d
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     """The experts of gpt-oss are published in mxfp4, everything else in bfloat16."""
-    unquantized = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    unquantized = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     return {
         "model_type": "gpt_oss",
         "num_hidden_layers": layers,
@@ -57,9 +66,15 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 
 PUBLISHED_MODELS: Mapping[str, PublishedModel] = {
-    "transformer-base": PublishedModel("1706.03762, table 3", "65 million", _transformer(512, 8, 2048)),
-    "transformer-big": PublishedModel("1706.03762, table 3", "213 million", _transformer(1024, 16, 4096)),
-    "gpt2": PublishedModel("openai-community/gpt2, config.json", "124 million", {"model_type": "gpt2"}),
+    "transformer-base": PublishedModel(
+        "1706.03762, table 3", "65 million", _transformer(512, 8, 2048)
+    ),
+    "transformer-big": PublishedModel(
+        "1706.03762, table 3", "213 million", _transformer(1024, 16, 4096)
+    ),
+    "gpt2": PublishedModel(
+        "openai-community/gpt2, config.json", "124 million", {"model_type": "gpt2"}
+    ),
     "gpt3": PublishedModel(
         "2005.14165, table 2.1; its locally banded layers are counted as dense",
         "175 billion",
@@ -119,5 +134,7 @@ PUBLISHED_MODELS: Mapping[str, PublishedModel] = {
     ),
     "gpt-oss-20b": PublishedModel("2508.10925, table 1", "20.9 billion", _gpt_oss(24, 32)),
     "gpt-oss-120b": PublishedModel("2508.10925, table 1", "116.8 billion", _gpt_oss(36, 128)),
-    "vit-base": PublishedModel("2010.11929, table 1; patches of 16 x 16", "86 million", {"model_type": "vit"}),
+    "vit-base": PublishedModel(
+        "2010.11929, table 1; patches of 16 x 16", "86 million", {"model_type": "vit"}
+    ),
 }

@@ -1,4 +1,6 @@
-"""Read `quantization_config` of config.json: the number format of quantised weights, and which weights have it."""
+"""Read `quantization_config` of config.json: the number format of quantised weights, and which
+weights have it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ FLOAT32_BITS, SCALE_BITS = 32, 16
 
 
 class QuantizedModules(NamedTuple):
-    """The format of quantised matrices, patterns of our names that have it, and modules of the file that have not.
+    """The format of quantised matrices, patterns of our names that have it, and modules of the file
+    that have not.
 
-    A module of `excluded` is a part of its full name by whole words, with `*` for any word, or "re:" and a regular
-    expression. If `only` is given, other modules are not quantised.
+    A module of `excluded` is a part of its full name by whole words, with `*` for any word, or
+    "re:" and a regular expression. If `only` is given, other modules are not quantised.
     """
 
     format: WeightFormat
@@ -32,22 +35,32 @@ class QuantizedModules(NamedTuple):
     only: Sequence[str] | None = None
 
 
-def with_quantization(config: TransformersConfig, model: ModelSpec, names: WeightNames | None) -> ModelSpec:
+def with_quantization(
+    config: TransformersConfig, model: ModelSpec, names: WeightNames | None
+) -> ModelSpec:
     """Return the model with the quantisation of its config, and a note that describes it.
 
-    An unknown method is not an error: the note says that the weights are counted in the format of the workload.
+    An unknown method is not an error: the note says that the weights are counted in the format of
+    the workload.
     """
     table = config.read_table(KEY)
     if table is None:
         return model
     fact = f"{KEY}: the weights are stored in fewer bits"
-    method = str(table.values.get("quant_method", "bitsandbytes" if "load_in_4bit" in table.values else ""))
+    method = str(
+        table.values.get("quant_method", "bitsandbytes" if "load_in_4bit" in table.values else "")
+    )
     modules = READERS[method](table) if method in READERS else None
     if modules is None:
-        note = f"{fact} by quant_method = {method!r}, which is not known here; they are counted as if they were not"
+        note = (
+            f"{fact} by quant_method = {method!r}, which is not known here; they are counted "
+            "as if they were not"
+        )
         return replace(model, notes=(*model.notes, note))
     if modules.excluded and names is None:
-        note = f"{fact}; {', '.join(modules.excluded)} are counted as quantised, although they are not"
+        note = (
+            f"{fact}; {', '.join(modules.excluded)} are counted as quantised, although they are not"
+        )
         quantization = QuantizationSpec(modules.format, modules.included)
         return replace(model, notes=(*model.notes, note), quantization=quantization)
     quantization = _name_weights(model, names, modules)
@@ -60,7 +73,7 @@ def _describe_format(weight_format: WeightFormat) -> str:
     return f"{weight_format.name} ({bits})"
 
 
-# --- One reader for each quant_method -------------------------------------------------------------------
+# --- One reader for each quant_method -------------------------------------------------------------
 
 
 def _read_modules(table: TransformersConfig, *keys: str) -> list[str] | None:
@@ -74,14 +87,20 @@ def _read_modules(table: TransformersConfig, *keys: str) -> list[str] | None:
 
 
 def _read_mxfp4(table: TransformersConfig) -> QuantizedModules:
-    """gpt-oss (2508.10925): the matrices of experts alone, in blocks of 32 with a scale of 8 bits."""
+    """gpt-oss (2508.10925): the matrices of experts alone, in blocks of 32 with
+    a scale of 8 bits.
+    """
     return QuantizedModules(
-        WEIGHT_FORMATS["mxfp4"], _read_modules(table, "modules_to_not_convert") or (), included=EXPERTS
+        WEIGHT_FORMATS["mxfp4"],
+        _read_modules(table, "modules_to_not_convert") or (),
+        included=EXPERTS,
     )
 
 
 def _read_fp8(table: TransformersConfig) -> QuantizedModules:
-    """DeepSeek-V3 (2412.19437) and others: blocks with a float32 scale, or one scale for a whole matrix."""
+    """DeepSeek-V3 (2412.19437) and others: blocks with a float32 scale, or one scale for a whole
+    matrix.
+    """
     rows = columns = 0
     if table.values.get("weight_block_size") is not None:
         rows, columns = table.read_pair("weight_block_size", 128)
@@ -98,20 +117,25 @@ def _read_fbgemm(table: TransformersConfig) -> QuantizedModules:
 def _read_bitsandbytes(table: TransformersConfig) -> QuantizedModules:
     """int8 with a scale for each row (2208.07339), or 4 bits in blocks of 64 (2305.14314).
 
-    transformers also converts the output head if the config lists modules to skip and the head is none of them.
+    transformers also converts the output head if the config lists modules to skip and the head is
+    none of them.
     """
     skipped = _read_modules(table, "llm_int8_skip_modules")
     included = LAYER_MATRICES if skipped is None else (*LAYER_MATRICES, *HEADS)
     if not (table.read_bool("load_in_4bit", False) or table.read_bool("_load_in_4bit", False)):
         return QuantizedModules(WEIGHT_FORMATS["int8"], skipped or (), included)
-    weight_format = replace(WEIGHT_FORMATS["nf4"], name=table.read_choice("bnb_4bit_quant_type", "fp4", ("fp4", "nf4")))
+    weight_format = replace(
+        WEIGHT_FORMATS["nf4"], name=table.read_choice("bnb_4bit_quant_type", "fp4", ("fp4", "nf4"))
+    )
     if table.read_bool("bnb_4bit_use_double_quant", False):
         weight_format = replace(weight_format, scale_bits=8, scales_per_group=256)
     return QuantizedModules(weight_format, skipped or (), included)
 
 
 def _read_gptq(table: TransformersConfig) -> QuantizedModules:
-    """GPTQ (2210.17323): groups of inputs with a 16-bit scale and a zero point, and the group of every input."""
+    """GPTQ (2210.17323): groups of inputs with a 16-bit scale and a zero point, and the group of
+    every input.
+    """
     included = (*LAYER_MATRICES, *HEADS) if table.read_bool("lm_head", False) else LAYER_MATRICES
     blocks = table.read_list("modules_in_block_to_quantize")
     only = None if blocks is None else [str(name) for group in blocks for name in _as_list(group)]
@@ -121,7 +145,9 @@ def _read_gptq(table: TransformersConfig) -> QuantizedModules:
 
 def _read_awq(table: TransformersConfig) -> QuantizedModules:
     """AWQ (2306.00978): groups of inputs with a 16-bit scale and a zero point."""
-    return QuantizedModules(_read_integer_format(table), _read_modules(table, "modules_to_not_convert") or ())
+    return QuantizedModules(
+        _read_integer_format(table), _read_modules(table, "modules_to_not_convert") or ()
+    )
 
 
 def _read_integer_format(table: TransformersConfig) -> WeightFormat:
@@ -132,13 +158,18 @@ def _read_integer_format(table: TransformersConfig) -> WeightFormat:
 
 
 def _read_compressed_tensors(table: TransformersConfig) -> QuantizedModules | None:
-    """compressed-tensors: the first group of the config, with a 16-bit scale by tensor, row, group or block."""
+    """compressed-tensors: the first group of the config, with a 16-bit scale by tensor, row, group
+    or block.
+    """
     groups = table.read_table("config_groups")
     tables = [groups.read_table(name) for name in groups.values] if groups else []
     weights = tables[0].read_table("weights") if len(tables) == 1 and tables[0] else None
     if weights is None:
         return None
-    bits, strategy = weights.read_int("num_bits", default=8, maximum=8), weights.values.get("strategy")
+    bits, strategy = (
+        weights.read_int("num_bits", default=8, maximum=8),
+        weights.values.get("strategy"),
+    )
     block = weights.read_pair("block_structure", 128) if strategy == "block" else (0, 0)
     group = weights.read_int("group_size", default=128) if strategy == "group" else 0
     sizes = {"tensor": (0, 0), "channel": (1, 0), "group": (1, group), "block": block}
@@ -164,10 +195,12 @@ READERS: Mapping[str, Callable[[TransformersConfig], QuantizedModules | None]] =
     "compressed-tensors": _read_compressed_tensors,
 }
 
-# --- From modules of the file to our names ---------------------------------------------------------------
+# --- From modules of the file to our names --------------------------------------------------------
 
 
-def _name_weights(model: ModelSpec, names: WeightNames | None, modules: QuantizedModules) -> QuantizationSpec:
+def _name_weights(
+    model: ModelSpec, names: WeightNames | None, modules: QuantizedModules
+) -> QuantizationSpec:
     """Return the quantisation with the names of our tensors instead of modules of the file.
 
     A pattern covers all layers if every layer that has the tensor is excluded.
@@ -182,13 +215,19 @@ def _name_weights(model: ModelSpec, names: WeightNames | None, modules: Quantize
             by_pattern[LAYER.sub(r"\1.*.", weight.name)][weight.name] = is_excluded
     excluded: list[str] = []
     for pattern, layers in by_pattern.items():
-        excluded += [pattern] if all(layers.values()) else [name for name, is_out in layers.items() if is_out]
+        excluded += (
+            [pattern]
+            if all(layers.values())
+            else [name for name, is_out in layers.items() if is_out]
+        )
     spec = QuantizationSpec(modules.format, modules.included)
     return replace(spec, excluded=tuple(name for name in excluded if spec.covers_name(name)))
 
 
 def _module_path(weight: WeightSpec, names: WeightNames) -> str:
-    """Name of the module that holds a tensor in the file; an axis in braces, such as that of experts, is its first."""
+    """Name of the module that holds a tensor in the file; an axis in braces, such as that of
+    experts, is its first.
+    """
     location, layer = names.find_location(weight.name), LAYER.match(weight.name)
     if location is None:
         return ""

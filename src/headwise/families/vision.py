@@ -18,10 +18,16 @@ from ..model_spec import (
     UnsupportedPart,
 )
 from ..presets import design
-from .config_reader import TransformersConfig, assemble_model, read_num_labels, register_family, select_heads
+from .config_reader import (
+    TransformersConfig,
+    assemble_model,
+    read_num_labels,
+    register_family,
+    select_heads,
+)
 from .weight_names import TensorLocation, WeightNames
 
-# --- ViT, DeiT and DINOv2: patches after a class token, pre-LayerNorm, learned positions ---------------
+# --- ViT, DeiT and DINOv2: patches after a class token, pre-LayerNorm, learned positions ----------
 
 
 @register_family("vit", "ViT", default_task="ForImageClassification")
@@ -30,7 +36,7 @@ def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
     return _build_vit(config, task, first=1)
 
 
-# --- ViT -----------------------------------------------------------------------------------------------
+# --- ViT ------------------------------------------------------------------------------------------
 
 VIT_LAYER, BATCH_OF_ONE = ".encoder.layer.{layer}", ({"one": 0}, {"one": 1})
 
@@ -40,7 +46,9 @@ VIT_WEIGHTS = WeightNames(
     locations={
         "encoder.embedding.patches": ".embeddings.patch_embeddings.projection.weight",
         "encoder.embedding.patches_bias": ".embeddings.patch_embeddings.projection.bias",
-        "encoder.embedding.first": TensorLocation(".embeddings.cls_token", "one first model", *BATCH_OF_ONE),
+        "encoder.embedding.first": TensorLocation(
+            ".embeddings.cls_token", "one first model", *BATCH_OF_ONE
+        ),
         "encoder.embedding.positions": TensorLocation(
             ".embeddings.position_embeddings", "one position model", *BATCH_OF_ONE
         ),
@@ -69,7 +77,7 @@ VIT_WEIGHTS = WeightNames(
     },
 )
 
-# --- DeiT and DINOv2 -----------------------------------------------------------------------------------
+# --- DeiT and DINOv2 ------------------------------------------------------------------------------
 
 
 @register_family("deit", "DeiT", default_task="ForImageClassification")
@@ -79,41 +87,58 @@ def read_deit(config: TransformersConfig, task: str) -> ModelSpec:
 
 
 def _build_vit(config: TransformersConfig, task: str, first: int) -> ModelSpec:
-    """Build an encoder of patches after `first` learned vectors, with a pooler and a classifier on the first."""
+    """Build an encoder of patches after `first` learned vectors, with a pooler and a classifier on
+    the first.
+    """
     model = config.read_int("hidden_size", default=768)
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12))
-    hidden, act = config.read_int("intermediate_size", default=3072), config.read_activation("hidden_act", "gelu")
+    hidden, act = (
+        config.read_int("intermediate_size", default=3072),
+        config.read_activation("hidden_act", "gelu"),
+    )
     feed = FeedForwardSpec(hidden, act, bias="ud")
     stack = _make_stack(config, model, norm, feed, _make_patches(config, 16), first)
     pooler_act = config.read_activation("pooler_act", "tanh")
     pooled = HeadTransformSpec(config.read_optional_int("pooler_output_size") or model, pooler_act)
     heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pooled)],
-        "ForImageClassification": [OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")],
+        "ForImageClassification": [
+            OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")
+        ],
     }
     return assemble_model(config, "vision", (stack,), select_heads(config, task, heads_by_task))
 
 
 @register_family("dinov2", "Dinov2", default_task="Model")
 def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read DINOv2 (2304.07193): ViT with a learned scale per channel on each residual branch (LayerScale)."""
+    """Read DINOv2 (2304.07193): ViT with a learned scale per channel on each residual branch
+    (LayerScale).
+    """
     model = config.read_int("hidden_size", default=768)
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-6))
-    hidden, act = int(model * config.read_float("mlp_ratio", default=4)), config.read_activation("hidden_act", "gelu")
+    hidden, act = (
+        int(model * config.read_float("mlp_ratio", default=4)),
+        config.read_activation("hidden_act", "gelu"),
+    )
     feed = FeedForwardSpec(hidden, act, bias="ud")
     if config.read_bool("use_swiglu_ffn", False):
         feed = FeedForwardSpec((int(hidden * 2 / 3) + 7) // 8 * 8, "silu", "gated", "ugd")
     stack = _make_stack(config, model, norm, feed, _make_patches(config, 14), first=1)
     scales = tuple(
-        (f"encoder.{n}.{name}.scale", model) for n in range(len(stack.layers)) for name in ("attention", "feed")
+        (f"encoder.{n}.{name}.scale", model)
+        for n in range(len(stack.layers))
+        for name in ("attention", "feed")
     )
     mask = (("encoder.embedding.mask", model),) if config.read_bool("use_mask_token", True) else ()
     unsupported = (
         UnsupportedPart(
-            "every residual branch is scaled per channel (LayerScale), which BlockSpec lacks", (*scales, *mask)
+            "every residual branch is scaled per channel (LayerScale), which BlockSpec lacks",
+            (*scales, *mask),
         ),
     )
-    return assemble_model(config, "vision", (stack,), select_heads(config, task, {"Model": []}), unsupported)
+    return assemble_model(
+        config, "vision", (stack,), select_heads(config, task, {"Model": []}), unsupported
+    )
 
 
 def _make_patches(config: TransformersConfig, usual: int, bias: str = "learned") -> PatchSpec:
@@ -121,24 +146,40 @@ def _make_patches(config: TransformersConfig, usual: int, bias: str = "learned")
     image, patch = config.read_pair("image_size", 224), config.read_pair("patch_size", usual)
     rows, columns = (size // patch_size for size, patch_size in zip(image, patch, strict=True))
     if not (rows and columns):
-        config.fail(f"patch_size = {patch} is larger than image_size = {image}", "give a smaller patch_size")
-    return PatchSpec(rows, columns, *patch, channels=config.read_int("num_channels", default=3), bias=bias)
+        config.fail(
+            f"patch_size = {patch} is larger than image_size = {image}", "give a smaller patch_size"
+        )
+    return PatchSpec(
+        rows, columns, *patch, channels=config.read_int("num_channels", default=3), bias=bias
+    )
 
 
 def _make_stack(
-    config: TransformersConfig, model: int, norm: NormSpec, feed: FeedForwardSpec, patches: PatchSpec, first: int
+    config: TransformersConfig,
+    model: int,
+    norm: NormSpec,
+    feed: FeedForwardSpec,
+    patches: PatchSpec,
+    first: int,
 ) -> StackSpec:
     heads = config.read_num_heads("num_attention_heads", default=12)
     dim = config.resolve_head_dim(model, heads, "head_dim")
-    spec = design(model=model, heads=heads, dim=dim, bias="qkvo" if config.read_bool("qkv_bias", True) else "o")
-    blocks = [BlockSpec(spec, feed=feed, norm=norm)] * config.read_num_layers("num_hidden_layers", default=12)
+    spec = design(
+        model=model,
+        heads=heads,
+        dim=dim,
+        bias="qkvo" if config.read_bool("qkv_bias", True) else "o",
+    )
+    blocks = [BlockSpec(spec, feed=feed, norm=norm)] * config.read_num_layers(
+        "num_hidden_layers", default=12
+    )
     embedding = EmbeddingSpec(
         patches=patches, first=first, positions=PositionSpec("learned", patches.num_patches + first)
     )
     return StackSpec.from_blocks("encoder", model, blocks, embedding=embedding, norm=norm)
 
 
-# --- CLIP (2103.00020) and SigLIP (2303.15343) ---------------------------------------------------------
+# --- CLIP (2103.00020) and SigLIP (2303.15343) ----------------------------------------------------
 
 
 class ClipTower(NamedTuple):
@@ -170,19 +211,30 @@ def read_clip_text(config: TransformersConfig, task: str) -> ModelSpec:
     tower = _read_tower(config, TEXT_DEFAULTS, "causal()")
     positions = PositionSpec("learned", config.read_int("max_position_embeddings", default=77))
     table = EmbeddingSpec(config.read_int("vocab_size", default=49408), positions=positions)
-    stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
+    stack = StackSpec.from_blocks(
+        "encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm
+    )
     return assemble_model(config, "encoder", (stack,), select_heads(config, task, {"Model": []}))
 
 
 @register_family("clip_vision_model", "CLIPVision", default_task="Model")
 def read_clip_vision(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read CLIP's vision encoder: patches without a bias after a class token, a norm before the first layer."""
+    """Read CLIP's vision encoder: patches without a bias after a class token, a norm before the
+    first layer.
+    """
     tower = _read_tower(config, VISION_DEFAULTS, "full()")
     table = _make_patch_embedding(config, 32, first=1, norm=tower.norm)
-    stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
-    config.add_note("transformers applies the last norm to the class token only; here it applies to all tokens")
+    stack = StackSpec.from_blocks(
+        "encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm
+    )
+    config.add_note(
+        "transformers applies the last norm to the class token only; here it applies to all tokens"
+    )
     width = config.read_int("projection_dim", default=512)
-    heads_by_task = {"Model": [], "ModelWithProjection": [OutputHeadSpec("projection", width, at="first")]}
+    heads_by_task = {
+        "Model": [],
+        "ModelWithProjection": [OutputHeadSpec("projection", width, at="first")],
+    }
     return assemble_model(config, "vision", (stack,), select_heads(config, task, heads_by_task))
 
 
@@ -192,7 +244,9 @@ def read_siglip_text(config: TransformersConfig, task: str) -> ModelSpec:
     tower = _read_tower(config, SIGLIP_DEFAULTS, "full()")
     positions = PositionSpec("learned", config.read_int("max_position_embeddings", default=64))
     table = EmbeddingSpec(config.read_int("vocab_size", default=32000), positions=positions)
-    stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
+    stack = StackSpec.from_blocks(
+        "encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm
+    )
     width = config.read_optional_int("projection_size") or tower.model
     heads_by_task = {"Model": [OutputHeadSpec("projection", width, at="last", bias="learned")]}
     return assemble_model(config, "encoder", (stack,), select_heads(config, task, heads_by_task))
@@ -203,15 +257,30 @@ def read_siglip_vision(config: TransformersConfig, task: str) -> ModelSpec:
     """Read SigLIP's vision encoder; a learned query pools the patches."""
     tower = _read_tower(config, SIGLIP_DEFAULTS, "full()")
     table = _make_patch_embedding(config, 16, first=0)
-    stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
+    stack = StackSpec.from_blocks(
+        "encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm
+    )
     d = tower.model
     hidden = config.read_int("intermediate_size", default=3072)
     unsupported = tuple[UnsupportedPart, ...]()
     if config.read_bool("vision_use_head", True):
-        sizes = {"probe": d, "attention": 4 * d * d + 4 * d, "norm": 2 * d, "feed": 2 * d * hidden + hidden + d}
-        reason = "a learned query pools all patches through its own layers, which OutputHeadSpec lacks"
-        unsupported = (UnsupportedPart(reason, tuple((f"head.pooler.{name}", size) for name, size in sizes.items())),)
-    return assemble_model(config, "vision", (stack,), select_heads(config, task, {"Model": []}), unsupported)
+        sizes = {
+            "probe": d,
+            "attention": 4 * d * d + 4 * d,
+            "norm": 2 * d,
+            "feed": 2 * d * hidden + hidden + d,
+        }
+        reason = (
+            "a learned query pools all patches through its own layers, which OutputHeadSpec lacks"
+        )
+        unsupported = (
+            UnsupportedPart(
+                reason, tuple((f"head.pooler.{name}", size) for name, size in sizes.items())
+            ),
+        )
+    return assemble_model(
+        config, "vision", (stack,), select_heads(config, task, {"Model": []}), unsupported
+    )
 
 
 def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -> ClipTower:
@@ -220,10 +289,15 @@ def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -
     config.resolve_head_dim(wide, num_heads)
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=usual.eps))
     hidden = config.read_int("intermediate_size", default=usual.hidden)
-    feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", usual.activation), bias="ud")
+    feed = FeedForwardSpec(
+        hidden, config.read_activation("hidden_act", usual.activation), bias="ud"
+    )
     spec = design(model=wide, heads=num_heads, pattern=pattern, bias="qkvo")
     return ClipTower(
-        wide, [BlockSpec(spec, feed=feed, norm=norm)] * config.read_num_layers("num_hidden_layers", default=12), norm
+        wide,
+        [BlockSpec(spec, feed=feed, norm=norm)]
+        * config.read_num_layers("num_hidden_layers", default=12),
+        norm,
     )
 
 
@@ -232,5 +306,8 @@ def _make_patch_embedding(
 ) -> EmbeddingSpec:
     patches = _make_patches(config, patch, "none" if first else "learned")
     return EmbeddingSpec(
-        patches=patches, first=first, positions=PositionSpec("learned", patches.num_patches + first), norm=norm
+        patches=patches,
+        first=first,
+        positions=PositionSpec("learned", patches.num_patches + first),
+        norm=norm,
     )

@@ -22,12 +22,15 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class TensorLocation(NamedTuple):
-    """Where one of our tensors is stored: the name of the stored tensor, and its axes by our axis names.
+    """Where one of our tensors is stored: the name of the stored tensor, and its axes by our axis
+    names.
 
-    - `path` is the stored name. `{layer}` in it is the layer's number; another axis in braces (`{expert}`) means that
+    - `path` is the stored name. `{layer}` in it is the layer's number; another axis in braces
+      (`{expert}`) means that
       the file has a separate tensor for every index of that axis.
     - `layout` is the stored axis layout; empty if it equals ours.
-    - `fixed_axes` selects on stored axes that our tensor does not have: an index, or one part of concatenated axes
+    - `fixed_axes` selects on stored axes that our tensor does not have: an index, or one part of
+      concatenated axes
       (`{"dim|vdim": "dim"}`).
     - `extra_axes` are the sizes of axes that only the file has.
     - `own_layout` splits our own axes further, if the file stores one of our axes in several parts.
@@ -49,12 +52,18 @@ class TensorView(NamedTuple):
     axis_order: tuple[str, ...]
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return a view of `tensor`, without copying, with one dimension for each axis of `axis_order`.
+        """Return a view of `tensor`, without copying, with one dimension for each axis of
+        `axis_order`.
 
         >>> import torch
-        >>> fused = torch.arange(12).view(2, 6)  # two inputs, and q, k and v of two heads of one channel side by side
+        >>> fused = torch.arange(12).view(
+        ...     2, 6
+        ... )  # two inputs, and q, k and v of two heads of one channel side by side
         >>> TensorView(
-        ...     AxisLayout.parse("model (qkv q)"), {"model": 2, "qkv": 3, "q": 2}, {"qkv": 1}, ("q", "model")
+        ...     AxisLayout.parse("model (qkv q)"),
+        ...     {"model": 2, "qkv": 3, "q": 2},
+        ...     {"qkv": 1},
+        ...     ("q", "model"),
         ... ).view(fused)
         tensor([[2, 8],
                 [3, 9]])
@@ -73,7 +82,9 @@ class TensorView(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """Elements shared by a stored tensor (`path`, `shape`) and our tensor `name`, as a view of either."""
+    """Elements shared by a stored tensor (`path`, `shape`) and our tensor `name`, as a view of
+    either.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -82,8 +93,11 @@ class TensorPiece(NamedTuple):
     own_view: TensorView
 
 
-def make_pieces(location: TensorLocation, weight: WeightSpec, numbers: Mapping[str, object]) -> Iterator[TensorPiece]:
-    """Yield the stored pieces of one of our tensors: one, or one for each index of the axes named in its path.
+def make_pieces(
+    location: TensorLocation, weight: WeightSpec, numbers: Mapping[str, object]
+) -> Iterator[TensorPiece]:
+    """Yield the stored pieces of one of our tensors: one, or one for each index of the axes named
+    in its path.
 
     >>> q = WeightSpec("q", AxisLayout.parse("(q dim) model"), {"q": 2, "dim": 4, "model": 8})
     >>> fused = TensorLocation("{layer}.c_attn", "model (qkv q dim)", {"qkv": 0}, {"qkv": 3})
@@ -103,18 +117,24 @@ def make_pieces(location: TensorLocation, weight: WeightSpec, numbers: Mapping[s
         yield TensorPiece(path, file_layout.shape(sizes), weight.name, file_view, own_view)
 
 
-def _complete_sizes(layout: AxisLayout, sizes: Mapping[str, int], shape: tuple[int, ...]) -> dict[str, int]:
-    """Return the sizes of all axes; at most one axis of each dimension may be missing in `sizes`."""
+def _complete_sizes(
+    layout: AxisLayout, sizes: Mapping[str, int], shape: tuple[int, ...]
+) -> dict[str, int]:
+    """Return the sizes of all axes; at most one axis of each dimension may be
+    missing in `sizes`.
+    """
     complete = dict(sizes)
     for axes, size in zip(layout.dims, shape, strict=True):
         names = [name for axis in axes for name in axis.split("|")]
         for name in [name for name in names if name not in complete]:
-            num_others = AxisLayout((tuple(other for other in axes if other != name),)).numel(complete)
+            num_others = AxisLayout((tuple(other for other in axes if other != name),)).numel(
+                complete
+            )
             complete[name] = size // num_others
     return complete
 
 
-# --- Names of all tensors of an architecture, and the plan of a checkpoint -----------------------------
+# --- Names of all tensors of an architecture, and the plan of a checkpoint ------------------------
 
 LAYER = re.compile(r"^(\w+)\.(\d+)\.")
 ADDED_BIAS = re.compile(r"^(\w+\.\{layer\}\.(?:attention|cross))\.(?:output\.o_bias|constant)$")
@@ -123,12 +143,14 @@ ADDED_BIAS = re.compile(r"^(\w+\.\{layer\}\.(?:attention|cross))\.(?:output\.o_b
 class WeightNames(NamedTuple):
     """Our tensor names and where checkpoints of some families store these tensors.
 
-    - `locations` maps our names to stored ones; `{layer}` is the layer's number. A path that begins with a dot follows
+    - `locations` maps our names to stored ones; `{layer}` is the layer's number. A path that begins
+      with a dot follows
       the prefix of the base model ("model", "transformer").
     - `prefixes` lists the prefixes found in files; the first one is used for writing.
     - `tied_names` maps second names of a stored tensor to its first name.
     - `suffix_aliases` maps other endings of stored names to the endings used in `locations`.
-    - `ignored` are patterns of stored names that loading skips: constants, or heads that the class does not have.
+    - `ignored` are patterns of stored names that loading skips: constants, or heads that the class
+      does not have.
     """
 
     families: tuple[str, ...]
@@ -139,13 +161,17 @@ class WeightNames(NamedTuple):
     ignored: tuple[str, ...] = ()
 
     def find_location(self, name: str) -> TensorLocation | None:
-        """Return where the tensor of this name is stored, or None if these checkpoints have no place for it."""
+        """Return where the tensor of this name is stored, or None if these checkpoints have no
+        place for it.
+        """
         own = LAYER.sub(r"\1.{layer}.", name)
         location = self.locations.get(own) or self._added_bias(own)
         return TensorLocation(location) if isinstance(location, str) else location
 
     def _added_bias(self, own: str) -> str | TensorLocation | None:
-        """Return where to store an output bias that these checkpoints lack: as the bias of the output projection."""
+        """Return where to store an output bias that these checkpoints lack: as the bias of the
+        output projection.
+        """
         if not (match := ADDED_BIAS.match(own)):
             return None
         matrix = self.locations.get(f"{match[1]}.output.o")
@@ -157,7 +183,9 @@ class WeightNames(NamedTuple):
         """Return the base-model prefix of these stored names, or the first prefix if none fits."""
         names = list(names)
         matches = (
-            prefix for prefix in self.prefixes if any(name.startswith(f"{prefix}.") for name in names) or not prefix
+            prefix
+            for prefix in self.prefixes
+            if any(name.startswith(f"{prefix}.") for name in names) or not prefix
         )
         return next(matches, self.prefixes[0])
 
@@ -185,30 +213,42 @@ class CheckpointPlan:
     tied_names: Mapping[str, str]
 
     def find_source(self, path: str, names: Container[str]) -> str | None:
-        """Return the name under which a file with these `names` stores a tensor, its first or a tied one, or None."""
+        """Return the name under which a file with these `names` stores a tensor, its first or a
+        tied one, or None.
+        """
         aliases = (second for second, first in self.tied_names.items() if first == path)
         return next((name for name in (path, *aliases) if name in names), None)
 
     @staticmethod
     def from_spec(model_spec: ModelSpec, names: WeightNames, prefix: str) -> CheckpointPlan:
-        """Return the plan for a model; refuse models with a trainable tensor that these checkpoints cannot store."""
+        """Return the plan for a model; refuse models with a trainable tensor that these checkpoints
+        cannot store.
+        """
         if unnamed := find_unnamed_weight(model_spec, names):
-            raise SpecError(f"cannot store {unnamed} in a checkpoint of {' and '.join(names.families)}; use hw.save")
+            raise SpecError(
+                f"cannot store {unnamed} in a checkpoint of {' and '.join(names.families)}; use "
+                "hw.save"
+            )
         pieces: dict[str, list[TensorPiece]] = {}
         for piece in _make_pieces(model_spec, names, prefix):
             pieces.setdefault(piece.path, []).append(piece)
         tied_names = {
-            _add_prefix(prefix, second): _add_prefix(prefix, first) for second, first in names.tied_names.items()
+            _add_prefix(prefix, second): _add_prefix(prefix, first)
+            for second, first in names.tied_names.items()
         }
         for reader, owner in model_spec.tied_weights().items():
             second, first = (names.find_location(name) for name in (reader, owner))
             if second and first:
                 tied_names[_add_prefix(prefix, second.path)] = _add_prefix(prefix, first.path)
-        return CheckpointPlan(pieces, {second: first for second, first in tied_names.items() if first in pieces})
+        return CheckpointPlan(
+            pieces, {second: first for second, first in tied_names.items() if first in pieces}
+        )
 
 
 def find_unnamed_weight(model_spec: ModelSpec, names: WeightNames) -> str:
-    """The first trainable tensor of a model that checkpoints with these names cannot store; "" if there is none."""
+    """The first trainable tensor of a model that checkpoints with these names cannot store; "" if
+    there is none.
+    """
     weights = (weight for weight in model_spec.weights() if weight.trainable)
     return next((weight.name for weight in weights if names.find_location(weight.name) is None), "")
 
@@ -218,7 +258,9 @@ def _make_pieces(model_spec: ModelSpec, names: WeightNames, prefix: str) -> Iter
         location, layer = names.find_location(weight.name), LAYER.match(weight.name)
         if location is not None:
             path_args = {"layer": layer[2]} if layer else {}
-            yield from make_pieces(location._replace(path=_add_prefix(prefix, location.path)), weight, path_args)
+            yield from make_pieces(
+                location._replace(path=_add_prefix(prefix, location.path)), weight, path_args
+            )
 
 
 def _add_prefix(prefix: str, path: str) -> str:

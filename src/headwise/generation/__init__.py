@@ -1,10 +1,10 @@
 """Decoding: continue prompts with a model, one token at a time or several candidates at once.
 
-`decoding_config` describes how tokens are chosen; `prompts` turns text or ids into model inputs; `decoding_state`
-holds the rows that are being continued and their caches, picks the next token and decides when a decode step is worth
-compiling; `decoding_strategies` has greedy decoding and beam search; `text_output` turns ids into text as they arrive,
-with their log-probabilities; `generate` is the public entry point. `single_pass` answers with one forward pass:
-classes, and masked tokens.
+`decoding_config` describes how tokens are chosen; `prompts` turns text or ids into model inputs;
+`decoding_state` holds the rows that are being continued and their caches, picks the next token and
+decides when a decode step is worth compiling; `decoding_strategies` has greedy decoding and beam
+search; `text_output` turns ids into text as they arrive, with their log-probabilities; `generate`
+is the public entry point. `single_pass` answers with one forward pass: classes, and masked tokens.
 """
 
 from .decoding_config import DecodingConfig

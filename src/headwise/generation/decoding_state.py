@@ -1,4 +1,6 @@
-"""State of decoding: rows that grow by one token per step, the choice of that token, and the compiled step."""
+"""State of decoding: rows that grow by one token per step, the choice of that token, and the
+compiled step.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,15 @@ from ..ops.counter_rng import RandomStream
 from .decoding_config import DEFAULT_DECODING, MIN_TEMPERATURE, DecodingConfig
 from .text_output import Completion
 
-# --- Compiled decode steps -----------------------------------------------------------------------------
+# --- Compiled decode steps ------------------------------------------------------------------------
 
 
 DecodeStep = Callable[..., Tensor]
 CompileReporter = Callable[["CompileDecision"], object]
 COMPILERS = ("c++", "g++", "clang++")
-# Measured on two cores (log/2026-11-22-fast-models.md): processor seconds of a graph, and of each layer of it; and
-# seconds a step that it saves for each layer in float32. In bfloat16, whose small operations are slow, it saves more.
+# Measured on two cores (log/2026-11-22-fast-models.md): processor seconds of a graph, and of each
+# layer of it; and seconds a step that it saves for each layer in float32. In bfloat16, whose small
+# operations are slow, it saves more.
 COMPILE_SECONDS, SECONDS_SAVED_PER_LAYER = (22.0, 2.4), 0.08e-3
 
 
@@ -39,7 +42,9 @@ class CompileDecision:
 
 
 UNEQUAL_LENGTHS = CompileDecision(False, "not compiled: rows are of several lengths")
-MIXED_REQUESTS = CompileDecision(False, "not compiled: requests of several lengths are answered together")
+MIXED_REQUESTS = CompileDecision(
+    False, "not compiled: requests of several lengths are answered together"
+)
 
 
 def ignore_decision(decision: CompileDecision) -> None:
@@ -47,7 +52,8 @@ def ignore_decision(decision: CompileDecision) -> None:
 
 
 def decide_compile(net: Transformer, mode: str, num_steps: int) -> CompileDecision:
-    """Decide whether up to `num_steps` steps are compiled in mode "on", "off" or "auto"; "on" raises if it cannot.
+    """Decide whether up to `num_steps` steps are compiled in mode "on", "off" or "auto"; "on"
+    raises if it cannot.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -58,7 +64,9 @@ def decide_compile(net: Transformer, mode: str, num_steps: int) -> CompileDecisi
         return CompileDecision(False, "not compiled: compile is off")
     if reason := find_compile_obstacle(net):
         if mode == "on":
-            raise SpecError(f"steps cannot be compiled: {reason}; leave compile out, or give compile='auto'")
+            raise SpecError(
+                f"steps cannot be compiled: {reason}; leave compile out, or give compile='auto'"
+            )
         return CompileDecision(False, f"not compiled: {reason}")
     if mode == "on":
         return CompileDecision(True, "compiled: compile is on")
@@ -67,7 +75,9 @@ def decide_compile(net: Transformer, mode: str, num_steps: int) -> CompileDecisi
 
 def find_compile_obstacle(net: Transformer) -> str:
     """Return why steps of this model cannot be compiled here, or an empty string."""
-    if next(net.parameters()).device.type == "cpu" and not any(shutil.which(name) for name in COMPILERS):
+    if next(net.parameters()).device.type == "cpu" and not any(
+        shutil.which(name) for name in COMPILERS
+    ):
         return "there is no C++ compiler"
     if net.probes:
         return "probes observe its attention"
@@ -83,21 +93,30 @@ def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
     >>> estimate_compile_gain(12, 100_000).should_compile
     True
     """
-    gain, cost = num_steps * num_layers * SECONDS_SAVED_PER_LAYER, COMPILE_SECONDS[0] + COMPILE_SECONDS[1] * num_layers
-    estimate = f"{pluralise(num_steps, 'step')} could gain about {gain:.1f} s, compiling takes about {cost:.0f} s"
-    return CompileDecision(gain > cost, f"{'compiled' if gain > cost else 'not compiled'}: {estimate}")
+    gain, cost = (
+        num_steps * num_layers * SECONDS_SAVED_PER_LAYER,
+        COMPILE_SECONDS[0] + COMPILE_SECONDS[1] * num_layers,
+    )
+    estimate = (
+        f"{pluralise(num_steps, 'step')} could gain about {gain:.1f} s, compiling takes "
+        f"about {cost:.0f} s"
+    )
+    return CompileDecision(
+        gain > cost, f"{'compiled' if gain > cost else 'not compiled'}: {estimate}"
+    )
 
 
 def compile_decode_step(net: Transformer) -> DecodeStep:
-    """Return the compiled forward pass for one token per row: one graph for any position, capacity and rows above one.
+    """Return the compiled forward pass for one token per row: one graph for any position, capacity
+    and rows above one.
 
-    Call it only if `cache.is_predictable`, and after one uncompiled step. That step computes what layers determine on
-    their first run, so that nothing is recompiled.
+    Call it only if `cache.is_predictable`, and after one uncompiled step. That step computes what
+    layers determine on their first run, so that nothing is recompiled.
     """
     return torch.compile(net.forward, dynamic=True, fullgraph=True)
 
 
-# --- Choice of the next token --------------------------------------------------------------------------
+# --- Choice of the next token ---------------------------------------------------------------------
 
 NEG_INF = float("-inf")
 TokenHistory = Sequence[Sequence[int]]  # the ids that each row has read or written so far
@@ -113,8 +132,8 @@ def sample_tokens(
 ) -> list[int]:
     """Return the next id of each row of logits [rows, vocabulary].
 
-    Below `MIN_TEMPERATURE` it is the most likely one; otherwise each row samples with its own stream. `history` holds
-    the ids of each row so far, for the repetition penalty.
+    Below `MIN_TEMPERATURE` it is the most likely one; otherwise each row samples with its own
+    stream. `history` holds the ids of each row so far, for the repetition penalty.
 
     >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]))
     [1]
@@ -126,14 +145,17 @@ def sample_tokens(
     )
     highest, likeliest = logits.max(-1)
     if bool(highest.isnan().any()):
-        raise ValueError("the model produced NaN logits, so its weights are broken; load another checkpoint")
+        raise ValueError(
+            "the model produced NaN logits, so its weights are broken; load another checkpoint"
+        )
     if temperature < MIN_TEMPERATURE:
         return likeliest.tolist()
     return draw_tokens(filter_logits(logits / temperature, config), streams)
 
 
 def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: float) -> Tensor:
-    """Divide the logits of ids in the history by the penalty, or multiply them where negative (1909.05858).
+    """Divide the logits of ids in the history by the penalty, or multiply them where negative
+    (1909.05858).
 
     >>> apply_repetition_penalty(torch.tensor([[2.0, -2.0, 2.0]]), [[0, 1]], 4.0).tolist()
     [[0.5, -8.0, 2.0]]
@@ -149,7 +171,9 @@ def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: flo
 def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
     """Set the logits of excluded tokens to -inf; applies `top_k`, then `top_p`, then `min_p`.
 
-    >>> filter_logits(torch.tensor([[0.1, 0.2, 0.7]]).log(), DecodingConfig(top_p=0.8)).isfinite().tolist()
+    >>> filter_logits(
+    ...     torch.tensor([[0.1, 0.2, 0.7]]).log(), DecodingConfig(top_p=0.8)
+    ... ).isfinite().tolist()
     [[False, True, True]]
     """
     if config.top_k is not None and config.top_k < logits.shape[-1]:
@@ -157,7 +181,9 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
         logits = logits.masked_fill(logits < least, NEG_INF)
     if config.top_p is not None:
         ordered, order = logits.sort(dim=-1)
-        excluded = ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p  # in ascending order of probability
+        excluded = (
+            ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p
+        )  # in ascending order of probability
         excluded[..., -1] = False
         logits = logits.masked_fill(excluded.scatter(-1, order, excluded), NEG_INF)
     if config.min_p is not None:
@@ -168,7 +194,9 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
 
 def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
     """Sample an id per row from softmax(logits), using one number of the row's stream."""
-    unit = torch.tensor([[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device)
+    unit = torch.tensor(
+        [[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device
+    )
     cumulative = logits.double().softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
     below = torch.minimum(
@@ -177,20 +205,20 @@ def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
     return torch.searchsorted(cumulative, below, right=True)[:, 0].tolist()
 
 
-# --- Decoding state ------------------------------------------------------------------------------------
+# --- Decoding state -------------------------------------------------------------------------------
 
-COMPACTION_THRESHOLD = (
-    0.75  # finished rows leave the caches once at most this fraction continues, as copying costs a few steps
-)
+# finished rows leave the caches once at most this fraction continues, as copying costs a few steps
+COMPACTION_THRESHOLD = 0.75
 TokenChooser = Callable[[Tensor, TokenHistory], list[int]]
 
 
 class DecodingState:
-    """Rows, possibly of different lengths, that are being decoded. `logits` [rows, vocabulary] are for the next token.
+    """Rows, possibly of different lengths, that are being decoded. `logits` [rows, vocabulary] are
+    for the next token.
 
-    `rows` are the indices of the prompts that continue, `texts` all ids of each. A row that exceeds the model's last
-    position continues from its last `config.window` tokens. `choice` is the `CompileDecision`; steps for rows of
-    different lengths are never compiled.
+    `rows` are the indices of the prompts that continue, `texts` all ids of each. A row that exceeds
+    the model's last position continues from its last `config.window` tokens. `choice` is the
+    `CompileDecision`; steps for rows of different lengths are never compiled.
     """
 
     def __init__(
@@ -233,14 +261,22 @@ class DecodingState:
             self._restart_long_rows(self._max_positions)
             return
         x = torch.tensor(ids, device=self.logits.device)[:, None]
-        graph = None if self._is_first_step or not self.cache.is_predictable else self._compiled_step
+        graph = (
+            None if self._is_first_step or not self.cache.is_predictable else self._compiled_step
+        )
         self._is_first_step = False
         self.logits = (graph or self.net)(x, source=self.memory, cache=self.cache)[:, -1]
 
     def _restart_long_rows(self, longest: int) -> None:
-        """Refill the caches: rows beyond the last position keep the end of their text, others keep everything."""
-        self._cached_lengths = [length if length <= longest else self.window or 1 for length in self._cached_lengths]
-        ends = [text[-length:] for text, length in zip(self.texts, self._cached_lengths, strict=True)]
+        """Refill the caches: rows beyond the last position keep the end of their text, others keep
+        everything.
+        """
+        self._cached_lengths = [
+            length if length <= longest else self.window or 1 for length in self._cached_lengths
+        ]
+        ends = [
+            text[-length:] for text, length in zip(self.texts, self._cached_lengths, strict=True)
+        ]
         self._prefill(*pad_left(ends, self.logits.device))
 
     def keep(self, index: Sequence[int]) -> None:
@@ -257,9 +293,14 @@ class DecodingState:
 
 
 def run_decode_steps(
-    state: DecodingState, choose: TokenChooser, completions: Sequence[Completion], max_new_tokens: int
+    state: DecodingState,
+    choose: TokenChooser,
+    completions: Sequence[Completion],
+    max_new_tokens: int,
 ) -> Iterator[None]:
-    """Decode one token per unfinished completion and yield after each step; `completions` has one per prompt."""
+    """Decode one token per unfinished completion and yield after each step; `completions` has one
+    per prompt.
+    """
     ids: list[int] = []
     for _ in range(max_new_tokens):
         if ids:
@@ -291,8 +332,11 @@ def eval_mode(net: Transformer) -> Iterator[None]:
             module.training = True
 
 
-def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceInfo | None]:
-    """Return ids [rows, tokens], padded on the left if lengths differ, and then the `SequenceInfo` of the tokens.
+def pad_left(
+    rows: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, SequenceInfo | None]:
+    """Return ids [rows, tokens], padded on the left if lengths differ, and then the `SequenceInfo`
+    of the tokens.
 
     >>> ids, tokens = pad_left([[3, 1, 4], [1]], torch.device("cpu"))
     >>> ids.tolist(), tokens.segment.tolist()
@@ -300,7 +344,9 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     """
     lengths = [len(row) for row in rows]
     ids = torch.tensor([[0] * (max(lengths) - len(row)) + list(row) for row in rows], device=device)
-    return ids, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(ids, lengths=lengths, pad="left")
+    return ids, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(
+        ids, lengths=lengths, pad="left"
+    )
 
 
 def max_positions(stack: StackSpec) -> int | None:
@@ -317,11 +363,15 @@ def max_positions(stack: StackSpec) -> int | None:
     return min((length for length in limits if length is not None), default=None)
 
 
-def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int, window: int | None) -> None:
+def check_prompt_length(
+    spec: ModelSpec, prompt_length: int, max_new_tokens: int, window: int | None
+) -> None:
     """Raise if the prompt and the new tokens exceed the positions of the last stack.
 
     >>> from headwise import families
-    >>> check_prompt_length(families.read_model_spec({"model_type": "gpt2", "n_positions": 8}), 5, 6, None)
+    >>> check_prompt_length(
+    ...     families.read_model_spec({"model_type": "gpt2", "n_positions": 8}), 5, 6, None
+    ... )
     Traceback (most recent call last):
     ValueError: 5 tokens and 6 new are 2 more than the 8 positions of gpt2 can take; ask for at most 4 new...
     """
@@ -333,14 +383,20 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
         raise ValueError(f"window={window} is more than {where}; give at most window={limit}")
     if prompt_length > limit:
         raise ValueError(
-            f"a prompt of {pluralise(prompt_length, 'token')} is {prompt_length - limit} longer than {where}; "
+            f"a prompt of {pluralise(prompt_length, 'token')} is {prompt_length - limit} longer "
+            f"than {where}; "
             f"read the last with window={limit}"
         )
     beyond = prompt_length + max_new_tokens - 1 - limit  # the last new token is never fed back
     if beyond > 0 and window is None:
-        fact = f"{pluralise(prompt_length, 'token')} and {max_new_tokens} new are {beyond} more than {where} can take"
+        fact = (
+            f"{pluralise(prompt_length, 'token')} and {max_new_tokens} new are {beyond} more "
+            f"than {where} can take"
+        )
         first = f"ask for at most {max_new_tokens - beyond} new"
-        raise ValueError(f"{fact}; {first}, or go on from the last tokens alone with window={max(1, limit // 2)}")
+        raise ValueError(
+            f"{fact}; {first}, or go on from the last tokens alone with window={max(1, limit // 2)}"
+        )
 
 
 def require_language_model(spec: ModelSpec) -> int:
@@ -349,8 +405,12 @@ def require_language_model(spec: ModelSpec) -> int:
     vocabulary = embedding.tokens if embedding else 0
     head = spec.heads[0] if spec.heads else None
     if not vocabulary or head is None or head.at != "each" or head.outputs != vocabulary:
-        required = f"Head('tokens', {vocabulary})" if vocabulary else "one over tokens that it also reads"
-        raise SpecError(f"{spec.name} does not predict the next token; its first head must be {required}")
+        required = (
+            f"Head('tokens', {vocabulary})" if vocabulary else "one over tokens that it also reads"
+        )
+        raise SpecError(
+            f"{spec.name} does not predict the next token; its first head must be {required}"
+        )
     return vocabulary
 
 

@@ -26,7 +26,7 @@ from .decoding_state import (
 )
 from .text_output import Completion
 
-# --- Greedy decoding -----------------------------------------------------------------------------------
+# --- Greedy decoding ------------------------------------------------------------------------------
 
 
 def greedy_decode(
@@ -38,10 +38,12 @@ def greedy_decode(
     end_id: int | None = None,
     encoder_output: EncoderOutput | None = None,
 ) -> list[list[int]]:
-    """Return up to `max_new_tokens` most likely ids after each row of a prompt [B, P]; a row stops before `end_id`.
+    """Return up to `max_new_tokens` most likely ids after each row of a prompt [B, P]; a row stops
+    before `end_id`.
 
-    If rows differ in length, pad them and give sequence=SequenceInfo.from_batch(prompt, lengths=..., pad="left").
-    `encoder_output` is what `net.encode(source)` returned. Past tokens are cached.
+    If rows differ in length, pad them and give sequence=SequenceInfo.from_batch(prompt,
+    lengths=..., pad="left"). `encoder_output` is what `net.encode(source)` returned. Past tokens
+    are cached.
 
     >>> import torch, headwise as hw
     >>> described = hw.families.read_model_spec(
@@ -56,31 +58,43 @@ def greedy_decode(
     answers = [Completion(() if end_id is None else (end_id,)) for _ in range(len(prompt))]
     with eval_mode(net):
         course = DecodingState(
-            net, prompt, max_new_tokens=max_new_tokens, sequence=sequence, encoder_output=encoder_output
+            net,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sequence=sequence,
+            encoder_output=encoder_output,
         )
         for _ in run_decode_steps(course, sample_tokens, answers, max_new_tokens):
             pass
     return [answer.ids for answer in answers]
 
 
-def _check_greedy_inputs(net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None) -> None:
+def _check_greedy_inputs(
+    net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None
+) -> None:
     require_language_model(net.spec)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"max_new_tokens={count!r} is not a token count; give an integer of at least 1")
+        raise ValueError(
+            f"max_new_tokens={count!r} is not a token count; give an integer of at least 1"
+        )
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
         shape = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise ValueError(f"prompt is {shape}; give ids [rows, tokens] with at least one token in each row")
+        raise ValueError(
+            f"prompt is {shape}; give ids [rows, tokens] with at least one token in each row"
+        )
     if tokens is not None and not bool(tokens.is_real.any(1).all()):
         raise ValueError("a row of the prompt is all padding; give at least one token in each row")
 
 
-# --- Beam search ---------------------------------------------------------------------------------------
+# --- Beam search ----------------------------------------------------------------------------------
 
 IsFinished = Callable[[Sequence[int]], bool]  # whether an output with these ids has ended
 
 
 class BeamHypothesis(NamedTuple):
-    """The ids of a hypothesis and the sum of their log-probabilities, or its score once it is finished."""
+    """The ids of a hypothesis and the sum of their log-probabilities, or its score once it is
+    finished.
+    """
 
     value: float
     ids: tuple[int, ...]
@@ -88,11 +102,13 @@ class BeamHypothesis(NamedTuple):
 
 @dataclass
 class BeamSearch:
-    """The hypotheses of one prompt: at most `beams` active ones and `beams` finished ones (`over`), best first.
+    """The hypotheses of one prompt: at most `beams` active ones and `beams` finished ones (`over`),
+    best first.
 
-    Each step ranks enough of the extensions by one token that `beams` remain active whatever ends. An extension that
-    ends, or has `count` tokens, is finished if it is among the first `beams`; its score is its sum divided by
-    length ** length_penalty. The search ends when no active hypothesis can beat the `best` finished ones.
+    Each step ranks enough of the extensions by one token that `beams` remain active whatever ends.
+    An extension that ends, or has `count` tokens, is finished if it is among the first `beams`; its
+    score is its sum divided by length ** length_penalty. The search ends when no active hypothesis
+    can beat the `best` finished ones.
     """
 
     how: DecodingConfig
@@ -104,7 +120,9 @@ class BeamSearch:
     over: list[BeamHypothesis] = field(default_factory=list)
 
     def step(self, log_probs: Tensor) -> list[int]:
-        """Extend by one token from log-probabilities [active, vocabulary]; return the parent of each new hypothesis."""
+        """Extend by one token from log-probabilities [active, vocabulary]; return the parent of
+        each new hypothesis.
+        """
         sums = (
             torch.tensor([[hypothesis.value] for hypothesis in self.active], dtype=torch.float64)
             + log_probs.double().cpu()
@@ -128,13 +146,16 @@ class BeamSearch:
         return parents[: len(self.active)]
 
     def _iter_extensions(self, sums: Tensor) -> Iterator[tuple[float, int]]:
-        """Iterate over sums and indices of the extensions, best first: all of them, or a sample without replacement.
+        """Iterate over sums and indices of the extensions, best first: all of them, or a sample
+        without replacement.
 
         The first ones suffice if outputs end at end ids alone; a stop text may end more.
         """
         count = min(max(2, 1 + len(self.ends)) * self.how.beams, len(sums))
         if self.stream is not None:
-            places = torch.tensor(draw_without_replacement(sums, count, self.stream), dtype=torch.int64)
+            places = torch.tensor(
+                draw_without_replacement(sums, count, self.stream), dtype=torch.int64
+            )
             values, order = sums[places].sort(descending=True, stable=True)
             yield from zip(values.tolist(), places[order].tolist(), strict=True)
             return
@@ -167,11 +188,15 @@ class BeamSampling(NamedTuple):
 
 
 def draw_without_replacement(log_weights: Tensor, count: int, stream: RandomStream) -> list[int]:
-    """Draw indices one after the other with probabilities proportional to exp(log_weights) of those that remain.
+    """Draw indices one after the other with probabilities proportional to exp(log_weights) of those
+    that remain.
 
     Each draw takes one number of the stream. Fewer are returned if fewer have a weight above 0.
 
-    >>> draw_without_replacement(torch.tensor([0.0, NEG_INF, 0.0]), 3, RandomStream(0)) in ([0, 2], [2, 0])
+    >>> draw_without_replacement(torch.tensor([0.0, NEG_INF, 0.0]), 3, RandomStream(0)) in (
+    ...     [0, 2],
+    ...     [2, 0],
+    ... )
     True
     """
     weights = log_weights.double().softmax(-1)
@@ -198,7 +223,9 @@ def run_beam_search(
     As in transformers, the repetition penalty, the temperature and the filters of sampling apply to
     log-probabilities, which are not renormalised.
     """
-    streams: Sequence[RandomStream | None] = [None] * len(state.rows) if sampling is None else sampling.streams
+    streams: Sequence[RandomStream | None] = (
+        [None] * len(state.rows) if sampling is None else sampling.streams
+    )
     searches = [BeamSearch(config, state.count, end_ids, is_finished, stream) for stream in streams]
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))

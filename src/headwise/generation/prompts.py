@@ -18,7 +18,9 @@ PROMPT_HELP = "give text, ids such as [3, 1, 4], or a list of either"
 
 
 class PromptBatch(NamedTuple):
-    """The ids of each prompt; `kind` is "text" or "ids"; `form` is "alone" for one prompt, "together" for a list."""
+    """The ids of each prompt; `kind` is "text" or "ids"; `form` is "alone" for one prompt,
+    "together" for a list.
+    """
 
     rows: list[list[int]]
     kind: str
@@ -26,7 +28,9 @@ class PromptBatch(NamedTuple):
 
 
 class DecoderInput(NamedTuple):
-    """Inputs of the prefill: ids [rows, tokens], their positions, and the encoder output if there is one."""
+    """Inputs of the prefill: ids [rows, tokens], their positions, and the encoder output if there
+    is one.
+    """
 
     ids: Tensor
     tokens: SequenceInfo | None
@@ -37,7 +41,11 @@ def parse_prompts(net: Transformer, prompts: Any, window: int | None = None) -> 
     """Return the prompts as ids; with `window`, only the last `window` ids of each.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     )
+    ... )
     >>> parse_prompts(net, [3, 1, 4], window=2)
     PromptBatch(rows=[[1, 4]], kind='ids', form='alone')
     >>> parse_prompts(net, [[3, 1, 4], [1]])
@@ -56,7 +64,9 @@ def parse_prompts(net: Transformer, prompts: Any, window: int | None = None) -> 
     return PromptBatch(rows, "ids", form)
 
 
-def encode_text(net: Transformer, text: str, window: int | None = None, specials: str | None = None) -> list[int]:
+def encode_text(
+    net: Transformer, text: str, window: int | None = None, specials: str | None = None
+) -> list[int]:
     """Return the ids of a text, surrounded by `usage.before` and `usage.behind`.
 
     `specials` overrides that of the model's `ProcessorSpec`.
@@ -66,23 +76,32 @@ def encode_text(net: Transformer, text: str, window: int | None = None, specials
     around = len(usage.before) + len(usage.behind)
     if window is not None and around >= window:
         raise ValueError(
-            f"window={window} leaves no room beside the {around} ids around a text; give window={around + 1} or more"
+            f"window={window} leaves no room beside the {around} ids around a text; give "
+            f"window={around + 1} or more"
         )
     if window is not None and len(ids) + around > window:
         ids = ids[around - window :]
     return _check_prompt([*usage.before, *ids, *usage.behind], net)
 
 
-def encode_prompt(net: Transformer, text: str, *, max_new_tokens: int, window: int | None = None) -> list[int]:
-    """Return the ids of a text; raise if `max_new_tokens` more do not fit into the model's positions."""
+def encode_prompt(
+    net: Transformer, text: str, *, max_new_tokens: int, window: int | None = None
+) -> list[int]:
+    """Return the ids of a text; raise if `max_new_tokens` more do not fit into the model's
+    positions.
+    """
     row = encode_text(net, text, window)
     if net.spec.kind != "encoder-decoder":
         check_prompt_length(net.spec, len(row), max_new_tokens, window)
     return row
 
 
-def prepare_decoder_input(net: Transformer, rows: Sequence[Sequence[int]], device: torch.device) -> DecoderInput:
-    """Return the ids that the decoder continues: the prompts, or the start ids with the encoded prompts as source."""
+def prepare_decoder_input(
+    net: Transformer, rows: Sequence[Sequence[int]], device: torch.device
+) -> DecoderInput:
+    """Return the ids that the decoder continues: the prompts, or the start ids with the encoded
+    prompts as source.
+    """
     ids, tokens = pad_left(rows, device)
     if net.spec.kind != "encoder-decoder":
         return DecoderInput(ids, tokens, None)
@@ -115,12 +134,18 @@ def _check_prompt(row: list[int], net: Transformer) -> list[int]:
         raise ValueError("the prompt is empty; give at least one token")
     if wrong := [token_id for token_id in row if not 0 <= token_id < vocab_size]:
         raise ValueError(
-            f"the prompt holds the id {wrong[0]}, but {first.name} knows {vocab_size}; give 0..{vocab_size - 1}"
+            f"the prompt holds the id {wrong[0]}, but {first.name} knows {vocab_size}; give "
+            f"0..{vocab_size - 1}"
         )
     limit = max_positions(first)
     if limit is not None and len(row) > limit:
-        fact = f"a prompt of {pluralise(len(row), 'token')} is {len(row) - limit} longer than the {limit} positions"
-        raise SequenceTooLong(f"{fact} of {net.spec.name}; shorten it, or use only its end with window={limit}")
+        fact = (
+            f"a prompt of {pluralise(len(row), 'token')} is {len(row) - limit} longer than the "
+            f"{limit} positions"
+        )
+        raise SequenceTooLong(
+            f"{fact} of {net.spec.name}; shorten it, or use only its end with window={limit}"
+        )
     return row
 
 
@@ -134,9 +159,13 @@ def _to_lists(prompts: Any) -> list[Any]:
             or prompts.dim() not in (1, 2)
         ):
             raise ValueError(
-                f"the prompt is {prompts.dtype} {list(prompts.shape)}; give integer ids, [tokens] or [rows, tokens]"
+                f"the prompt is {prompts.dtype} {list(prompts.shape)}; give integer ids, [tokens] "
+                "or [rows, tokens]"
             )
         return prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise ValueError(f"the prompt is of type {type(prompts).__name__}; {PROMPT_HELP}")
-    return [_to_lists(item) if isinstance(item, (Tensor, list, tuple, range)) else item for item in prompts]
+    return [
+        _to_lists(item) if isinstance(item, (Tensor, list, tuple, range)) else item
+        for item in prompts
+    ]

@@ -16,7 +16,7 @@ from .decoding_state import eval_mode, pad_left, require_language_model
 from .prompts import encode_text
 from .text_output import ModelTokenizer, load_tokenizers
 
-# --- Classification ------------------------------------------------------------------------------------
+# --- Classification -------------------------------------------------------------------------------
 
 
 class Prediction(NamedTuple):
@@ -31,12 +31,16 @@ def classify(
 ) -> list[list[Prediction]]:
     """Return the classes of each input, most likely first, from the model's first output head.
 
-    Inputs are texts, or a tensor that the model reads: ids, or pixels or frames prepared by `scale_inputs`.
+    Inputs are texts, or a tensor that the model reads: ids, or pixels or frames prepared by
+    `scale_inputs`.
 
     >>> import headwise as hw
     >>> from headwise import model_spec as bp
     >>> stack = bp.StackSpec.from_blocks("encoder", 3, [], embedding=bp.EmbeddingSpec(5))
-    >>> net = hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("classes", 2, "mean"),)), seed=0)
+    >>> net = hw.build(
+    ...     bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("classes", 2, "mean"),)),
+    ...     seed=0,
+    ... )
     >>> net.usage = hw.ProcessorSpec(labels=("cat", "dog"))
     >>> [likeliest, other] = classify(net, torch.tensor([[3, 1, 4]]))[0]
     >>> sorted([likeliest.name, other.name]), round(likeliest.share + other.share, 6)
@@ -54,13 +58,23 @@ def classify(
 
 
 def require_class_names(net: Transformer) -> tuple[str, ...]:
-    """Return the class names; raise if the model has none or its first output head is not pooled."""
+    """Return the class names; raise if the model has none or its first output
+    head is not pooled.
+    """
     spec, names = net.spec, net.usage.labels
     if not spec.heads or spec.heads[0].at == "each":
-        raise SpecError(f"the first output head of {spec.name} is not pooled over the row; give a classifier")
+        raise SpecError(
+            f"the first output head of {spec.name} is not pooled over the row; give a classifier"
+        )
     if not spec.heads[0].outputs:
-        fact = f"{spec.name} has no classes: it gives one vector for each text, without words or labels for it"
-        raise SpecError(f"{fact}; see its heads with `headwise view` or `headwise heads`, or give a fine-tuned model")
+        fact = (
+            f"{spec.name} has no classes: it gives one vector for each text, without words or "
+            "labels for it"
+        )
+        raise SpecError(
+            f"{fact}; see its heads with `headwise view` or `headwise heads`, or give a "
+            "fine-tuned model"
+        )
     if len(names) != spec.heads[0].outputs:
         fact = f"{spec.name} has {spec.heads[0].outputs} classes but {len(names)} names"
         raise SpecError(f'{fact}; set net.usage = hw.ProcessorSpec(labels=("cat", "dog"))')
@@ -68,12 +82,17 @@ def require_class_names(net: Transformer) -> tuple[str, ...]:
 
 
 def scale_inputs(net: Transformer, values: Any) -> Tensor:
-    """Normalise pixels [n, height, width, channels] in 0..1, or frames [n, time, features], as in training.
+    """Normalise pixels [n, height, width, channels] in 0..1, or frames [n, time, features], as in
+    training.
 
     >>> import headwise as hw
     >>> from headwise import model_spec as bp
     >>> patches = bp.EmbeddingSpec(patches=bp.PatchSpec(1, 1, 2, 2, channels=1))
-    >>> net = hw.build(bp.ModelSpec("tiny", "vision", (bp.StackSpec.from_blocks("encoder", 3, [], embedding=patches),)))
+    >>> net = hw.build(
+    ...     bp.ModelSpec(
+    ...         "tiny", "vision", (bp.StackSpec.from_blocks("encoder", 3, [], embedding=patches),)
+    ...     )
+    ... )
     >>> net.usage = hw.ProcessorSpec(mean=(0.5,), deviation=(0.25,))
     >>> scale_inputs(net, np.array([[[[0.5], [1.0]], [[0.75], [0.0]]]])).tolist()
     [[[[0.0, 2.0], [1.0, -2.0]]]]
@@ -82,7 +101,10 @@ def scale_inputs(net: Transformer, values: Any) -> Tensor:
     num_channels = values.shape[-1]
     if len(mean) != num_channels:
         fact = f"{net.spec.name} normalises {len(mean)} channels, but the input has {num_channels}"
-        raise SpecError(f"{fact}; give such an input, or set net.usage = hw.ProcessorSpec(mean=..., deviation=...)")
+        raise SpecError(
+            f"{fact}; give such an input, or set net.usage = hw.ProcessorSpec(mean=..., "
+            "deviation=...)"
+        )
     scaled = torch.from_numpy(((values - mean) / deviation).astype(np.float32))
     return scaled.movedim(-1, 1).contiguous() if scaled.dim() == 4 else scaled
 
@@ -92,13 +114,15 @@ def _rank_predictions(names: tuple[str, ...], shares: Tensor) -> list[Prediction
     return [Prediction(names[n], float(shares[n])) for n in order]
 
 
-# --- Masked tokens -------------------------------------------------------------------------------------
+# --- Masked tokens --------------------------------------------------------------------------------
 
 MASK_TOKENS = ("[MASK]", "<mask>")  # as BERT and RoBERTa write it
 
 
 class FilledText(NamedTuple):
-    """A text with each mask replaced by its most likely token, and the `top` predictions for each mask."""
+    """A text with each mask replaced by its most likely token, and the `top` predictions for each
+    mask.
+    """
 
     text: str
     predictions: list[list[Prediction]]
@@ -111,7 +135,9 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
     """
     vocabulary, kind = require_language_model(net.spec), net.spec.kind
     if kind != "encoder":
-        raise SpecError(f"{net.spec.name} is of kind {kind}, and masks are for encoders; call generate")
+        raise SpecError(
+            f"{net.spec.name} is of kind {kind}, and masks are for encoders; call generate"
+        )
     if not isinstance(top, int) or not 1 <= top <= vocabulary:
         raise ValueError(f"cannot return top={top!r} of {vocabulary} tokens; give 1..{vocabulary}")
     words, _ = load_tokenizers(net)
@@ -122,7 +148,8 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
         logits = net(ids, sequence=tokens)
     texts_and_logits = zip(texts, ids, logits, strict=True)
     return [
-        _fill_text(words, text, words.token_text(mask), own[row == mask], top) for text, row, own in texts_and_logits
+        _fill_text(words, text, words.token_text(mask), own[row == mask], top)
+        for text, row, own in texts_and_logits
     ]
 
 
@@ -130,7 +157,9 @@ def find_mask_id(net: Transformer, tokenizer: ModelTokenizer) -> int:
     """Return the id of the mask token: `usage.mask`, or the tokenizer's own."""
     candidates = [net.usage.mask, *map(tokenizer.id, MASK_TOKENS)]
     if (mask := next((one for one in candidates if one is not None), None)) is None:
-        raise SpecError(f"{net.spec.name} has no mask token; set net.usage = hw.ProcessorSpec(mask=103)")
+        raise SpecError(
+            f"{net.spec.name} has no mask token; set net.usage = hw.ProcessorSpec(mask=103)"
+        )
     return mask
 
 
@@ -147,7 +176,10 @@ def _fill_text(words: ModelTokenizer, text: str, mask: str, logits: Tensor, top:
     """Rank tokens by the logits [masks, vocabulary] and fill the best into the text."""
     likely = logits.float().softmax(-1).topk(top)
     ranked = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
-    masks = [[Prediction(_token_text(words, one), share) for share, one in zip(*row, strict=True)] for row in ranked]
+    masks = [
+        [Prediction(_token_text(words, one), share) for share, one in zip(*row, strict=True)]
+        for row in ranked
+    ]
     pieces = text.split(mask)
     between = [guesses[0].name for guesses in masks] + [""]
     return FilledText("".join(a + b for a, b in zip(pieces, between, strict=True)), masks)

@@ -1,6 +1,7 @@
 """Tokenize prompts, and detokenize outputs as their ids arrive, including stop texts.
 
-Also log-probabilities of tokens: of a text in one pass of the model, and of each output token as it is chosen.
+Also log-probabilities of tokens: of a text in one pass of the model, and of each output token as it
+is chosen.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class ModelTokenizer:
         try:
             encoding = encode_tokens(self._tokenizer, text, add_special_tokens=False)
         except SpecError as error:
-            if not isinstance(error.__cause__, Exception):  # a panic, and not a text without an unknown token
+            if not isinstance(
+                error.__cause__, Exception
+            ):  # a panic, and not a text without an unknown token
                 raise
             return EncodedText([], [], self._first_unknown_char(text))
         return EncodedText(encoding.ids, encoding.offsets)
@@ -107,14 +110,17 @@ def _find_unknown_id(tokenizer: Tokenizer, model: Any) -> int | None:
 
 def _unknown_text_message(text: str, start: int, stop: int) -> str:
     piece = text[start:stop] if len(text[start:stop]) <= 20 else text[start : start + 20] + "..."
-    return f"cannot tokenize {piece!r} at character {start}: it is not in the vocabulary; write it differently"
+    return (
+        f"cannot tokenize {piece!r} at character {start}: it is not in the vocabulary; write "
+        "it differently"
+    )
 
 
 class IncrementalDetokenizer:
     """Decodes ids to text as they arrive; bytes of an incomplete character are held back.
 
-    `context_ids` are the ids before the first one: some tokenizers decode a token differently at the start of a text.
-    `text` only grows; emitted characters never change.
+    `context_ids` are the ids before the first one: some tokenizers decode a token differently at
+    the start of a text. `text` only grows; emitted characters never change.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, context_ids: Sequence[int] = ()) -> None:
@@ -164,13 +170,15 @@ class IncrementalDetokenizer:
         self._num_emitted = max(self._num_emitted, up_to)
 
 
-_TOKENIZERS: WeakKeyDictionary[Transformer, tuple[ProcessorSpec, ModelTokenizer, ModelTokenizer]] = (
-    WeakKeyDictionary()
-)  # cached because parsing a tokenizer is slow
+_TOKENIZERS: WeakKeyDictionary[
+    Transformer, tuple[ProcessorSpec, ModelTokenizer, ModelTokenizer]
+] = WeakKeyDictionary()  # cached because parsing a tokenizer is slow
 
 
 def load_tokenizers(net: Transformer) -> tuple[ModelTokenizer, ModelTokenizer]:
-    """Return the tokenizers of the model's source and output; they are the same unless the source has its own."""
+    """Return the tokenizers of the model's source and output; they are the same unless the source
+    has its own.
+    """
     usage = net.usage
     if net in _TOKENIZERS and _TOKENIZERS[net][0] is usage:
         return _TOKENIZERS[net][1:]
@@ -182,20 +190,23 @@ def load_tokenizers(net: Transformer) -> tuple[ModelTokenizer, ModelTokenizer]:
     check_processor(net.spec, usage)
     output_tokenizer = ModelTokenizer(usage.tokenizer, usage.specials)
     source_tokenizer = (
-        output_tokenizer if usage.source_tokenizer is None else ModelTokenizer(usage.source_tokenizer, usage.specials)
+        output_tokenizer
+        if usage.source_tokenizer is None
+        else ModelTokenizer(usage.source_tokenizer, usage.specials)
     )
     _TOKENIZERS[net] = usage, source_tokenizer, output_tokenizer
     return source_tokenizer, output_tokenizer
 
 
-# --- the output for one prompt --------------------------------------------------------------------------
+# --- the output for one prompt --------------------------------------------------------------------
 
 
 class Completion:
     """Collects the ids of one output until an end id arrives or the text contains a stop text.
 
-    The end id and the stop text are not part of the output. Text that may still become a stop text is held back:
-    `take_new_ids` and `take_new_text` return what is new and final. Without a detokenizer there is no text.
+    The end id and the stop text are not part of the output. Text that may still become a stop text
+    is held back: `take_new_ids` and `take_new_text` return what is new and final. Without a
+    detokenizer there is no text.
 
     >>> completion = Completion(end_ids={2})
     >>> for token_id in (5, 7, 2, 9):
@@ -216,7 +227,9 @@ class Completion:
         self._stops = [_StopMatcher(stop) for stop in stop_texts]
         self._searched = 0  # number of characters that the matchers have read
         self._stop_start: int | None = None  # character at which the stop text begins
-        self._text_lengths: list[int] = []  # text length after each id; -1 after an incomplete character
+        self._text_lengths: list[
+            int
+        ] = []  # text length after each id; -1 after an incomplete character
         self._num_taken_ids = self._num_taken_chars = 0
 
     @property
@@ -234,7 +247,9 @@ class Completion:
         self.ids.append(token_id)
         if self._detokenizer is not None:
             self._detokenizer.append(token_id)
-            self._text_lengths.append(len(self._detokenizer.text) if self._detokenizer.whole else -1)
+            self._text_lengths.append(
+                len(self._detokenizer.text) if self._detokenizer.whole else -1
+            )
             self._find_stop()
 
     def close(self) -> None:
@@ -251,12 +266,16 @@ class Completion:
         assert self._detokenizer is not None, "there is no text"
         new = self._detokenizer.text[self._searched :]
         ends = [(matcher, matcher.find_end(new)) for matcher in self._stops]
-        starts = [self._searched + end - len(matcher.stop) for matcher, end in ends if end is not None]
+        starts = [
+            self._searched + end - len(matcher.stop) for matcher, end in ends if end is not None
+        ]
         self._searched += len(new)
         if not starts:
             return
         self._stop_start, self.over = min(starts), True
-        num_ids = [n for n, mark in enumerate(self._text_lengths, 1) if 0 <= mark <= self._stop_start]
+        num_ids = [
+            n for n, mark in enumerate(self._text_lengths, 1) if 0 <= mark <= self._stop_start
+        ]
         self.ids = self.ids[: max(num_ids, default=0)]
 
     @property
@@ -269,7 +288,10 @@ class Completion:
 
     def take_new_text(self) -> str:
         """Return the final text that was not returned before."""
-        first, self._num_taken_chars = self._num_taken_chars, max(self._num_taken_chars, self._stable_length)
+        first, self._num_taken_chars = (
+            self._num_taken_chars,
+            max(self._num_taken_chars, self._stable_length),
+        )
         return self.text[first : self._num_taken_chars]
 
     def take_new_ids(self) -> list[int]:
@@ -284,7 +306,8 @@ class Completion:
 
 
 class _StopMatcher:
-    """Finds a stop text in a text that arrives in pieces, and reads each character once (Knuth, Morris and Pratt).
+    """Finds a stop text in a text that arrives in pieces, and reads each character once (Knuth,
+    Morris and Pratt).
 
     `num_matched` is the length of the longest beginning of the stop text that ends the text so far.
 
@@ -295,7 +318,9 @@ class _StopMatcher:
 
     def __init__(self, stop: str) -> None:
         self.stop, self.num_matched = stop, 0
-        self._fallbacks = [0]  # num_matched of the first n + 1 characters of `stop`, read after the first character
+        self._fallbacks = [
+            0
+        ]  # num_matched of the first n + 1 characters of `stop`, read after the first character
         for char in stop[1:]:
             self._fallbacks.append(self._advance(self._fallbacks[-1], char))
 
@@ -305,7 +330,9 @@ class _StopMatcher:
         return num_matched + (self.stop[num_matched] == char)
 
     def find_end(self, new: str) -> int | None:
-        """Read more of the text; return the position in it where the first stop text ends, or None."""
+        """Read more of the text; return the position in it where the first stop
+        text ends, or None.
+        """
         for position, char in enumerate(new, 1):
             self.num_matched = self._advance(self.num_matched, char)
             if self.num_matched == len(self.stop):
@@ -314,7 +341,9 @@ class _StopMatcher:
 
 
 class TokenScore(NamedTuple):
-    """One token: its text, its log-probability (None for the first, which nothing predicts), and the likeliest."""
+    """One token: its text, its log-probability (None for the first, which nothing predicts), and
+    the likeliest.
+    """
 
     text: str
     logprob: float | None
@@ -364,7 +393,9 @@ def score_tokens(
     return [describe_token(detokenizer, *pair) for pair in zip(ids[first:], logprobs, strict=True)]
 
 
-def describe_token(detokenizer: IncrementalDetokenizer, token_id: int, logprob: TokenLogprob | None) -> TokenScore:
+def describe_token(
+    detokenizer: IncrementalDetokenizer, token_id: int, logprob: TokenLogprob | None
+) -> TokenScore:
     """Append a token to a text, and return its score with the text that it adds."""
     start = len(detokenizer.text)
     detokenizer.append(token_id)

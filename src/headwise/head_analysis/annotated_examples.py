@@ -1,8 +1,9 @@
-"""Examples for measuring heads: model inputs with annotations of their tokens, read from text, parses or aligned pairs.
+"""Examples for measuring heads: model inputs with annotations of their tokens, read from text,
+parses or aligned pairs.
 
-An `Example` is one text, or a source and a target. `examples_from_lines`, `examples_from_sentences`,
-`examples_from_pairs` and `examples_from_task` return an `ExampleReader` with the examples and notes on what was
-skipped.
+An `Example` is one text, or a source and a target. `examples_from_lines`,
+`examples_from_sentences`, `examples_from_pairs` and `examples_from_task` return an `ExampleReader`
+with the examples and notes on what was skipped.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ from ..errors import SequenceTooLong, SpecError, UnknownToken
 from ..files import read_text_file
 from ..generation import load_tokenizers
 from ..inspect.hooks import ModelRun
-from ..inspect.model_inputs import PAD_ID, ModelInputs, get_max_length, is_encoder_decoder, prepare_inputs
+from ..inspect.model_inputs import (
+    PAD_ID,
+    ModelInputs,
+    get_max_length,
+    is_encoder_decoder,
+    prepare_inputs,
+)
 from ..models import Transformer
 from ..traces import TokenRow
 
-LABELS_INPUT = "labels"  # key of an example's inputs that holds the expected outputs and is not passed to the model
+# key of an example's inputs that holds the expected outputs and is not passed to the model
+LABELS_INPUT = "labels"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +51,8 @@ class TokenAnnotations:
     - `word_index`: index of the word that the token is part of, -1 for none.
     - `frequency`: how often the id occurs in the whole data set, 0 if not counted.
     - `first_is_sink`: whether the first token was measured to be an attention sink of the model.
-    - `patch_grid`: row and column of each patch of an image, [T, 2]; -1 for other tokens. None for texts.
+    - `patch_grid`: row and column of each patch of an image, [T, 2]; -1 for other tokens. None for
+      texts.
     """
 
     ids: Tensor
@@ -66,9 +75,9 @@ class TokenAnnotations:
 class Example:
     """Inputs of one model call, a text or a source and a target, with annotations of its streams.
 
-    `streams` maps "text" (and "source") to token annotations. `dependencies` are gold (dependent, governor, relation)
-    triples of word indices from 0. `alignment_links` are gold (source word, target word, is sure) triples. Both may be
-    empty.
+    `streams` maps "text" (and "source") to token annotations. `dependencies` are gold (dependent,
+    governor, relation) triples of word indices from 0. `alignment_links` are gold (source word,
+    target word, is sure) triples. Both may be empty.
     """
 
     inputs: Any
@@ -78,7 +87,9 @@ class Example:
 
     @property
     def parsed_stream(self) -> str:
-        """Name of the stream whose words have dependencies: the source of an encoder-decoder, otherwise the text."""
+        """Name of the stream whose words have dependencies: the source of an encoder-decoder,
+        otherwise the text.
+        """
         return "source" if "source" in self.streams else "text"
 
     @property
@@ -95,7 +106,8 @@ class Example:
 
 
 def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
-    """Tokens that act as attention sinks: special tokens, separators, and the first token if it was measured to be one.
+    """Tokens that act as attention sinks: special tokens, separators, and the first token if it was
+    measured to be one.
 
     `attention_sinks.mark_first_token_sinks` measures it.
     """
@@ -105,7 +117,7 @@ def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
     return is_sink | is_first
 
 
-# --- Parsed sentences in CoNLL-U (universaldependencies.org/format) ------------------------------------
+# --- Parsed sentences in CoNLL-U (universaldependencies.org/format) -------------------------------
 
 NUM_COLUMNS = 10
 WORD_NUMBER = re.compile(r"[0-9]{1,9}")
@@ -113,7 +125,8 @@ WORD_NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True)
 class ParsedSentence:
-    """A sentence, its words and their character spans, and dependencies (dependent, governor, relation), counted from
+    """A sentence, its words and their character spans, and dependencies (dependent, governor,
+    relation), counted from
     0.
 
     Subtypes of relations are dropped: "nsubj:pass" becomes "nsubj". The root has no dependency.
@@ -162,7 +175,9 @@ class _Row(NamedTuple):
 def _split_columns(line: str, where: str) -> list[str]:
     row = line.rstrip("\n").split("\t")
     if len(row) != NUM_COLUMNS:
-        raise SpecError(f"{where}: a row has {len(row)} columns, not {NUM_COLUMNS}; separate columns with tabs")
+        raise SpecError(
+            f"{where}: a row has {len(row)} columns, not {NUM_COLUMNS}; separate columns with tabs"
+        )
     return row
 
 
@@ -177,13 +192,17 @@ def _parse_sentence(text: str, rows: Sequence[_Row], where: str) -> ParsedSenten
         if "-" in row[0]:
             first, last = (_parse_number(part, place) for part in row[0].split("-", 1))
             if first != len(words) + 1 or last < first:
-                raise SpecError(f"{place}: the range {row[0]} follows word {len(words)}; write first-last")
+                raise SpecError(
+                    f"{place}: the range {row[0]} follows word {len(words)}; write first-last"
+                )
             pieces.append((row[1], last - first + 1))
             covered = last
             continue
         number = _parse_number(row[0], place)
         if number != len(words) + 1:
-            raise SpecError(f"{place}: word {number} follows word {len(words)}; number words 1, 2, 3")
+            raise SpecError(
+                f"{place}: word {number} follows word {len(words)}; number words 1, 2, 3"
+            )
         words.append(row[1])
         if number > covered:
             pieces.append((row[1], 1))
@@ -193,7 +212,8 @@ def _parse_sentence(text: str, rows: Sequence[_Row], where: str) -> ParsedSenten
     if invalid := [arc for arc in dependencies if not arc[1] < len(words)]:
         dependent, governor, _ = invalid[0]
         raise SpecError(
-            f"{where}: the governor of word {dependent + 1} is word {governor + 1} of {len(words)}; "
+            f"{where}: the governor of word {dependent + 1} is word {governor + 1} of "
+            f"{len(words)}; "
             f"give 1..{len(words)}, or 0 for the root"
         )
     text = text or " ".join(piece for piece, _ in pieces)
@@ -206,8 +226,8 @@ def _find_word_spans(
 ) -> Iterator[tuple[int, int]]:
     """Character span of each word.
 
-    Words of one multi-word token get consecutive spans if they spell the token together; otherwise each gets its whole
-    span.
+    Words of one multi-word token get consecutive spans if they spell the token together; otherwise
+    each gets its whole span.
     """
     position, first_word = 0, 0
     for piece, count in pieces:
@@ -219,7 +239,11 @@ def _find_word_spans(
         word_start = start
         for word in token_words:
             is_contracted = "".join(token_words) != piece
-            yield (start, start + len(piece)) if is_contracted else (word_start, word_start + len(word))
+            yield (
+                (start, start + len(piece))
+                if is_contracted
+                else (word_start, word_start + len(word))
+            )
             word_start += len(word)
         position, first_word = start + len(piece), first_word + count
 
@@ -230,7 +254,7 @@ def _parse_number(text: str, where: str) -> int:
     return int(text)
 
 
-# --- Examples from texts, parses, aligned pairs and tasks ----------------------------------------------
+# --- Examples from texts, parses, aligned pairs and tasks -----------------------------------------
 
 WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # words of a text without a parse
 MAX_GENERATED_TOKENS = 64  # length of the target that the model generates for a source without one
@@ -241,9 +265,9 @@ Span = tuple[int, int]
 class ExampleReader:
     """Collects the examples of one data set in order, and counts what was skipped or split.
 
-    Token frequencies cover the whole data set: call `examples_with_frequencies` after everything has been added. With
-    `answer_after`, only the tokens after its last occurrence in a text are targets of the loss of a decoder; texts
-    without it are skipped.
+    Token frequencies cover the whole data set: call `examples_with_frequencies` after everything
+    has been added. With `answer_after`, only the tokens after its last occurrence in a text are
+    targets of the loss of a decoder; texts without it are skipped.
     """
 
     model: nn.Module
@@ -260,10 +284,11 @@ class ExampleReader:
         alignment_links: Sequence[tuple[int, int, bool]] = (),
         spans: Mapping[str, Sequence[Span]] = MappingProxyType({}),
     ) -> None:
-        """Add one text, or a source and its target, optionally with dependencies or alignment links between words.
+        """Add one text, or a source and its target, optionally with dependencies or alignment links
+        between words.
 
-        `spans` are the character spans of the words of a stream; without them its text is split into words. For an
-        encoder-decoder model and no target, the model generates one.
+        `spans` are the character spans of the words of a stream; without them its text is split
+        into words. For an encoder-decoder model and no target, the model generates one.
         """
         if not text.strip():
             self.skipped["empty lines"] += 1
@@ -274,27 +299,48 @@ class ExampleReader:
         kwargs = self._with_answer_labels(inputs)
         if kwargs is None:
             return
-        streams = {name: _annotate_tokens(rows[0], spans.get(name)) for name, rows in inputs.token_rows.items()}
-        num_lost = sum(_count_words_without_tokens(streams[name], len(spans[name])) for name in spans)
+        streams = {
+            name: _annotate_tokens(rows[0], spans.get(name))
+            for name, rows in inputs.token_rows.items()
+        }
+        num_lost = sum(
+            _count_words_without_tokens(streams[name], len(spans[name])) for name in spans
+        )
         if (dependencies is not None or alignment_links) and num_lost:
-            self.skipped["sentences skipped because some of their words have no token of their own"] += 1
+            self.skipped[
+                "sentences skipped because some of their words have no token of their own"
+            ] += 1
             return
         arguments = inputs.args or kwargs  # a model that takes one dictionary is called with `args`
-        self.examples.append(Example(arguments, streams, dependencies or (), tuple(alignment_links)))
+        self.examples.append(
+            Example(arguments, streams, dependencies or (), tuple(alignment_links))
+        )
 
     def _with_answer_labels(self, inputs: ModelInputs) -> Mapping[str, Any] | None:
-        """The model's arguments, with labels of the answer's tokens if these alone are targets; None skips the text."""
+        """The model's arguments, with labels of the answer's tokens if these alone are targets;
+        None skips the text.
+        """
         if not self.answer_after:
             return inputs.kwargs
         if is_encoder_decoder(self.model):
-            fact = f"{type(self.model).__name__} has an encoder, so that its targets are texts of their own"
-            raise SpecError(f"cannot score answers after {self.answer_after!r}: {fact}; leave it out")
+            fact = (
+                f"{type(self.model).__name__} has an encoder, so that its targets are texts of "
+                "their own"
+            )
+            raise SpecError(
+                f"cannot score answers after {self.answer_after!r}: {fact}; leave it out"
+            )
         if inputs.args:
             fact = f"{type(self.model).__name__} takes one dictionary, without labels"
-            raise SpecError(f"cannot score answers after {self.answer_after!r}: {fact}; leave it out")
+            raise SpecError(
+                f"cannot score answers after {self.answer_after!r}: {fact}; leave it out"
+            )
         row = inputs.token_rows["text"][0]
         if len(row.offsets) != len(row.ids):
-            raise SpecError(f"cannot find {self.answer_after!r} in tokens without offsets; give a tokenizer.json")
+            raise SpecError(
+                f"cannot find {self.answer_after!r} in tokens without offsets; give a "
+                "tokenizer.json"
+            )
         labels = label_answer(row, self.answer_after)
         if not (labels != IGNORE_INDEX).any():
             self.skipped[f"texts without an answer after {self.answer_after!r}"] += 1
@@ -302,7 +348,9 @@ class ExampleReader:
         return {**inputs.kwargs, LABELS_INPUT: labels[None]}
 
     def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
-        """Add examples of a task whose gold data aligns source and target tokens; each token counts as a word."""
+        """Add examples of a task whose gold data aligns source and target tokens; each token counts
+        as a word.
+        """
         first = task.batch(0, 1, split)
         if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
             fact = f"the task {task.name} has no gold alignments"
@@ -314,7 +362,10 @@ class ExampleReader:
         for index in range(limit):
             batch = task.batch(index, 1, split)
             assert batch.source is not None, "links lead from a source"
-            ids_by_stream, decoders = {"text": batch.x, "source": batch.source}, self.token_decoders()
+            ids_by_stream, decoders = (
+                {"text": batch.x, "source": batch.source},
+                self.token_decoders(),
+            )
             streams = {
                 name: _annotate_tokens(_decode_row(ids[0].tolist(), decoders[name]), None)
                 for name, ids in ids_by_stream.items()
@@ -322,7 +373,9 @@ class ExampleReader:
             # The start token of the target is not a word.
             streams["text"] = replace(streams["text"], word_index=streams["text"].word_index - 1)
             links = tuple((int(s), int(t), True) for s, t in batch.gold[0].links)
-            self.examples.append(Example({"x": batch.x, "source": batch.source}, streams, (), links))
+            self.examples.append(
+                Example({"x": batch.x, "source": batch.source}, streams, (), links)
+            )
 
     def token_decoders(self) -> Mapping[str, Callable[[int], str]]:
         """Functions that turn an id into text, for the streams "text" and "source"."""
@@ -340,7 +393,10 @@ class ExampleReader:
         return [
             replace(
                 example,
-                streams={name: _with_frequencies(tokens, counts[name]) for name, tokens in example.streams.items()},
+                streams={
+                    name: _with_frequencies(tokens, counts[name])
+                    for name, tokens in example.streams.items()
+                },
             )
             for example in self.examples
         ]
@@ -355,7 +411,9 @@ class ExampleReader:
         try:
             if is_encoder_decoder(self.model) and not target:
                 return self._generate_target(text)
-            return prepare_inputs(self.model, {"source": text, "text": target} if target else text, 0)
+            return prepare_inputs(
+                self.model, {"source": text, "text": target} if target else text, 0
+            )
         except SequenceTooLong:
             self.skipped[f"texts longer than the model's {get_max_length(self.model)} tokens"] += 1
         except UnknownToken:
@@ -365,22 +423,31 @@ class ExampleReader:
     def _generate_target(self, text: str) -> ModelInputs:
         """Inputs of a source with a target that the model generates."""
         max_length = get_max_length(self.model)  # the start token has the first position
-        limit = MAX_GENERATED_TOKENS if max_length is None else min(MAX_GENERATED_TOKENS, max_length - 1)
+        limit = (
+            MAX_GENERATED_TOKENS
+            if max_length is None
+            else min(MAX_GENERATED_TOKENS, max_length - 1)
+        )
         inputs = prepare_inputs(self.model, text, limit)
         generated = ModelRun(self.model, inputs, limit).run_with_hooks([], {})
-        rows = inputs.extend_rows(generated.tolist() if isinstance(generated, Tensor) else generated)
+        rows = inputs.extend_rows(
+            generated.tolist() if isinstance(generated, Tensor) else generated
+        )
         is_native = not inputs.kwargs
         source = torch.tensor(inputs.prompt_ids) if is_native else inputs.kwargs["input_ids"]
-        source_name, target_name = ("source", "x") if is_native else ("input_ids", "decoder_input_ids")
+        source_name, target_name = (
+            ("source", "x") if is_native else ("input_ids", "decoder_input_ids")
+        )
         kwargs = {source_name: source, target_name: torch.tensor([rows[0].ids])}
         return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
 
 
 def label_answer(row: TokenRow, marker: str) -> Tensor:
-    """The next token at each position whose next token belongs to the answer, -100 elsewhere, [tokens].
+    """The next token at each position whose next token belongs to the answer, -100 elsewhere,
+    [tokens].
 
-    The answer begins after the last occurrence of `marker` in the text. A token that reaches beyond the marker belongs
-    to it.
+    The answer begins after the last occurrence of `marker` in the text. A token that reaches beyond
+    the marker belongs to it.
 
     >>> row = TokenRow((5, 6, 7, 8), ("a", ":", "b", "c"), ((0, 1), (1, 2), (2, 3), (3, 4)), "a:bc")
     >>> label_answer(row, ":").tolist()
@@ -397,18 +464,28 @@ def label_answer(row: TokenRow, marker: str) -> Tensor:
 
 
 def examples_from_lines(
-    model: nn.Module, lines: Iterable[str | tuple[str, str]], limit: int | None = None, *, answer_after: str = ""
+    model: nn.Module,
+    lines: Iterable[str | tuple[str, str]],
+    limit: int | None = None,
+    *,
+    answer_after: str = "",
 ) -> ExampleReader:
-    """Read one text per line; a tab separates a source from its target. A line may also be a pair (source, target).
+    """Read one text per line; a tab separates a source from its target. A line may also be a pair
+    (source, target).
 
-    Lines longer than the model takes are split at spaces. `answer_after` is that of `ExampleReader`.
+    Lines longer than the model takes are split at spaces. `answer_after` is that of
+    `ExampleReader`.
     """
     reader = ExampleReader(model, answer_after=answer_after)
     for line in lines:
         if limit is not None and len(reader.examples) >= limit:
             break
-        source, _, target = line.partition("\t") if isinstance(line, str) else (line[0], "", line[1])
-        pieces = [source] if target or is_encoder_decoder(model) else list(_split_text(model, source))
+        source, _, target = (
+            line.partition("\t") if isinstance(line, str) else (line[0], "", line[1])
+        )
+        pieces = (
+            [source] if target or is_encoder_decoder(model) else list(_split_text(model, source))
+        )
         if len(pieces) > 1:
             reader.skipped["lines split because they are longer than the model takes"] += 1
         for piece in pieces:
@@ -430,9 +507,12 @@ def examples_from_sentences(
 
 
 def examples_from_pairs(
-    model: nn.Module, pairs: Iterable[tuple[str, str]], gold_links: Iterable[Sequence[tuple[int, int, bool]]]
+    model: nn.Module,
+    pairs: Iterable[tuple[str, str]],
+    gold_links: Iterable[Sequence[tuple[int, int, bool]]],
 ) -> ExampleReader:
-    """Read pairs of source and target, with gold links between their words, which are separated by spaces.
+    """Read pairs of source and target, with gold links between their words, which are separated by
+    spaces.
 
     The model reads the words of a language without spaces between words, such as Chinese, joined.
     """
@@ -443,17 +523,29 @@ def examples_from_pairs(
         for link in links:
             if not (0 <= link[0] < counts[0] and 0 <= link[1] < counts[1]):
                 words = f"{counts[0]} source words and {counts[1]} target words"
-                raise SpecError(f"pair {number} links word {link[0]} to {link[1]} but has {words}; count words from 0")
-        reader.add_text(source, target, alignment_links=links, spans={"source": source_spans, "text": target_spans})
+                raise SpecError(
+                    f"pair {number} links word {link[0]} to {link[1]} but has {words}; count "
+                    "words from 0"
+                )
+        reader.add_text(
+            source,
+            target,
+            alignment_links=links,
+            spans={"source": source_spans, "text": target_spans},
+        )
     return reader
 
 
-def examples_from_task(model: nn.Module, task: Task, limit: int, split: str = "valid") -> ExampleReader:
+def examples_from_task(
+    model: nn.Module, task: Task, limit: int, split: str = "valid"
+) -> ExampleReader:
     """Read examples of a task with their labels: `limit` of them, or all if the task has fewer."""
     reader, first = ExampleReader(model), task.batch(0, 1, split)
     _check_task_matches(model, task, first)
     num_examples = task.batches(1, split)
-    decoders = reader.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
+    decoders = (
+        reader.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
+    )
     for index in range(limit if num_examples is None else min(limit, num_examples)):
         batch = task.batch(index, 1, split)
         tensors = {
@@ -462,7 +554,9 @@ def examples_from_task(model: nn.Module, task: Task, limit: int, split: str = "v
             "source": batch.source,
             "source_sequence": batch.source_tokens,
         }
-        inputs = {name: value for name, value in tensors.items() if value is not None} | {LABELS_INPUT: batch.labels}
+        inputs = {name: value for name, value in tensors.items() if value is not None} | {
+            LABELS_INPUT: batch.labels
+        }
         ids = {"text": batch.x, "source": batch.source} if decoders else {}
         streams = {
             name: _annotate_tokens(_decode_row(token_ids[0].tolist(), decoders[name]), None)
@@ -480,7 +574,10 @@ def _check_task_matches(model: nn.Module, task: Task, first: Batch) -> None:
         raise SpecError(f"{fact}; give lines of text instead")
     specs = (model.spec, task.model())
     own_inputs, task_inputs = (
-        [stack.embedding and (stack.embedding.tokens, stack.embedding.patches) for stack in spec.stacks]
+        [
+            stack.embedding and (stack.embedding.tokens, stack.embedding.patches)
+            for stack in spec.stacks
+        ]
         for spec in specs
     )
     own_outputs, task_outputs = (spec.heads[0].outputs if spec.heads else 0 for spec in specs)
@@ -488,12 +585,14 @@ def _check_task_matches(model: nn.Module, task: Task, first: Batch) -> None:
     other_tokenizer = tokenizer is not None and tokenizer != task.tokenizer
     if own_inputs != task_inputs or own_outputs != task_outputs or other_tokenizer:
         raise SpecError(
-            f"the model does not have the inputs and outputs of the task {task.name}; use one trained on it"
+            f"the model does not have the inputs and outputs of the task {task.name}; use one "
+            "trained on it"
         )
 
 
 def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
-    """Parse a line such as "0-0 1-2 2?3": source word, "-" for a sure or "?" or "p" for a possible link, target word.
+    """Parse a line such as "0-0 1-2 2?3": source word, "-" for a sure or "?" or "p" for a possible
+    link, target word.
 
     >>> parse_alignment_links("0-0 1?2", 1)
     ((0, 0, True), (1, 2, False))
@@ -502,7 +601,10 @@ def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool]
     for item in line.split():
         match = re.fullmatch(r"(\d+)([-?p])(\d+)", item)
         if match is None:
-            raise SpecError(f"line {number}: {item!r} is not an alignment link; write source-target, as in 0-0 1-2 2?3")
+            raise SpecError(
+                f"line {number}: {item!r} is not an alignment link; write source-target, as in "
+                "0-0 1-2 2?3"
+            )
         links.append((int(match[1]), int(match[3]), match[2] == "-"))
     return tuple(links)
 
@@ -538,28 +640,44 @@ def _decode_row(ids: Sequence[int], decode: Callable[[int], str]) -> TokenRow:
 
 
 def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
-    """Annotate the tokens of a row; `spans` are the words of a parse, or None to split the text into words."""
+    """Annotate the tokens of a row; `spans` are the words of a parse, or None to split the text
+    into words.
+    """
     offsets = row.offsets or ((0, 0),) * len(row.ids)
     without_text = torch.tensor(
-        [start == stop or token_id == PAD_ID for token_id, (start, stop) in zip(row.ids, offsets, strict=True)]
+        [
+            start == stop or token_id == PAD_ID
+            for token_id, (start, stop) in zip(row.ids, offsets, strict=True)
+        ]
     )
     special = without_text if row.offsets else torch.zeros(len(row.ids), dtype=torch.bool)
     separator = special.clone()
     separator[:1] = False
     punctuation = torch.tensor([_is_punctuation(word) for word in row.words]) & ~special
     if row.offsets:
-        word_spans = spans if spans is not None else [match.span() for match in WORD_PATTERN.finditer(row.text)]
+        word_spans = (
+            spans
+            if spans is not None
+            else [match.span() for match in WORD_PATTERN.finditer(row.text)]
+        )
         word = torch.tensor(
-            [-1 if is_special else _find_word(row, n, word_spans) for n, is_special in enumerate(special.tolist())]
+            [
+                -1 if is_special else _find_word(row, n, word_spans)
+                for n, is_special in enumerate(special.tolist())
+            ]
         )
     else:
         word = torch.arange(len(row.ids))  # without character offsets, every token is a word
     ids = torch.tensor(row.ids)
-    return TokenAnnotations(ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids))
+    return TokenAnnotations(
+        ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids)
+    )
 
 
 def _find_word(row: TokenRow, token: int, spans: Sequence[Span]) -> int:
-    """Index of the word in which a token begins, leading spaces ignored; -1 if it begins in none."""
+    """Index of the word in which a token begins, leading spaces ignored; -1 if
+    it begins in none.
+    """
     start, stop = row.offsets[token]
     start += len(row.text[start:stop]) - len(row.text[start:stop].lstrip())
     return next((n for n, (first, last) in enumerate(spans) if first <= start < last), -1)
@@ -580,4 +698,6 @@ def _count_words_without_tokens(tokens: TokenAnnotations, num_words: int) -> int
 
 
 def _with_frequencies(tokens: TokenAnnotations, counts: Mapping[int, int]) -> TokenAnnotations:
-    return replace(tokens, frequency=torch.tensor([counts[token_id] for token_id in tokens.ids.tolist()]))
+    return replace(
+        tokens, frequency=torch.tensor([counts[token_id] for token_id in tokens.ids.tolist()])
+    )

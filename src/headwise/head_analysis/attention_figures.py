@@ -1,8 +1,9 @@
-"""Drawings of the attention weights of single heads: heat maps of one or several heads, and two heads as lines.
+"""Drawings of the attention weights of single heads: heat maps of one or several heads, and two
+heads as lines.
 
-For each class of a head, the text that shows the class best is drawn. A class about pairs of tokens (an offset, a
-duplicate, induction, a dependency, an alignment) is shown on a text that has such pairs and on which the head puts most
-weight on them; the pairs are marked.
+For each class of a head, the text that shows the class best is drawn. A class about pairs of tokens
+(an offset, a duplicate, induction, a dependency, an alignment) is shown on a text that has such
+pairs and on which the head puts most weight on them; the pairs are marked.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ SCALE_LABEL = "attention weight (strength of colour: its square root)"
 
 
 class HeadPicture(NamedTuple):
-    """Attention weights [T, S] of one head over one text, with a title, a class name, tokens and cells to mark."""
+    """Attention weights [T, S] of one head over one text, with a title, a class name, tokens and
+    cells to mark.
+    """
 
     title: str
     name: str
@@ -53,7 +56,9 @@ class HeadPicture(NamedTuple):
     marked_cells: Sequence[tuple[int, int]] = ()
 
 
-def draw_gallery(pictures: Sequence[HeadPicture], title: str, theme: FigureTheme, marks: str = "") -> Figure:
+def draw_gallery(
+    pictures: Sequence[HeadPicture], title: str, theme: FigureTheme, marks: str = ""
+) -> Figure:
     """Draw a heat map for each head: queries from top to bottom, keys from left to right.
 
     `marks` names what the frames around cells mark.
@@ -79,7 +84,8 @@ def draw_head(picture: HeadPicture, title: str, theme: FigureTheme) -> Figure:
     from matplotlib.figure import Figure
 
     width, height = (
-        min(11.0, max(3.6, 0.19 * len(tokens) + 1.6)) for tokens in (picture.key_tokens, picture.query_tokens)
+        min(11.0, max(3.6, 0.19 * len(tokens) + 1.6))
+        for tokens in (picture.key_tokens, picture.query_tokens)
     )
     figure = Figure(figsize=(width, height + 1.0), layout="constrained")
     figure.suptitle(wrap_title(title, width, 9), x=0.01, ha="left", fontweight="bold", fontsize=9)
@@ -93,16 +99,27 @@ def _draw_heat_map(axes: Axes, picture: HeadPicture, theme: FigureTheme, width: 
     from matplotlib.patches import Rectangle
 
     brightness = np.sqrt(np.clip(picture.weights, 0, 1))
-    axes.imshow(brightness, cmap=_weight_colours(theme), vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+    axes.imshow(
+        brightness,
+        cmap=_weight_colours(theme),
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+        aspect="auto",
+    )
     for t, s in picture.marked_cells:
-        axes.add_patch(Rectangle((s - 0.5, t - 0.5), 1, 1, fill=False, edgecolor=theme.pair_colours[1], lw=1.1))
+        axes.add_patch(
+            Rectangle((s - 0.5, t - 0.5), 1, 1, fill=False, edgecolor=theme.pair_colours[1], lw=1.1)
+        )
     for set_ticks, tokens, rotation in (
         (axes.set_xticks, picture.key_tokens, 90),
         (axes.set_yticks, picture.query_tokens, 0),
     ):
         step = math.ceil(len(tokens) / MAX_TOKEN_LABELS)
         shown = range(0, len(tokens), step)
-        set_ticks(list(shown), [_shorten_token(tokens[n]) for n in shown], rotation=rotation, fontsize=5.5)
+        set_ticks(
+            list(shown), [_shorten_token(tokens[n]) for n in shown], rotation=rotation, fontsize=5.5
+        )
     axes.tick_params(length=0, pad=1)
     axes.set_xlabel("key", fontsize=6.5, labelpad=1)
     axes.set_ylabel("query", fontsize=6.5, labelpad=1)
@@ -131,14 +148,19 @@ def _draw_scale(figure: Figure, all_axes: Sequence[Axes], theme: FigureTheme, ma
         aspect=30,
         pad=0.02,
     )
-    scale.set_ticks([math.sqrt(weight) for weight in SCALE_TICKS], labels=[f"{weight:g}" for weight in SCALE_TICKS])
+    scale.set_ticks(
+        [math.sqrt(weight) for weight in SCALE_TICKS],
+        labels=[f"{weight:g}" for weight in SCALE_TICKS],
+    )
     scale.ax.tick_params(labelsize=6, length=2)
     label = f"{SCALE_LABEL}\nframed: {marks}" if marks else SCALE_LABEL
     scale.set_label(label, fontsize=6.5)
     scale.outline.set_edgecolor(theme.muted)  # pyright: ignore[reportCallIssue] - its stubs take it for a method
 
 
-def draw_head_overlay(first: HeadPicture, second: HeadPicture, title: str, theme: FigureTheme) -> Figure:
+def draw_head_overlay(
+    first: HeadPicture, second: HeadPicture, title: str, theme: FigureTheme
+) -> Figure:
     """Draw the attention of two heads as lines from queries to keys, in one colour each."""
     from matplotlib.figure import Figure
 
@@ -149,17 +171,32 @@ def draw_head_overlay(first: HeadPicture, second: HeadPicture, title: str, theme
     for picture, colour in zip((first, second), theme.pair_colours, strict=True):
         for t, s in np.argwhere(picture.weights >= MIN_LINE_WEIGHT).tolist():
             weight = float(picture.weights[t, s])
-            axes.plot([0, 1], [t, s], color=colour, alpha=min(1.0, 0.12 + 0.88 * weight), lw=0.4 + 2.2 * weight)
+            axes.plot(
+                [0, 1],
+                [t, s],
+                color=colour,
+                alpha=min(1.0, 0.12 + 0.88 * weight),
+                lw=0.4 + 2.2 * weight,
+            )
     for x, heading, words, side in (
         (-0.03, "query", first.query_tokens, "right"),
         (1.03, "key", first.key_tokens, "left"),
     ):
         axes.text(x, -1.1, heading, ha=side, va="center", fontsize=7, color=theme.muted)
         for row, word in enumerate(words):
-            axes.text(x, row, _shorten_token(word), ha=side, va="center", fontsize=7, label=TOKEN_LABEL)
+            axes.text(
+                x, row, _shorten_token(word), ha=side, va="center", fontsize=7, label=TOKEN_LABEL
+            )
     for row, (picture, colour) in enumerate(zip((first, second), theme.pair_colours, strict=True)):
         axes.text(
-            0.5, -3.3 + 1.0 * row, picture.title, ha="center", va="center", color=colour, fontsize=7, fontweight="bold"
+            0.5,
+            -3.3 + 1.0 * row,
+            picture.title,
+            ha="center",
+            va="center",
+            color=colour,
+            fontsize=7,
+            fontweight="bold",
         )
     note = f"weights of at least {MIN_LINE_WEIGHT:g}; thicker, stronger lines are larger weights"
     axes.text(0.5, count + 0.1, note, ha="center", va="center", fontsize=6, color=theme.muted)
@@ -185,16 +222,25 @@ def trace_example(model: nn.Module, example: Example) -> Trace:
     return trace(model, example.model_inputs, capture=Capture(), log=lambda _: None)
 
 
-def make_picture(traced: Trace, example: Example, head: HeadMeasures, name: str, title: str) -> HeadPicture:
+def make_picture(
+    traced: Trace, example: Example, head: HeadMeasures, name: str, title: str
+) -> HeadPicture:
     """The picture of a head on an example."""
     layer = traced.get_layer(head.site)
-    query_words, key_words = example.streams[layer.query_stream].words, example.streams[layer.key_stream].words
-    return HeadPicture(title, name, traced.head_weights(head.site, head.head), query_words, key_words)
+    query_words, key_words = (
+        example.streams[layer.query_stream].words,
+        example.streams[layer.key_stream].words,
+    )
+    return HeadPicture(
+        title, name, traced.head_weights(head.site, head.head), query_words, key_words
+    )
 
 
 @dataclass
 class PictureMaker:
-    """Makes pictures of the heads of a model on the texts that show their classes; each text is run once."""
+    """Makes pictures of the heads of a model on the texts that show their classes; each text is run
+    once.
+    """
 
     model: nn.Module
     examples: Sequence[Example]
@@ -207,7 +253,9 @@ class PictureMaker:
         return self._traces[number]
 
     def picture(self, head: HeadMeasures, name: str, title: str) -> HeadPicture | None:
-        """The picture of a head on the text that shows its class `name` best; None if no text can show it."""
+        """The picture of a head on the text that shows its class `name` best; None if no text can
+        show it.
+        """
         layer = self.trace(0).get_layer(head.site)
         has_pairs = _pair_finder(name, layer, head) is not None
         numbers = [
@@ -234,14 +282,20 @@ class PictureMaker:
         tokens = [example.streams[stream] for stream in (layer.query_stream, layer.key_stream)]
         allowed = torch.from_numpy(np.asarray(traced.head_mask(head.site, head.head), dtype=bool))
         band = WeightBand(torch.from_numpy(weights)[None], allowed, 0, tokens[0], tokens[1])
-        measure = next((rule.measure for rule in (*CLASS_RULES, *PATCH_CLASS_RULES) if rule.name == name), "confidence")
+        measure = next(
+            (rule.measure for rule in (*CLASS_RULES, *PATCH_CLASS_RULES) if rule.name == name),
+            "confidence",
+        )
         metric = get_metric(measure)
-        sums, counts = metric.compute_sums(band if metric.weight_source == "all" else band.without_sinks())
+        sums, counts = metric.compute_sums(
+            band if metric.weight_source == "all" else band.without_sinks()
+        )
         return float(sums[0] / counts[0]) if float(counts[0]) else 0.0
 
 
 def score_cells(weights: np.ndarray, cells: Cells) -> float:
-    """Mean weight of the rows of some cells on these cells, less if there are fewer than `ENOUGH_PAIRS` such rows.
+    """Mean weight of the rows of some cells on these cells, less if there are fewer than
+    `ENOUGH_PAIRS` such rows.
 
     >>> score_cells(np.eye(4), [(0, 0), (1, 2)]), score_cells(np.eye(4), [(0, 0), (1, 1), (2, 2)])
     (0.3333333333333333, 1.0)
@@ -253,12 +307,16 @@ def score_cells(weights: np.ndarray, cells: Cells) -> float:
 
 
 def find_cells(name: str, example: Example, layer: AttentionRecord, head: HeadMeasures) -> Cells:
-    """The cells (query, key) that a class of a head in this layer is about; none if it is not about pairs."""
+    """The cells (query, key) that a class of a head in this layer is about; none if it is not about
+    pairs.
+    """
     finder = _pair_finder(name, layer, head)
     return [] if finder is None else finder(example)
 
 
-def _pair_finder(name: str, layer: AttentionRecord, head: HeadMeasures) -> Callable[[Example], Cells] | None:
+def _pair_finder(
+    name: str, layer: AttentionRecord, head: HeadMeasures
+) -> Callable[[Example], Cells] | None:
     is_causal_text = layer.stack == "decoder"
     if is_relation_measure(name):
         _, relation, _, towards = name.rsplit(" ", 3)
@@ -269,7 +327,9 @@ def _pair_finder(name: str, layer: AttentionRecord, head: HeadMeasures) -> Calla
         return lambda example: _duplicate_cells(example.streams[layer.query_stream], is_causal_text)
     if name == "induction":
         return lambda example: _induction_cells(example.streams[layer.query_stream])
-    offset = OFFSET_OF_CLASS.get(name, int(name.removeprefix("offset ")) if name.startswith("offset ") else None)
+    offset = OFFSET_OF_CLASS.get(
+        name, int(name.removeprefix("offset ")) if name.startswith("offset ") else None
+    )
     if offset is None:
         return None
     return lambda example: _offset_cells(example.streams[layer.query_stream].count, offset)
@@ -280,10 +340,17 @@ def _offset_cells(count: int, offset: int) -> Cells:
 
 
 def _duplicate_cells(tokens: TokenAnnotations, is_causal_text: bool) -> Cells:
-    """Pairs of equal tokens that are not special; those before the query if later ones cannot be read."""
+    """Pairs of equal tokens that are not special; those before the query if later ones cannot be
+    read.
+    """
     ids = tokens.ids.tolist()
     shown = [n for n in range(len(ids)) if not bool(tokens.is_special[n])]
-    return [(t, s) for t in shown for s in shown if ids[t] == ids[s] and (s < t or (s > t and not is_causal_text))]
+    return [
+        (t, s)
+        for t in shown
+        for s in shown
+        if ids[t] == ids[s] and (s < t or (s > t and not is_causal_text))
+    ]
 
 
 def _induction_cells(tokens: TokenAnnotations) -> Cells:
@@ -300,11 +367,15 @@ def _dependency_cells(example: Example, relation: str, towards: str) -> Cells:
         for dependent, governor, name in example.dependencies
         if name == relation
     ]
-    return cells if towards == "governor" else [(governor, dependent) for dependent, governor in cells]
+    return (
+        cells if towards == "governor" else [(governor, dependent) for dependent, governor in cells]
+    )
 
 
 def _aligned_row(head: HeadMeasures) -> str:
-    """The convention by which the head aligns better: the row of a word has it as input, or predicts it."""
+    """The convention by which the head aligns better: the row of a word has it as input, or
+    predicts it.
+    """
     measures = {row: head.measures.get(f"{ALIGNMENT_PREFIX} {row}") for row in ROW_CONVENTIONS}
     values = {row: measure.value for row, measure in measures.items() if measure is not None}
     return max(values, key=lambda row: values[row], default=ROW_CONVENTIONS[0])

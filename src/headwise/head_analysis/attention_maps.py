@@ -1,4 +1,5 @@
-"""Attention of every layer over one text: weights, norm-weighted attention, rollout, aggregates over heads and layers.
+"""Attention of every layer over one text: weights, norm-weighted attention, rollout, aggregates
+over heads and layers.
 
 For statistics over many texts with confidence intervals see `head_measurement`.
 """
@@ -19,7 +20,7 @@ from ..inspect.model_inputs import get_streams, prepare_inputs
 from ..traces.attention_trace import multiply_rollout
 from .head_circuits import AttentionCircuits, get_circuits
 
-# --- Attention maps of one text ------------------------------------------------------------------------
+# --- Attention maps of one text -------------------------------------------------------------------
 
 MAP_QUANTITIES = ("weights", "norms")
 AGGREGATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -31,10 +32,11 @@ AGGREGATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class LayerAttention(NamedTuple):
-    """Attention of one layer over one text: its weights, and the norms |v W_O| of what each head reads from each key.
+    """Attention of one layer over one text: its weights, and the norms |v W_O| of what each head
+    reads from each key.
 
-    `value_norms_HS` is None where no W_O belongs to a head; `reason` says why. `queries` and `keys` are the strings of
-    the tokens, empty if they are unknown.
+    `value_norms_HS` is None where no W_O belongs to a head; `reason` says why. `queries` and `keys`
+    are the strings of the tokens, empty if they are unknown.
     """
 
     site: str
@@ -50,7 +52,9 @@ class LayerAttention(NamedTuple):
     def norms_HTS(self) -> Tensor:
         """Norm-weighted attention |w v W_O| (2004.10102), [heads, queries, keys]."""
         if self.value_norms_HS is None:
-            raise SpecError(f"norm-weighted attention of {self.site} is unknown: {self.reason}; use the weights")
+            raise SpecError(
+                f"norm-weighted attention of {self.site} is unknown: {self.reason}; use the weights"
+            )
         return self.weights_HTS.abs() * self.value_norms_HS[:, None, :]
 
 
@@ -76,7 +80,9 @@ class AttentionTable(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """Attention maps of every layer of a model over one text; `layers` maps sites to them, in order."""
+    """Attention maps of every layer of a model over one text; `layers` maps sites to them, in
+    order.
+    """
 
     layers: Mapping[str, LayerAttention] = field(repr=False)
 
@@ -87,8 +93,9 @@ class AttentionMaps:
     def norms(self, site: str) -> Tensor:
         """Norm-weighted attention |w v W_O| of a layer (2004.10102), [heads, queries, keys].
 
-        A large weight on a key whose value is short moves little: attention to separators is often of this kind. Biases
-        of keys and values are in v; the bias of the output, and gates, are left out.
+        A large weight on a key whose value is short moves little: attention to separators is often
+        of this kind. Biases of keys and values are in v; the bias of the output, and gates, are
+        left out.
         """
         return self._layer(site).norms_HTS
 
@@ -103,8 +110,8 @@ class AttentionMaps:
     ) -> Tensor:
         """One matrix [queries, keys] for all heads and layers of a stack (default: the last).
 
-        `heads` and `layers` are "mean", "max", "min" or "sum"; `of` is "weights" or "norms"; `kind` is "attention" or
-        "cross".
+        `heads` and `layers` are "mean", "max", "min" or "sum"; `of` is "weights" or "norms"; `kind`
+        is "attention" or "cross".
         """
         for name, value, choices in (
             ("of", of, MAP_QUANTITIES),
@@ -114,28 +121,41 @@ class AttentionMaps:
             if value not in choices:
                 raise ValueError(f"unknown {name}={value!r}; {suggest(value, tuple(choices))}")
         maps = self._stack_layers(stack, kind)
-        per_layer = [AGGREGATIONS[heads](one.weights_HTS if of == "weights" else one.norms_HTS) for one in maps]
+        per_layer = [
+            AGGREGATIONS[heads](one.weights_HTS if of == "weights" else one.norms_HTS)
+            for one in maps
+        ]
         return AGGREGATIONS[layers](torch.stack(per_layer))
 
     def rollout(self, stack: str = "", *, residual: float = 0.5) -> Tensor:
-        """Attention rollout of a stack (default: the last), [outputs, inputs]: how each output mixes the inputs.
+        """Attention rollout of a stack (default: the last), [outputs, inputs]: how each output
+        mixes the inputs.
 
-        The product over layers of residual I + (1 - residual) A, where A is the mean of the heads (2005.00928). Rows of
-        A are rescaled to sum to one where a sink takes a part. Rollout treats all heads as equal and values as equally
-        long; it is a heuristic.
+        The product over layers of residual I + (1 - residual) A, where A is the mean of the heads
+        (2005.00928). Rows of A are rescaled to sum to one where a sink takes a part. Rollout treats
+        all heads as equal and values as equally long; it is a heuristic.
         """
         if not 0 <= residual < 1:
-            raise ValueError(f"residual={residual!r} is no share; give at least 0 and less than 1, 0.5 is usual")
+            raise ValueError(
+                f"residual={residual!r} is no share; give at least 0 and less than 1, 0.5 is usual"
+            )
         layers = self._stack_layers(stack, "attention")
         return torch.from_numpy(
-            multiply_rollout((maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers), residual)
+            multiply_rollout(
+                (maps.weights_HTS.double().mean(0).cpu().numpy() for maps in layers), residual
+            )
         )
 
     def table(self, matrix: Tensor, title: str, site: str = "", *, top: int = 3) -> AttentionTable:
-        """A matrix with the tokens of a site (default: the last self-attention), which prints its largest entries."""
+        """A matrix with the tokens of a site (default: the last self-attention), which prints its
+        largest entries.
+        """
         layer = self._layer(site) if site else self._stack_layers("", "attention")[-1]
         numbers = [list(map(str, range(count))) for count in matrix.shape]
-        words = [strings or numbered for strings, numbered in zip((layer.queries, layer.keys), numbers, strict=True)]
+        words = [
+            strings or numbered
+            for strings, numbered in zip((layer.queries, layer.keys), numbers, strict=True)
+        ]
         return AttentionTable(title, tuple(words[0]), tuple(words[1]), matrix.tolist(), top)
 
     def _layer(self, site: str) -> LayerAttention:
@@ -148,9 +168,13 @@ class AttentionMaps:
         if stack and stack not in stacks:
             raise ValueError(f"there is no stack {stack!r}; {suggest(stack, stacks)}")
         chosen = stack or stacks[-1]
-        layers = [maps for maps in self.layers.values() if (maps.stack, maps.kind) == (chosen, kind)]
+        layers = [
+            maps for maps in self.layers.values() if (maps.stack, maps.kind) == (chosen, kind)
+        ]
         if not layers:
-            kinds = list(dict.fromkeys(maps.kind for maps in self.layers.values() if maps.stack == chosen))
+            kinds = list(
+                dict.fromkeys(maps.kind for maps in self.layers.values() if maps.stack == chosen)
+            )
             raise ValueError(f"{chosen} has no {kind!r}; {suggest(kind, kinds)}")
         return layers
 
@@ -173,7 +197,10 @@ class _MapHook:
             self.weights = weights
             return
         try:
-            read = [call.head_values(head) for head in range(len(self.circuits.spec.score_head_of_output))]
+            read = [
+                call.head_values(head)
+                for head in range(len(self.circuits.spec.score_head_of_output))
+            ]
             maps = [self.circuits.ov_circuit(head).right for head in range(len(read))]
             norms = [
                 (values.v_BSV[0].double() @ output.to(values.v_BSV.device).double()).norm(dim=-1)
@@ -192,13 +219,17 @@ class _MapHook:
 def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
     """Run a model on one text and return its attention maps.
 
-    `inputs` are those of `hw.trace`: ids, a text, or a dictionary of arguments. Of several texts, the first is used.
+    `inputs` are those of `hw.trace`: ids, a text, or a dictionary of arguments. Of several texts,
+    the first is used.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> maps = compute_attention_maps(net.eval(), torch.tensor([[3, 1, 4]]))
-    >>> maps.norms("decoder.1.attention").shape, [round(row, 6) for row in maps.rollout().sum(-1).tolist()]
+    >>> (
+    ...     maps.norms("decoder.1.attention").shape,
+    ...     [round(row, 6) for row in maps.rollout().sum(-1).tolist()],
+    ... )
     (torch.Size([2, 3, 3]), [1.0, 1.0, 1.0])
     """
     sites = require_ability(model, "observe")

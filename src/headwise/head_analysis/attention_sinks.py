@@ -1,7 +1,7 @@
 """Whether the first token of a text is an attention sink of a model, measured before the heads are.
 
-Special tokens such as [CLS] count as sinks. A first token that is an ordinary word counts only if a head puts clearly
-more weight on it than chance (2309.17453, 2410.10781).
+Special tokens such as [CLS] count as sinks. A first token that is an ordinary word counts only if a
+head puts clearly more weight on it than chance (2309.17453, 2410.10781).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SIGNIFICANCE = 0.05
 
 
 class FirstTokenWeight(NamedTuple):
-    """Mean weight that a head puts on the first token, its chance level, and the corrected p-value of the excess."""
+    """Mean weight that a head puts on the first token, its chance level, and the corrected p-value
+    of the excess.
+    """
 
     site: str
     head: int
@@ -43,17 +45,20 @@ class FirstTokenWeight(NamedTuple):
 
 
 class MarkedExamples(NamedTuple):
-    """Examples whose annotations state whether the first token is a sink, and a note on what was measured."""
+    """Examples whose annotations state whether the first token is a sink, and a note on what was
+    measured.
+    """
 
     examples: Iterator[Example]
     notes: tuple[str, ...]
 
 
 class FirstTokenSums:
-    """Sums of the weight on the first token over rows that may also read another token, text by text.
+    """Sums of the weight on the first token over rows that may also read another token, text by
+    text.
 
-    `observed[site]` and `uniform[site]` hold a pair of sums and counts [heads] of each text; the second is that of
-    uniform attention.
+    `observed[site]` and `uniform[site]` hold a pair of sums and counts [heads] of each text; the
+    second is that of uniform attention.
     """
 
     def __init__(self) -> None:
@@ -74,14 +79,18 @@ class FirstTokenSums:
         self._open = {}
 
     def weights(self) -> list[FirstTokenWeight]:
-        """The weight of every head that has rows, with p-values corrected for the number of heads (Holm)."""
+        """The weight of every head that has rows, with p-values corrected for the number of heads
+        (Holm).
+        """
         weights: list[FirstTokenWeight] = []
         for site, by_text in self.observed.items():
             observed, uniform = (stack_texts(texts) for texts in (by_text, self.uniform[site]))
             value, chance = ratio_of_sums(*observed), ratio_of_sums(*uniform)
             p = excess_p_values(observed, uniform)
             weights += [
-                FirstTokenWeight(site, head, float(value[head]), float(chance[head]), float(p[head]))
+                FirstTokenWeight(
+                    site, head, float(value[head]), float(chance[head]), float(p[head])
+                )
                 for head in range(len(value))
                 if not math.isnan(value[head])
             ]
@@ -90,13 +99,19 @@ class FirstTokenSums:
 
 
 def _first_token_sums(band: WeightBand) -> Array:
-    """Weight on the first token, that of uniform attention, and the number of rows with a choice, [3, heads]."""
+    """Weight on the first token, that of uniform attention, and the number of rows with a choice,
+    [3, heads].
+    """
     allowed = band.allowed if band.allowed.dim() == 3 else band.allowed[None]
     num_keys = allowed.sum(-1)
     has_choice = allowed[..., 0] & (num_keys > 1)
     weight = torch.where(has_choice, band.w_HTS[..., 0], 0)
     sums = (weight, has_choice / num_keys.clamp(min=1), has_choice)
-    return torch.stack([one.sum(-1, dtype=torch.float64).expand(len(weight)) for one in sums]).cpu().numpy()
+    return (
+        torch.stack([one.sum(-1, dtype=torch.float64).expand(len(weight)) for one in sums])
+        .cpu()
+        .numpy()
+    )
 
 
 def stack_texts(by_text: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -125,15 +140,18 @@ def mark_first_token_sinks(
     streams: Mapping[str, tuple[str, str]],
     examples: Iterable[Example],
 ) -> MarkedExamples:
-    """Measure on the first texts whether the first token of each key stream is a sink, and annotate all examples.
+    """Measure on the first texts whether the first token of each key stream is a sink, and annotate
+    all examples.
 
-    The first token of a stream is a sink if some head reads it: its weight is significantly above chance, corrected for
-    the number of heads, and its score is at least `MIN_SINK_SCORE`. Streams that begin with a special token are not
-    measured.
+    The first token of a stream is a sink if some head reads it: its weight is significantly above
+    chance, corrected for the number of heads, and its score is at least `MIN_SINK_SCORE`. Streams
+    that begin with a special token are not measured.
     """
     texts = iter(examples)
     sample = list(islice(texts, MAX_SINK_TEXTS))
-    ordinary = [module for module in sites if _begins_with_word(sample, streams[module.site.name][1])]
+    ordinary = [
+        module for module in sites if _begins_with_word(sample, streams[module.site.name][1])
+    ]
     if len(sample) < 2 or not ordinary:
         return MarkedExamples(chain(sample, texts), ())
     weights = measure_first_token(model, ordinary, streams, sample)
@@ -160,9 +178,17 @@ def _mark_example(example: Example, sink_streams: set[str]) -> Example:
     return replace(example, streams=streams) if sink_streams else example
 
 
-def _first_token_note(stream: str, readers: Sequence[FirstTokenWeight], sinks: Sequence[FirstTokenWeight]) -> str:
+def _first_token_note(
+    stream: str, readers: Sequence[FirstTokenWeight], sinks: Sequence[FirstTokenWeight]
+) -> str:
     if not sinks:
-        return f"the first token of the {stream} is no sink: no head puts clearly more weight on it than chance"
+        return (
+            f"the first token of the {stream} is no sink: no head puts clearly more weight on "
+            "it than chance"
+        )
     top = max(sinks, key=lambda weight: weight.score)
     fact = f"{len(sinks)} of {len(readers)} heads put clearly more weight on it than chance"
-    return f"the first token of the {stream} is a sink: {fact}, {top.site} {top.head} {top.value:.2f} of its weight"
+    return (
+        f"the first token of the {stream} is a sink: {fact}, {top.site} {top.head} "
+        f"{top.value:.2f} of its weight"
+    )

@@ -9,18 +9,27 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import SpecError
-from .head_circuits import AttentionCircuits, TokenTables, copying_score, fold_norms, get_circuits, get_token_tables
+from .head_circuits import (
+    AttentionCircuits,
+    TokenTables,
+    copying_score,
+    fold_norms,
+    get_circuits,
+    get_token_tables,
+)
 from .rank_analysis import DepthSimilarity, LayerSpectrum
 
-FEWER = 0.9  # dimensions over those of Gaussian matrices below which a sentence says that heads share dimensions
+# dimensions over those of Gaussian matrices below which a sentence says that heads share dimensions
+FEWER = 0.9
 COPYING = 0.5  # copying score from which a head is said to copy tokens
 
 
 class HeadCircuit(NamedTuple):
-    """Numbers of one head from its weights: its copying score, the norm of its slice of W_O, and that of W_V W_O.
+    """Numbers of one head from its weights: its copying score, the norm of its slice of W_O, and
+    that of W_V W_O.
 
-    `copying` and `ov_norm` are NaN where no single W_V belongs to the head. `over` is what the copying score is over:
-    "tokens", through embedding and unembedding, or "states".
+    `copying` and `ov_norm` are NaN where no single W_V belongs to the head. `over` is what the
+    copying score is over: "tokens", through embedding and unembedding, or "states".
     """
 
     site: str
@@ -40,10 +49,12 @@ class HeadCircuit(NamedTuple):
 
 
 def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
-    """Copying score, norm of W_O and norm of W_V W_O of every head of a model, from the weights alone.
+    """Copying score, norm of W_O and norm of W_V W_O of every head of a model, from the weights
+    alone.
 
-    Norms are Frobenius norms. Self-attention of a stack with a token embedding is scored over tokens, with the gains of
-    the norm before it and of the final norm (see `fold_norms`), all other attention over states, without any norm.
+    Norms are Frobenius norms. Self-attention of a stack with a token embedding is scored over
+    tokens, with the gains of the norm before it and of the final norm (see `fold_norms`), all other
+    attention over states, without any norm.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -55,7 +66,8 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
     for circuits in get_circuits(model).values():
         tables = _token_tables(model, circuits.site)
         circuits_of_heads += [
-            _measure_head(circuits, head, tables) for head in range(len(circuits.spec.score_head_of_output))
+            _measure_head(circuits, head, tables)
+            for head in range(len(circuits.spec.score_head_of_output))
         ]
     if not circuits_of_heads:
         raise SpecError("the model has no attention whose weights can be read; see hw.sites(model)")
@@ -63,7 +75,9 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
 
 
 def _token_tables(model: nn.Module, site: str) -> TokenTables | None:
-    """Embedding and unembedding of a site's stack; None for cross-attention and for stacks without tokens."""
+    """Embedding and unembedding of a site's stack; None for cross-attention and for stacks without
+    tokens.
+    """
     if site.rpartition(".")[2] != "attention":
         return None
     try:
@@ -72,14 +86,18 @@ def _token_tables(model: nn.Module, site: str) -> TokenTables | None:
         return None
 
 
-def _measure_head(circuits: AttentionCircuits, head: int, tables: TokenTables | None) -> HeadCircuit:
+def _measure_head(
+    circuits: AttentionCircuits, head: int, tables: TokenTables | None
+) -> HeadCircuit:
     output_norm = float(circuits.output_map(head).double().norm())
     over = "states" if tables is None else "tokens"
     try:
         ov = circuits.ov_circuit(head)
     except SpecError:
         return HeadCircuit(circuits.site, head, math.nan, over, output_norm, math.nan)
-    copying = copying_score(ov) if tables is None else copying_score(ov, tables.embed, tables.unembed)
+    copying = (
+        copying_score(ov) if tables is None else copying_score(ov, tables.embed, tables.unembed)
+    )
     ov_norm = float(ov.inner_product(ov).clamp(min=0).sqrt())
     return HeadCircuit(circuits.site, head, copying, over, output_norm, ov_norm)
 
@@ -88,7 +106,8 @@ def describe_circuits(heads: Sequence[HeadCircuit]) -> Iterator[str]:
     """Sentences about copying, and about the norms of the heads' slices of W_O.
 
     >>> heads = [
-    ...     HeadCircuit("a", n, copying, "tokens", norm, 1.0) for n, (copying, norm) in enumerate([(0.9, 2), (0, 1)])
+    ...     HeadCircuit("a", n, copying, "tokens", norm, 1.0)
+    ...     for n, (copying, norm) in enumerate([(0.9, 2), (0, 1)])
     ... ]
     >>> print(*describe_circuits(heads), sep="\\n")
     copying: 1 of 2 heads copies the tokens that it attends to (score above 0.5; random maps: 0 on average),
@@ -102,7 +121,8 @@ def describe_circuits(heads: Sequence[HeadCircuit]) -> Iterator[str]:
         verb = "copies" if count == 1 else "copy"
         pronoun = "it attends" if count == 1 else "they attend"
         yield (
-            f"copying: {count} of {len(scored)} heads {verb} the {top.over} that {pronoun} to (score above {COPYING}; "
+            f"copying: {count} of {len(scored)} heads {verb} the {top.over} that {pronoun} to "
+            f"(score above {COPYING}; "
             f"random maps: 0 on average), most of all {top.site} {top.head} ({top.copying:.2f})"
         )
     else:
@@ -110,7 +130,8 @@ def describe_circuits(heads: Sequence[HeadCircuit]) -> Iterator[str]:
     largest, smallest = (pick(heads, key=lambda one: one.output_norm) for pick in (max, min))
     mean = sum(one.output_norm for one in heads) / len(heads)
     yield (
-        f"norm of W_O: largest for {largest.site} {largest.head} ({largest.output_norm:.2f}), smallest for "
+        f"norm of W_O: largest for {largest.site} {largest.head} ({largest.output_norm:.2f}), "
+        "smallest for "
         f"{smallest.site} {smallest.head} ({smallest.output_norm:.2f}), mean {mean:.2f}"
     )
 
@@ -132,33 +153,52 @@ def describe_spectrum(spectrum: LayerSpectrum) -> str:
         if ratio < FEWER
         else "Its heads share no dimensions beyond chance"
     )
-    own, chance = (sum(getattr(head, name) for head in heads) / len(heads) for name in ("dims", "chance"))
+    own, chance = (
+        sum(getattr(head, name) for head in heads) / len(heads) for name in ("dims", "chance")
+    )
     most = max(head.most for head in heads)
     return (
-        f"{spectrum.site}: {summed.dims} of {summed.most} dimensions carry 90 % of the scores of all heads; Gaussian "
-        f"matrices: {summed.chance:.3g}. {verdict}. A single head uses {own:.3g} of {most} on average; Gaussian: "
+        f"{spectrum.site}: {summed.dims} of {summed.most} dimensions carry 90 % of the scores of "
+        "all heads; Gaussian "
+        f"matrices: {summed.chance:.3g}. {verdict}. A single head uses {own:.3g} of {most} on "
+        "average; Gaussian: "
         f"{chance:.3g}"
     )
 
 
 def describe_collapse(depths: Sequence[DepthSimilarity]) -> Iterator[str]:
-    """One sentence for each stack: how much its tokens differ before the first layer and after the last.
+    """One sentence for each stack: how much its tokens differ before the first layer and after the
+    last.
 
     >>> from headwise.head_analysis.head_table import Measure
     >>> half, tenth = Measure(0.5, 0.4, 0.6, 0.5), Measure(0.1, 0.1, 0.1, 0.5)
-    >>> print(*describe_collapse([DepthSimilarity("a", 0, half, half), DepthSimilarity("a", 6, tenth, tenth)]))
+    >>> print(
+    ...     *describe_collapse(
+    ...         [DepthSimilarity("a", 0, half, half), DepthSimilarity("a", 6, tenth, tenth)]
+    ...     )
+    ... )
     a: tokens differ by 0.50 of their norm before the first layer and by 0.10 after layer 6 (0: all tokens are equal, at
     most 1). The states become more similar with depth
     """
     for stack in dict.fromkeys(depth.stack for depth in depths):
-        own = sorted((depth for depth in depths if depth.stack == stack), key=lambda depth: depth.layers)
+        own = sorted(
+            (depth for depth in depths if depth.stack == stack), key=lambda depth: depth.layers
+        )
         first, last = own[0], own[-1]
-        separated = last.residual.low > first.residual.high or last.residual.high < first.residual.low
+        separated = (
+            last.residual.low > first.residual.high or last.residual.high < first.residual.low
+        )
         direction = "more" if last.residual.value < first.residual.value else "less"
-        verdict = f"become {direction} similar" if separated else "stay as similar as the intervals can tell"
+        verdict = (
+            f"become {direction} similar"
+            if separated
+            else "stay as similar as the intervals can tell"
+        )
         yield (
-            f"{stack}: tokens differ by {first.residual.value:.2f} of their norm before the first layer and by "
-            f"{last.residual.value:.2f} after layer {last.layers} (0: all tokens are equal, at most 1). The states "
+            f"{stack}: tokens differ by {first.residual.value:.2f} of their norm before the first "
+            "layer and by "
+            f"{last.residual.value:.2f} after layer {last.layers} (0: all tokens are equal, at "
+            "most 1). The states "
             f"{verdict} with depth"
         )
 

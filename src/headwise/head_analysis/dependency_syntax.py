@@ -1,5 +1,5 @@
-"""Syntax in attention heads: which heads follow dependency relations, and how well a probe on all heads finds
-governors.
+"""Syntax in attention heads: which heads follow dependency relations, and how well a probe on all
+heads finds governors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from .annotated_examples import Example, TokenAnnotations
 from .head_metrics import MAX_OFFSET
 from .head_table import Measure
 from .resampling import CONFIDENCE, Array, Jackknife
-from .weight_bands import WeightBand, WordBandMerger, WordGrouping, merge_annotations, stream_weight_bands
+from .weight_bands import (
+    WeightBand,
+    WordBandMerger,
+    WordGrouping,
+    merge_annotations,
+    stream_weight_bands,
+)
 
-# --- Dependencies as pairs of words --------------------------------------------------------------------
+# --- Dependencies as pairs of words ---------------------------------------------------------------
 
 DIRECTIONS = ("governor", "dependent")
 ALL_RELATIONS = "all"  # stands for all relations together
@@ -35,13 +41,17 @@ class ArcConvention:
     """How dependencies count as found.
 
     - `baseline_offsets`: fixed offsets between words that compete with the heads as baselines.
-    - `weight_baseline`: "uniform" adds uniform attention over tokens as a baseline; it favours words of many tokens.
-    - `dependents_from`: how a governor finds its dependents. "rows": it attends to the dependent most. "columns": each
+    - `weight_baseline`: "uniform" adds uniform attention over tokens as a baseline; it favours
+      words of many tokens.
+    - `dependents_from`: how a governor finds its dependents. "rows": it attends to the dependent
+      most. "columns": each
       dependent belongs to the word that attends to it most.
     - `self_reading`: whether attention of a word to itself "counts" or is "left out".
     - `out_of_range`: an offset that leads past the last word finds "nothing" or the "last" word.
-    - `counted_arcs`: "allowed" counts dependencies that the attention mask allows, "all" counts every one.
-    - `possessive_relations`: relations whose dependent is represented by the possessive mark that follows it, if any.
+    - `counted_arcs`: "allowed" counts dependencies that the attention mask allows, "all" counts
+      every one.
+    - `possessive_relations`: relations whose dependent is represented by the possessive mark that
+      follows it, if any.
     """
 
     baseline_offsets: tuple[int, ...]
@@ -60,16 +70,20 @@ class ArcConvention:
 
 ARC_CONVENTIONS: Mapping[str, ArcConvention] = {
     "ours": ArcConvention(
-        tuple(offset for offset in range(-MAX_OFFSET, MAX_OFFSET + 1) if offset), weight_baseline="uniform"
+        tuple(offset for offset in range(-MAX_OFFSET, MAX_OFFSET + 1) if offset),
+        weight_baseline="uniform",
     ),
     # 1906.04341, section 4.2, and its notebook
-    "clark": ArcConvention(tuple(range(-3, 3)), "columns", "left out", "last", "all", ("poss", "nmod:poss")),
+    "clark": ArcConvention(
+        tuple(range(-3, 3)), "columns", "left out", "last", "all", ("poss", "nmod:poss")
+    ),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class DependencyPairs:
-    """Dependencies as pairs of word indices, [3, N]: the querying word, the word to be found, and an index into `keys`.
+    """Dependencies as pairs of word indices, [3, N]: the querying word, the word to be found, and
+    an index into `keys`.
 
     A word index is a position among `words`, which include those of special tokens.
     """
@@ -80,14 +94,20 @@ class DependencyPairs:
 
     def select(self, directions: Sequence[str]) -> Tensor:
         """The pairs with one of these directions."""
-        selected = torch.tensor([key[1] in directions for key in self.keys], device=self.pairs.device)
+        selected = torch.tensor(
+            [key[1] in directions for key in self.keys], device=self.pairs.device
+        )
         return self.pairs[:, selected[self.pairs[2]]]
 
 
 def make_dependency_pairs(
-    dependencies: Sequence[tuple[int, int, str]], word_grouping: WordGrouping, convention: ArcConvention
+    dependencies: Sequence[tuple[int, int, str]],
+    word_grouping: WordGrouping,
+    convention: ArcConvention,
 ) -> DependencyPairs:
-    """Turn dependencies (dependent, governor, relation) of a text into pairs of word indices, in both directions."""
+    """Turn dependencies (dependent, governor, relation) of a text into pairs of word indices, in
+    both directions.
+    """
     words = word_grouping.tokens
     index_of = {word: index for index, word in enumerate(words.word_index.tolist()) if word >= 0}
     rows: list[tuple[int, int, RelationKey]] = []
@@ -95,12 +115,17 @@ def make_dependency_pairs(
         if arc[0] not in index_of or arc[1] not in index_of:
             valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
             raise ValueError(
-                f"dependency {arc!r} names a word that does not exist: the tokens have {valid}; count words from 0"
+                f"dependency {arc!r} names a word that does not exist: the tokens have {valid}; "
+                "count words from 0"
             )
         dependent, governor, relation = index_of[arc[0]], index_of[arc[1]], arc[2]
         mark = index_of.get(arc[0] + 1) if relation in convention.possessive_relations else None
-        query = dependent if mark is None or words.words[mark].strip() not in POSSESSIVE_MARKS else mark
-        reverse = (query, governor) if convention.dependents_from == "columns" else (governor, dependent)
+        query = (
+            dependent if mark is None or words.words[mark].strip() not in POSSESSIVE_MARKS else mark
+        )
+        reverse = (
+            (query, governor) if convention.dependents_from == "columns" else (governor, dependent)
+        )
         for name in (relation, ALL_RELATIONS):
             rows += [(query, governor, (name, DIRECTIONS[0])), (*reverse, (name, DIRECTIONS[1]))]
     keys = tuple(dict.fromkeys(key for *_, key in rows))
@@ -109,7 +134,7 @@ def make_dependency_pairs(
     return DependencyPairs(torch.tensor(table, device=words.word_index.device).T, keys, words)
 
 
-# --- Dependencies found by single heads ----------------------------------------------------------------
+# --- Dependencies found by single heads -----------------------------------------------------------
 
 MIN_ARCS = 20  # relations with fewer dependencies in the data are not measured
 SYNTAX_PREFIX = "syntactic"  # names of these measures start with it
@@ -118,13 +143,16 @@ SYNTAX_PREFIX = "syntactic"  # names of these measures start with it
 class DependencyScores:
     """Dependencies found by self-attention heads: a collector for `measure_heads`.
 
-    Parsed sentences are the sources of an encoder-decoder. A relation is left out if the data has fewer than `min_arcs`
-    of it. `kept` holds the counts of each text by site, relation and direction.
+    Parsed sentences are the sources of an encoder-decoder. A relation is left out if the data has
+    fewer than `min_arcs` of it. `kept` holds the counts of each text by site, relation and
+    direction.
     """
 
     def __init__(self, *, convention: str = "ours", min_arcs: int = MIN_ARCS) -> None:
         if convention not in ARC_CONVENTIONS:
-            raise ValueError(f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}")
+            raise ValueError(
+                f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}"
+            )
         self.convention, self.min_arcs = ARC_CONVENTIONS[convention], min_arcs
         self.counts_by_example: list[dict[tuple[str, RelationKey], Array]] = []
         self._words = WordBandMerger(self._add_word_band)
@@ -138,17 +166,27 @@ class DependencyScores:
         self._tokens, self._pairs = example.streams.get(example.parsed_stream), None
         if example.dependencies:
             if self._tokens is None:
-                raise ValueError("the example has dependencies but no tokens; give the streams that they belong to")
+                raise ValueError(
+                    "the example has dependencies but no tokens; give the streams that they "
+                    "belong to"
+                )
             self._pairs = make_dependency_pairs(
                 example.dependencies, self._words.group_words(self._tokens), self.convention
             )
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows; bands of other streams and of cross-attention are ignored."""
-        if self._pairs is None or not band.is_self_attention or band.query_tokens is not self._tokens:
+        if (
+            self._pairs is None
+            or not band.is_self_attention
+            or band.query_tokens is not self._tokens
+        ):
             return
         if self.convention.weight_baseline == "uniform":
-            band = replace(band, w_HTS=torch.cat([band.w_HTS, band.uniform_baseline.w_HTS.to(band.w_HTS.dtype)]))
+            band = replace(
+                band,
+                w_HTS=torch.cat([band.w_HTS, band.uniform_baseline.w_HTS.to(band.w_HTS.dtype)]),
+            )
         self._words.add_band(site, band)
 
     def _add_word_band(self, site: str, band: WeightBand) -> None:
@@ -158,13 +196,17 @@ class DependencyScores:
         w_HTS = band.w_HTS.masked_fill((band.key_tokens.word_index < 0) | ~allowed, -1)
         if self.convention.self_reading == "left out":
             w_HTS = w_HTS.masked_fill(
-                torch.arange(band.key_tokens.count, device=w_HTS.device) == band.query_positions[:, None], -1
+                torch.arange(band.key_tokens.count, device=w_HTS.device)
+                == band.query_positions[:, None],
+                -1,
             )
         pairs = dependencies.pairs
         if self.convention.dependents_from == "columns":
             self._update_best_readers(site, w_HTS, band)
             pairs = dependencies.select(DIRECTIONS[:1])
-        pairs = pairs[:, (pairs[0] >= band.first_query) & (pairs[0] < band.first_query + w_HTS.shape[1])]
+        pairs = pairs[
+            :, (pairs[0] >= band.first_query) & (pairs[0] < band.first_query + w_HTS.shape[1])
+        ]
         query, target = pairs[0] - band.first_query, pairs[1]
         if self.convention.counted_arcs == "allowed":
             pairs = pairs[:, allowed[query, target]]
@@ -174,27 +216,41 @@ class DependencyScores:
 
     def _update_best_readers(self, site: str, w_HTS: Tensor, band: WeightBand) -> None:
         """Update, for each word, the word that attends to it most in the bands so far."""
-        w_HTS = w_HTS.masked_fill(band.query_tokens.word_index[band.query_positions][:, None] < 0, -1)
+        w_HTS = w_HTS.masked_fill(
+            band.query_tokens.word_index[band.query_positions][:, None] < 0, -1
+        )
         weight, reader = w_HTS.max(1)
-        best_weight, best_reader = self._best_readers.get(site, (torch.full_like(weight, -1), torch.zeros_like(reader)))
+        best_weight, best_reader = self._best_readers.get(
+            site, (torch.full_like(weight, -1), torch.zeros_like(reader))
+        )
         self._best_readers[site] = (
             torch.maximum(weight, best_weight),
             torch.where(weight > best_weight, reader + band.first_query, best_reader),
         )
 
     def _add_hits(self, site: str, pairs: Tensor, hits: Tensor) -> None:
-        """Add hits of heads and baselines and the number of dependencies, by key: [keys, H + baselines + 1]."""
+        """Add hits of heads and baselines and the number of dependencies, by key: [keys, H +
+        baselines + 1].
+        """
         dependencies = self._pairs
         assert dependencies is not None
         word = dependencies.words.word_index
         query, target = word[pairs[0]], word[pairs[1]]
-        predicted = query + torch.tensor(self.convention.baseline_offsets, device=word.device)[:, None]
+        predicted = (
+            query + torch.tensor(self.convention.baseline_offsets, device=word.device)[:, None]
+        )
         if self.convention.out_of_range == "last":
             predicted = predicted.clamp(max=int(word.max()))
         columns = torch.cat(
-            [hits.double(), (predicted == target).double(), torch.ones_like(predicted[:1], dtype=torch.float64)]
+            [
+                hits.double(),
+                (predicted == target).double(),
+                torch.ones_like(predicted[:1], dtype=torch.float64),
+            ]
         )
-        sums = columns.new_zeros(len(dependencies.keys), len(columns)).index_add_(0, pairs[2], columns.T.contiguous())
+        sums = columns.new_zeros(len(dependencies.keys), len(columns)).index_add_(
+            0, pairs[2], columns.T.contiguous()
+        )
         self._sums[site] = self._sums.get(site, 0) + sums.cpu().numpy()
 
     def finish_example(self) -> None:
@@ -205,21 +261,28 @@ class DependencyScores:
             pairs = dependencies.select(DIRECTIONS[1:])
             self._add_hits(site, pairs, reader[:, pairs[0]] == pairs[1])
         keys = dependencies.keys if dependencies is not None else ()
-        counts = {(site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)}
+        counts = {
+            (site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)
+        }
         self.counts_by_example.append(counts)
         self._sums, self._best_readers, self._pairs = {}, {}, None
         self._words.finish_example()
 
     def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """The share of each relation's dependencies that each head finds; chance is the best baseline.
+        """The share of each relation's dependencies that each head finds; chance is the best
+        baseline.
 
-        The interval is that of the head's margin over the best baseline, moved to the head's own value. It is corrected
-        for testing all heads, relations and directions at once (Bonferroni: one false claim in 20 data sets), and cut
-        off at 0 and 1.
+        The interval is that of the head's margin over the best baseline, moved to the head's own
+        value. It is corrected for testing all heads, relations and directions at once (Bonferroni:
+        one false claim in 20 data sets), and cut off at 0 and 1.
         """
         keys = dict.fromkeys(key for counts in self.counts_by_example for key in counts)
         counts_by_key = {key: self._stack_counts(key) for key in keys}
-        counts_by_key = {key: counts for key, counts in counts_by_key.items() if counts[..., -1].sum() >= self.min_arcs}
+        counts_by_key = {
+            key: counts
+            for key, counts in counts_by_key.items()
+            if counts[..., -1].sum() >= self.min_arcs
+        }
         baselines = self.convention.num_baselines
         tests = sum(counts.shape[1] - baselines - 1 for counts in counts_by_key.values())
         confidence = 1 - (1 - CONFIDENCE) / max(1, tests)
@@ -232,7 +295,9 @@ class DependencyScores:
 
     def _stack_counts(self, key: tuple[str, RelationKey]) -> Array:
         """Counts of every text, [texts, H + baselines + 1]."""
-        missing = np.zeros_like(next(counts[key] for counts in self.counts_by_example if key in counts))
+        missing = np.zeros_like(
+            next(counts[key] for counts in self.counts_by_example if key in counts)
+        )
         return np.stack([counts.get(key, missing) for counts in self.counts_by_example])
 
 
@@ -246,7 +311,9 @@ def is_relation_measure(measure: str) -> bool:
     ... )
     (True, False, False)
     """
-    return measure.startswith(f"{SYNTAX_PREFIX} ") and not measure.startswith(f"{SYNTAX_PREFIX} {ALL_RELATIONS} ")
+    return measure.startswith(f"{SYNTAX_PREFIX} ") and not measure.startswith(
+        f"{SYNTAX_PREFIX} {ALL_RELATIONS} "
+    )
 
 
 def _relation_measures(sums: Array, num_baselines: int, confidence: float) -> list[Measure]:
@@ -262,11 +329,12 @@ def _relation_measures(sums: Array, num_baselines: int, confidence: float) -> li
     num_arcs = float(sums[:, -1].sum())
     columns = (array.tolist() for array in (values, low, high, margins.p_values(sides=1)))
     return [
-        Measure(value, start, end, float(chance), num_arcs, p) for value, start, end, p in zip(*columns, strict=True)
+        Measure(value, start, end, float(chance), num_arcs, p)
+        for value, start, end, p in zip(*columns, strict=True)
     ]
 
 
-# --- A probe on the attention weights of all heads -----------------------------------------------------
+# --- A probe on the attention weights of all heads ------------------------------------------------
 
 MAX_BASELINE_OFFSET = 8  # largest offset that the baseline may choose, in both directions
 MAX_ITERATIONS = 100
@@ -276,7 +344,8 @@ MAX_ITERATIONS = 100
 class ProbeOptions:
     """Options of `train_attention_probe`.
 
-    `test_fraction` of the texts is held out; `weight_decay` / 2 times the squared weights is added to the loss.
+    `test_fraction` of the texts is held out; `weight_decay` / 2 times the squared weights is added
+    to the loss.
 
     >>> ProbeOptions(test_fraction=1.5)
     Traceback (most recent call last):
@@ -295,8 +364,8 @@ class ProbeOptions:
 
 
 class HeadProbeWeight(NamedTuple):
-    """Weights of one head in the probe: `up` for attention of the governor to the word, `down` for attention of the
-    word to its governor.
+    """Weights of one head in the probe: `up` for attention of the governor to the word, `down` for
+    attention of the word to its governor.
     """
 
     site: str
@@ -307,10 +376,12 @@ class HeadProbeWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Share of governors that the probe finds in the held-out texts (unlabelled attachment score, UAS).
+    """Share of governors that the probe finds in the held-out texts (unlabelled attachment score,
+    UAS).
 
-    `random_baseline` is the score of the randomly initialised baseline, `baseline` that of one fixed `offset`.
-    `head_weights` are the probe's weights by head; `texts` and `arcs` count the training and the held-out part.
+    `random_baseline` is the score of the randomly initialised baseline, `baseline` that of one
+    fixed `offset`. `head_weights` are the probe's weights by head; `texts` and `arcs` count the
+    training and the held-out part.
     """
 
     uas: Measure
@@ -338,8 +409,8 @@ class ProbeResult:
 
 
 class ProbeSentence(NamedTuple):
-    """Attention maps [heads, words, words] of a text, the (site, head) of each map, and dependencies (dependent,
-    governor).
+    """Attention maps [heads, words, words] of a text, the (site, head) of each map, and
+    dependencies (dependent, governor).
     """
 
     attention_maps: Tensor
@@ -348,7 +419,9 @@ class ProbeSentence(NamedTuple):
 
     @property
     def features(self) -> Tensor:
-        """Attention to and from each candidate governor of each dependency, [dependencies, words, 2 heads]."""
+        """Attention to and from each candidate governor of each dependency, [dependencies, words, 2
+        heads].
+        """
         dependents = [dependent for dependent, _ in self.dependencies]
         to_dependent = self.attention_maps[:, :, dependents].permute(2, 1, 0)
         from_dependent = self.attention_maps[:, dependents].permute(1, 2, 0)
@@ -369,11 +442,13 @@ def train_attention_probe(
     options: ProbeOptions = ProbeOptions(),
     progress: Callable[[int], object] = lambda _: None,
 ) -> ProbeResult:
-    """Train the attention-only probe of Clark et al. (1906.04341) on gold dependencies; score it on held-out texts.
+    """Train the attention-only probe of Clark et al. (1906.04341) on gold dependencies; score it on
+    held-out texts.
 
-    `random_baseline` is the same architecture before training, see `make_random_baseline`; its score shows what word
-    positions alone reveal. The second baseline is the single offset from a word to its governor that is right most
-    often in the training texts. `progress` is called with the number of examples with dependencies read so far.
+    `random_baseline` is the same architecture before training, see `make_random_baseline`; its
+    score shows what word positions alone reveal. The second baseline is the single offset from a
+    word to its governor that is right most often in the training texts. `progress` is called with
+    the number of examples with dependencies read so far.
     """
     models = [model] if random_baseline is None else [model, random_baseline]
     sites_by_model = [_self_attention_sites(each) for each in models]
@@ -386,19 +461,24 @@ def train_attention_probe(
             continue
         for each, sites, sentences in zip(models, sites_by_model, sentences_by_model, strict=True):
             maps = word_attention_maps(each, sites, example)
-            heads = [(site, head) for site, site_maps in maps.items() for head in range(len(site_maps))]
+            heads = [
+                (site, head) for site, site_maps in maps.items() for head in range(len(site_maps))
+            ]
             sentences.append(ProbeSentence(torch.cat(list(maps.values())), heads, dependencies))
         progress(len(sentences_by_model[0]))
     own = sentences_by_model[0]
     train, test = _split_texts(len(own), options)
-    weights = [_fit_probe([sentences[n] for n in train], options) for sentences in sentences_by_model]
+    weights = [
+        _fit_probe([sentences[n] for n in train], options) for sentences in sentences_by_model
+    ]
     correct = [
         [_arc_accuracy(sentences[n], weight) for n in test]
         for sentences, weight in zip(sentences_by_model, weights, strict=True)
     ]
     offset = _best_offset([own[n] for n in train])
     correct_by_offset = [
-        [float(governor == dependent + offset) for dependent, governor in own[n].dependencies] for n in test
+        [float(governor == dependent + offset) for dependent, governor in own[n].dependencies]
+        for n in test
     ]
     chance = np.concatenate(
         [np.full(len(own[n].dependencies), 1 / (own[n].attention_maps.shape[1] - 1)) for n in test]
@@ -418,21 +498,33 @@ def train_attention_probe(
     )
 
 
-def word_attention_maps(model: nn.Module, sites: Sequence[SiteModule], example: Example) -> dict[str, Tensor]:
-    """Attention of every word to every word, averaged over the querying tokens: site name -> [heads, words, words]."""
+def word_attention_maps(
+    model: nn.Module, sites: Sequence[SiteModule], example: Example
+) -> dict[str, Tensor]:
+    """Attention of every word to every word, averaged over the querying tokens: site name ->
+    [heads, words, words].
+    """
     stream = example.parsed_stream
     tokens, bands = example.streams[stream], dict[str, list[Tensor]]()
-    words = WordBandMerger(lambda site, band: bands.setdefault(site, []).append(band.w_HTS.float().cpu()))
+    words = WordBandMerger(
+        lambda site, band: bands.setdefault(site, []).append(band.w_HTS.float().cpu())
+    )
     streams = {module.site.name: (stream, stream) for module in sites}
     stream_weight_bands(model, sites, example, streams, words.add_band)
     is_word = (words.group_words(tokens).tokens.word_index >= 0).cpu()
-    return {module.site.name: torch.cat(bands[module.site.name], 1)[:, is_word][:, :, is_word] for module in sites}
+    return {
+        module.site.name: torch.cat(bands[module.site.name], 1)[:, is_word][:, :, is_word]
+        for module in sites
+    }
 
 
 def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
     """Observable sites at which a text, or the source of an encoder-decoder, attends to itself."""
     if model.training:
-        raise ValueError("cannot probe a model in train mode, where dropout changes attention; call model.eval() first")
+        raise ValueError(
+            "cannot probe a model in train mode, where dropout changes attention; call "
+            "model.eval() first"
+        )
     has_source = is_encoder_decoder(model)
     stream = "source" if has_source else "text"
     sites = [
@@ -441,7 +533,9 @@ def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
         if module.site.observe.possible and get_streams(module.site, has_source) == (stream, stream)
     ]
     if not sites:
-        raise ValueError(f"cannot probe {type(model).__name__}: it has no self-attention that can be observed")
+        raise ValueError(
+            f"cannot probe {type(model).__name__}: it has no self-attention that can be observed"
+        )
     return sites
 
 
@@ -458,7 +552,10 @@ def _word_dependencies(example: Example) -> list[tuple[int, int]]:
     ]
     if unknown := [pair for pair in dependencies if not {*pair} <= index_of.keys()]:
         valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
-        raise ValueError(f"a dependency joins words {unknown[0]}, but the tokens have {valid}; count words from 0")
+        raise ValueError(
+            f"a dependency joins words {unknown[0]}, but the tokens have {valid}; count words "
+            "from 0"
+        )
     return [(index_of[dependent], index_of[governor]) for dependent, governor in dependencies]
 
 
@@ -467,13 +564,18 @@ def _split_texts(count: int, options: ProbeOptions) -> tuple[list[int], list[int
     num_test = round(options.test_fraction * count)
     if num_test < 2 or count - num_test < 2:
         split = f"{count - num_test} for training and {num_test} held out"
-        raise ValueError(f"cannot split {count} texts with dependencies: {split}; at least two of each are needed")
+        raise ValueError(
+            f"cannot split {count} texts with dependencies: {split}; at least two of each are "
+            "needed"
+        )
     order = np.random.default_rng(options.seed).permutation(count).tolist()
     return sorted(order[num_test:]), sorted(order[:num_test])
 
 
 class ProbeCandidates(NamedTuple):
-    """Every candidate governor of every dependency: its features, the dependency, and whether it is the governor."""
+    """Every candidate governor of every dependency: its features, the dependency, and whether it is
+    the governor.
+    """
 
     features: Tensor
     arc_index: Tensor
@@ -485,13 +587,20 @@ class ProbeCandidates(NamedTuple):
         """Concatenate the candidates of several texts."""
         counts = [len(sentence.dependencies) for sentence in sentences]
         is_candidate = torch.cat([sentence.is_candidate.flatten() for sentence in sentences])
-        features = torch.cat([sentence.features.flatten(0, 1) for sentence in sentences])[is_candidate]
-        is_governor = torch.cat([_gold_governors(sentence).flatten() for sentence in sentences])[is_candidate]
-        num_words = torch.tensor([sentence.attention_maps.shape[1] for sentence in sentences]).repeat_interleave(
-            torch.tensor(counts)
-        )
+        features = torch.cat([sentence.features.flatten(0, 1) for sentence in sentences])[
+            is_candidate
+        ]
+        is_governor = torch.cat([_gold_governors(sentence).flatten() for sentence in sentences])[
+            is_candidate
+        ]
+        num_words = torch.tensor(
+            [sentence.attention_maps.shape[1] for sentence in sentences]
+        ).repeat_interleave(torch.tensor(counts))
         return ProbeCandidates(
-            features, torch.arange(sum(counts)).repeat_interleave(num_words)[is_candidate], is_governor, sum(counts)
+            features,
+            torch.arange(sum(counts)).repeat_interleave(num_words)[is_candidate],
+            is_governor,
+            sum(counts),
         )
 
     def negative_log_likelihood(self, weight: Tensor) -> Tensor:
@@ -499,18 +608,25 @@ class ProbeCandidates(NamedTuple):
         scores, zeros = self.features @ weight, self.features.new_zeros(self.num_arcs)
         top = (zeros - torch.inf).scatter_reduce(0, self.arc_index, scores.detach(), "amax")
         total = zeros.index_add(0, self.arc_index, (scores - top[self.arc_index]).exp())
-        return (total.log() + top - zeros.index_add(0, self.arc_index, scores * self.is_governor)).mean()
+        return (
+            total.log() + top - zeros.index_add(0, self.arc_index, scores * self.is_governor)
+        ).mean()
 
 
 def _fit_probe(sentences: Sequence[ProbeSentence], options: ProbeOptions) -> Tensor:
-    """Probe weights [2 heads] that maximise the likelihood of the gold governors, by L-BFGS from zero."""
+    """Probe weights [2 heads] that maximise the likelihood of the gold governors, by L-BFGS from
+    zero.
+    """
     candidates = ProbeCandidates.from_sentences(sentences)
     weight = torch.zeros(candidates.features.shape[1], requires_grad=True)
     optimiser = torch.optim.LBFGS([weight], max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        value = candidates.negative_log_likelihood(weight) + options.weight_decay * weight.square().sum() / 2
+        value = (
+            candidates.negative_log_likelihood(weight)
+            + options.weight_decay * weight.square().sum() / 2
+        )
         value.backward()
         return value
 
@@ -526,24 +642,43 @@ def _gold_governors(sentence: ProbeSentence) -> Tensor:
 
 def _arc_accuracy(sentence: ProbeSentence, weight: Tensor) -> list[float]:
     """For each dependency, 1.0 if the likeliest candidate is the governor."""
-    guessed = (sentence.features @ weight).masked_fill(~sentence.is_candidate, -torch.inf).argmax(-1).tolist()
-    return [float(guess == governor) for guess, (_, governor) in zip(guessed, sentence.dependencies, strict=True)]
+    guessed = (
+        (sentence.features @ weight)
+        .masked_fill(~sentence.is_candidate, -torch.inf)
+        .argmax(-1)
+        .tolist()
+    )
+    return [
+        float(guess == governor)
+        for guess, (_, governor) in zip(guessed, sentence.dependencies, strict=True)
+    ]
 
 
 def _best_offset(sentences: Sequence[ProbeSentence]) -> int:
-    offsets = [governor - dependent for sentence in sentences for dependent, governor in sentence.dependencies]
+    offsets = [
+        governor - dependent
+        for sentence in sentences
+        for dependent, governor in sentence.dependencies
+    ]
     choices = [offset for offset in range(-MAX_BASELINE_OFFSET, MAX_BASELINE_OFFSET + 1) if offset]
     return max(choices, key=lambda offset: (offsets.count(offset), -abs(offset), -offset))
 
 
 def _accuracy_measure(correct: Sequence[Sequence[float]], chance: float) -> Measure:
     """Accuracy with an interval over texts."""
-    sums, counts = (np.array([float(reduction(hits)) for hits in correct]) for reduction in (sum, len))
+    sums, counts = (
+        np.array([float(reduction(hits)) for hits in correct]) for reduction in (sum, len)
+    )
     accuracy = Jackknife.of_ratio(sums, counts)
     low, high = accuracy.interval()
     return Measure(float(accuracy.value), float(low), float(high), chance)
 
 
-def _head_probe_weights(heads: Sequence[tuple[str, int]], weight: Tensor) -> tuple[HeadProbeWeight, ...]:
+def _head_probe_weights(
+    heads: Sequence[tuple[str, int]], weight: Tensor
+) -> tuple[HeadProbeWeight, ...]:
     up, down = weight.view(2, -1).tolist()
-    return tuple(HeadProbeWeight(site, head, *weights) for (site, head), *weights in zip(heads, up, down, strict=True))
+    return tuple(
+        HeadProbeWeight(site, head, *weights)
+        for (site, head), *weights in zip(heads, up, down, strict=True)
+    )

@@ -13,7 +13,8 @@ from .annotated_examples import Example
 
 
 class DistinctExamples:
-    """The examples whose inputs differ from those of all earlier ones; counts of both kinds after the iteration.
+    """The examples whose inputs differ from those of all earlier ones; counts of both kinds after
+    the iteration.
 
     >>> examples = DistinctExamples([Example({"x": n % 2}, {}) for n in range(5)])
     >>> len(list(examples)), examples.notes
@@ -48,7 +49,9 @@ class DistinctExamples:
     def check_min_count(self, minimum: int = 2) -> None:
         """Raise ValueError if there were fewer than `minimum` distinct examples."""
         if self.num_distinct < minimum:
-            fact = f"cannot compute confidence intervals from {pluralise(self.num_distinct, 'text')}"
+            fact = (
+                f"cannot compute confidence intervals from {pluralise(self.num_distinct, 'text')}"
+            )
             if self.num_repeated:
                 repeated = pluralise(self.num_repeated, "repetition")
                 raise ValueError(f"{fact} and {repeated} of earlier ones; give different texts")

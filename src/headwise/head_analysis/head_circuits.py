@@ -1,8 +1,9 @@
-"""Circuits of a head from its weights alone: which states it compares (QK), and what it carries to the output (OV).
+"""Circuits of a head from its weights alone: which states it compares (QK), and what it carries to
+the output (OV).
 
-Scores are x W_Q W_K^T z and outputs are w z W_V W_O: two maps of the model's width, each kept as the product of two
-narrow matrices (Elhage et al. 2021). Biases, norms and transforms of queries and keys are not part of them;
-`fold_norms` adds the norms to the maps from tokens to tokens.
+Scores are x W_Q W_K^T z and outputs are w z W_V W_O: two maps of the model's width, each kept as
+the product of two narrow matrices (Elhage et al. 2021). Biases, norms and transforms of queries and
+keys are not part of them; `fold_norms` adds the norms to the maps from tokens to tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from .head_table import Measure
 from .random_baseline import as_native_model
 from .resampling import FoldedSums
 
-# --- Low-rank maps -------------------------------------------------------------------------------------
+# --- Low-rank maps --------------------------------------------------------------------------------
 
 FACTOR_SIDES = ("left", "right")
 CIRCUIT_KINDS = ("qk", "ov")
 
 
 class LowRankMap(NamedTuple):
-    """A linear map x -> x @ left @ right, kept as two narrow matrices left [in, r] and right [r, out]."""
+    """A linear map x -> x @ left @ right, kept as two narrow matrices left [in, r] and right [r,
+    out].
+    """
 
     left: Tensor
     right: Tensor
@@ -52,10 +55,15 @@ class LowRankMap(NamedTuple):
     def singular_values(self) -> Tensor:
         """The r largest singular values, in descending order; all others are zero.
 
-        >>> LowRankMap(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0, 0.0]])).singular_values.tolist()
+        >>> LowRankMap(
+        ...     torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0, 0.0]])
+        ... ).singular_values.tolist()
         [10.0]
         """
-        left, right = (torch.linalg.qr(factor, mode="r").R for factor in (self.left.double(), self.right.double().T))
+        left, right = (
+            torch.linalg.qr(factor, mode="r").R
+            for factor in (self.left.double(), self.right.double().T)
+        )
         return torch.linalg.svdvals(left @ right.T)
 
     def inner_product(self, other: LowRankMap) -> Tensor:
@@ -65,9 +73,12 @@ class LowRankMap(NamedTuple):
 
 
 def map_similarity(one: LowRankMap, other: LowRankMap) -> float:
-    """Cosine similarity of two maps as vectors: 1 if they are equal up to a positive scale, 0 if they are orthogonal.
+    """Cosine similarity of two maps as vectors: 1 if they are equal up to a positive scale, 0 if
+    they are orthogonal.
 
-    >>> map_similarity(LowRankMap(torch.eye(2), torch.eye(2)), LowRankMap(torch.eye(2), -2 * torch.eye(2)))
+    >>> map_similarity(
+    ...     LowRankMap(torch.eye(2), torch.eye(2)), LowRankMap(torch.eye(2), -2 * torch.eye(2))
+    ... )
     -1.0
     """
     norms = (one.inner_product(one) * other.inner_product(other)).sqrt()
@@ -75,8 +86,8 @@ def map_similarity(one: LowRankMap, other: LowRankMap) -> float:
 
 
 def principal_angles(one: LowRankMap, other: LowRankMap, side: str = "left") -> Tensor:
-    """Principal angles in radians, in ascending order, between the input spaces ("left") or output spaces ("right") of
-    two maps.
+    """Principal angles in radians, in ascending order, between the input spaces ("left") or output
+    spaces ("right") of two maps.
 
     For random subspaces of r dimensions the squared cosines are r / width on average.
 
@@ -85,8 +96,13 @@ def principal_angles(one: LowRankMap, other: LowRankMap, side: str = "left") -> 
     True
     """
     if side not in FACTOR_SIDES:
-        raise ValueError(f"unknown side={side!r}; use 'left' (input space) or 'right' (output space)")
-    bases = [_orthonormal_basis(factors.left if side == "left" else factors.right.T) for factors in (one, other)]
+        raise ValueError(
+            f"unknown side={side!r}; use 'left' (input space) or 'right' (output space)"
+        )
+    bases = [
+        _orthonormal_basis(factors.left if side == "left" else factors.right.T)
+        for factors in (one, other)
+    ]
     return torch.linalg.svdvals(bases[0].T @ bases[1]).clamp(max=1).acos()
 
 
@@ -96,13 +112,16 @@ def _orthonormal_basis(columns: Tensor) -> Tensor:
     return basis[:, singular > 1e-10 * singular[:1].clamp(min=1e-300)]
 
 
-def copying_score(ov: LowRankMap, embed: Tensor | None = None, unembed: Tensor | None = None) -> float:
-    """Copying score of an OV circuit (Elhage et al. 2021): the sum of eigenvalues over the sum of their absolute
-    values.
+def copying_score(
+    ov: LowRankMap, embed: Tensor | None = None, unembed: Tensor | None = None
+) -> float:
+    """Copying score of an OV circuit (Elhage et al. 2021): the sum of eigenvalues over the sum of
+    their absolute values.
 
-    It is 1 if all eigenvalues are positive, so that the head raises the logits of tokens that it attends to, and -1 if
-    all are negative. The map is embed W_V W_O unembed over tokens, with `embed` [tokens, model] and `unembed` [model,
-    tokens], or W_V W_O over states without them. Its nonzero eigenvalues are those of an [r, r] matrix.
+    It is 1 if all eigenvalues are positive, so that the head raises the logits of tokens that it
+    attends to, and -1 if all are negative. The map is embed W_V W_O unembed over tokens, with
+    `embed` [tokens, model] and `unembed` [model, tokens], or W_V W_O over states without them. Its
+    nonzero eigenvalues are those of an [r, r] matrix.
 
     >>> ov = LowRankMap(torch.eye(3)[:, :2], torch.eye(3)[:2])
     >>> copying_score(ov), copying_score(LowRankMap(ov.left, -ov.right))
@@ -116,12 +135,14 @@ def copying_score(ov: LowRankMap, embed: Tensor | None = None, unembed: Tensor |
     return float(values.real.sum() / total) if total > 0 else float("nan")
 
 
-# --- Circuits of a model -------------------------------------------------------------------------------
+# --- Circuits of a model --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCircuits:
-    """QK and OV circuits of the heads of one attention layer; `caveats` name what they leave out."""
+    """QK and OV circuits of the heads of one attention layer; `caveats` name
+    what they leave out.
+    """
 
     site: str
     layer: Attention
@@ -138,9 +159,14 @@ class AttentionCircuits:
         _check_head(head, heads.q, "score head")
         if head not in self.spec.core_score_heads:
             fact = f"only a gate reads the queries of score head {head} of {self.site}"
-            raise SpecError(f"cannot get QK circuits: {fact}; name one of {list(self.spec.core_score_heads)}")
+            raise SpecError(
+                f"cannot get QK circuits: {fact}; name one of {list(self.spec.core_score_heads)}"
+            )
         if not self.spec.similarity.linear:
-            fact = f"{self.site} scores with {self.spec.similarity!r}, which is not a product of W_Q and W_K"
+            fact = (
+                f"{self.site} scores with {self.spec.similarity!r}, which is not a product of "
+                "W_Q and W_K"
+            )
             raise SpecError(f"cannot get QK circuits: {fact}")
         q, k = self._head_matrices("q", "q dim model"), self._head_matrices("k", "kv dim source")
         return LowRankMap(q[head].T, k[heads.kv_head_of_query[head]])
@@ -151,7 +177,10 @@ class AttentionCircuits:
         _check_head(head, len(spec.score_head_of_output), "output head")
         combining = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
         if combining:
-            fact = f"{self.site} combines rows by {combining[0]!r}, so that no single W_V belongs to an output head"
+            fact = (
+                f"{self.site} combines rows by {combining[0]!r}, so that no single W_V belongs "
+                "to an output head"
+            )
             raise SpecError(f"cannot get OV circuits: {fact}")
         v = self._head_matrices("v", f"{spec.heads.value_axis} vdim source")
         value_head = spec.core_of(spec.projection_form(one=False)).value_head_of_row[head]
@@ -164,7 +193,12 @@ class AttentionCircuits:
         _check_head(head, len(spec.score_head_of_output), "output head")
         vdim = spec.heads.vdim
         one_hot = torch.zeros(
-            1, vdim + 1, len(spec.score_head_of_output), vdim, dtype=weight.dtype, device=weight.device
+            1,
+            vdim + 1,
+            len(spec.score_head_of_output),
+            vdim,
+            dtype=weight.dtype,
+            device=weight.device,
         )
         one_hot[0, :vdim, head] = torch.eye(vdim, dtype=weight.dtype, device=weight.device)
         with torch.inference_mode():
@@ -172,13 +206,16 @@ class AttentionCircuits:
         return y[:-1] - y[-1]
 
     def _head_matrices(self, side: str, axes: str) -> Tensor:
-        """Matrices of one side, [heads, width, in]; refuses a projection that does not declare it with these axes."""
+        """Matrices of one side, [heads, width, in]; refuses a projection that does not declare it
+        with these axes.
+        """
         spec = self.spec
         parameter = spec.project.params(spec).get(side)
         if parameter is None or " ".join(parameter.layout.axes) != axes:
             fact = f"{spec.project!r} of {self.site} has no single matrix per head for {side}"
             raise SpecError(
-                f"cannot get circuits: {fact}; they need layers whose {side} is one linear map of the input"
+                f"cannot get circuits: {fact}; they need layers whose {side} is one linear map of "
+                "the input"
             )
         sizes = spec.sizes_of(spec.project)
         return self._get_weight(side).view(*(sizes[axis] for axis in parameter.layout.axes))
@@ -199,7 +236,10 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> circuits = get_circuits(net)["decoder.0.attention"]
     >>> circuits.qk_circuit(1).left.shape, circuits.ov_circuit(0).product.shape
@@ -218,7 +258,9 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
 
 
 class CircuitSimilarity(NamedTuple):
-    """Heads and the similarity of every two of their maps, [heads, heads]; NaN for maps of different widths."""
+    """Heads and the similarity of every two of their maps, [heads, heads]; NaN for maps of
+    different widths.
+    """
 
     heads: tuple[HeadLocation, ...]
     values: Tensor
@@ -227,12 +269,15 @@ class CircuitSimilarity(NamedTuple):
 def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity:
     """Compare the QK or OV circuits of all heads of a model by `map_similarity`.
 
-    Random maps have a similarity of zero on average; the circuits of `make_random_baseline(model)` show how far they
-    scatter.
+    Random maps have a similarity of zero on average; the circuits of `make_random_baseline(model)`
+    show how far they scatter.
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> compare_circuits(net, "ov").values.shape
     torch.Size([2, 2])
@@ -268,7 +313,9 @@ def _caveats(spec: AttentionSpec) -> Iterator[str]:
 
 
 class TokenTables(NamedTuple):
-    """Embedding and unembedding matrices of a model, and a note if one is a substitute or incomplete."""
+    """Embedding and unembedding matrices of a model, and a note if one is a substitute or
+    incomplete.
+    """
 
     embed: Tensor
     unembed: Tensor
@@ -276,7 +323,8 @@ class TokenTables(NamedTuple):
 
 
 def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
-    """Return the embedding [tokens, model] of a stack and the unembedding [model, tokens] of the model's token head.
+    """Return the embedding [tokens, model] of a stack and the unembedding [model, tokens] of the
+    model's token head.
 
     A model without a token head gets the transposed embedding instead, with a note.
     """
@@ -291,27 +339,38 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     if embed is None:
         fact = f"{stack} of {native.spec.name} has no token embedding"
         raise SpecError(f"{fact}; use copying_score(ov) without tables for copying of states")
-    token_heads = [head for head in native.spec.heads if head.outputs == len(embed) and head.at == "each"]
+    token_heads = [
+        head for head in native.spec.heads if head.outputs == len(embed) and head.at == "each"
+    ]
     unembed = get_tensor(f"head.{token_heads[0].name}.weight") if token_heads else None
     if unembed is None or unembed.shape != embed.shape:
-        return TokenTables(embed, embed.T, "the model predicts no tokens: its embedding is used as unembedding")
-    note = "" if token_heads[0].transform is None else "the transform of the output head is left out"
+        return TokenTables(
+            embed, embed.T, "the model predicts no tokens: its embedding is used as unembedding"
+        )
+    note = (
+        "" if token_heads[0].transform is None else "the transform of the output head is left out"
+    )
     return TokenTables(embed, unembed.T, note)
 
 
-# The norm before the attention and the norm of its output, by placement of the norms. A post-norm layer has norms of
-# the residual stream instead, which belong to no single head.
-NORM_BEFORE = {**dict.fromkeys(("pre", "abreast", "sandwich"), "attention_norm"), "parallel": "norm"}
+# The norm before the attention and the norm of its output, by placement of the norms. A post-norm
+# layer has norms of the residual stream instead, which belong to no single head.
+NORM_BEFORE = {
+    **dict.fromkeys(("pre", "abreast", "sandwich"), "attention_norm"),
+    "parallel": "norm",
+}
 NORM_AFTER = {"sandwich": "attention_norm_after", "after": "attention_norm"}
 
 
 def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
-    """Fold the norms between tokens and the self-attention at `site` into the token tables, as linear maps.
+    """Fold the norms between tokens and the self-attention at `site` into the token tables, as
+    linear maps.
 
-    The norm before the attention becomes part of the embedding; a norm of its output and the final norm become part of
-    the unembedding. Of each norm, the gain and the subtraction of the mean (layer norm) are folded. The division by
-    the standard deviation only scales each token, and biases add the same to all of them: both are left out, and so
-    are norms of the residual stream in post-norm layers.
+    The norm before the attention becomes part of the embedding; a norm of its output and the final
+    norm become part of the unembedding. Of each norm, the gain and the subtraction of the mean
+    (layer norm) are folded. The division by the standard deviation only scales each token, and
+    biases add the same to all of them: both are left out, and so are norms of the residual stream
+    in post-norm layers.
     """
     native = as_native_model(model)
     stack_name, layer, _ = site.split(".")
@@ -321,12 +380,16 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     state = native.state_dict(keep_vars=True)
 
     def fold(norm: NormSpec | None, name: str, table: Tensor, axis: int) -> Tensor:
-        """Apply a norm's linear part to a table whose `axis` holds the channels, before or after the table."""
+        """Apply a norm's linear part to a table whose `axis` holds the channels, before or after
+        the table.
+        """
         if norm is None:
             return table
         gain = state.get(f"{name}.weight")
         shape = [-1 if n == axis else 1 for n in range(2)]
-        factor = 1.0 if gain is None else gain.detach().double().view(shape) + (norm.kind == "offset")
+        factor = (
+            1.0 if gain is None else gain.detach().double().view(shape) + (norm.kind == "offset")
+        )
         is_centred = norm.kind in ("layer", "unbiased", "bare")
         if axis == 0:  # the table follows the norm: the gain comes first in its rows
             table = factor * table
@@ -343,17 +406,18 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     return TokenTables(embed, unembed, tables.note)
 
 
-# --- Contributions of heads to the residual stream -----------------------------------------------------
+# --- Contributions of heads to the residual stream ------------------------------------------------
 
 MAX_CHUNK_CELLS = 2**22  # largest number of values computed at once for the heads of a layer
 
 
 class ResidualContribution(NamedTuple):
-    """Contribution of one head to the residual stream: the norm of z W_O, and its share of the layer's output.
+    """Contribution of one head to the residual stream: the norm of z W_O, and its share of the
+    layer's output.
 
-    Both are means over tokens. The share is the component along the sum of all heads, <own, sum> / <sum, sum>. The
-    shares of a layer sum to one; a negative share cancels what other heads write. The chance level of a share is one
-    over the number of heads; a norm has none.
+    Both are means over tokens. The share is the component along the sum of all heads, <own, sum> /
+    <sum, sum>. The shares of a layer sum to one; a negative share cancels what other heads write.
+    The chance level of a share is one over the number of heads; a norm has none.
     """
 
     site: str
@@ -362,18 +426,24 @@ class ResidualContribution(NamedTuple):
     share: Measure
 
 
-def measure_residual_contributions(model: nn.Module, examples: Iterable[Example]) -> tuple[ResidualContribution, ...]:
+def measure_residual_contributions(
+    model: nn.Module, examples: Iterable[Example]
+) -> tuple[ResidualContribution, ...]:
     """Measure how much every head of a model writes into the residual stream, over texts.
 
-    It needs a model whose circuits are known. Output biases belong to no head, and a norm after the attention is left
-    out.
+    It needs a model whose circuits are known. Output biases belong to no head, and a norm after the
+    attention is left out.
     """
     output_maps = {
-        name: torch.stack([circuits.output_map(head) for head in range(len(circuits.spec.score_head_of_output))])
+        name: torch.stack(
+            [circuits.output_map(head) for head in range(len(circuits.spec.score_head_of_output))]
+        )
         for name, circuits in get_circuits(model).items()
     }
     sites = [
-        module for module in find_attention(model) if module.site.ablate.possible and module.site.name in output_maps
+        module
+        for module in find_attention(model)
+        if module.site.ablate.possible and module.site.name in output_maps
     ]
     sums = {module.site.name: FoldedSums() for module in sites}
     for index, example in enumerate(examples):
@@ -386,7 +456,9 @@ def measure_residual_contributions(model: nn.Module, examples: Iterable[Example]
             means = folds.mean_intervals()
             heads = means.mean.shape[1]
             rows += [
-                ResidualContribution(name, head, means.measure_at((0, head)), means.measure_at((1, head), 1 / heads))
+                ResidualContribution(
+                    name, head, means.measure_at((0, head)), means.measure_at((1, head), 1 / heads)
+                )
                 for head in range(heads)
             ]
     if not rows:
@@ -403,7 +475,9 @@ def _contribution_norms(z: Tensor, output_maps: Tensor) -> Tensor:
         total = written.sum(1, keepdim=True)
         squared_norm = total.square().sum(-1)
         share = torch.where(
-            squared_norm > 0, (written * total).sum(-1) / squared_norm.clamp(min=1e-300), 1 / written.shape[1]
+            squared_norm > 0,
+            (written * total).sum(-1) / squared_norm.clamp(min=1e-300),
+            1 / written.shape[1],
         )
         chunks.append(torch.stack([written.norm(dim=-1), share], 1))
     return torch.cat(chunks)

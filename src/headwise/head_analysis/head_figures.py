@@ -1,4 +1,6 @@
-"""Drawings of all heads of a model for light and dark backgrounds, and tables of heads for a terminal."""
+"""Drawings of all heads of a model for light and dark backgrounds, and tables of heads for a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
 
     from .head_similarity import PlaneEmbedding
 
-# --- Themes, colours and fonts -------------------------------------------------------------------------
+# --- Themes, colours and fonts --------------------------------------------------------------------
 
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {".svg": {}, ".png": {"dpi": 160}}
-# Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes classes without colour.
+# Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes
+# classes without colour.
 CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "sink": ("K", "#999999"),
     "positional": ("P", "#56B4E9"),
@@ -67,8 +70,8 @@ FALLBACK_FONTS = (
 
 @dataclass(frozen=True)
 class FigureTheme:
-    """Colours of a drawing: background, text, muted text, empty cells, the ramp of weights, and two colours for
-    pairs.
+    """Colours of a drawing: background, text, muted text, empty cells, the ramp of weights, and two
+    colours for pairs.
     """
 
     name: str
@@ -82,10 +85,22 @@ class FigureTheme:
 
 FIGURE_THEMES = {
     "light": FigureTheme(
-        "light", "#FFFFFF", "#1A1A1A", "#8A8A8A", "#F2F2F2", ("#FFFFFF", "#3A2A8C"), ("#0072B2", "#D55E00")
+        "light",
+        "#FFFFFF",
+        "#1A1A1A",
+        "#8A8A8A",
+        "#F2F2F2",
+        ("#FFFFFF", "#3A2A8C"),
+        ("#0072B2", "#D55E00"),
     ),
     "dark": FigureTheme(
-        "dark", "#14161A", "#E8E8E8", "#8C939C", "#23262C", ("#14161A", "#5FD7E8"), ("#56B4E9", "#E8833A")
+        "dark",
+        "#14161A",
+        "#E8E8E8",
+        "#8C939C",
+        "#23262C",
+        ("#14161A", "#5FD7E8"),
+        ("#56B4E9", "#E8833A"),
     ),
 }
 
@@ -98,13 +113,20 @@ def get_theme(name: str) -> FigureTheme:
 
 
 def class_group(name: str) -> str:
-    """Group of a class, which has one letter and one colour: relations are syntactic, distances positional.
+    """Group of a class, which has one letter and one colour: relations are syntactic, distances
+    positional.
 
-    >>> class_group("syntactic det to its governor"), class_group("previous"), class_group("rare-token")
+    >>> (
+    ...     class_group("syntactic det to its governor"),
+    ...     class_group("previous"),
+    ...     class_group("rare-token"),
+    ... )
     ('syntactic', 'positional', 'rare-token')
     """
     first = name.partition(" ")[0]
-    return {"offset": "positional", "first": "sink"}.get(first, "positional" if first in OFFSET_CLASSES else first)
+    return {"offset": "positional", "first": "sink"}.get(
+        first, "positional" if first in OFFSET_CLASSES else first
+    )
 
 
 def class_style(name: str, theme: FigureTheme) -> tuple[str, str]:
@@ -113,17 +135,23 @@ def class_style(name: str, theme: FigureTheme) -> tuple[str, str]:
     return letter, colour or theme.empty_cell
 
 
-_known_files: set[str] = set()  # font files of matplotlib's list, once this process has looked for others
+_known_files: set[str] = (
+    set()
+)  # font files of matplotlib's list, once this process has looked for others
 
 
 def list_fonts() -> list[str]:
-    """Names of matplotlib's own font and of the installed fallback fonts, also newer ones than it stored."""
+    """Names of matplotlib's own font and of the installed fallback fonts, also newer ones than it
+    stored.
+    """
     from matplotlib.font_manager import findSystemFonts, fontManager
 
     if not _known_files and not any(font.name in FALLBACK_FONTS for font in fontManager.ttflist):
         _known_files.update(font.fname for font in fontManager.ttflist)
         for path in sorted({*findSystemFonts()} - _known_files):
-            with suppress(Exception):  # a font that matplotlib cannot read, for whatever reason, as in its own list
+            with suppress(
+                Exception
+            ):  # a font that matplotlib cannot read, for whatever reason, as in its own list
                 fontManager.addfont(path)
     installed = {font.name for font in fontManager.ttflist}
     return [DEFAULT_FONT, *(name for name in FALLBACK_FONTS if name in installed)]
@@ -141,13 +169,17 @@ def wrap_title(text: str, inches: float, font_size: float) -> str:
 def text_colour_on(colour: str, alpha: float, theme: FigureTheme) -> str:
     """Black or white, whichever is easier to read on a colour with this opacity.
 
-    >>> text_colour_on("#F0E442", 1.0, FIGURE_THEMES["dark"]), text_colour_on("#F0E442", 0.1, FIGURE_THEMES["dark"])
+    >>> (
+    ...     text_colour_on("#F0E442", 1.0, FIGURE_THEMES["dark"]),
+    ...     text_colour_on("#F0E442", 0.1, FIGURE_THEMES["dark"]),
+    ... )
     ('#000000', '#FFFFFF')
     """
     from matplotlib.colors import to_rgb
 
     shown = [
-        alpha * own + (1 - alpha) * below for own, below in zip(to_rgb(colour), to_rgb(theme.background), strict=True)
+        alpha * own + (1 - alpha) * below
+        for own, below in zip(to_rgb(colour), to_rgb(theme.background), strict=True)
     ]
     return "#000000" if is_light(shown) else "#FFFFFF"
 
@@ -163,11 +195,14 @@ def find_undrawable(text: str) -> list[str]:
     """The characters that no listed font can draw, each once."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    charmaps = [get_font(findfont(FontProperties(family=name))).get_charmap() for name in list_fonts()]
+    charmaps = [
+        get_font(findfont(FontProperties(family=name))).get_charmap() for name in list_fonts()
+    ]
     return [
         char
         for char in dict.fromkeys(text)
-        if char != "\n" and not (char.isprintable() and any(ord(char) in charmap for charmap in charmaps))
+        if char != "\n"
+        and not (char.isprintable() and any(ord(char) in charmap for charmap in charmaps))
     ]
 
 
@@ -188,14 +223,21 @@ def localise_drawn(text: str) -> str:
     return text if find_undrawable(shown) else shown
 
 
-FONT_NOTE = "No installed font has Chinese characters. Install one, as the package fonts-noto-cjk, and draw again."
-CODE_POINT = re.compile("U\\+[2-9A-F][0-9A-F]{3}")  # of a character beyond those of European languages
+FONT_NOTE = (
+    "No installed font has Chinese characters. Install one, as the package "
+    "fonts-noto-cjk, and draw again."
+)
+CODE_POINT = re.compile(
+    "U\\+[2-9A-F][0-9A-F]{3}"
+)  # of a character beyond those of European languages
 PROSE = re.compile("[a-z]{2,}\\s[a-z]{2,}")
 TOKEN_LABEL = "token"  # of texts of a figure that are tokens, which are not translated
 
 
 def _localise_lines(text: str) -> str:
-    """A wrapped text as a whole, wrapped again at its width, or each of its lines; English if prose would be left."""
+    """A wrapped text as a whole, wrapped again at its width, or each of its lines; English if prose
+    would be left.
+    """
     whole = localise(" ".join(text.split()))
     shown = "\n".join(wrap(whole, max(map(text_width, text.splitlines()))))
     choices = (shown, "\n".join(map(localise, text.splitlines())))
@@ -205,23 +247,32 @@ def _localise_lines(text: str) -> str:
 def localise_figure(figure: Figure) -> None:
     """Put titles, labels and legends into the current language if a font can draw it.
 
-    Otherwise they stay English, and a note below says what to install; tokens are named by code points already.
+    Otherwise they stay English, and a note below says what to install; tokens are named by code
+    points already.
     """
     from matplotlib.text import Text
 
-    ticks = {label for axes in figure.axes for label in (*axes.get_xticklabels(), *axes.get_yticklabels())}
+    ticks = {
+        label
+        for axes in figure.axes
+        for label in (*axes.get_xticklabels(), *axes.get_yticklabels())
+    }
     needs_font = False
     for artist in figure.findobj(Text):
         text = artist.get_text()
         if artist in ticks or artist.get_label() == TOKEN_LABEL:
             needs_font |= bool(CODE_POINT.search(text))
-        elif current_language() != "en" and text.strip() and (shown := _localise_lines(text)) != text:
+        elif (
+            current_language() != "en" and text.strip() and (shown := _localise_lines(text)) != text
+        ):
             if find_undrawable(shown):
                 needs_font = True
             else:
                 artist.set_text(shown)
     if needs_font and not figure.get_supxlabel():
-        figure.supxlabel(FONT_NOTE, y=-0.01, verticalalignment="top", fontsize=6)  # below legends at the lower edge
+        figure.supxlabel(
+            FONT_NOTE, y=-0.01, verticalalignment="top", fontsize=6
+        )  # below legends at the lower edge
 
 
 def plot_style(theme: FigureTheme) -> Any:
@@ -251,19 +302,36 @@ def plot_style(theme: FigureTheme) -> Any:
 
 
 def save_figure(
-    draw: Callable[[FigureTheme], Figure], path: Path | str, theme_name: str = "light", *, overwrite: bool = False
+    draw: Callable[[FigureTheme], Figure],
+    path: Path | str,
+    theme_name: str = "light",
+    *,
+    overwrite: bool = False,
 ) -> None:
-    """Draw a figure into an SVG or PNG file; equal data gives an equal file. `overwrite` replaces an earlier figure."""
+    """Draw a figure into an SVG or PNG file; equal data gives an equal file. `overwrite` replaces
+    an earlier figure.
+    """
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:
-        raise SpecError(f"cannot save a figure as {Path(path).name}: the name must end in {' or '.join(SAVE_OPTIONS)}")
+        raise SpecError(
+            f"cannot save a figure as {Path(path).name}: the name must end in "
+            f"{' or '.join(SAVE_OPTIONS)}"
+        )
     theme, buffer = get_theme(theme_name), io.BytesIO()
     path = check_output(path, FIGURE_FILE, "overwrite" if overwrite else "refuse")
     with figure_style(theme):
         figure = draw(theme)
         localise_figure(figure)
-        extra: dict[str, Any] = {"bbox_inches": "tight"} if figure.get_supxlabel() == FONT_NOTE else {}
-        figure.savefig(buffer, format=suffix[1:], metadata=FIGURE_METADATA[suffix], **SAVE_OPTIONS[suffix], **extra)
+        extra: dict[str, Any] = (
+            {"bbox_inches": "tight"} if figure.get_supxlabel() == FONT_NOTE else {}
+        )
+        figure.savefig(
+            buffer,
+            format=suffix[1:],
+            metadata=FIGURE_METADATA[suffix],
+            **SAVE_OPTIONS[suffix],
+            **extra,
+        )
     write_atomically(path, buffer.getvalue())
 
 
@@ -278,7 +346,7 @@ def figure_style(theme: FigureTheme) -> Iterator[None]:
         yield
 
 
-# --- All heads of a model ------------------------------------------------------------------------------
+# --- All heads of a model -------------------------------------------------------------------------
 
 CELL_SIZE = 0.32  # inches
 MAX_LABELLED_HEADS = 24  # labels on an axis; with more heads, labels are left out
@@ -287,8 +355,8 @@ MEASURE_UNITS = {"entropy": "nats", "distance": "tokens"}
 
 
 def draw_head_grid(table: HeadTable, theme: FigureTheme) -> Figure:
-    """Draw every head of every layer as a cell with the letter and colour of its first class, stronger for a higher
-    score.
+    """Draw every head of every layer as a cell with the letter and colour of its first class,
+    stronger for a higher score.
     """
     from matplotlib.figure import Figure
 
@@ -302,13 +370,18 @@ def draw_head_grid(table: HeadTable, theme: FigureTheme) -> Figure:
         _draw_cell(axes, head.head, sites.index(head.site), head, theme)
     axes.set(xlim=(-0.5, num_heads - 0.5), ylim=(len(sites) - 0.5, -0.5), aspect="equal")
     axes.set(xlabel="head", ylabel="attention layer")
-    figure.suptitle(wrap_title(f"{table.model}: class of every head, {table.texts}", inches[0], 9), **_TITLE_STYLE)
+    figure.suptitle(
+        wrap_title(f"{table.model}: class of every head, {table.texts}", inches[0], 9),
+        **_TITLE_STYLE,
+    )
     _set_ticks(axes.set_xticks, range(num_heads), [str(n) for n in range(num_heads)])
     _set_ticks(axes.set_yticks, range(len(sites)), list(sites))
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    _draw_legend(figure, table, theme, "class with the highest score; a stronger colour is a higher score")
+    _draw_legend(
+        figure, table, theme, "class with the highest score; a stronger colour is a higher score"
+    )
     return figure
 
 
@@ -321,15 +394,33 @@ def _draw_cell(axes: Axes, x: int, y: int, head: HeadMeasures, theme: FigureThem
     first = head.classes[0] if head.classes else None
     letter, colour = class_style(first.name, theme) if first else ("", theme.empty_cell)
     strength = 0.35 + 0.65 * first.score if first and first.name != "unclear" else 1.0
-    box = Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=colour, alpha=strength, edgecolor=theme.muted, lw=0.3)
+    box = Rectangle(
+        (x - 0.47, y - 0.47),
+        0.94,
+        0.94,
+        facecolor=colour,
+        alpha=strength,
+        edgecolor=theme.muted,
+        lw=0.3,
+    )
     axes.add_patch(box)
-    axes.text(x, y, letter, ha="center", va="center", fontsize=7, color=text_colour_on(colour, strength, theme))
+    axes.text(
+        x,
+        y,
+        letter,
+        ha="center",
+        va="center",
+        fontsize=7,
+        color=text_colour_on(colour, strength, theme),
+    )
 
 
 def _draw_legend(figure: Figure, table: HeadTable, theme: FigureTheme, title: str) -> None:
     from matplotlib.patches import Patch
 
-    present = {class_group(head_class.name) for head in table.heads for head_class in head.classes[:1]}
+    present = {
+        class_group(head_class.name) for head in table.heads for head_class in head.classes[:1]
+    }
     handles = [
         Patch(
             facecolor=class_style(name, theme)[1],
@@ -358,8 +449,8 @@ def _set_ticks(set_ticks: Any, positions: Sequence[int], labels: Sequence[str]) 
 
 
 def draw_measure_by_layer(table: HeadTable, theme: FigureTheme, measure: str = "entropy") -> Figure:
-    """Draw a measure of every head by layer: dots are heads with intervals, the line their mean, the dashed line
-    chance.
+    """Draw a measure of every head by layer: dots are heads with intervals, the line their mean,
+    the dashed line chance.
     """
     from matplotlib.figure import Figure
 
@@ -384,13 +475,24 @@ def draw_measure_by_layer(table: HeadTable, theme: FigureTheme, measure: str = "
     axes.plot(range(len(sites)), chance, "--", color=theme.muted, lw=1, label="chance")
     names = [site.removesuffix(".attention") for site in sites]
     _set_ticks(axes.set_xticks, range(len(sites)), names)
-    axes.tick_params(axis="x", labelrotation=0 if 0.075 * sum(len(name) + 1 for name in names) < 5.0 else 90)
-    unit = MEASURE_UNITS.get(measure) or (HEAD_METRICS[measure].description if measure in HEAD_METRICS else "")
+    axes.tick_params(
+        axis="x", labelrotation=0 if 0.075 * sum(len(name) + 1 for name in names) < 5.0 else 90
+    )
+    unit = MEASURE_UNITS.get(measure) or (
+        HEAD_METRICS[measure].description if measure in HEAD_METRICS else ""
+    )
     axes.set(xlabel="attention layer", ylabel=f"{measure} ({unit})" if unit else measure)
     axes.ticklabel_format(axis="y", useOffset=False)  # ticks are values, not differences from one
-    figure.suptitle(wrap_title(f"{table.model}: {measure} of every head, {table.texts}", 6.4, 9), **_TITLE_STYLE)
+    figure.suptitle(
+        wrap_title(f"{table.model}: {measure} of every head, {table.texts}", 6.4, 9), **_TITLE_STYLE
+    )
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    _draw_legend(figure, table, theme, "dots are heads with 95 % intervals; colour: class with the highest score")
+    _draw_legend(
+        figure,
+        table,
+        theme,
+        "dots are heads with 95 % intervals; colour: class with the highest score",
+    )
     return figure
 
 
@@ -416,7 +518,14 @@ def draw_importance_curve(
         alpha=0.25,
         label="95 % interval",
     )
-    axes.plot(ranks, [values[n][0] for n in order], color=theme.pair_colours[0], marker=".", ms=3, label="head")
+    axes.plot(
+        ranks,
+        [values[n][0] for n in order],
+        color=theme.pair_colours[0],
+        marker=".",
+        ms=3,
+        label="head",
+    )
     axes.axhline(0, color=theme.muted, lw=0.6)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
     axes.set(xlabel="heads by decreasing importance", ylabel=axis_label)
@@ -437,7 +546,8 @@ def draw_importance_curve(
 def draw_head_map(table: HeadTable, embedding: PlaneEmbedding, theme: FigureTheme) -> Figure:
     """Draw heads as points of an embedding with their class colours; later layers have larger dots.
 
-    A label names the layer and the head. Labels that would overlap others are left out, and a note says how many.
+    A label names the layer and the head. Labels that would overlap others are left out, and a note
+    says how many.
     """
     from matplotlib.figure import Figure
 
@@ -446,16 +556,22 @@ def draw_head_map(table: HeadTable, embedding: PlaneEmbedding, theme: FigureThem
     sites = table.sites
     for head, (x, y) in zip(table.heads, embedding.points.tolist(), strict=True):
         colour = class_style(head.classes[0].name if head.classes else "unclear", theme)[1]
-        axes.plot(x, y, "o", ms=_dot_size(head, sites), color=colour, mec=theme.muted, mew=0.4, alpha=0.85)
+        axes.plot(
+            x, y, "o", ms=_dot_size(head, sites), color=colour, mec=theme.muted, mew=0.4, alpha=0.85
+        )
     axes.margins(0.08)
     axes.set(aspect="equal", xticks=[], yticks=[])
     for side in axes.spines.values():
         side.set_visible(False)
     figure.suptitle(wrap_title(f"{table.model}: similar heads are close", 5.6, 9), **_TITLE_STYLE)
     _draw_length(axes, embedding, theme)
-    note = "labels are layer.head; larger dots are later layers; colour: class with the highest score"
+    note = (
+        "labels are layer.head; larger dots are later layers; colour: class with the highest score"
+    )
     _draw_legend(figure, table, theme, note)
-    note_of_labels = axes.set_title(" ", fontsize=6.5, fontweight="normal")  # keeps its place in the layout
+    note_of_labels = axes.set_title(
+        " ", fontsize=6.5, fontweight="normal"
+    )  # keeps its place in the layout
     localise_figure(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # labels are placed in the final layout
@@ -474,15 +590,24 @@ def _draw_length(axes: Axes, embedding: PlaneEmbedding, theme: FigureTheme) -> N
     """Draw a bar of a round length below the points, because the plane has no other axis."""
     low, high = embedding.points.min(0), embedding.points.max(0)
     span = float(max(high - low)) or 1.0
-    length = next(size for size in (10.0**-n * m for n in range(9) for m in (5, 2, 1)) if size <= 0.3 * span)
+    length = next(
+        size for size in (10.0**-n * m for n in range(9) for m in (5, 2, 1)) if size <= 0.3 * span
+    )
     x, y = float(low[0]), float(low[1]) - 0.07 * span
     axes.plot([x, x + length], [y, y], color=theme.foreground, lw=1.5, solid_capstyle="butt")
-    text = f"{length:g} nats of Jensen-Shannon divergence without sinks; stress of the map {embedding.stress:.2f}"
+    text = (
+        f"{length:g} nats of Jensen-Shannon divergence without sinks; stress of the map "
+        f"{embedding.stress:.2f}"
+    )
     axes.text(x, y - 0.025 * span, text, ha="left", va="top", fontsize=6.5)
 
 
-def _label_heads(axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme: FigureTheme) -> int:
-    """Write the label of every head on its dot or beside it unless it would overlap another; return the number left."""
+def _label_heads(
+    axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme: FigureTheme
+) -> int:
+    """Write the label of every head on its dot or beside it unless it would overlap another; return
+    the number left.
+    """
     from matplotlib.transforms import Bbox
 
     figure, sites = axes.figure, table.sites
@@ -497,22 +622,30 @@ def _label_heads(axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme:
         for dx, dy in steps if half[0] <= radius + 1 else steps[1:]:
             x, y = dx * (radius + half[0]), dy * (radius + half[1])
             ends = [[x - half[0], y - half[1]], [x + half[0], y + half[1]]]
-            box = Bbox([[float(place[n] + pixels_per_point * end[n]) for n in range(2)] for end in ends])
+            box = Bbox(
+                [[float(place[n] + pixels_per_point * end[n]) for n in range(2)] for end in ends]
+            )
             if not any(box.overlaps(other) for other in occupied):
                 occupied.append(box)
                 colour = class_style(head.classes[0].name if head.classes else "unclear", theme)[1]
                 inside = text_colour_on(colour, 0.85, theme) if not (dx or dy) else theme.foreground
                 axes.annotate(
-                    label, point, xytext=(x, y), textcoords="offset points", ha="center", va="center", fontsize=5,
+                    label,
+                    point,
+                    xytext=(x, y),
+                    textcoords="offset points",
+                    ha="center",
+                    va="center",
+                    fontsize=5,
                     color=inside,
-                )  # fmt: skip
+                )
                 break
         else:
             left_out += 1
     return left_out
 
 
-# --- Tables for a terminal -----------------------------------------------------------------------------
+# --- Tables for a terminal ------------------------------------------------------------------------
 
 HEADS_PER_CLASS = 2  # heads listed for each class
 ColourFunction = Callable[[str, str], str]  # (text, class group) -> text with colour codes
@@ -524,20 +657,30 @@ def without_colour(text: str, group: str) -> str:
 
 
 def with_ansi_colour(text: str, group: str) -> str:
-    """Return the text in black or white on the colour of a class group, legible in light and dark terminals."""
+    """Return the text in black or white on the colour of a class group, legible in light and dark
+    terminals.
+    """
     colour = CLASS_STYLES[group][1]
     if not colour:
         return text
     red, green, blue = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
-    ink = 16 if is_light((red / 255, green / 255, blue / 255)) else 231  # black and white of the 256 fixed colours
+    ink = (
+        16 if is_light((red / 255, green / 255, blue / 255)) else 231
+    )  # black and white of the 256 fixed colours
     return f"\x1b[48;2;{red};{green};{blue};38;5;{ink}m{text}\x1b[0m"
 
 
 def format_head_table(table: HeadTable, colour: ColourFunction = without_colour) -> str:
-    """Format a table: the legend of the class letters, a grid of them by layer, and the heads with the highest score
-    in each class.
+    """Format a table: the legend of the class letters, a grid of them by layer, and the heads with
+    the highest score in each class.
     """
-    lines = [localise(f"{table.model}, {table.texts}"), "", *_legend_lines(table), "", *_grid_lines(table, colour)]
+    lines = [
+        localise(f"{table.model}, {table.texts}"),
+        "",
+        *_legend_lines(table),
+        "",
+        *_grid_lines(table, colour),
+    ]
     groups = [group for group in CLASS_STYLES if group != "unclear"]
     top_heads = [line for group in groups for line in _top_heads(table, group, colour)]
     return "\n".join([*lines, *([""] if top_heads else []), *top_heads, *format_notes(table.notes)])
@@ -545,9 +688,17 @@ def format_head_table(table: HeadTable, colour: ColourFunction = without_colour)
 
 def _legend_lines(table: HeadTable) -> list[str]:
     """Explain the letters of the grid."""
-    groups = {class_group(head.classes[0].name) if head.classes else "unclear" for head in table.heads}
-    letters = [f"{_class_letter(group)} {localise(group)}" for group in CLASS_STYLES if group in groups]
-    return wrap(join_clauses([join_items(letters), localise("in lower case if the score is below 0.5")], "; "))
+    groups = {
+        class_group(head.classes[0].name) if head.classes else "unclear" for head in table.heads
+    }
+    letters = [
+        f"{_class_letter(group)} {localise(group)}" for group in CLASS_STYLES if group in groups
+    ]
+    return wrap(
+        join_clauses(
+            [join_items(letters), localise("in lower case if the score is below 0.5")], "; "
+        )
+    )
 
 
 def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
@@ -558,7 +709,9 @@ def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
     columns = max(1, (LINE_WIDTH - width - 2) // 3)
     for start in range(0, num_heads, columns):
         numbers = range(start, min(num_heads, start + columns))
-        yield f"{label_cell('head', width)}  {''.join(str(n).rjust(2) + ' ' for n in numbers)}".rstrip()
+        yield (
+            f"{label_cell('head', width)}  {''.join(str(n).rjust(2) + ' ' for n in numbers)}"
+        ).rstrip()
         for site in sites:
             cells = [_cell_letter(head_at.get((site, n)), colour) for n in numbers]
             yield f"{site.ljust(width)}  {''.join(cells)}".rstrip()
@@ -593,5 +746,7 @@ def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator
     counted = localise(pluralise(count, "head"))
     yield join_clauses([colour(f"{CLASS_STYLES[group][0]}  {localise(group)}", group), counted])
     for head_class, head in members[:HEADS_PER_CLASS]:
-        measured = join_clauses([f"{localise(head_class.name)} {head_class.score:.2f}", localise(head_class.evidence)])
+        measured = join_clauses(
+            [f"{localise(head_class.name)} {head_class.score:.2f}", localise(head_class.evidence)]
+        )
         yield from wrap(join_clauses([f"{head.site} {head.head}", measured], ": "), indent="   ")

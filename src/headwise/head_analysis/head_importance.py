@@ -1,4 +1,6 @@
-"""Importance of every attention head for a named objective, over texts, with confidence intervals and a time limit."""
+"""Importance of every attention head for a named objective, over texts, with confidence intervals
+and a time limit.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,11 @@ def estimate_importance(
 ) -> ImportanceResult:
     """Estimate how much each head of a model matters, over texts.
 
-    `method` and `objective` are names or objects with options of their own; see `IMPORTANCE_METHODS` and `OBJECTIVES`.
-    If no objective is given, it is the loss of the model's own head, or the drift of its outputs if it has none;
-    `notes` of the result say which. Examples are read one at a time, and `progress` is called with their number so far.
-    When the time limit is reached, the unfinished example is dropped and a note is added.
+    `method` and `objective` are names or objects with options of their own; see
+    `IMPORTANCE_METHODS` and `OBJECTIVES`. If no objective is given, it is the loss of the model's
+    own head, or the drift of its outputs if it has none; `notes` of the result say which. Examples
+    are read one at a time, and `progress` is called with their number so far. When the time limit
+    is reached, the unfinished example is dropped and a note is added.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -88,24 +91,37 @@ def estimate_importance(
     run.run(chain([first], sampled), check_time, progress)
     run.check_num_units(distinct)
     heads = rate_heads(sites, run.sums_by_unit, options, estimator.significance_test)
-    notes += [*([objective_note] if objective_note else []), *distinct.notes, *run.notes(options), *estimator.notes]
+    notes += [
+        *([objective_note] if objective_note else []),
+        *distinct.notes,
+        *run.notes(options),
+        *estimator.notes,
+    ]
     notes += left_out_notes(model, "ablate")
     quantity = estimator.measured_quantity or resolved.name
-    return ImportanceResult(type(model).__name__, estimator.name, quantity, run.num_texts, heads, tuple(notes))
+    return ImportanceResult(
+        type(model).__name__, estimator.name, quantity, run.num_texts, heads, tuple(notes)
+    )
 
 
 class ImportanceRun:
     """Runs a method over examples and collects its sums, one unit per example or per batch."""
 
     def __init__(
-        self, model: nn.Module, sites: Sequence[SiteModule], method: ImportanceMethod, objective: Objective
+        self,
+        model: nn.Module,
+        sites: Sequence[SiteModule],
+        method: ImportanceMethod,
+        objective: Objective,
     ) -> None:
         self.model, self.sites, self.method, self.objective = model, sites, method, objective
         self.sums_by_unit: list[ImportanceSums] = []
         self.num_texts = self.num_without_targets = 0
         self.time_limit_reached, self.uses_partial_forward = False, True
 
-    def run(self, examples: Iterator[Example], check_time: CheckTime, progress: Callable[[int], object]) -> None:
+    def run(
+        self, examples: Iterator[Example], check_time: CheckTime, progress: Callable[[int], object]
+    ) -> None:
         """Read examples until they end or the time limit is reached."""
         inputs = self._prepare_inputs(examples)
         try:
@@ -122,10 +138,17 @@ class ImportanceRun:
         if len(self.sums_by_unit) < 2:
             if distinct.num_repeated:
                 distinct.check_min_count()
-            unit = "texts" if self.method.batch_size == 1 else f"batches of {self.method.batch_size} texts"
+            unit = (
+                "texts"
+                if self.method.batch_size == 1
+                else f"batches of {self.method.batch_size} texts"
+            )
             remedy = " and a longer time limit" if self.time_limit_reached else ""
             count = len(self.sums_by_unit)
-            raise ValueError(f"cannot compute confidence intervals from {count} {unit}; give at least two{remedy}")
+            raise ValueError(
+                f"cannot compute confidence intervals from {count} {unit}; give at least "
+                f"two{remedy}"
+            )
 
     def _prepare_inputs(self, examples: Iterator[Example]) -> Iterator[ImportanceInput]:
         for index, example in enumerate(examples):
@@ -141,12 +164,18 @@ class ImportanceRun:
         """Limits of the result: the time limit, and skipped texts or sites."""
         notes: list[str] = []
         if self.time_limit_reached:
-            notes.append(f"stopped after {self.num_texts} texts at the time limit of {options.max_seconds:g} seconds")
+            notes.append(
+                f"stopped after {self.num_texts} texts at the time limit of "
+                f"{options.max_seconds:g} seconds"
+            )
         if self.num_without_targets:
-            notes.append(f"left out {pluralise(self.num_without_targets, 'text')} without any target")
+            notes.append(
+                f"left out {pluralise(self.num_without_targets, 'text')} without any target"
+            )
         if not self.uses_partial_forward and not self.method.needs_gradient:
             notes.append(
-                f"{type(self.model).__name__} runs in full for every head: only headwise models can restart midway"
+                f"{type(self.model).__name__} runs in full for every head: only headwise models "
+                "can restart midway"
             )
         names = [module.site.name for module in self.sites]
         missing = [name for name in names if not all(name in unit for unit in self.sums_by_unit)]
@@ -180,14 +209,20 @@ def _resolve_objective(
     return objective, note
 
 
-def _sample_examples(examples: Iterable[Example], options: ImportanceOptions) -> tuple[Iterator[Example], list[str]]:
-    """A uniform sample of the examples in their order (reservoir sampling), or all of them, with a note."""
+def _sample_examples(
+    examples: Iterable[Example], options: ImportanceOptions
+) -> tuple[Iterator[Example], list[str]]:
+    """A uniform sample of the examples in their order (reservoir sampling), or all of them, with a
+    note.
+    """
     if options.num_examples is None:
         return iter(examples), []
     generator, sampled, count = np.random.default_rng(options.seed), dict[int, Example](), 0
     numbers: list[int] = []  # of the sampled examples; a new example replaces a random one
     for count, example in enumerate(examples, 1):
-        slot = len(numbers) if len(numbers) < options.num_examples else int(generator.integers(count))
+        slot = (
+            len(numbers) if len(numbers) < options.num_examples else int(generator.integers(count))
+        )
         if slot >= options.num_examples:
             continue
         if slot < len(numbers):

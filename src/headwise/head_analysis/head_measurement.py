@@ -1,4 +1,6 @@
-"""Measures of every attention head over a data set in one pass, with confidence intervals and chance levels."""
+"""Measures of every attention head over a data set in one pass, with confidence intervals and
+chance levels.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ TOKEN_UNITS = ("tokens", "words")
 
 
 class MeasureCollector(Protocol):
-    """Collects something else during the pass of `measure_heads` and turns it into measures, keyed by site name and
-    head.
+    """Collects something else during the pass of `measure_heads` and turns it into measures, keyed
+    by site name and head.
 
     Implemented by `DependencyScores` and `AlignmentScores`.
     """
@@ -58,9 +60,11 @@ class MeasureCollector(Protocol):
 
 
 class MetricSums:
-    """Sums and counts of every metric, one small array per example, for the model and for its chance level.
+    """Sums and counts of every metric, one small array per example, for the model and for its
+    chance level.
 
-    `sums_by_example` maps (site, metric, `OBSERVED` or `CHANCE`) to one (sums, counts) pair per example.
+    `sums_by_example` maps (site, metric, `OBSERVED` or `CHANCE`) to one (sums, counts) pair per
+    example.
     """
 
     def __init__(self, metrics: Sequence[HeadMetric]) -> None:
@@ -71,12 +75,20 @@ class MetricSums:
         self._recent_uniform: list[tuple[Any, torch.Tensor, dict[str, TextSums]]] = []
 
     def add_band(self, site: str, band: WeightBand) -> None:
-        """Add a band of rows, and the same band of a head that reads every allowed key equally (the chance level)."""
+        """Add a band of rows, and the same band of a head that reads every allowed key equally (the
+        chance level).
+        """
         uniform = self._uniform_sums(band)
-        observed = self._compute_sums(band if uniform is not None else band.append_uniform_baseline())
+        observed = self._compute_sums(
+            band if uniform is not None else band.append_uniform_baseline()
+        )
         if uniform is None:  # the uniform baseline is the last head
-            uniform = {metric: (sums[-1:], numbers[-1:]) for metric, (sums, numbers) in observed.items()}
-            observed = {metric: (sums[:-1], numbers[:-1]) for metric, (sums, numbers) in observed.items()}
+            uniform = {
+                metric: (sums[-1:], numbers[-1:]) for metric, (sums, numbers) in observed.items()
+            }
+            observed = {
+                metric: (sums[:-1], numbers[:-1]) for metric, (sums, numbers) in observed.items()
+            }
             uniform |= self._other_chance_sums(band, uniform)
             key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
             self._recent_uniform = [*self._recent_uniform[-2:], (key, band.allowed, uniform)]
@@ -86,13 +98,24 @@ class MetricSums:
 
     def _compute_sums(self, band: WeightBand) -> dict[str, TextSums]:
         without_sinks = band.without_sinks()
-        metrics = [metric for metric in self.metrics if band.is_self_attention or not metric.self_attention_only]
+        metrics = [
+            metric
+            for metric in self.metrics
+            if band.is_self_attention or not metric.self_attention_only
+        ]
         # Several metrics reduce the same sums, which are computed once.
         keys = {(metric.compute_sums, metric.weight_source): None for metric in metrics}
-        sums_by_key = {key: _to_numpy(key[0](band if key[1] == "all" else without_sinks)) for key in keys}
-        return {metric.name: sums_by_key[metric.compute_sums, metric.weight_source] for metric in metrics}
+        sums_by_key = {
+            key: _to_numpy(key[0](band if key[1] == "all" else without_sinks)) for key in keys
+        }
+        return {
+            metric.name: sums_by_key[metric.compute_sums, metric.weight_source]
+            for metric in metrics
+        }
 
-    def _other_chance_sums(self, band: WeightBand, measured: Mapping[str, TextSums]) -> dict[str, TextSums]:
+    def _other_chance_sums(
+        self, band: WeightBand, measured: Mapping[str, TextSums]
+    ) -> dict[str, TextSums]:
         """Sums of the metrics whose chance level is not that of uniform attention."""
         return {
             metric.name: _to_numpy(metric.compute_chance(band.uniform_baseline))
@@ -107,7 +130,11 @@ class MetricSums:
         """
         key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
         for recent_key, allowed, sums_by_metric in self._recent_uniform:
-            if recent_key == key and allowed.shape == band.allowed.shape and torch.equal(allowed, band.allowed):
+            if (
+                recent_key == key
+                and allowed.shape == band.allowed.shape
+                and torch.equal(allowed, band.allowed)
+            ):
                 return sums_by_metric
         return None
 
@@ -122,7 +149,9 @@ class MetricSums:
         self._open, self._recent_uniform = {}, []
         self.num_examples += 1
 
-    def append(self, sums_by_example: Mapping[tuple[str, str, str], list[TextSums]], num_examples: int) -> None:
+    def append(
+        self, sums_by_example: Mapping[tuple[str, str, str], list[TextSums]], num_examples: int
+    ) -> None:
         """Append the sums of further examples, as another process computed them."""
         for key, sums in sums_by_example.items():
             self.sums_by_example.setdefault(key, []).extend(sums)
@@ -135,10 +164,16 @@ def _to_numpy(sums_and_counts: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
 
 
 class ExampleEngine(Protocol):
-    """Interface of engines that compute the metrics of examples elsewhere, and return their sums in order."""
+    """Interface of engines that compute the metrics of examples elsewhere, and return their sums in
+    order.
+    """
 
     def __call__(
-        self, model: nn.Module, examples: Iterable[Example], options: MeasureOptions, progress: Callable[[int], object]
+        self,
+        model: nn.Module,
+        examples: Iterable[Example],
+        options: MeasureOptions,
+        progress: Callable[[int], object],
     ) -> MetricSums: ...
 
 
@@ -168,16 +203,20 @@ def measure_heads(
     name: str = "",
     progress: Callable[[int], object] = lambda _: None,
 ) -> HeadTable:
-    """Measure every head of a model over a data set: a table of measures with confidence intervals and chance levels.
+    """Measure every head of a model over a data set: a table of measures with confidence intervals
+    and chance levels.
 
-    Each example runs alone, and attention weights are streamed in bands, so that memory stays bounded. An example that
-    repeats an earlier one is left out. `collectors` add measures of their own during the same pass, for example
-    `DependencyScores` or `AlignmentScores`. `progress` is called with the number of examples measured so far.
+    Each example runs alone, and attention weights are streamed in bands, so that memory stays
+    bounded. An example that repeats an earlier one is left out. `collectors` add measures of their
+    own during the same pass, for example `DependencyScores` or `AlignmentScores`. `progress` is
+    called with the number of examples measured so far.
     """
     if options.units not in TOKEN_UNITS:
         raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
     if options.engine is not None and collectors:
-        raise ValueError("dependencies and alignments are measured in one process; leave the engine out")
+        raise ValueError(
+            "dependencies and alignments are measured in one process; leave the engine out"
+        )
     sites, streams = _select_sites(model, options)
     distinct = DistinctExamples(examples)
     marked = mark_first_token_sinks(model, sites, streams, distinct)
@@ -190,7 +229,11 @@ def measure_heads(
     collected = [collector.measures() for collector in collectors]
     missed = _find_missed_sites(sites, metric_sums)
     reached = [site for site in sites if site.site.name not in missed]
-    heads = [_with_measures(head, collected) for site in reached for head in _site_heads(site, metric_sums)]
+    heads = [
+        _with_measures(head, collected)
+        for site in reached
+        for head in _site_heads(site, metric_sums)
+    ]
     left_out = [] if options.sites else left_out_notes(model, "observe", missed)
     notes = (*distinct.notes, *marked.notes, *_range_notes(reached), *left_out)
     return HeadTable(name or type(model).__name__, pluralise(count, "text"), tuple(heads), notes)
@@ -206,25 +249,42 @@ def _find_missed_sites(sites: Sequence[SiteModule], metric_sums: MetricSums) -> 
         if num_texts.get(name, 0) != count
     }
     if len(missed) == len(names):
-        raise ValueError(f"cannot measure heads: {names[0]}: {missed[names[0]]}; give inputs that reach it")
+        raise ValueError(
+            f"cannot measure heads: {names[0]}: {missed[names[0]]}; give inputs that reach it"
+        )
     return missed
 
 
 def _range_notes(sites: Sequence[SiteModule]) -> list[str]:
     """A note if heads are mixed after normalisation, which may make weights negative."""
     specs = [module.module.spec for module in sites if isinstance(module.module, Attention)]
-    num_mixed = sum(any(mix.phase is Phase.WEIGHTS for _, mix in spec.parts_of(Mix)) for spec in specs)
+    num_mixed = sum(
+        any(mix.phase is Phase.WEIGHTS for _, mix in spec.parts_of(Mix)) for spec in specs
+    )
     if not num_mixed:
         return []
     layers = pluralise(len(sites), "layer")
-    fact = f"heads are mixed after the softmax in {num_mixed} of {layers}, so that weights may be negative"
-    return [f"{fact}; entropy, confidence, sink and other measures may then leave their usual ranges"]
+    fact = (
+        f"heads are mixed after the softmax in {num_mixed} of {layers}, so that weights may be "
+        "negative"
+    )
+    return [
+        f"{fact}; entropy, confidence, sink and other measures may then leave their usual ranges"
+    ]
 
 
-def _select_sites(model: nn.Module, options: MeasureOptions) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
+def _select_sites(
+    model: nn.Module, options: MeasureOptions
+) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
     """The sites to measure, and the streams of their queries and keys by site name."""
-    sites = [site for site in require_ability(model, "observe") if not options.sites or site.site.name in options.sites]
-    return sites, {site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites}
+    sites = [
+        site
+        for site in require_ability(model, "observe")
+        if not options.sites or site.site.name in options.sites
+    ]
+    return sites, {
+        site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites
+    }
 
 
 def sum_examples(
@@ -234,7 +294,9 @@ def sum_examples(
     collectors: Sequence[MeasureCollector] = (),
     progress: Callable[[int], object] = lambda _: None,
 ) -> MetricSums:
-    """Sums of every metric over examples whose first tokens are marked, one entry for each example, in their order."""
+    """Sums of every metric over examples whose first tokens are marked, one entry for each example,
+    in their order.
+    """
     sites, streams = _select_sites(model, options)
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
     words = WordBandMerger(metric_sums.add_band)
@@ -292,7 +354,8 @@ def _site_heads(module: SiteModule, metric_sums: MetricSums) -> list[HeadMeasure
 def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> list[Measure]:
     """One metric of every head of a site."""
     observed, baseline = (
-        stack_texts(metric_sums.sums_by_example[site, metric.name, source]) for source in (OBSERVED, CHANCE)
+        stack_texts(metric_sums.sums_by_example[site, metric.name, source])
+        for source in (OBSERVED, CHANCE)
     )
     estimate, chance = Jackknife.of_ratio(*observed), ratio_of_sums(*baseline)
     p = _excess_p_values(metric, observed, baseline)
@@ -302,7 +365,9 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
         rows = rows.max(-1)
     low, high = estimate.interval()
     low = np.where(_is_nonnegative(observed[0], low.ndim), np.maximum(low, 0), low)
-    if metric.reduce is select_peak_offset:  # the most frequent distance jumps, so that it has no standard error
+    if (
+        metric.reduce is select_peak_offset
+    ):  # the most frequent distance jumps, so that it has no standard error
         low, high = np.full_like(low, np.nan), np.full_like(high, np.nan)
     columns = (array.tolist() for array in (estimate.value, low, high, rows, p))
     return [
@@ -319,7 +384,8 @@ def _is_nonnegative(sums: Array, num_axes: int) -> NDArray[np.bool_]:
 def _excess_p_values(metric: HeadMetric, observed: TextSums, baseline: TextSums) -> Array:
     """P-values that the heads exceed chance, [H]; NaN for a metric without a test.
 
-    The largest of several means is tested against the largest of the baseline, corrected for their number.
+    The largest of several means is tested against the largest of the baseline, corrected for their
+    number.
     """
     if metric.reduce is None:
         return excess_p_values(observed, baseline)
@@ -329,7 +395,9 @@ def _excess_p_values(metric: HeadMetric, observed: TextSums, baseline: TextSums)
     largest = np.nan_to_num(ratio_of_sums(*observed)).argmax(-1)
     columns = [array[:, np.arange(num_heads), largest] for array in observed]
     best = int(np.nan_to_num(ratio_of_sums(*baseline))[0].argmax())
-    p = excess_p_values((columns[0], columns[1]), (baseline[0][:, :, best], baseline[1][:, :, best]))
+    p = excess_p_values(
+        (columns[0], columns[1]), (baseline[0][:, :, best], baseline[1][:, :, best])
+    )
     return np.minimum(1, p * num_means)
 
 

@@ -1,8 +1,10 @@
-"""Metrics of a head's attention weights, each a sum over rows and the number of rows that it averages.
+"""Metrics of a head's attention weights, each a sum over rows and the number of rows that it
+averages.
 
-A row holds the weights of one query. A metric receives a `WeightBand` (some rows of every head of a layer) and returns
-sums and counts, which add up over bands and texts; its value on a data set is the total sum over the total count. The
-same metric of a head that reads every allowed key equally is its chance level, except for `breadth`.
+A row holds the weights of one query. A metric receives a `WeightBand` (some rows of every head of a
+layer) and returns sums and counts, which add up over bands and texts; its value on a data set is
+the total sum over the total count. The same metric of a head that reads every allowed key equally
+is its chance level, except for `breadth`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from torch import Tensor
 from .annotated_examples import TokenAnnotations
 from .weight_bands import WeightBand
 
-SumAndCount = tuple[Tensor, Tensor]  # sums over rows, [H] or [H, N], and the number of rows, of the same shape
+SumAndCount = tuple[
+    Tensor, Tensor
+]  # sums over rows, [H] or [H, N], and the number of rows, of the same shape
 ReduceFunction = Callable[[Tensor], Tensor]
 MAX_OFFSET = 8  # largest offset considered, in both directions
-MAX_DISTANCE = 16  # largest offset with a mean weight of its own, in both directions; farther pairs form one group
+# largest offset with a mean weight of its own, in both directions; farther pairs form one group
+MAX_DISTANCE = 16
 MAX_ROWS = 64  # rows of a text that `support_sums` sorts, at most
 SUPPORT_FRACTIONS = (0.5, 0.9, 0.95)
 MASS_TOLERANCE = 1e-6  # relative rounding error allowed in float32 sums
@@ -29,9 +34,10 @@ MASS_TOLERANCE = 1e-6  # relative rounding error allowed in float32 sums
 class HeadMetric:
     """A metric: its name, a short description and the function that sums it over a band.
 
-    Its chance level is its value for uniform attention, or what `compute_chance` sums over a band of uniform attention.
-    `weight_source` "rest" measures the weight that sink tokens leave, "all" the whole row. `reduce` turns several means
-    into one number. `self_attention_only` metrics are left out for cross-attention.
+    Its chance level is its value for uniform attention, or what `compute_chance` sums over a band
+    of uniform attention. `weight_source` "rest" measures the weight that sink tokens leave, "all"
+    the whole row. `reduce` turns several means into one number. `self_attention_only` metrics are
+    left out for cross-attention.
     """
 
     name: str
@@ -46,7 +52,9 @@ class HeadMetric:
 def mean_over_rows(rows_HT: Tensor, counted: Tensor) -> SumAndCount:
     """Sum of `rows_HT` over the rows where `counted` is true, and their number."""
     counted = counted.expand_as(rows_HT)
-    return torch.where(counted, rows_HT, 0).sum(-1, dtype=torch.float64), counted.sum(-1, dtype=torch.float64)
+    return torch.where(counted, rows_HT, 0).sum(-1, dtype=torch.float64), counted.sum(
+        -1, dtype=torch.float64
+    )
 
 
 def _weight_on_keys(band: WeightBand, keys: Tensor) -> SumAndCount:
@@ -55,7 +63,9 @@ def _weight_on_keys(band: WeightBand, keys: Tensor) -> SumAndCount:
 
 
 def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
-    """Weight of each row on the keys it is paired with; gathered one by one because the pairs are few."""
+    """Weight of each row on the keys it is paired with; gathered one by one because the pairs are
+    few.
+    """
     t, s = t - band.first_query, s - band.first_key
     in_band = (s >= 0) & (s < band.w_HTS.shape[2])
     t, s = t[in_band], s[in_band]
@@ -71,15 +81,19 @@ def entropy_sums(band: WeightBand) -> SumAndCount:
 
 
 def breadth_sums(band: WeightBand) -> SumAndCount:
-    """exp(entropy) of each row over the number of allowed keys; a row with a single allowed key has no breadth."""
+    """exp(entropy) of each row over the number of allowed keys; a row with a single allowed key has
+    no breadth.
+    """
     breadth = band.row_entropies.exp() / band.num_allowed_keys.clamp(min=1)
     return mean_over_rows(breadth, band.select_counted(band.num_allowed_keys > 1))
 
 
 def random_breadth_sums(band: WeightBand) -> SumAndCount:
-    """The breadth of random attention: weights drawn uniformly from all distributions over the n allowed keys.
+    """The breadth of random attention: weights drawn uniformly from all distributions over the n
+    allowed keys.
 
-    Their mean entropy is 1/2 + 1/3 + ... + 1/n, the mean entropy under a flat Dirichlet distribution.
+    Their mean entropy is 1/2 + 1/3 + ... + 1/n, the mean entropy under a flat Dirichlet
+    distribution.
     """
     num_keys = band.num_allowed_keys.clamp(min=1).double()
     mean_entropy = torch.digamma(num_keys + 1) - torch.digamma(torch.full_like(num_keys, 2))
@@ -121,7 +135,9 @@ def punctuation_sums(band: WeightBand) -> SumAndCount:
 
 
 def make_offset_metric(offset: int) -> Callable[[WeightBand], SumAndCount]:
-    """Return a metric of the weight on the key `offset` tokens after the query, over rows that may read it."""
+    """Return a metric of the weight on the key `offset` tokens after the query, over rows that may
+    read it.
+    """
 
     def sums(band: WeightBand) -> SumAndCount:
         weights, allowed = band.weights_at_offsets((offset,))
@@ -146,7 +162,9 @@ def duplicate_sums(band: WeightBand) -> SumAndCount:
 
 
 def induction_sums(band: WeightBand) -> SumAndCount:
-    """Weight on tokens that follow an earlier occurrence of the query's token id (Olsson et al. 2022)."""
+    """Weight on tokens that follow an earlier occurrence of the query's token id (Olsson et al.
+    2022).
+    """
     t, s = band.same_id_pairs
     earlier = s + 1 < t
     return _weight_at_pairs(band, t[earlier], s[earlier] + 1)
@@ -172,10 +190,13 @@ def support_sums(band: WeightBand) -> SumAndCount:
     """
     count = band.query_tokens.count
     sampled = (
-        torch.linspace(0, count - 1, min(count, MAX_ROWS), device=band.w_HTS.device).round().long() - band.first_query
+        torch.linspace(0, count - 1, min(count, MAX_ROWS), device=band.w_HTS.device).round().long()
+        - band.first_query
     )
     rows = sampled[(sampled >= 0) & (sampled < band.w_HTS.shape[1])]
-    cumulative = band.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    cumulative = (
+        band.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    )
     goals = (
         cumulative[..., -1:]
         * (1 - MASS_TOLERANCE)
@@ -184,15 +205,17 @@ def support_sums(band: WeightBand) -> SumAndCount:
     keys = torch.searchsorted(cumulative, goals) + 1
     visible = band.num_allowed_keys[..., rows].expand(keys.shape[:2])
     counted = (visible > 0)[..., None]
-    sums = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(1, dtype=torch.float64)
+    sums = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(
+        1, dtype=torch.float64
+    )
     return sums, counted.expand_as(keys).sum(1, dtype=torch.float64)
 
 
 def offset_variance_sums(band: WeightBand) -> SumAndCount:
     """Sums for `variance_explained_by_offset`, [H, 69].
 
-    These are the weights at each offset of -16..16 and at all other offsets, the share of pairs at each, and squared
-    weights.
+    These are the weights at each offset of -16..16 and at all other offsets, the share of pairs at
+    each, and squared weights.
     """
     weights, allowed = band.weights_at_offsets(range(-MAX_DISTANCE, MAX_DISTANCE + 1))
     counted = band.select_counted(torch.ones_like(band.num_allowed_keys, dtype=torch.bool))
@@ -209,17 +232,22 @@ def offset_variance_sums(band: WeightBand) -> SumAndCount:
 
 
 def variance_explained_by_offset(mean: Tensor) -> Tensor:
-    """Share of the variance of attention weights that the offset alone explains; 0 where the weights do not vary.
+    """Share of the variance of attention weights that the offset alone explains; 0 where the
+    weights do not vary.
 
     `mean` holds the means of `offset_variance_sums`.
     """
     groups = 2 * MAX_DISTANCE + 2
     group_mean, share, square = mean[..., :groups], mean[..., groups:-1], mean[..., -1]
-    group_mean = torch.where(share > 0, group_mean, 0)  # offsets longer than every text have no pairs
+    group_mean = torch.where(
+        share > 0, group_mean, 0
+    )  # offsets longer than every text have no pairs
     grand_mean = (share * group_mean).sum(-1)
     explained = (share * group_mean.square()).sum(-1) - grand_mean.square()
     total = square - grand_mean.square()
-    return torch.where(total > MASS_TOLERANCE * square, explained / total, torch.where(total.isnan(), total, 0))
+    return torch.where(
+        total > MASS_TOLERANCE * square, explained / total, torch.where(total.isnan(), total, 0)
+    )
 
 
 def select_largest(mean: Tensor) -> Tensor:
@@ -256,16 +284,34 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
             compute_chance=random_breadth_sums,
         ),
         HeadMetric("confidence", "largest weight of a row", confidence_sums),
-        HeadMetric("distance", "tokens between query and key", distance_sums, self_attention_only=True),
+        HeadMetric(
+            "distance", "tokens between query and key", distance_sums, self_attention_only=True
+        ),
         HeadMetric("sink", "weight on sinks", sink_sums),
         HeadMetric("first", "weight on the first token", first_token_sums),
         HeadMetric("separator", "weight on separators", separator_sums),
         HeadMetric("punctuation", "weight on punctuation", punctuation_sums, "rest"),
         HeadMetric(
-            "previous", "weight on the previous token", make_offset_metric(-1), "rest", self_attention_only=True
+            "previous",
+            "weight on the previous token",
+            make_offset_metric(-1),
+            "rest",
+            self_attention_only=True,
         ),
-        HeadMetric("self", "weight on the token itself", make_offset_metric(0), "rest", self_attention_only=True),
-        HeadMetric("next", "weight on the next token", make_offset_metric(1), "rest", self_attention_only=True),
+        HeadMetric(
+            "self",
+            "weight on the token itself",
+            make_offset_metric(0),
+            "rest",
+            self_attention_only=True,
+        ),
+        HeadMetric(
+            "next",
+            "weight on the next token",
+            make_offset_metric(1),
+            "rest",
+            self_attention_only=True,
+        ),
         HeadMetric(
             "offset",
             "rows whose largest weight is at one distance",
@@ -290,9 +336,24 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
             variance_explained_by_offset,
             self_attention_only=True,
         ),
-        HeadMetric("support50", "share of keys that hold half of a row", support_sums, reduce=make_selector(0)),
-        HeadMetric("support90", "share of keys that hold 90 % of a row", support_sums, reduce=make_selector(1)),
-        HeadMetric("support95", "share of keys that hold 95 % of a row", support_sums, reduce=make_selector(2)),
+        HeadMetric(
+            "support50",
+            "share of keys that hold half of a row",
+            support_sums,
+            reduce=make_selector(0),
+        ),
+        HeadMetric(
+            "support90",
+            "share of keys that hold 90 % of a row",
+            support_sums,
+            reduce=make_selector(1),
+        ),
+        HeadMetric(
+            "support95",
+            "share of keys that hold 95 % of a row",
+            support_sums,
+            reduce=make_selector(2),
+        ),
         HeadMetric(
             "duplicate",
             "weight on other occurrences of the same token",
@@ -307,16 +368,22 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
             "rest",
             self_attention_only=True,
         ),
-        HeadMetric("rare", "rows whose largest weight is on the rarest token", rarest_token_sums, "rest"),
+        HeadMetric(
+            "rare", "rows whose largest weight is on the rarest token", rarest_token_sums, "rest"
+        ),
     )
 }
 
 
-PairFunction = Callable[[Tensor, Tensor], Tensor]  # from differences of rows and of columns, [T, S] each
+PairFunction = Callable[
+    [Tensor, Tensor], Tensor
+]  # from differences of rows and of columns, [T, S] each
 
 
 def make_pair_metric(selects: PairFunction) -> Callable[[WeightBand], SumAndCount]:
-    """Return a metric of the weight on patches in a relation to the query, over rows that may read one of them."""
+    """Return a metric of the weight on patches in a relation to the query, over rows that may read
+    one of them.
+    """
 
     def sums(band: WeightBand) -> SumAndCount:
         rows, columns, is_patch = _differences(band)
@@ -328,7 +395,9 @@ def make_pair_metric(selects: PairFunction) -> Callable[[WeightBand], SumAndCoun
 
 
 def patch_distance_sums(band: WeightBand) -> SumAndCount:
-    """Mean Euclidean distance between query and key in patches, weighted by attention (2010.11929, appendix D.7)."""
+    """Mean Euclidean distance between query and key in patches, weighted by attention (2010.11929,
+    appendix D.7).
+    """
     rows, columns, is_patch = _differences(band)
     distance = (rows.square() + columns.square()).to(band.w_HTS.dtype).sqrt()
     sums = (band.w_HTS * (distance * is_patch)).sum(-1)
@@ -337,7 +406,10 @@ def patch_distance_sums(band: WeightBand) -> SumAndCount:
 
 def _differences(band: WeightBand) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns from query to key, [T, S] each, and whether both are patches."""
-    queries, keys = _get_grid(band.query_tokens, band)[band.query_positions], _get_grid(band.key_tokens, band)
+    queries, keys = (
+        _get_grid(band.query_tokens, band)[band.query_positions],
+        _get_grid(band.key_tokens, band),
+    )
     keys = band.slice_keys(keys)
     difference = keys[None] - queries[:, None]
     is_patch = (queries[:, None, 0] >= 0) & (keys[None, :, 0] >= 0)
@@ -345,9 +417,15 @@ def _differences(band: WeightBand) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _get_grid(tokens: TokenAnnotations, band: WeightBand) -> Tensor:
-    """Row and column of each token, [tokens, 2]; -1 for tokens that are no patches, such as all tokens of a text."""
+    """Row and column of each token, [tokens, 2]; -1 for tokens that are no patches, such as all
+    tokens of a text.
+    """
     grid = tokens.patch_grid
-    return torch.full((tokens.count, 2), -1, device=band.w_HTS.device) if grid is None else grid.to(band.w_HTS.device)
+    return (
+        torch.full((tokens.count, 2), -1, device=band.w_HTS.device)
+        if grid is None
+        else grid.to(band.w_HTS.device)
+    )
 
 
 def _is_neighbour(rows: Tensor, columns: Tensor) -> Tensor:
@@ -357,22 +435,45 @@ def _is_neighbour(rows: Tensor, columns: Tensor) -> Tensor:
 PATCH_METRICS: Mapping[str, HeadMetric] = {
     metric.name: metric
     for metric in (
-        HeadMetric("patch_distance", "distance between query and key, in patches", patch_distance_sums, "rest"),
-        HeadMetric("same_patch", "weight on the patch itself", make_pair_metric(
-            lambda rows, columns: (rows == 0) & (columns == 0)), "rest"),
-        HeadMetric("neighbours", "weight on the 8 patches around the query", make_pair_metric(_is_neighbour), "rest"),
-        HeadMetric("same_row", "weight on other patches of the same row", make_pair_metric(
-            lambda rows, columns: (rows == 0) & (columns != 0)), "rest"),
-        HeadMetric("same_column", "weight on other patches of the same column", make_pair_metric(
-            lambda rows, columns: (rows != 0) & (columns == 0)), "rest"),
+        HeadMetric(
+            "patch_distance",
+            "distance between query and key, in patches",
+            patch_distance_sums,
+            "rest",
+        ),
+        HeadMetric(
+            "same_patch",
+            "weight on the patch itself",
+            make_pair_metric(lambda rows, columns: (rows == 0) & (columns == 0)),
+            "rest",
+        ),
+        HeadMetric(
+            "neighbours",
+            "weight on the 8 patches around the query",
+            make_pair_metric(_is_neighbour),
+            "rest",
+        ),
+        HeadMetric(
+            "same_row",
+            "weight on other patches of the same row",
+            make_pair_metric(lambda rows, columns: (rows == 0) & (columns != 0)),
+            "rest",
+        ),
+        HeadMetric(
+            "same_column",
+            "weight on other patches of the same column",
+            make_pair_metric(lambda rows, columns: (rows != 0) & (columns == 0)),
+            "rest",
+        ),
     )
-}  # fmt: skip
+}
 # The measures of texts that also describe images.
 IMAGE_METRICS = (
     *("entropy", "breadth", "confidence", "sink", "support50", "support90", "support95"),
     *PATCH_METRICS,
 )
 NOT_FOR_IMAGES = (
-    "not measured on images: previous, next, offset, peak, positional_share and distance (patches lie on two axes), "
+    "not measured on images: previous, next, offset, peak, positional_share and distance (patches "
+    "lie on two axes), "
     "and duplicate, induction, rare, punctuation and separator (patches have no words)"
 )

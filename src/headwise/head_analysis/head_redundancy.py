@@ -1,8 +1,9 @@
 """Redundancy of heads: how similar their attention patterns and outputs are, compared with chance.
 
-`measure_redundancy` compares all heads over the same tokens: distances, clusters, a map in the plane, how much the
-heads of each layer differ, and outliers. Weights on sinks are left out, because heads that agree only on them are not
-redundant; `ComparableHeads.with_sinks` has the distances of whole rows.
+`measure_redundancy` compares all heads over the same tokens: distances, clusters, a map in the
+plane, how much the heads of each layer differ, and outliers. Weights on sinks are left out, because
+heads that agree only on them are not redundant; `ComparableHeads.with_sinks` has the distances of
+whole rows.
 """
 
 from __future__ import annotations
@@ -58,18 +59,19 @@ from .resampling import (
     ratio_of_sums,
 )
 
-# --- Diversity of layers and outliers ------------------------------------------------------------------
+# --- Diversity of layers and outliers -------------------------------------------------------------
 
 NUM_NULL_DRAWS = 100_000
 
 
 class LayerDiversity(NamedTuple):
-    """Diversity of the heads of one layer, from 0 (identical attention) to 1 (no two heads share a key).
+    """Diversity of the heads of one layer, from 0 (identical attention) to 1 (no two heads share a
+    key).
 
-    `spread` is (H(mean of rows) - mean of H(row)) / log(number of heads) (1909.00015), over rows without sinks. Its
-    chance level is the mean
-    over random sets of as many heads from all layers; `p` is the share of these sets that lie as far from that mean,
-    corrected for the number of layers.
+    `spread` is (H(mean of rows) - mean of H(row)) / log(number of heads) (1909.00015), over rows
+    without sinks. Its chance level is the mean over random sets of as many heads from all layers;
+    `p` is the share of these sets that lie as far from that mean, corrected for the number of
+    layers.
     """
 
     site: str
@@ -87,8 +89,8 @@ class LayerDiversity(NamedTuple):
 class HeadOutlier(NamedTuple):
     """A head, its mean `distance` to the other heads of its layer, and how unusual that is.
 
-    `studentised` is the log of `distance`, minus the mean and divided by the standard deviation of that log over the
-    other heads.
+    `studentised` is the log of `distance`, minus the mean and divided by the standard deviation of
+    that log over the other heads.
     """
 
     head: HeadLocation
@@ -98,7 +100,9 @@ class HeadOutlier(NamedTuple):
 
 
 class DiversitySums:
-    """Sums of the diversity of each layer, text by text, for the true layers and for heads permuted among layers."""
+    """Sums of the diversity of each layer, text by text, for the true layers and for heads permuted
+    among layers.
+    """
 
     def __init__(self, heads: Sequence[HeadLocation], permutations: int, seed: int) -> None:
         self.sites = tuple(dict.fromkeys(head.site for head in heads))
@@ -106,7 +110,9 @@ class DiversitySums:
         layer_of_head = np.array([self.sites.index(head.site) for head in heads])
         generator, times = np.random.default_rng(seed), permutations if len(self.sites) > 1 else 0
         assignments = [layer_of_head, *(generator.permutation(layer_of_head) for _ in range(times))]
-        self.sets = torch.cat([_membership(torch.from_numpy(layers), len(self.sites)) for layers in assignments])
+        self.sets = torch.cat(
+            [_membership(torch.from_numpy(layers), len(self.sites)) for layers in assignments]
+        )
         self.observed, shape = FoldedSums(), (times, len(self.sites))
         self.permuted, self.permuted_counts = np.zeros(shape), np.zeros(shape)
 
@@ -121,13 +127,18 @@ class DiversitySums:
         self.permuted_counts += counts[1:]
 
     def layer_diversities(self) -> tuple[LayerDiversity, ...]:
-        """Diversity of each layer; NaN for a single head, and without a chance level for a single layer."""
+        """Diversity of each layer; NaN for a single head, and without a chance level for a single
+        layer.
+        """
         spreads = self.observed.mean_intervals()
         permuted = ratio_of_sums(self.permuted[None], self.permuted_counts[None])
         # The null distribution of a layer pools the permuted layers of the same size.
         null_values = [permuted[:, np.equal(self.sizes, size)].ravel() for size in self.sizes]
         null_values = [null[~np.isnan(null)] for null in null_values]
-        tests = [compare_with_null(value, null) for value, null in zip(spreads.mean, null_values, strict=True)]
+        tests = [
+            compare_with_null(value, null)
+            for value, null in zip(spreads.mean, null_values, strict=True)
+        ]
         p = correct_p_values([test.p for test in tests])
         return tuple(
             LayerDiversity(site, size, spreads.measure_at(n, tests[n].chance), float(p[n]))
@@ -141,13 +152,18 @@ def _membership(class_of_item: Tensor, count: int) -> Tensor:
 
 
 def find_outliers(
-    distances: Array, heads: Sequence[HeadLocation], *, seed: int = 0, num_draws: int = NUM_NULL_DRAWS
+    distances: Array,
+    heads: Sequence[HeadLocation],
+    *,
+    seed: int = 0,
+    num_draws: int = NUM_NULL_DRAWS,
 ) -> tuple[HeadOutlier, ...]:
-    """Test every head with at least two other heads in its layer for being an outlier; the most significant come first.
+    """Test every head with at least two other heads in its layer for being an outlier; the most
+    significant come first.
 
-    The log of a head's mean distance to the other heads is studentised with the mean and the deviation of the other
-    heads (Grubbs 1950). `p` is the share of samples of as many normal numbers in which the first lies as far out,
-    corrected for the number of heads.
+    The log of a head's mean distance to the other heads is studentised with the mean and the
+    deviation of the other heads (Grubbs 1950). `p` is the share of samples of as many normal
+    numbers in which the first lies as far out, corrected for the number of heads.
     """
     outliers: list[HeadOutlier] = []
     for site in dict.fromkeys(head.site for head in heads):
@@ -156,28 +172,41 @@ def find_outliers(
             continue
         mean_distance = distances[np.ix_(members, members)].sum(1) / (len(members) - 1)
         studentised = _studentise(np.log(np.maximum(mean_distance, 1e-12))[None])[0]
-        normal = np.random.default_rng([seed, len(members)]).standard_normal((num_draws, len(members)))
+        normal = np.random.default_rng([seed, len(members)]).standard_normal(
+            (num_draws, len(members))
+        )
         null_values = _studentise(normal)[:, 0]
         for k, n in enumerate(members):
             p = compare_with_null(studentised[k], null_values, "high").p
-            outliers.append(HeadOutlier(heads[n], float(mean_distance[k]), float(studentised[k]), p))
+            outliers.append(
+                HeadOutlier(heads[n], float(mean_distance[k]), float(studentised[k]), p)
+            )
     corrected = correct_p_values([outlier.p for outlier in outliers])
-    outliers = [outlier._replace(p=float(p)) for outlier, p in zip(outliers, corrected, strict=True)]
+    outliers = [
+        outlier._replace(p=float(p)) for outlier, p in zip(outliers, corrected, strict=True)
+    ]
     return tuple(sorted(outliers, key=lambda outlier: (outlier.p, -outlier.studentised)))
 
 
 def _studentise(values: Array) -> Array:
-    """Each value minus the mean of the others in its row, over the standard deviation of the others."""
+    """Each value minus the mean of the others in its row, over the standard deviation of the
+    others.
+    """
     count, values = values.shape[1] - 1, values - values.mean(1, keepdims=True)
     total, squares = values.sum(1, keepdims=True), (values**2).sum(1, keepdims=True)
     mean = (total - values) / count
     variance = np.maximum((squares - values**2) / count - mean**2, 0)
     deviation = np.sqrt(variance * count / max(1, count - 1))
     gap = values - mean
-    return np.divide(gap, deviation, out=np.where(gap == 0, 0.0, np.copysign(np.inf, gap)), where=deviation > 1e-12)
+    return np.divide(
+        gap,
+        deviation,
+        out=np.where(gap == 0, 0.0, np.copysign(np.inf, gap)),
+        where=deviation > 1e-12,
+    )
 
 
-# --- Options and results -------------------------------------------------------------------------------
+# --- Options and results --------------------------------------------------------------------------
 
 EQUAL_DISTANCE = 1e-9  # nats; smaller distances are rounding
 CHANCE_RATE = 0.05  # share of pairs below the distance threshold by chance
@@ -191,7 +220,8 @@ class RedundancyOptions(NamedTuple):
     - `smoothing`: of attention weights, "none" or "clark" (1906.04341).
     - `cka_estimator`: "unbiased" or "linear", see `centred_kernel_alignment`.
     - `num_permutations`, `seed`: of permutation tests.
-    - `max_distance`: distance below which heads form one cluster; None uses the distance that 5 % of pairs fall below
+    - `max_distance`: distance below which heads form one cluster; None uses the distance that 5 %
+      of pairs fall below
       by chance.
     """
 
@@ -220,8 +250,8 @@ class RedundancyOptions(NamedTuple):
 class WholeRows(NamedTuple):
     """Comparison of whole attention rows, sinks included.
 
-    `num_similar` pairs are significantly closer than `threshold` and than their chance distance; `num_expected` are by
-    chance, if weights are permuted but those on sinks stay.
+    `num_similar` pairs are significantly closer than `threshold` and than their chance distance;
+    `num_expected` are by chance, if weights are permuted but those on sinks stay.
     """
 
     distances: Array
@@ -244,19 +274,26 @@ class WholeRows(NamedTuple):
 class ComparableHeads:
     """Heads with the same query and key tokens, and every comparison between them.
 
-    - `distances`, `low`, `high`: Jensen-Shannon divergences of attention rows without sinks in nats [heads, heads],
-      means over the rows in which sinks leave both heads at least 1 % of the weight, with confidence intervals.
-    - `chance`: the divergences if the weights of one head are permuted among the other keys that it may read. They are
+    - `distances`, `low`, `high`: Jensen-Shannon divergences of attention rows without sinks in nats
+      [heads, heads],
+      means over the rows in which sinks leave both heads at least 1 % of the weight, with
+      confidence intervals.
+    - `chance`: the divergences if the weights of one head are permuted among the other keys that it
+      may read. They are
       as sharp as before but unrelated.
     - `with_sinks`: the same comparison of whole rows. `sink_weight` is the mean weight on sinks.
-    - `without_rest`: heads that are not compared because sinks leave them less than 1 % of the weight in (almost) all
+    - `without_rest`: heads that are not compared because sinks leave them less than 1 % of the
+      weight in (almost) all
       rows.
     - `outputs`: CKA of head outputs, or None if it could not be computed.
-    - `merges`, `threshold`, `clusters`: steps of the average-linkage clustering, its distance threshold, and the
-      cluster of each head. `num_chance_clusters` is the number of clusters of the chance distances at this threshold.
+    - `merges`, `threshold`, `clusters`: steps of the average-linkage clustering, its distance
+      threshold, and the
+      cluster of each head. `num_chance_clusters` is the number of clusters of the chance distances
+      at this threshold.
     - `embedding`: the heads as points in the plane.
     - `layers`, `outliers`: diversity of each layer, and outlying heads.
-    - `similar_pair_test`: number of significantly similar pairs against the number expected by chance.
+    - `similar_pair_test`: number of significantly similar pairs against the number expected by
+      chance.
     - `within_layer_test`: distances within layers against distances between layers.
     - `agreement`: correlation of distances with those of outputs.
     """
@@ -289,7 +326,9 @@ class ComparableHeads:
 
     @property
     def similar_pairs(self) -> tuple[tuple[HeadLocation, HeadLocation], ...]:
-        """Pairs whose interval ends below the threshold and below their chance distance, the closest first."""
+        """Pairs whose interval ends below the threshold and below their chance distance, the
+        closest first.
+        """
         first, second = np.triu_indices(len(self.heads), 1)
         is_similar = (self.high < np.minimum(self.threshold, self.chance))[first, second]
         order = np.argsort(self.distances[first, second], kind="stable")
@@ -311,7 +350,10 @@ class ComparableHeads:
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        grids = {name: _grid_to_lists(getattr(self, name)) for name in ("distances", "low", "high", "chance")}
+        grids = {
+            name: _grid_to_lists(getattr(self, name))
+            for name in ("distances", "low", "high", "chance")
+        }
         return {
             "streams": list(self.streams),
             "heads": [head._asdict() for head in self.heads],
@@ -330,7 +372,8 @@ class ComparableHeads:
             "similar_pair_test": _test_to_dict(self.similar_pair_test),
             "within_layer_test": _test_to_dict(self.within_layer_test),
             "outliers": [
-                {**outlier.head._asdict(), "distance": outlier.distance, "p": outlier.p} for outlier in self.outliers
+                {**outlier.head._asdict(), "distance": outlier.distance, "p": outlier.p}
+                for outlier in self.outliers
             ],
             "agreement": _test_to_dict(self.agreement),
             "sentence": self.sentence,
@@ -339,7 +382,9 @@ class ComparableHeads:
 
 @dataclass(frozen=True, eq=False)
 class RedundancyResult:
-    """Comparisons of all groups of heads over the same tokens, the number of texts, and notes on what was left out."""
+    """Comparisons of all groups of heads over the same tokens, the number of texts, and notes on
+    what was left out.
+    """
 
     model: str
     texts: int
@@ -349,23 +394,38 @@ class RedundancyResult:
     @property
     def sentence(self) -> str:
         """Whether the heads are redundant, a paragraph for every group."""
-        return "\n".join(f"{self.model}, {self.texts} texts: {group.sentence}" for group in self.readers)
+        return "\n".join(
+            f"{self.model}, {self.texts} texts: {group.sentence}" for group in self.readers
+        )
 
     def compare_with(self, other: RedundancyResult) -> str:
-        """Compare with another model on the same texts, such as a random baseline; a paragraph for every group."""
-        pairs = [(own, theirs) for own in self.readers for theirs in other.readers if own.streams == theirs.streams]
+        """Compare with another model on the same texts, such as a random baseline; a paragraph for
+        every group.
+        """
+        pairs = [
+            (own, theirs)
+            for own in self.readers
+            for theirs in other.readers
+            if own.streams == theirs.streams
+        ]
         return "\n".join(
-            f"{other.model}, {other.texts} texts: {compare_redundancy(own, theirs)}" for own, theirs in pairs
+            f"{other.model}, {other.texts} texts: {compare_redundancy(own, theirs)}"
+            for own, theirs in pairs
         )
 
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
         readers = [group.data for group in self.readers]
-        return {"model": self.model, "texts": self.texts, "readers": readers, "notes": list(self.notes)}
+        return {
+            "model": self.model,
+            "texts": self.texts,
+            "readers": readers,
+            "notes": list(self.notes),
+        }
 
 
-# --- Measurement ---------------------------------------------------------------------------------------
+# --- Measurement ----------------------------------------------------------------------------------
 
 
 class _DistanceSums:
@@ -395,9 +455,13 @@ class _RedundancySums:
     def add(self, text_index: int, rows: SampledRows) -> None:
         """Add rows of a text."""
         permuted = rows.permute_weights((self.options.seed, text_index))
-        rest, rest_permuted = (self._smooth_rest(rows.without_sinks(weights)) for weights in (rows.weights, permuted))
+        rest, rest_permuted = (
+            self._smooth_rest(rows.without_sinks(weights)) for weights in (rows.weights, permuted)
+        )
         self.rest.add(text_index, rest, rest_permuted.weights, rows.row_weight)
-        whole, whole_permuted = (self._smooth_whole(weights) for weights in (rows.weights, permuted))
+        whole, whole_permuted = (
+            self._smooth_whole(weights) for weights in (rows.weights, permuted)
+        )
         all_rows = torch.ones_like(rest.counted)
         self.whole.add(text_index, NonSinkRows(whole, all_rows), whole_permuted, rows.row_weight)
         self.diversity.add(text_index, rest, rows.row_weight)
@@ -409,10 +473,14 @@ class _RedundancySums:
 
     def _smooth_whole(self, weights: Tensor) -> Tensor:
         """Smooth the weights of all keys but the learned sink."""
-        return torch.cat([smooth_weights(weights[..., :-1], self.options.smoothing), weights[..., -1:]], -1)
+        return torch.cat(
+            [smooth_weights(weights[..., :-1], self.options.smoothing), weights[..., -1:]], -1
+        )
 
     def comparable_heads(self) -> list[int]:
-        """Indices of the heads of which every pair has rows; a head that has the fewest is left out first."""
+        """Indices of the heads of which every pair has rows; a head that has the fewest is left out
+        first.
+        """
         counts = self.rest.distances.count.copy()
         np.fill_diagonal(counts, 1)
         indices = list(range(len(counts)))
@@ -434,12 +502,15 @@ def measure_redundancy(
 ) -> RedundancyResult:
     """Measure how similar all heads over the same tokens are, and whether that is more than chance.
 
-    Each text runs alone. A sample of its attention rows and a sample of head outputs over all texts are kept, so that
-    memory does not grow with the data. `progress` is called with the number of texts read so far.
+    Each text runs alone. A sample of its attention rows and a sample of head outputs over all texts
+    are kept, so that memory does not grow with the data. `progress` is called with the number of
+    texts read so far.
     """
     sites, options = require_ability(model, "observe"), options.validate()
     sites_with_outputs = [module for module in sites if module.site.ablate.possible]
-    streams = {module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites}
+    streams = {
+        module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites
+    }
     sampling = RowSampling(options.rows_per_text, options.seed)
     sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()
     distinct = DistinctExamples(examples)
@@ -458,17 +529,26 @@ def measure_redundancy(
         _add_head_outputs(reservoirs, outputs, streams, index, options)
         progress(count)
     distinct.check_min_count()
-    compared = [_compare_heads(pair, group_sums, reservoirs.get(pair[0])) for pair, group_sums in sums.items()]
+    compared = [
+        _compare_heads(pair, group_sums, reservoirs.get(pair[0]))
+        for pair, group_sums in sums.items()
+    ]
     comparisons = tuple(group for group in compared if group is not None)
     if not comparisons:
         details = "".join(f"; {site}: {reason}" for site, reason in reasons.items())
-        raise ValueError(f"cannot compare heads: no two of them have the same queries and keys{details}")
+        raise ValueError(
+            f"cannot compare heads: no two of them have the same queries and keys{details}"
+        )
     left_out = reasons | {
         str(head): "sinks leave less than 1 % of its weight in almost every row"
         for group in comparisons
         for head in group.without_rest
     }
-    notes = [*distinct.notes, *marked.notes, *(f"{name} is left out: {reason}" for name, reason in left_out.items())]
+    notes = [
+        *distinct.notes,
+        *marked.notes,
+        *(f"{name} is left out: {reason}" for name, reason in left_out.items()),
+    ]
     notes += left_out_notes(model, "observe")
     return RedundancyResult(name or type(model).__name__, count, comparisons, tuple(notes))
 
@@ -496,7 +576,9 @@ def _add_head_outputs(
 
 
 class _SimilarPairs(NamedTuple):
-    """Distances with intervals, their chance level, a distance threshold, and the numbers of pairs below it."""
+    """Distances with intervals, their chance level, a distance threshold, and the numbers of pairs
+    below it.
+    """
 
     intervals: MeanIntervals
     chance: Array
@@ -506,16 +588,26 @@ class _SimilarPairs(NamedTuple):
 
 
 def _distance_intervals(folds: FoldedSums, grid: tuple[Any, ...]) -> MeanIntervals:
-    """Distances of these heads; a distance of 0 is that of equal rows in every text, however few there are."""
+    """Distances of these heads; a distance of 0 is that of equal rows in every text, however few
+    there are.
+    """
     mean, low, high = (array[grid] for array in folds.mean_intervals())
-    return MeanIntervals(mean, *(np.where(np.abs(mean) < EQUAL_DISTANCE, mean, end) for end in (low, high)))
+    return MeanIntervals(
+        mean, *(np.where(np.abs(mean) < EQUAL_DISTANCE, mean, end) for end in (low, high))
+    )
 
 
-def _count_similar_pairs(sums: _DistanceSums, options: RedundancyOptions, indices: Sequence[int]) -> _SimilarPairs:
+def _count_similar_pairs(
+    sums: _DistanceSums, options: RedundancyOptions, indices: Sequence[int]
+) -> _SimilarPairs:
     """Compare the distances of these heads with their chance level."""
     grid, pairs = np.ix_(indices, indices), np.triu_indices(len(indices), 1)
-    observed, permuted = (_distance_intervals(folds, grid) for folds in (sums.distances, sums.chance))
-    threshold = _chance_threshold(permuted.mean) if options.max_distance is None else options.max_distance
+    observed, permuted = (
+        _distance_intervals(folds, grid) for folds in (sums.distances, sums.chance)
+    )
+    threshold = (
+        _chance_threshold(permuted.mean) if options.max_distance is None else options.max_distance
+    )
     num_similar = int((observed.high < np.minimum(threshold, permuted.mean))[pairs].sum())
     chance_pairs = MeanIntervals(*(array[pairs] for array in permuted))
     num_expected = expected_pairs_below(chance_pairs, threshold, sums.chance.num_folds)
@@ -548,7 +640,9 @@ def _compare_heads(
         low=similar.intervals.low,
         high=similar.intervals.high,
         chance=similar.chance,
-        with_sinks=WholeRows(whole.intervals.mean, whole.threshold, whole.num_similar, whole.num_expected),
+        with_sinks=WholeRows(
+            whole.intervals.mean, whole.threshold, whole.num_similar, whole.num_expected
+        ),
         sink_weight=sums.sink_weight / sums.num_rows,
         without_rest=tuple(head for head in sums.heads if head not in heads),
         outputs=outputs,
@@ -560,7 +654,9 @@ def _compare_heads(
         layers=sums.diversity.layer_diversities(),
         outliers=find_outliers(distances, heads, seed=options.seed),
         similar_pair_test=poisson_test(similar.num_similar, similar.num_expected),
-        within_layer_test=class_separation_test(distances, layer_of_head, options.num_permutations, options.seed),
+        within_layer_test=class_separation_test(
+            distances, layer_of_head, options.num_permutations, options.seed
+        ),
         agreement=_test_agreement(distances, outputs, options),
     )
 
@@ -572,15 +668,27 @@ def _chance_threshold(chance: Array) -> float:
 def _output_similarity(
     heads: Sequence[HeadLocation], reservoir: OutputReservoir | None, options: RedundancyOptions
 ) -> Array | None:
-    """CKA of the outputs of these heads; None if attention rows and outputs do not correspond one to one."""
+    """CKA of the outputs of these heads; None if attention rows and outputs do not correspond one
+    to one.
+    """
     sites = list(dict.fromkeys(head.site for head in heads))
-    if reservoir is None or any(site not in reservoir.outputs for site in sites) or len(reservoir.priorities) < 4:
+    if (
+        reservoir is None
+        or any(site not in reservoir.outputs for site in sites)
+        or len(reservoir.priorities) < 4
+    ):
         return None
     features = reservoir.features(sites)
-    return centred_kernel_alignment(features, options.cka_estimator).numpy() if len(features) == len(heads) else None
+    return (
+        centred_kernel_alignment(features, options.cka_estimator).numpy()
+        if len(features) == len(heads)
+        else None
+    )
 
 
-def _test_agreement(distances: Array, outputs: Array | None, options: RedundancyOptions) -> PermutationTest:
+def _test_agreement(
+    distances: Array, outputs: Array | None, options: RedundancyOptions
+) -> PermutationTest:
     """Test whether heads with similar attention patterns have similar outputs."""
     if outputs is None or np.isnan(outputs).any():
         return PermutationTest(math.nan, math.nan, math.nan)

@@ -1,4 +1,6 @@
-"""Report of a model's heads in a folder: the table as JSON, figures, and files for the HeadVis viewer."""
+"""Report of a model's heads in a folder: the table as JSON, figures, and files for the HeadVis
+viewer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from ..output_paths import Existing, FolderKind, stage_folder
 from ..traces import Trace
 from . import head_figures
 from .annotated_examples import Example
-from .attention_figures import HeadPicture, PictureMaker, draw_gallery, draw_head, draw_head_overlay, make_picture
+from .attention_figures import (
+    HeadPicture,
+    PictureMaker,
+    draw_gallery,
+    draw_head,
+    draw_head_overlay,
+    make_picture,
+)
 from .head_classes import UNCLEAR
 from .head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_group, save_figure
 from .head_redundancy import RedundancyResult
@@ -26,13 +35,16 @@ from .head_table import HeadMeasures, HeadTable, ImportanceResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# --- Files for HeadVis ---------------------------------------------------------------------------------
+# --- Files for HeadVis ----------------------------------------------------------------------------
 
 MAX_KEYS = 8  # strongest keys kept of each row, as in HeadVis
 
 
-def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: Path) -> Iterator[str]:
-    """Write scatter_data.json and heads/L{layer}H{head}.json for HeadVis, and yield the path of the first.
+def export_headvis(
+    table: HeadTable, trace: Trace, annotated: Example, folder: Path
+) -> Iterator[str]:
+    """Write scatter_data.json and heads/L{layer}H{head}.json for HeadVis, and yield the path of the
+    first.
 
     Layers are numbered over all sites in the order of the table.
     """
@@ -58,7 +70,11 @@ def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: P
         layer = trace.get_layer(head.site)
         weights = trace.head_weights(head.site, head.head)
         strongest = [
-            [[int(s), round(float(row[s]), 6)] for s in (-row).argsort(kind="stable")[:MAX_KEYS] if row[s] > 0]
+            [
+                [int(s), round(float(row[s]), 6)]
+                for s in (-row).argsort(kind="stable")[:MAX_KEYS]
+                if row[s] > 0
+            ]
             for row in weights
         ]
         example = {
@@ -71,7 +87,7 @@ def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: P
         write_atomically(path, json.dumps(document).encode())
 
 
-# --- The report ----------------------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------------------
 
 EXAMPLE_LENGTHS = range(6, 19)  # numbers of tokens that suit a heat map
 MAX_RELATIONS = 9  # largest number of relations in the figure
@@ -93,7 +109,8 @@ class ReportOptions(NamedTuple):
     """Figures of a report besides the table.
 
     - `importance`, `redundancy`: results that get a figure.
-    - `head_pair`: two heads, (site, number) each, for the overlay figure; by default these are the heads with the
+    - `head_pair`: two heads, (site, number) each, for the overlay figure; by default these are the
+      heads with the
       broadest and the narrowest attention.
     - `drawn_heads`: heads with a figure of their own on the first text.
     - `existing`: "overwrite" replaces a folder with an earlier report.
@@ -116,7 +133,8 @@ def write_head_report(
     folder: Path,
     options: ReportOptions = DEFAULT_OPTIONS,
 ) -> list[str]:
-    """Write the table as JSON, the files of HeadVis, and every figure for light and dark backgrounds as SVG and PNG.
+    """Write the table as JSON, the files of HeadVis, and every figure for light and dark
+    backgrounds as SVG and PNG.
 
     The folder appears complete or not at all. Returns the paths of the main files.
     """
@@ -133,11 +151,16 @@ def write_head_report(
         figures = [*_list_figures(table, maker, options), *_extra_figures(table, options)]
         names = [*write_figures(figures, staged)]
         names += export_headvis(table, maker.trace(0), maker.examples[0], staged / "headvis")
-        return [str(folder / "heads.json"), *(str(folder / Path(name).relative_to(staged)) for name in names)]
+        return [
+            str(folder / "heads.json"),
+            *(str(folder / Path(name).relative_to(staged)) for name in names),
+        ]
 
 
 def write_figures(figures: Iterable[NamedFigure], folder: Path) -> Iterator[str]:
-    """Write each figure for light and dark backgrounds as SVG and PNG, and yield the path of the light SVG."""
+    """Write each figure for light and dark backgrounds as SVG and PNG, and yield the path of the
+    light SVG.
+    """
     for name, draw in figures:
         for theme in FIGURE_THEMES:
             for suffix in (".svg", ".png"):
@@ -145,24 +168,40 @@ def write_figures(figures: Iterable[NamedFigure], folder: Path) -> Iterator[str]
         yield str(folder / f"{name}-light.svg")
 
 
-def _list_figures(table: HeadTable, maker: PictureMaker, options: ReportOptions) -> Iterator[NamedFigure]:
+def _list_figures(
+    table: HeadTable, maker: PictureMaker, options: ReportOptions
+) -> Iterator[NamedFigure]:
     yield "grid", partial(head_figures.draw_head_grid, table)
     yield "entropy", partial(head_figures.draw_measure_by_layer, table)
     if pictures := list(_class_pictures(table, maker)):
         title = f"{table.model}: the top head of each class, each on the text that shows it best"
-        yield "gallery", partial(draw_gallery, pictures, title, marks="the pairs of tokens that the class is about")
+        yield (
+            "gallery",
+            partial(
+                draw_gallery, pictures, title, marks="the pairs of tokens that the class is about"
+            ),
+        )
     if pictures := list(_relation_pictures(table, maker)):
         title = f"{table.model}: the top head of each dependency relation"
-        yield "relations", partial(draw_gallery, pictures, title, marks="the dependencies of the relation")
+        yield (
+            "relations",
+            partial(draw_gallery, pictures, title, marks="the dependencies of the relation"),
+        )
     if pair := _choose_pair(table, maker, options.head_pair):
         yield "pair", partial(draw_head_overlay, *pair, f"{table.model}: attention of two heads")
     for location in options.drawn_heads:
         head = table.head(*location)
         classes = [head_class for head_class in head.classes if head_class.name != UNCLEAR]
-        names = ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in classes[:3]) or "no class"
+        names = (
+            ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in classes[:3])
+            or "no class"
+        )
         name = classes[0].name if classes else ""
         picture = make_picture(maker.trace(0), maker.examples[0], head, name, names)
-        yield head_file_name(*location), partial(draw_head, picture, f"{table.model}: {head.site} {head.head}")
+        yield (
+            head_file_name(*location),
+            partial(draw_head, picture, f"{table.model}: {head.site} {head.head}"),
+        )
 
 
 def head_file_name(site: str, head: int) -> str:
@@ -174,8 +213,11 @@ def head_file_name(site: str, head: int) -> str:
     return f"head-{site.replace('/', '.')}-{head}"
 
 
-def draw_traced_heads(trace: Trace, heads: HeadSelection, folder: Path, existing: Existing = "refuse") -> list[str]:
-    """Write a figure of each chosen head on the first text of a trace to a folder; return the paths of the light SVGs.
+def draw_traced_heads(
+    trace: Trace, heads: HeadSelection, folder: Path, existing: Existing = "refuse"
+) -> list[str]:
+    """Write a figure of each chosen head on the first text of a trace to a folder; return the paths
+    of the light SVGs.
 
     The folder appears complete or not at all.
     """
@@ -183,12 +225,21 @@ def draw_traced_heads(trace: Trace, heads: HeadSelection, folder: Path, existing
     model = str(trace.model.get("name") or trace.model.get("class") or "model")
     for site, head in heads:
         layer = trace.get_layer(site)
-        query_words, key_words = (trace.streams[stream][0].words for stream in (layer.query_stream, layer.key_stream))
+        query_words, key_words = (
+            trace.streams[stream][0].words for stream in (layer.query_stream, layer.key_stream)
+        )
         weights = trace.head_weights(site, head)
         query_words, key_words = query_words[: weights.shape[0]], key_words[: weights.shape[1]]
         text = f"text 1 of {layer.batch_size}" if layer.batch_size > 1 else ""
-        picture = HeadPicture(text, "", weights[: len(query_words), : len(key_words)], query_words, key_words)
-        figures.append((head_file_name(layer.name, head), partial(draw_head, picture, f"{model}: {layer.name} {head}")))
+        picture = HeadPicture(
+            text, "", weights[: len(query_words), : len(key_words)], query_words, key_words
+        )
+        figures.append(
+            (
+                head_file_name(layer.name, head),
+                partial(draw_head, picture, f"{model}: {layer.name} {head}"),
+            )
+        )
     with stage_folder(folder, HEAD_REPORT, existing) as staged:
         return [str(folder / Path(name).name) for name in write_figures(figures, staged)]
 
@@ -198,13 +249,22 @@ def _extra_figures(table: HeadTable, options: ReportOptions) -> Iterator[NamedFi
     if importance is not None:
         names = [f"{head.site} {head.head}" for head in importance.heads]
         values = [(head.value, head.low, head.high) for head in importance.heads]
-        title = f"{table.model}: importance of every head for {importance.objective}, {importance.texts} texts"
+        title = (
+            f"{table.model}: importance of every head for {importance.objective}, "
+            f"{importance.texts} texts"
+        )
         label = f"importance by {importance.method}"
-        yield "importance", partial(head_figures.draw_importance_curve, names, values, title, axis_label=label)
+        yield (
+            "importance",
+            partial(head_figures.draw_importance_curve, names, values, title, axis_label=label),
+        )
     for number, group in enumerate(redundancy.readers if redundancy is not None else ()):
         heads = tuple(table.head(location.site, location.head) for location in group.heads)
         name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
-        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.embedding)
+        yield (
+            name,
+            partial(head_figures.draw_head_map, replace(table, heads=heads), group.embedding),
+        )
 
 
 def _class_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
@@ -220,14 +280,18 @@ def _class_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPictu
             continue
         head_class, head = max(members, key=lambda member: member[0].score)
         picture = maker.picture(
-            head, head_class.name, f"{head_class.name} {head_class.score:.2f}: {head.site} {head.head}"
+            head,
+            head_class.name,
+            f"{head_class.name} {head_class.score:.2f}: {head.site} {head.head}",
         )
         if picture is not None:
             yield picture
 
 
 def _relation_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
-    """The head with the highest score of each relation, on the text on which it finds the dependencies best."""
+    """The head with the highest score of each relation, on the text on which it finds the
+    dependencies best.
+    """
     members = [
         (head_class, head)
         for head in table.heads
@@ -249,11 +313,17 @@ def _relation_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPi
 def _choose_pair(
     table: HeadTable, maker: PictureMaker, head_pair: HeadSelection
 ) -> tuple[HeadPicture, HeadPicture] | None:
-    """The two given heads, or the self-attention heads with the broadest and the narrowest attention of one stack."""
+    """The two given heads, or the self-attention heads with the broadest and the narrowest
+    attention of one stack.
+    """
     if head_pair:
         first, second = (table.head(*location) for location in head_pair)
         return _make_picture_pair(maker, [(first, "one"), (second, "other")])
-    heads = [head for head in table.heads if {"breadth", "distance"} <= set(head.measures) and head.kind == "attention"]
+    heads = [
+        head
+        for head in table.heads
+        if {"breadth", "distance"} <= set(head.measures) and head.kind == "attention"
+    ]
     heads = [head for head in heads if not np.isnan(head.measures["distance"].value)]
     if len(heads) < 2:
         return None
@@ -269,7 +339,9 @@ def _make_picture_pair(
     maker: PictureMaker, heads: Sequence[tuple[HeadMeasures, str]]
 ) -> tuple[HeadPicture, HeadPicture]:
     first, second = (
-        make_picture(maker.trace(0), maker.examples[0], head, "", f"{label}: {head.site} {head.head}")
+        make_picture(
+            maker.trace(0), maker.examples[0], head, "", f"{label}: {head.site} {head.head}"
+        )
         for head, label in heads
     )
     return first, second

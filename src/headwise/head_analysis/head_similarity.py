@@ -1,4 +1,6 @@
-"""Similarity of heads: distances between attention rows, CKA of outputs, sampling of both, clustering and a map."""
+"""Similarity of heads: distances between attention rows, CKA of outputs, sampling of both,
+clustering and a map.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ..inspect.model_inputs import get_device, prepare_inputs
 from .annotated_examples import Example, find_sink_tokens
 from .weight_bands import MIN_NON_SINK_WEIGHT
 
-# --- Distances of attention rows and similarity of outputs ---------------------------------------------
+# --- Distances of attention rows and similarity of outputs ----------------------------------------
 
 MAX_CELLS = 2**21  # numbers compared at once, so that they stay in the CPU cache
 SMOOTHING_METHODS = ("none", "clark")
@@ -36,7 +38,9 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def smooth_weights(weights: Tensor, method: str) -> Tensor:
-    """Smooth weights [heads, rows, keys]: "none", or "clark" for 0.999 w + 0.001 / keys (1906.04341)."""
+    """Smooth weights [heads, rows, keys]: "none", or "clark" for 0.999 w + 0.001 / keys
+    (1906.04341).
+    """
     if method not in SMOOTHING_METHODS:
         raise ValueError(f"unknown smoothing={method!r}; {suggest(method, SMOOTHING_METHODS)}")
     return weights if method == "none" else 0.999 * weights + 1e-3 / max(1, weights.shape[-1])
@@ -47,13 +51,15 @@ def append_sink_column(weights: Tensor) -> Tensor:
     return torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)
 
 
-def jensen_shannon_divergence(weights: Tensor, others: Tensor | None = None, counted: Tensor | None = None) -> Tensor:
-    """Jensen-Shannon divergence H((p + q) / 2) - (H(p) + H(q)) / 2 of every pair of heads, summed over rows: [heads,
-    heads].
+def jensen_shannon_divergence(
+    weights: Tensor, others: Tensor | None = None, counted: Tensor | None = None
+) -> Tensor:
+    """Jensen-Shannon divergence H((p + q) / 2) - (H(p) + H(q)) / 2 of every pair of heads, summed
+    over rows: [heads, heads].
 
-    `weights` are [heads, rows, keys]. If `others` of the same shape is given, p comes from `weights` and q from
-    `others`; the diagonal stays zero. `counted` [heads, rows] marks the rows of each head that count; a pair sums over
-    the rows of both.
+    `weights` are [heads, rows, keys]. If `others` of the same shape is given, p comes from
+    `weights` and q from `others`; the diagonal stays zero. `counted` [heads, rows] marks the rows
+    of each head that count; a pair sums over the rows of both.
 
     >>> rows = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]], [[1.0, 0.0]]])
     >>> (jensen_shannon_divergence(rows) / math.log(2)).round(decimals=6).tolist()
@@ -70,26 +76,36 @@ def jensen_shannon_divergence(weights: Tensor, others: Tensor | None = None, cou
         first_entropy, second_entropy = entropy(p), entropy(q)
         for head in range(heads - 1):
             mean_entropy = entropy((p[head] + q[head + 1 :]) / 2)
-            by_row = (mean_entropy - (first_entropy[head] + second_entropy[head + 1 :]) / 2).clamp(min=0)
-            divergence[head, head + 1 :] += (by_row * flags_of_chunk[head + 1 :]) @ flags_of_chunk[head]
+            by_row = (mean_entropy - (first_entropy[head] + second_entropy[head + 1 :]) / 2).clamp(
+                min=0
+            )
+            divergence[head, head + 1 :] += (by_row * flags_of_chunk[head + 1 :]) @ flags_of_chunk[
+                head
+            ]
     return divergence + divergence.T
 
 
 def spread_of_sets(weights: Tensor, sets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Spread of each set of heads: (H(mean p) - mean H(p)) / log n over its n heads (generalised Jensen-Shannon
-    divergence, 1909.00015), summed over rows, and the number of these rows: [sets] each.
+    """Spread of each set of heads: (H(mean p) - mean H(p)) / log n over its n heads (generalised
+    Jensen-Shannon divergence, 1909.00015), summed over rows, and the number of these rows: [sets]
+    each.
 
-    `weights` are [heads, rows, keys]; `sets` [sets, heads] marks the members of each set; `counted` [heads, rows] the
-    rows of each head that count. A row counts for a set in which at least two heads count it, and n is their number.
+    `weights` are [heads, rows, keys]; `sets` [sets, heads] marks the members of each set; `counted`
+    [heads, rows] the rows of each head that count. A row counts for a set in which at least two
+    heads count it, and n is their number.
 
     >>> rows = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    >>> sums, counts = spread_of_sets(rows, torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.ones(2, 1))
+    >>> sums, counts = spread_of_sets(
+    ...     rows, torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.ones(2, 1)
+    ... )
     >>> sums.round(decimals=6).tolist(), counts.tolist()
     ([1.0, 0.0], [1.0, 0.0])
     """
     _, rows, keys = weights.shape
     sets, flags_RH = sets.to(weights), counted.T.to(weights)
-    sums, counts = (torch.zeros(len(sets), dtype=torch.float64, device=weights.device) for _ in range(2))
+    sums, counts = (
+        torch.zeros(len(sets), dtype=torch.float64, device=weights.device) for _ in range(2)
+    )
     step = max(1, 2 * MAX_CELLS // max(1, len(sets) * keys))
     for start in range(0, rows, step):
         chunk = weights[:, start : start + step].transpose(0, 1)
@@ -104,15 +120,19 @@ def spread_of_sets(weights: Tensor, sets: Tensor, counted: Tensor) -> tuple[Tens
 
 
 def centred_kernel_alignment(features: Tensor, estimator: str = "unbiased") -> Tensor:
-    """Centred kernel alignment (CKA, 1905.00414) of head outputs over the same tokens: [heads, heads].
+    """Centred kernel alignment (CKA, 1905.00414) of head outputs over the same tokens: [heads,
+    heads].
 
-    CKA measures similarity up to rotation and scale. `features` are [heads, tokens, width]. "linear" is ||X^T Y||^2 /
-    (||X^T X|| ||Y^T Y||) of centred features, which is biased upwards if there are fewer tokens than channels.
-    "unbiased" uses the unbiased estimator of HSIC (Song et al. 2012), whose mean is zero for unrelated features, so
-    that it can be negative. A head with constant output has NaN.
+    CKA measures similarity up to rotation and scale. `features` are [heads, tokens, width].
+    "linear" is ||X^T Y||^2 / (||X^T X|| ||Y^T Y||) of centred features, which is biased upwards if
+    there are fewer tokens than channels. "unbiased" uses the unbiased estimator of HSIC (Song et
+    al. 2012), whose mean is zero for unrelated features, so that it can be negative. A head with
+    constant output has NaN.
 
     >>> x = torch.eye(5)[None]
-    >>> centred_kernel_alignment(torch.cat([x, 3 * x.flip(-1)]), "linear").round(decimals=6)[0, 1].item()
+    >>> centred_kernel_alignment(torch.cat([x, 3 * x.flip(-1)]), "linear").round(decimals=6)[
+    ...     0, 1
+    ... ].item()
     1.0
     """
     if estimator not in CKA_ESTIMATORS:
@@ -134,16 +154,20 @@ def _unbiased_hsic(x: Tensor, hsic: Tensor) -> Tensor:
     """Unbiased HSIC from ||X^T Y||^2, by removing the diagonals of the kernels."""
     tokens = x.shape[1]
     diagonal = x.square().sum(-1)
-    row_sums = (x * x.sum(1, keepdim=True)).sum(-1) - diagonal  # of each kernel, without its diagonal
+    row_sums = (x * x.sum(1, keepdim=True)).sum(
+        -1
+    ) - diagonal  # of each kernel, without its diagonal
     total = row_sums.sum(-1)
     unbiased = hsic - diagonal @ diagonal.T
     unbiased = (
-        unbiased + total[:, None] * total / ((tokens - 1) * (tokens - 2)) - 2 / (tokens - 2) * row_sums @ row_sums.T
+        unbiased
+        + total[:, None] * total / ((tokens - 1) * (tokens - 2))
+        - 2 / (tokens - 2) * row_sums @ row_sums.T
     )
     return unbiased / (tokens * (tokens - 3))
 
 
-# --- Sampled rows and outputs of a text ----------------------------------------------------------------
+# --- Sampled rows and outputs of a text -----------------------------------------------------------
 
 MAX_SAMPLED_CELLS = 2**25  # largest number of sampled weights of a text, over all heads: 128 MB
 MIN_ROWS = 8  # rows sampled from a text however long it is
@@ -164,7 +188,8 @@ class HeadLocation(NamedTuple):
 class NonSinkRows(NamedTuple):
     """Attention rows without sinks, rescaled to sum to 1, [heads, rows, other keys].
 
-    `counted` [heads, rows] marks the rows in which sinks leave at least `MIN_NON_SINK_WEIGHT`; the others are zero.
+    `counted` [heads, rows] marks the rows in which sinks leave at least `MIN_NON_SINK_WEIGHT`; the
+    others are zero.
     """
 
     weights: Tensor
@@ -189,13 +214,16 @@ class SampledRows(NamedTuple):
     row_weight: float = 1.0
 
     def permute_weights(self, seed: Sequence[int]) -> Tensor:
-        """Permute the weights of each row among the keys that it may read, except for sinks, which keep theirs: as
-        sharp as before, with as much on sinks, but unrelated to the text.
+        """Permute the weights of each row among the keys that it may read, except for sinks, which
+        keep theirs: as sharp as before, with as much on sinks, but unrelated to the text.
         """
         generator, permuted = np.random.default_rng(seed), self.weights.clone()
         for head, allowed in enumerate(self.allowed & ~self.is_sink):
-            keys = torch.from_numpy(generator.random(allowed.shape, dtype=np.float32)).to(allowed.device)
-            # Allowed keys come first, in order and in random order; the others follow in order in both and stay.
+            keys = torch.from_numpy(generator.random(allowed.shape, dtype=np.float32)).to(
+                allowed.device
+            )
+            # Allowed keys come first, in order and in random order; the others follow in order in
+            # both and stay.
             targets = (~allowed).int().argsort(dim=-1, stable=True)
             sources = torch.where(allowed, keys, 2).argsort(dim=-1, stable=True)
             weights = permuted[head, :, :-1]
@@ -223,24 +251,38 @@ class RowSampling(NamedTuple):
     seed: int = 0
 
     def choose_queries(self, text_index: int, num_queries: int, cells_per_query: int) -> Tensor:
-        """Sampled query positions of a text: evenly spaced from a random start, fewer if each has very many cells.
+        """Sampled query positions of a text: evenly spaced from a random start, fewer if each has
+        very many cells.
 
         >>> RowSampling(3).choose_queries(0, 9, 1).diff().tolist()
         [3, 3]
         """
-        num_rows = max(1, min(num_queries, self.num_rows, max(MIN_ROWS, MAX_SAMPLED_CELLS // max(1, cells_per_query))))
+        num_rows = max(
+            1,
+            min(
+                num_queries,
+                self.num_rows,
+                max(MIN_ROWS, MAX_SAMPLED_CELLS // max(1, cells_per_query)),
+            ),
+        )
         start = np.random.default_rng([self.seed, text_index]).random()
-        return torch.from_numpy(((start + np.arange(num_rows)) * num_queries / num_rows).astype(np.int64))
+        return torch.from_numpy(
+            ((start + np.arange(num_rows)) * num_queries / num_rows).astype(np.int64)
+        )
 
 
 class RowSamplingHook:
-    """Hook that keeps the sampled rows of one site; `unsupported_reason` is set if its rows are not distributions."""
+    """Hook that keeps the sampled rows of one site; `unsupported_reason` is set if its rows are not
+    distributions.
+    """
 
     needs_call = True
 
     def __init__(self, queries: Tensor) -> None:
         gaps = (queries.diff() != 1).nonzero()[:, 0] + 1
-        self.query_runs = [slice(int(run[0]), int(run[-1]) + 1) for run in queries.tensor_split(gaps)]
+        self.query_runs = [
+            slice(int(run[0]), int(run[-1]) + 1) for run in queries.tensor_split(gaps)
+        ]
         self.weights: Tensor | None = None
         self.allowed: Tensor | None = None
         self.unsupported_reason = ""
@@ -265,7 +307,8 @@ def sample_rows(
     sampling: RowSampling,
     text_index: int = 0,
 ) -> tuple[list[SampledRows], dict[str, str]]:
-    """Sample rows of one text, grouped by heads over the same tokens; also return why sites are left out.
+    """Sample rows of one text, grouped by heads over the same tokens; also return why sites are
+    left out.
 
     Rows in which some head may not read any key are left out.
     """
@@ -282,23 +325,39 @@ def sample_rows(
         members = [module for module in sites if streams[module.site.name] == pair]
         hook_of = {module: hooks[module.site.name] for module in members}
         usable = {
-            module: hook for module, hook in hook_of.items() if hook.weights is not None and not hook.unsupported_reason
+            module: hook
+            for module, hook in hook_of.items()
+            if hook.weights is not None and not hook.unsupported_reason
         }
         if usable:
             row_weight = example.streams[pair[0]].count / len(queries[members[0].site.name])
             is_sink = find_sink_tokens(example.streams[pair[1]])
-            groups.append(_merge_sites(pair, usable, is_sink.to(get_device(model)))._replace(row_weight=row_weight))
-    return groups, {name: hook.unsupported_reason for name, hook in hooks.items() if hook.unsupported_reason}
+            groups.append(
+                _merge_sites(pair, usable, is_sink.to(get_device(model)))._replace(
+                    row_weight=row_weight
+                )
+            )
+    return groups, {
+        name: hook.unsupported_reason for name, hook in hooks.items() if hook.unsupported_reason
+    }
 
 
-def _num_comparable_heads(sites: Sequence[SiteModule], streams: Mapping[str, StreamPair], module: SiteModule) -> int:
-    return sum(other.site.q for other in sites if streams[other.site.name] == streams[module.site.name])
+def _num_comparable_heads(
+    sites: Sequence[SiteModule], streams: Mapping[str, StreamPair], module: SiteModule
+) -> int:
+    return sum(
+        other.site.q for other in sites if streams[other.site.name] == streams[module.site.name]
+    )
 
 
-def _merge_sites(pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook], is_sink: Tensor) -> SampledRows:
+def _merge_sites(
+    pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook], is_sink: Tensor
+) -> SampledRows:
     device = is_sink.device  # the layers of a model may be on several devices
     weights = [hook.weights.to(device) for hook in hooks.values() if hook.weights is not None]
-    allowed = torch.cat([hook.allowed.to(device) for hook in hooks.values() if hook.allowed is not None])
+    allowed = torch.cat(
+        [hook.allowed.to(device) for hook in hooks.values() if hook.allowed is not None]
+    )
     has_keys = allowed.any(-1).all(0)
     heads = [
         HeadLocation(module.site.name, module.site.layer, head)
@@ -325,7 +384,9 @@ class HeadOutputsHook:
         self.outputs = outputs[0].detach()
 
 
-def collect_head_outputs(model: nn.Module, sites: Sequence[SiteModule], example: Example) -> dict[str, Tensor]:
+def collect_head_outputs(
+    model: nn.Module, sites: Sequence[SiteModule], example: Example
+) -> dict[str, Tensor]:
     """Run a model on a text and return head outputs by site name, [tokens, heads, width]."""
     hooks = {module.site.name: HeadOutputsHook() for module in sites}
     ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
@@ -335,8 +396,8 @@ def collect_head_outputs(model: nn.Module, sites: Sequence[SiteModule], example:
 class OutputReservoir:
     """Uniform sample of head outputs over all tokens of a data set.
 
-    Every token gets a random priority, and the `max_tokens` smallest ones are kept. Dropping the others after each text
-    keeps the same tokens as dropping them once at the end.
+    Every token gets a random priority, and the `max_tokens` smallest ones are kept. Dropping the
+    others after each text keeps the same tokens as dropping them once at the end.
     """
 
     def __init__(self, max_tokens: int, seed: int = 0) -> None:
@@ -345,27 +406,39 @@ class OutputReservoir:
         self.outputs: dict[str, Tensor] = {}
 
     def add(self, text_index: int, head_outputs: Mapping[str, Tensor]) -> None:
-        """Add head outputs [tokens, heads, width] of a text by site; all sites must have the same tokens."""
+        """Add head outputs [tokens, heads, width] of a text by site; all sites must have the same
+        tokens.
+        """
         count = len(next(iter(head_outputs.values())))
         priorities = np.random.default_rng([self.seed, text_index]).random(count)
         selected = np.flatnonzero(priorities < self.threshold)
         self.priorities = np.concatenate([self.priorities, priorities[selected]])
         for name, z in head_outputs.items():
             new = z[torch.from_numpy(selected).to(z.device)].float().cpu()
-            self.outputs[name] = torch.cat([self.outputs[name], new]) if name in self.outputs else new
+            self.outputs[name] = (
+                torch.cat([self.outputs[name], new]) if name in self.outputs else new
+            )
         if len(self.priorities) > self.max_tokens:
             best = np.argsort(self.priorities)[: self.max_tokens]
-            self.priorities, self.threshold = self.priorities[best], float(self.priorities[best[-1]])
+            self.priorities, self.threshold = (
+                self.priorities[best],
+                float(self.priorities[best[-1]]),
+            )
             self.outputs = {name: z[torch.from_numpy(best)] for name, z in self.outputs.items()}
 
     def features(self, sites: Sequence[str]) -> Tensor:
-        """Outputs of all heads of these sites, [heads, tokens, width]; narrower heads are padded with zeros."""
+        """Outputs of all heads of these sites, [heads, tokens, width]; narrower heads are padded
+        with zeros.
+        """
         width = max(self.outputs[name].shape[-1] for name in sites)
-        padded = [nn.functional.pad(self.outputs[name], (0, width - self.outputs[name].shape[-1])) for name in sites]
+        padded = [
+            nn.functional.pad(self.outputs[name], (0, width - self.outputs[name].shape[-1]))
+            for name in sites
+        ]
         return torch.cat(padded, 1).transpose(0, 1)
 
 
-# --- Clusters and a map of distances -------------------------------------------------------------------
+# --- Clusters and a map of distances --------------------------------------------------------------
 
 DistanceArray = NDArray[np.float64]
 
@@ -391,7 +464,9 @@ def average_linkage(distances: DistanceArray) -> list[ClusterMerge]:
     for _ in range(len(remaining) - 1):
         first, second = divmod(int(remaining.argmin()), len(remaining))
         merges.append(ClusterMerge(first, second, float(remaining[first, second])))
-        mean = (size[first] * remaining[first] + size[second] * remaining[second]) / (size[first] + size[second])
+        mean = (size[first] * remaining[first] + size[second] * remaining[second]) / (
+            size[first] + size[second]
+        )
         remaining[first], remaining[:, first] = mean, mean
         remaining[first, first], remaining[second], remaining[:, second] = np.inf, np.inf, np.inf
         size[first] += size[second]
@@ -399,7 +474,8 @@ def average_linkage(distances: DistanceArray) -> list[ClusterMerge]:
 
 
 def cut_clusters(merges: list[ClusterMerge], max_distance: float) -> tuple[int, ...]:
-    """Cluster of each item after all merges closer than `max_distance`, numbered from 0 in order of the items.
+    """Cluster of each item after all merges closer than `max_distance`, numbered from 0 in order of
+    the items.
 
     >>> cut_clusters([ClusterMerge(0, 1, 1.0), ClusterMerge(0, 2, 4.5)], 2.0)
     (0, 0, 1)
@@ -414,7 +490,9 @@ def cut_clusters(merges: list[ClusterMerge], max_distance: float) -> tuple[int, 
 
 
 class PlaneEmbedding(NamedTuple):
-    """Points [n, 2], and the stress sqrt(sum (d - D)^2 / sum D^2) of their distances d against the true ones D."""
+    """Points [n, 2], and the stress sqrt(sum (d - D)^2 / sum D^2) of their distances d against the
+    true ones D.
+    """
 
     points: DistanceArray
     stress: float
@@ -423,11 +501,11 @@ class PlaneEmbedding(NamedTuple):
 def embed_in_plane(
     distances: DistanceArray, *, num_starts: int = 5, max_steps: int = 1000, seed: int = 0
 ) -> PlaneEmbedding:
-    """Points in the plane whose distances match the given ones best: multidimensional scaling by SMACOF from several
-    starts.
+    """Points in the plane whose distances match the given ones best: multidimensional scaling by
+    SMACOF from several starts.
 
-    The first start is the classical solution, the others are random. The best result is rotated so that it is widest
-    along the first axis. The result is deterministic.
+    The first start is the classical solution, the others are random. The best result is rotated so
+    that it is widest along the first axis. The result is deterministic.
 
     >>> corners = np.array([[0.0, 0], [3, 0], [3, 4]])
     >>> found = embed_in_plane(np.linalg.norm(corners[:, None] - corners, axis=-1))
@@ -441,7 +519,8 @@ def embed_in_plane(
         *(scale * generator.standard_normal((len(checked), 2)) for _ in range(num_starts - 1)),
     ]
     best = min(
-        (_minimise_stress(checked, points, max_steps) for points in starts), key=lambda embedding: embedding.stress
+        (_minimise_stress(checked, points, max_steps) for points in starts),
+        key=lambda embedding: embedding.stress,
     )
     return best._replace(points=_canonical_orientation(best.points))
 
@@ -449,25 +528,38 @@ def embed_in_plane(
 def _check_distances(distances: DistanceArray) -> DistanceArray:
     if distances.ndim != 2 or len(distances) != distances.shape[1] or not len(distances):
         raise ValueError(f"distances must have the shape [n, n], got {list(distances.shape)}")
-    if not np.isfinite(distances).all() or (distances < 0).any() or not np.allclose(distances, distances.T):
-        raise ValueError("distances must be finite, non-negative and symmetric; leave out items without distances")
+    if (
+        not np.isfinite(distances).all()
+        or (distances < 0).any()
+        or not np.allclose(distances, distances.T)
+    ):
+        raise ValueError(
+            "distances must be finite, non-negative and symmetric; leave out items without "
+            "distances"
+        )
     return distances.astype(np.float64)
 
 
 def _classical_scaling(distances: DistanceArray) -> DistanceArray:
-    """Classical scaling: points from the two largest eigenvalues of the doubly centred squared distances."""
+    """Classical scaling: points from the two largest eigenvalues of the doubly centred squared
+    distances.
+    """
     centring = np.eye(len(distances)) - 1 / len(distances)
     values, vectors = np.linalg.eigh(-0.5 * centring @ (distances**2) @ centring)
     points = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
     return np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
 
 
-def _minimise_stress(distances: DistanceArray, points: DistanceArray, max_steps: int) -> PlaneEmbedding:
+def _minimise_stress(
+    distances: DistanceArray, points: DistanceArray, max_steps: int
+) -> PlaneEmbedding:
     """Iterate the Guttman transform; every step lowers the stress."""
     stress = _stress(distances, points)
     for _ in range(max_steps):
         point_distances = np.linalg.norm(points[:, None] - points, axis=-1)
-        ratio = -np.divide(distances, point_distances, out=np.zeros_like(distances), where=point_distances > 0)
+        ratio = -np.divide(
+            distances, point_distances, out=np.zeros_like(distances), where=point_distances > 0
+        )
         np.fill_diagonal(ratio, 0)
         np.fill_diagonal(ratio, -ratio.sum(1))
         points = ratio @ points / len(distances)
@@ -484,8 +576,8 @@ def _stress(distances: DistanceArray, points: DistanceArray) -> float:
 
 
 def _canonical_orientation(points: DistanceArray) -> DistanceArray:
-    """Centre the points, rotate them to be widest along the first axis, and make the farthest point of each axis
-    positive.
+    """Centre the points, rotate them to be widest along the first axis, and make the farthest point
+    of each axis positive.
     """
     points = points - points.mean(0)
     _, _, axes = np.linalg.svd(points, full_matrices=False)

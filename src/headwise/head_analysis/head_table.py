@@ -1,5 +1,5 @@
-"""The heads of a model with their measures and classes: rows of a table, plain values, and files of both;
-and the importance of every head, as one result.
+"""The heads of a model with their measures and classes: rows of a table, plain values, and files of
+both; and the importance of every head, as one result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CSV_COLUMNS = (
 class Measure(NamedTuple):
     """A value with its confidence interval and the value expected by chance.
 
-    `rows` is the number of rows (dependencies, alignment links) that the value averages. `p` is the one-sided p-value
-    of the excess over chance, not corrected; NaN if it was not tested.
+    `rows` is the number of rows (dependencies, alignment links) that the value averages. `p` is the
+    one-sided p-value of the excess over chance, not corrected; NaN if it was not tested.
     """
 
     value: float
@@ -46,7 +46,9 @@ class Measure(NamedTuple):
     @property
     def data(self) -> dict[str, float | None]:
         """Dictionary of plain values; NaN (nothing was counted) becomes None."""
-        return {name: None if math.isnan(value) else value for name, value in self._asdict().items()}
+        return {
+            name: None if math.isnan(value) else value for name, value in self._asdict().items()
+        }
 
 
 class HeadClass(NamedTuple):
@@ -61,8 +63,8 @@ class HeadClass(NamedTuple):
 class HeadMeasures:
     """One head: its position in the model, its measures and its classes.
 
-    `kv` is the index of the head's key-value group; `site` the name of the attention layer, as `headwise.inspect` gives
-    it.
+    `kv` is the index of the head's key-value group; `site` the name of the attention layer, as
+    `headwise.inspect` gives it.
     """
 
     stack: str
@@ -90,7 +92,9 @@ class HeadMeasures:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """Every measured head of a model, the data it was measured on, and notes on what was left out."""
+    """Every measured head of a model, the data it was measured on, and notes on
+    what was left out.
+    """
 
     model: str
     texts: str
@@ -110,7 +114,9 @@ class HeadTable:
         """Return head `number` of the site named `site`; raise ValueError if the table has none."""
         matches = [head for head in self.heads if (head.site, head.head) == (site, number)]
         if not matches:
-            raise ValueError(f"the table has no head {number} of {site!r}; its sites are {', '.join(self.sites)}")
+            raise ValueError(
+                f"the table has no head {number} of {site!r}; its sites are {', '.join(self.sites)}"
+            )
         return matches[0]
 
     @property
@@ -122,8 +128,12 @@ class HeadTable:
         """Return the heads by decreasing value of a measure; heads where it is NaN come last."""
         measures = self.heads[0].measures if self.heads else {}
         if measure not in measures:
-            raise ValueError(f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(measures)}")
-        return tuple(sorted(self.heads, key=lambda head: -_finite_or_last(head.measures[measure].value)))
+            raise ValueError(
+                f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(measures)}"
+            )
+        return tuple(
+            sorted(self.heads, key=lambda head: -_finite_or_last(head.measures[measure].value))
+        )
 
     @property
     def data(self) -> dict[str, Any]:
@@ -136,9 +146,11 @@ class HeadTable:
         save_table(path, self.data, self.to_csv, overwrite=overwrite)
 
     def to_csv(self) -> str:
-        """The table as CSV: one line for each measure of each head, with its interval and its chance level.
+        """The table as CSV: one line for each measure of each head, with its interval and its
+        chance level.
 
-        `class` is the likeliest class of the head. What was not measured, or not tested, is an empty field.
+        `class` is the likeliest class of the head. What was not measured, or not tested, is an
+        empty field.
         """
         buffer = io.StringIO()
         writer = csv.writer(buffer)
@@ -147,7 +159,9 @@ class HeadTable:
             best = head.classes[0].name if head.classes else ""
             place = (head.site, head.stack, head.kind, head.layer, head.head, head.kv, best)
             for name, measure in head.measures.items():
-                writer.writerow([*place, name, *("" if math.isnan(value) else value for value in measure)])
+                writer.writerow(
+                    [*place, name, *("" if math.isnan(value) else value for value in measure)]
+                )
         return buffer.getvalue()
 
 
@@ -155,7 +169,7 @@ def _finite_or_last(value: float) -> float:
     return -math.inf if math.isnan(value) else value
 
 
-# --- Names of heads ------------------------------------------------------------------------------------
+# --- Names of heads -------------------------------------------------------------------------------
 
 HEAD_NAME = re.compile(r"([LEDX])(\d+) ?H(\d+)")
 EXAMPLE_NAMES = "L3H2 (or E3H2, D3H2, X3H2 for encoder, decoder and cross-attention), or SITE:HEAD"
@@ -182,7 +196,8 @@ def check_head_name(name: str) -> None:
 
 
 def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
-    """Return the site and the number of a head by its short name, as the page of headwise view writes it, or SITE:HEAD.
+    """Return the site and the number of a head by its short name, as the page of headwise view
+    writes it, or SITE:HEAD.
 
     L is any layer, E the encoder, D the self-attention of the decoder, X the cross-attention.
 
@@ -197,9 +212,17 @@ def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
         site, _, head = name.rpartition(":")
         return site, int(head)
     letter, number, head = match[1], int(match[2]), int(match[3])
-    sites = [layer.name for layer in layers if layer.layer == number and letter in ("L", _layer_letter(layer))]
+    sites = [
+        layer.name
+        for layer in layers
+        if layer.layer == number and letter in ("L", _layer_letter(layer))
+    ]
     if len(sites) != 1:
-        fact = f"layer {number} is each of {', '.join(sites)}" if sites else f"there is no layer {letter}{number}"
+        fact = (
+            f"layer {number} is each of {', '.join(sites)}"
+            if sites
+            else f"there is no layer {letter}{number}"
+        )
         raise ValueError(f"{name} is not one head, because {fact}; write {EXAMPLE_NAMES}")
     return sites[0], head
 
@@ -208,12 +231,15 @@ def _layer_letter(layer: LayerName) -> str:
     return "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"
 
 
-# --- Files of tables ---------------------------------------------------------------------------------------
+# --- Files of tables ------------------------------------------------------------------------------
 
 TABLE_SUFFIXES = (".json", ".csv")
 TABLE_NAME = "table of heads"
 # The first key of the .json files, and the first column names of both kinds of .csv files.
-TABLE_FILE = FileKind(TABLE_NAME, (f'"format": "{TABLE_NAME}"'.encode(), b"site,stack,kind,", b"site,head,importance,"))
+TABLE_FILE = FileKind(
+    TABLE_NAME,
+    (f'"format": "{TABLE_NAME}"'.encode(), b"site,stack,kind,", b"site,head,importance,"),
+)
 
 
 def save_table(
@@ -223,7 +249,9 @@ def save_table(
     suffix = Path(path).suffix
     if suffix not in TABLE_SUFFIXES:
         suffixes = ", ".join(TABLE_SUFFIXES)
-        raise SpecError(f"cannot save heads to {path}: its suffix is {suffix!r}; use one of {suffixes}")
+        raise SpecError(
+            f"cannot save heads to {path}: its suffix is {suffix!r}; use one of {suffixes}"
+        )
     target = check_output(path, TABLE_FILE, "overwrite" if overwrite else "refuse")
     if suffix == ".csv":
         write_atomically(target, to_csv().encode())
@@ -240,8 +268,8 @@ IMPORTANCE_COLUMNS = ("site", "head", "importance", "low", "high", "corrected p"
 class HeadImportance:
     """Importance of one head, with its confidence interval and p-value.
 
-    `p` is the p-value of this head alone, `level` the one corrected for all heads; both are NaN if the method is not
-    tested.
+    `p` is the p-value of this head alone, `level` the one corrected for all heads; both are NaN if
+    the method is not tested.
     """
 
     site: str
@@ -266,7 +294,8 @@ class HeadImportance:
         """Dictionary of plain values; NaN becomes None."""
         fields = asdict(self)
         return {
-            name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in fields.items()
         }
 
 
@@ -290,7 +319,9 @@ class ImportanceResult:
         matches = [head for head in self.heads if (head.site, head.head) == (site, number)]
         if not matches:
             sites = ", ".join(dict.fromkeys(head.site for head in self.heads))
-            raise ValueError(f"head {number} of {site!r} was not rated; the rated sites are {sites}")
+            raise ValueError(
+                f"head {number} of {site!r} was not rated; the rated sites are {sites}"
+            )
         return matches[0]
 
     def __str__(self) -> str:
@@ -301,7 +332,9 @@ class ImportanceResult:
     @property
     def by_importance(self) -> tuple[HeadImportance, ...]:
         """The heads by decreasing importance; heads with NaN come last."""
-        return tuple(sorted(self.heads, key=lambda head: math.inf if math.isnan(head.value) else -head.value))
+        return tuple(
+            sorted(self.heads, key=lambda head: math.inf if math.isnan(head.value) else -head.value)
+        )
 
     @property
     def significant_heads(self) -> tuple[HeadImportance, ...]:
@@ -321,15 +354,25 @@ class ImportanceResult:
         }
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the result to a .json file with `data`, or to a .csv file with one line for each head."""
+        """Write the result to a .json file with `data`, or to a .csv file with one line for each
+        head.
+        """
         save_table(path, self.data, self.to_csv, overwrite=overwrite)
 
     def to_csv(self) -> str:
-        """The result as CSV, the most important head first; what was not tested is an empty field."""
+        """The result as CSV, the most important head first; what was not tested
+        is an empty field.
+        """
         buffer = io.StringIO()
         writer = csv.writer(buffer)
         writer.writerow(IMPORTANCE_COLUMNS)
         for head in self.by_importance:
             numbers = (*head.measure[:3], head.level)
-            writer.writerow([head.site, head.head, *("" if math.isnan(number) else number for number in numbers)])
+            writer.writerow(
+                [
+                    head.site,
+                    head.head,
+                    *("" if math.isnan(number) else number for number in numbers),
+                ]
+            )
         return buffer.getvalue()

@@ -1,4 +1,6 @@
-"""Methods that estimate the importance of heads, each under the name of its paper, and partial forward passes."""
+"""Methods that estimate the importance of heads, each under the name of its paper, and partial
+forward passes.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class HeadOutputCapture:
         """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
-        """Keep the outputs; they become leaves of the graph if nothing before them requires gradients."""
+        """Keep the outputs; they become leaves of the graph if nothing before them requires
+        gradients.
+        """
         outputs = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
         self.outputs.append(outputs)
         return outputs
@@ -88,7 +92,11 @@ class RepeatedForward:
     def head_counts(self) -> dict[str, int]:
         """Number of heads of each site that the text reaches."""
         _ = self.baseline_outputs
-        return {name: counter.num_heads for name, counter in self._head_counters.items() if counter.num_heads}
+        return {
+            name: counter.num_heads
+            for name, counter in self._head_counters.items()
+            if counter.num_heads
+        }
 
     def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Any:
         return self.run_with_hooks(hooks)
@@ -104,13 +112,15 @@ class RepeatedForward:
 
 
 class PartialForward(RepeatedForward):
-    """Repeated forward passes of a headwise model that keep the input of every layer and restart at the first edited
-    one.
+    """Repeated forward passes of a headwise model that keep the input of every layer and restart at
+    the first edited one.
     """
 
     is_partial = True
 
-    def __init__(self, model: Transformer, sites: Sequence[SiteModule], inputs: ModelInputs) -> None:
+    def __init__(
+        self, model: Transformer, sites: Sequence[SiteModule], inputs: ModelInputs
+    ) -> None:
         self.model_network, self.stacks = model, list(model.stacks.values())
         super().__init__(model, sites, inputs)
 
@@ -140,17 +150,25 @@ class PartialForward(RepeatedForward):
         sites = {module.site.name: module.site for module in self.sites}
         stack_names = [stack.spec.name for stack in self.stacks]
         _ = self.baseline_outputs  # fills `calls` and `layer_inputs`
-        first_stack, first_layer = min((stack_names.index(sites[name].stack), sites[name].layer) for name in hooks)
+        first_stack, first_layer = min(
+            (stack_names.index(sites[name].stack), sites[name].layer) for name in hooks
+        )
         with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
             return self._run_from_layer(self.stacks[first_stack:], first_layer)
 
     def _run_from_layer(self, stacks: Sequence[LayerStack], first_layer: int) -> Tensor:
-        """Run from a layer of the first of these stacks on; a following stack reads its new outputs."""
+        """Run from a layer of the first of these stacks on; a following stack reads its new
+        outputs.
+        """
         name = stacks[0].spec.name
-        h = _run_layers(stacks[0], self.calls[name], self.layer_inputs[name][first_layer], start=first_layer)
+        h = _run_layers(
+            stacks[0], self.calls[name], self.layer_inputs[name][first_layer], start=first_layer
+        )
         for stack in stacks[1:]:
             name = stack.spec.name
-            h = _run_layers(stack, _layer_calls(stack, self.calls[name][0], h), self.layer_inputs[name][0])
+            h = _run_layers(
+                stack, _layer_calls(stack, self.calls[name][0], h), self.layer_inputs[name][0]
+            )
         return self._apply_head(h)
 
     def _apply_head(self, h: Tensor) -> Tensor:
@@ -158,9 +176,15 @@ class PartialForward(RepeatedForward):
 
 
 def _run_layers(
-    stack: LayerStack, calls: Sequence[LayerInputs], h: Tensor, keep: Callable[[Tensor], object] = id, start: int = 0
+    stack: LayerStack,
+    calls: Sequence[LayerInputs],
+    h: Tensor,
+    keep: Callable[[Tensor], object] = id,
+    start: int = 0,
 ) -> Tensor:
-    """Run the layers of a stack from `start` on, and its norm; `keep` receives the input of each layer."""
+    """Run the layers of a stack from `start` on, and its norm; `keep` receives the input of each
+    layer.
+    """
     for layer, call in zip(stack.blocks[start:], calls[start:], strict=True):
         keep(h)
         h = layer(h, call)
@@ -168,28 +192,46 @@ def _run_layers(
 
 
 def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) -> list[LayerInputs]:
-    """Inputs of each layer beside the hidden states; keys and values of another stack's states are projected once."""
+    """Inputs of each layer beside the hidden states; keys and values of another stack's states are
+    projected once.
+    """
     if states is None:
         return [call] * stack.depth
     assert call.source_sequence is not None
-    return [call._replace(source=layer.project_source(states, call.source_sequence)) for layer in stack.blocks]
+    return [
+        call._replace(source=layer.project_source(states, call.source_sequence))
+        for layer in stack.blocks
+    ]
 
 
 def _stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Ids and sequence information of the source stack and of the text stack."""
-    return [(kwargs.get("source"), kwargs.get("source_sequence")), (kwargs["x"], kwargs.get("sequence"))]
+    return [
+        (kwargs.get("source"), kwargs.get("source_sequence")),
+        (kwargs["x"], kwargs.get("sequence")),
+    ]
 
 
-def make_forward(model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> RepeatedForward:
-    """Return a forward pass that can be repeated: restarted midway for a headwise model, else run in full."""
-    if isinstance(model, Transformer) and not inputs.args and inputs.kwargs.keys() <= STACK_ARGUMENTS:
+def make_forward(
+    model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs
+) -> RepeatedForward:
+    """Return a forward pass that can be repeated: restarted midway for a headwise model, else run
+    in full.
+    """
+    if (
+        isinstance(model, Transformer)
+        and not inputs.args
+        and inputs.kwargs.keys() <= STACK_ARGUMENTS
+    ):
         return PartialForward(model, sites, inputs)
     return RepeatedForward(model, sites, inputs)
 
 
 NORMALISATIONS = ("", "layer")
 MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 1905.10650
-ImportanceSums = Mapping[str, tuple[Array, Array]]  # site name -> sums [heads] and the counts to divide them by [heads]
+ImportanceSums = Mapping[
+    str, tuple[Array, Array]
+]  # site name -> sums [heads] and the counts to divide them by [heads]
 
 
 @dataclass(frozen=True)
@@ -214,34 +256,52 @@ class ImportanceOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("normalisation", NORMALISATIONS), ("correction", CORRECTION_METHODS)):
+        for name, allowed in (
+            ("normalisation", NORMALISATIONS),
+            ("correction", CORRECTION_METHODS),
+        ):
             if (value := getattr(self, name)) not in allowed:
                 choices = [choice for choice in allowed if choice]
                 raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
         if self.max_seconds is not None and not self.max_seconds > 0:
-            raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit")
-        if self.num_examples is not None and (type(self.num_examples) is not int or self.num_examples < 2):
+            raise ValueError(
+                f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit"
+            )
+        if self.num_examples is not None and (
+            type(self.num_examples) is not int or self.num_examples < 2
+        ):
             raise ValueError(f"num_examples must be an integer >= 2, got {self.num_examples!r}")
 
 
 def rate_heads(
-    located_sites: Sequence[SiteModule], units: Sequence[ImportanceSums], options: ImportanceOptions, tested: str
+    located_sites: Sequence[SiteModule],
+    units: Sequence[ImportanceSums],
+    options: ImportanceOptions,
+    tested: str,
 ) -> tuple[HeadImportance, ...]:
-    """Turn the sums of all units (texts or batches) into the importance of every head, with intervals and p-values.
+    """Turn the sums of all units (texts or batches) into the importance of every head, with
+    intervals and p-values.
 
-    `tested` "t-test" tests whether the importance is 0, "none" leaves p-values NaN. Sites that some unit does not reach
-    are left out.
+    `tested` "t-test" tests whether the importance is 0, "none" leaves p-values NaN. Sites that some
+    unit does not reach are left out.
     """
-    modules = [module for module in located_sites if all(module.site.name in unit for unit in units)]
+    modules = [
+        module for module in located_sites if all(module.site.name in unit for unit in units)
+    ]
     means = {
-        module.site.name: Jackknife.of_ratio(*stack_texts([unit[module.site.name] for unit in units]))
+        module.site.name: Jackknife.of_ratio(
+            *stack_texts([unit[module.site.name] for unit in units])
+        )
         for module in modules
     }
     p_by_site = [
-        mean.p_values() if tested == "t-test" else np.full_like(mean.value, math.nan) for mean in means.values()
+        mean.p_values() if tested == "t-test" else np.full_like(mean.value, math.nan)
+        for mean in means.values()
     ]
     p = np.concatenate([*p_by_site, np.empty(0)])
-    tests = iter(zip(p, correct_p_values(p, options.correction), strict=True))  # in the order of the heads below
+    tests = iter(
+        zip(p, correct_p_values(p, options.correction), strict=True)
+    )  # in the order of the heads below
     heads: list[HeadImportance] = []
     for module in modules:
         score = means[module.site.name].map(partial(_normalise_scores, options=options))
@@ -250,7 +310,9 @@ def rate_heads(
     return tuple(heads)
 
 
-def _rate_head(module: SiteModule, num_heads: int, head: int, row: tuple[Any, ...]) -> HeadImportance:
+def _rate_head(
+    module: SiteModule, num_heads: int, head: int, row: tuple[Any, ...]
+) -> HeadImportance:
     site, (value, low, high, (p, level)) = module.site, row
     kv = head // max(1, num_heads // max(1, site.kv))
     numbers = (float(value), float(low), float(high), float(p), float(level))
@@ -271,8 +333,12 @@ class TimeLimitReached(Exception):
     """The time limit of an estimate is used up."""
 
 
-def make_time_check(max_seconds: float | None, now: Callable[[], float] = time.monotonic) -> CheckTime:
-    """Return a function that raises TimeLimitReached once `max_seconds` have passed; methods call it between runs."""
+def make_time_check(
+    max_seconds: float | None, now: Callable[[], float] = time.monotonic
+) -> CheckTime:
+    """Return a function that raises TimeLimitReached once `max_seconds` have passed; methods call
+    it between runs.
+    """
     start = now()
 
     def check() -> None:
@@ -296,7 +362,9 @@ class ImportanceInput(NamedTuple):
         return self.objective.value(outputs, baseline, self.evaluation)
 
     def value_without(self, ablated_heads: Mapping[str, Sequence[int]]) -> float:
-        """The objective while these heads are ablated; `ablated_heads` maps site names to head indices."""
+        """The objective while these heads are ablated; `ablated_heads` maps site names to head
+        indices.
+        """
         hooks = {site: HeadAblationHook(*heads) for site, heads in ablated_heads.items()}
         return float(self.value(self.run.run_with_hooks(hooks)))
 
@@ -305,7 +373,8 @@ class ImportanceMethod(ABC):
     """Interface of importance methods.
 
     - `needs_gradient`: whether it needs gradients of the objective.
-    - `significance_test`: "t-test" if its values can have either sign, so that 0 can be tested; else "none".
+    - `significance_test`: "t-test" if its values can have either sign, so that 0 can be tested;
+      else "none".
     - `measured_quantity`: what it measures if it does not use an objective.
     - `notes`: added to the notes of every result.
     - `batch_size`: texts per call of `estimate`.
@@ -324,12 +393,16 @@ class ImportanceMethod(ABC):
 
     @abstractmethod
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        """Return sums over these texts for the heads of every site, and the counts to divide them by."""
+        """Return sums over these texts for the heads of every site, and the counts to divide them
+        by.
+        """
 
 
 @dataclass(frozen=True)
 class LeaveOneOut(ImportanceMethod):
-    """Increase of the objective when a single head is ablated; positive if the head helps (1905.10650)."""
+    """Increase of the objective when a single head is ablated; positive if the head helps
+    (1905.10650).
+    """
 
     name = "leave-one-out"
     significance_test = "t-test"
@@ -346,11 +419,12 @@ class LeaveOneOut(ImportanceMethod):
 
 @dataclass(frozen=True)
 class ShapleyValue(ImportanceMethod):
-    """Shapley value (2210.05709): mean contribution of a head to the active heads, over random orders of ablation.
+    """Shapley value (2210.05709): mean contribution of a head to the active heads, over random
+    orders of ablation.
 
-    It needs no gradients, and it credits heads that stand in for each other, which leave-one-out does not. Each text
-    samples `num_permutations` orders of its own. The values of all heads sum exactly to the increase of the objective
-    when all heads are ablated.
+    It needs no gradients, and it credits heads that stand in for each other, which leave-one-out
+    does not. Each text samples `num_permutations` orders of its own. The values of all heads sum
+    exactly to the increase of the objective when all heads are ablated.
     """
 
     name = "shapley"
@@ -360,7 +434,9 @@ class ShapleyValue(ImportanceMethod):
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         text = texts[0]
-        heads = [(site, head) for site, count in text.run.head_counts.items() for head in range(count)]
+        heads = [
+            (site, head) for site, count in text.run.head_counts.items() for head in range(count)
+        ]
         values = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
         generator = np.random.default_rng((self.seed, text.index))
         baseline = float(text.value(text.run.baseline_outputs))
@@ -377,12 +453,17 @@ class ShapleyValue(ImportanceMethod):
 
 @dataclass(frozen=True)
 class GradientTimesActivation(ImportanceMethod):
-    """Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h (1905.10650).
+    """Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h
+    (1905.10650).
 
-    - `granularity="paper"`: absolute value of the sum over the tokens of a text, averaged over texts.
-    - `granularity="code"`: as in the authors' code, sum of the absolute values of single tokens, averaged over tokens.
-      With `last_layer="texts"`, as in their code for BERT, the last layer is averaged over texts instead.
-    - `granularity="bertology"`: as in transformers, absolute value of the sum over a batch of `batch_size` texts with
+    - `granularity="paper"`: absolute value of the sum over the tokens of a text, averaged over
+      texts.
+    - `granularity="code"`: as in the authors' code, sum of the absolute values of single tokens,
+      averaged over tokens.
+      With `last_layer="texts"`, as in their code for BERT, the last layer is averaged over texts
+      instead.
+    - `granularity="bertology"`: as in transformers, absolute value of the sum over a batch of
+      `batch_size` texts with
       one mean loss, over the number of tokens.
     """
 
@@ -392,10 +473,17 @@ class GradientTimesActivation(ImportanceMethod):
     needs_gradient = True
 
     def __post_init__(self) -> None:
-        if self.last_layer not in ("tokens", "texts") or (self.last_layer == "texts" and self.granularity != "code"):
-            raise ValueError(f"cannot use last_layer={self.last_layer!r}: 'texts' needs granularity='code'")
+        if self.last_layer not in ("tokens", "texts") or (
+            self.last_layer == "texts" and self.granularity != "code"
+        ):
+            raise ValueError(
+                f"cannot use last_layer={self.last_layer!r}: 'texts' needs granularity='code'"
+            )
         if self.granularity not in GRANULARITIES:
-            raise ValueError(f"unknown granularity={self.granularity!r}; {suggest(self.granularity, GRANULARITIES)}")
+            raise ValueError(
+                f"unknown granularity={self.granularity!r}; "
+                f"{suggest(self.granularity, GRANULARITIES)}"
+            )
         if self.batch_size != 1 and (self.granularity != "bertology" or self.batch_size < 1):
             fact = f"batch_size={self.batch_size} needs granularity='bertology' and at least 1 text"
             raise ValueError(f"cannot sum over batches: {fact}; leave batch_size out")
@@ -409,16 +497,24 @@ class GradientTimesActivation(ImportanceMethod):
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         if self.granularity == "bertology":
             return self._estimate_batch(texts, check_time)
-        per_token = {site: gradient.per_token for site, gradient in compute_activation_gradients(texts[0]).items()}
+        per_token = {
+            site: gradient.per_token
+            for site, gradient in compute_activation_gradients(texts[0]).items()
+        }
         if self.granularity == "paper":
-            return {site: _as_single_mean(np.abs(values.sum(0))) for site, values in per_token.items()}
+            return {
+                site: _as_single_mean(np.abs(values.sum(0))) for site, values in per_token.items()
+            }
         last = list(per_token)[-1] if self.last_layer == "texts" else ""
         counts = {site: 1 if site == last else len(values) for site, values in per_token.items()}
         return {
-            site: (np.abs(values).sum(0), np.full(values.shape[1], counts[site])) for site, values in per_token.items()
+            site: (np.abs(values).sum(0), np.full(values.shape[1], counts[site]))
+            for site, values in per_token.items()
         }
 
-    def _estimate_batch(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+    def _estimate_batch(
+        self, texts: Sequence[ImportanceInput], check_time: CheckTime
+    ) -> ImportanceSums:
         num_targets = sum(text.evaluation.num_targets for text in texts)
         sums, tokens = dict[str, np.ndarray](), dict[str, int]()
         for text in texts:
@@ -427,14 +523,18 @@ class GradientTimesActivation(ImportanceMethod):
                 share = gradient.per_token.sum(0) * text.evaluation.num_targets / num_targets
                 sums[site] = sums.get(site, 0) + share
                 tokens[site] = tokens.get(site, 0) + len(gradient.per_token)
-        return {site: (np.abs(values), np.full(len(values), float(tokens[site]))) for site, values in sums.items()}
+        return {
+            site: (np.abs(values), np.full(len(values), float(tokens[site])))
+            for site, values in sums.items()
+        }
 
 
 @dataclass(frozen=True)
 class TaylorExpansion(ImportanceMethod):
     """First-order estimate of leave-one-out, -z_h . dL/dz_h summed over a text.
 
-    With `quantity="size"` it is the absolute value of its mean over tokens and channels (1611.06440).
+    With `quantity="size"` it is the absolute value of its mean over tokens and channels
+    (1611.06440).
     """
 
     quantity: str = "change"
@@ -442,7 +542,9 @@ class TaylorExpansion(ImportanceMethod):
 
     def __post_init__(self) -> None:
         if self.quantity not in ("change", "size"):
-            raise ValueError(f"unknown quantity={self.quantity!r}; {suggest(self.quantity, ('change', 'size'))}")
+            raise ValueError(
+                f"unknown quantity={self.quantity!r}; {suggest(self.quantity, ('change', 'size'))}"
+            )
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
@@ -457,7 +559,10 @@ class TaylorExpansion(ImportanceMethod):
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         gradients = compute_activation_gradients(texts[0])
         if self.quantity == "change":
-            return {site: _as_single_mean(-gradient.per_token.sum(0)) for site, gradient in gradients.items()}
+            return {
+                site: _as_single_mean(-gradient.per_token.sum(0))
+                for site, gradient in gradients.items()
+            }
         return {
             site: _as_single_mean(np.abs(gradient.per_token.mean(0)) / gradient.head_dim)
             for site, gradient in gradients.items()
@@ -485,12 +590,17 @@ def compute_activation_gradients(text: ImportanceInput) -> dict[str, ActivationG
     }
 
 
-def _activation_gradient(outputs_and_grads: Sequence[tuple[Tensor, Tensor | None]]) -> ActivationGradient:
+def _activation_gradient(
+    outputs_and_grads: Sequence[tuple[Tensor, Tensor | None]],
+) -> ActivationGradient:
     """Concatenate the tokens of all calls of a site."""
     per_call = [
-        (z * (torch.zeros_like(z) if grad is None else grad)).sum(-1).flatten(0, -2) for z, grad in outputs_and_grads
+        (z * (torch.zeros_like(z) if grad is None else grad)).sum(-1).flatten(0, -2)
+        for z, grad in outputs_and_grads
     ]
-    return ActivationGradient(torch.cat(per_call).detach().double().cpu().numpy(), outputs_and_grads[0][0].shape[-1])
+    return ActivationGradient(
+        torch.cat(per_call).detach().double().cpu().numpy(), outputs_and_grads[0][0].shape[-1]
+    )
 
 
 def _as_single_mean(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,6 @@
-"""Direct logit attribution: what each head adds to a logit through the residual stream, on one text."""
+"""Direct logit attribution: what each head adds to a logit through the residual stream, on one
+text.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class LogitShare(NamedTuple):
 class LogitAttribution:
     """Direct contributions of heads to the logit of a token at one position.
 
-    `logit` is the sum of `heads` and `rest`: what embeddings, feed-forward layers and biases add. `words` are the
-    strings of the token and the baseline.
+    `logit` is the sum of `heads` and `rest`: what embeddings, feed-forward layers and biases add.
+    `words` are the strings of the token and the baseline.
     """
 
     position: int
@@ -52,7 +54,10 @@ class LogitAttribution:
     @property
     def data(self) -> dict[str, Any]:
         """The attribution as plain values, the largest contribution first."""
-        fields = {name: getattr(self, name) for name in ("position", "token", "baseline", "logit", "rest", "words")}
+        fields = {
+            name: getattr(self, name)
+            for name in ("position", "token", "baseline", "logit", "rest", "words")
+        }
         return fields | {"heads": [share._asdict() for share in self.by_size]}
 
     @property
@@ -63,14 +68,21 @@ class LogitAttribution:
 
 @torch.inference_mode()
 def attribute_logit(
-    model: nn.Module, inputs: Any, *, position: int = -1, token: int | None = None, baseline: int | None = None
+    model: nn.Module,
+    inputs: Any,
+    *,
+    position: int = -1,
+    token: int | None = None,
+    baseline: int | None = None,
 ) -> LogitAttribution:
-    """Direct logit attribution: what each head adds to the logit of a token through the residual stream.
+    """Direct logit attribution: what each head adds to the logit of a token through the residual
+    stream.
 
-    `token` is the token whose logit is explained (default: the most likely one); with `baseline`, the difference of the
-    two logits is. The scale of the final norm is held at the value of the text, so that contributions add up to the
-    logit exactly. Effects through later layers are not part of it. The model is a decoder or encoder whose layers add
-    to one residual stream without a norm after the attention (pre-norm), with a linear head over tokens.
+    `token` is the token whose logit is explained (default: the most likely one); with `baseline`,
+    the difference of the two logits is. The scale of the final norm is held at the value of the
+    text, so that contributions add up to the logit exactly. Effects through later layers are not
+    part of it. The model is a decoder or encoder whose layers add to one residual stream without a
+    norm after the attention (pre-norm), with a linear head over tokens.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -81,7 +93,9 @@ def attribute_logit(
     """
     prepared = prepare_inputs(model, inputs, 0)
     rows = prepared.token_rows.get("text", ())
-    ids = torch.tensor([[token for token in row.ids if token >= 0] for row in rows[:1]])  # padding is negative
+    ids = torch.tensor(
+        [[token for token in row.ids if token >= 0] for row in rows[:1]]
+    )  # padding is negative
     if ids.numel() == 0:
         raise ValueError("the inputs hold no token ids; give ids [1, tokens] or a text")
     net = as_native_model(model).eval()
@@ -93,7 +107,9 @@ def attribute_logit(
         lambda _, args: final.append(args[0])
     )
     try:
-        logits = ModelRun(net, prepare_inputs(net, ids, 0)).run_with_hooks(require_ability(net, "ablate"), hooks)
+        logits = ModelRun(net, prepare_inputs(net, ids, 0)).run_with_hooks(
+            require_ability(net, "ablate"), hooks
+        )
     finally:
         handle.remove()
     count = logits.shape[1]
@@ -109,7 +125,9 @@ def attribute_logit(
             continue
         z = hooks[site].outputs
         for head in range(z.shape[1]):
-            written = z[position, head].double() @ circuits[site].output_map(head).double() * layer.scale
+            written = (
+                z[position, head].double() @ circuits[site].output_map(head).double() * layer.scale
+            )
             shares.append(LogitShare(site, head, float(written @ direction)))
     logit = float(explained[chosen] - (explained[baseline] if baseline is not None else 0))
     rest = logit - sum(share.value for share in shares)
@@ -134,26 +152,44 @@ class _OutputHook:
 
 
 def _check_residual_stream(net: Transformer) -> Any:
-    """The only stack of a model; raises if heads do not add to its logits through one residual stream."""
+    """The only stack of a model; raises if heads do not add to its logits through one residual
+    stream.
+    """
     name = net.spec.name
     stacks = list(net.stacks.values())
     if len(stacks) != 1:
-        raise SpecError(f"cannot attribute logits of {name}: it has {len(stacks)} stacks; give a model with one")
-    if placed := [layer.placement for layer in stacks[0].blocks if layer.placement not in DIRECT_PLACEMENTS]:
+        raise SpecError(
+            f"cannot attribute logits of {name}: it has {len(stacks)} stacks; give a model with one"
+        )
+    if placed := [
+        layer.placement for layer in stacks[0].blocks if layer.placement not in DIRECT_PLACEMENTS
+    ]:
         fact = f"its norms are placed {placed[0]!r}, so that a norm follows the heads of each layer"
-        raise SpecError(f"cannot attribute logits of {name}: {fact}; use estimate_importance, which needs no such form")
+        raise SpecError(
+            f"cannot attribute logits of {name}: {fact}; use estimate_importance, which needs no "
+            "such form"
+        )
     heads = net.spec.heads
-    if not heads or heads[0].at != "each" or heads[0].transform is not None or heads[0].cap is not None:
+    if (
+        not heads
+        or heads[0].at != "each"
+        or heads[0].transform is not None
+        or heads[0].cap is not None
+    ):
         fact = "it has no output head that is one linear map of every token"
         raise SpecError(f"cannot attribute logits of {name}: {fact}; give a model with such a head")
     return stacks[0]
 
 
 def _direction(net: Transformer, h: Tensor, token: int, baseline: int | None) -> Tensor:
-    """The vector whose product with a contribution to the residual stream is its share of the logit."""
+    """The vector whose product with a contribution to the residual stream is its share of the
+    logit.
+    """
     head = net.spec.heads[0]
     if not all(0 <= index < head.outputs for index in (token, 0 if baseline is None else baseline)):
-        raise ValueError(f"token={token}, baseline={baseline}: give tokens in 0..{head.outputs - 1}")
+        raise ValueError(
+            f"token={token}, baseline={baseline}: give tokens in 0..{head.outputs - 1}"
+        )
     state = net.state_dict(keep_vars=True)
     name = f"head.{head.name}.weight"
     table = state[net.spec.tied_weights().get(name, name)].detach().double()
@@ -163,21 +199,29 @@ def _direction(net: Transformer, h: Tensor, token: int, baseline: int | None) ->
 
 
 def _through_norm(norm: NormLayer, h: Tensor, readout: Tensor) -> Tensor:
-    """The direction before a norm that corresponds to `readout` after it, with the norm's scale for the state h."""
+    """The direction before a norm that corresponds to `readout` after it, with the norm's scale for
+    the state h.
+    """
     weight = norm.get_weight("weight")
-    scaled = readout if weight is None else readout * (weight.double() + (1 if norm.kind == "offset" else 0))
+    scaled = (
+        readout
+        if weight is None
+        else readout * (weight.double() + (1 if norm.kind == "offset" else 0))
+    )
     if norm.kind in ("rms", "offset"):
         return scaled / (h.square().mean() + norm.eps).sqrt()
     return (scaled - scaled.mean()) / (h.var(unbiased=False) + norm.eps).sqrt()
 
 
-# --- What one head adds to every logit -----------------------------------------------------------------
+# --- What one head adds to every logit ------------------------------------------------------------
 
 
 class LogitEffects(NamedTuple):
-    """Direct effects of a head on every logit at one position, minus their mean over all tokens; and what is left out.
+    """Direct effects of a head on every logit at one position, minus their mean over all tokens;
+    and what is left out.
 
-    A number that is added to all logits changes no probability, so only differences from the mean count.
+    A number that is added to all logits changes no probability, so only differences from the mean
+    count.
     """
 
     values: Tensor
@@ -185,11 +229,15 @@ class LogitEffects(NamedTuple):
 
 
 @torch.inference_mode()
-def attribute_all_logits(model: nn.Module, inputs: Any, site: str, head: int, position: int) -> LogitEffects:
-    """The effect of a head on the logit of every token through the residual stream, [tokens], in float64.
+def attribute_all_logits(
+    model: nn.Module, inputs: Any, site: str, head: int, position: int
+) -> LogitEffects:
+    """The effect of a head on the logit of every token through the residual stream, [tokens], in
+    float64.
 
-    The scale of the final norm is held at the value of the text. Effects through later layers are not part of it, and
-    norms between the head and the end of its stack are left out, which the note then says.
+    The scale of the final norm is held at the value of the text. Effects through later layers are
+    not part of it, and norms between the head and the end of its stack are left out, which the note
+    then says.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -202,14 +250,24 @@ def attribute_all_logits(model: nn.Module, inputs: Any, site: str, head: int, po
     stack, layer = _find_writing_layer(net, site)
     output_head = net.spec.heads[0]
     hook, final = _OutputHook(), list[Tensor]()
-    handle = (stack.norm or net.head[output_head.name]).register_forward_pre_hook(lambda _, args: final.append(args[0]))
+    handle = (stack.norm or net.head[output_head.name]).register_forward_pre_hook(
+        lambda _, args: final.append(args[0])
+    )
     try:
-        ModelRun(net, prepare_inputs(net, inputs, 0)).run_with_hooks(require_ability(net, "ablate"), {site: hook})
+        ModelRun(net, prepare_inputs(net, inputs, 0)).run_with_hooks(
+            require_ability(net, "ablate"), {site: hook}
+        )
     finally:
         handle.remove()
     if not 0 <= position < len(hook.outputs) or not 0 <= head < hook.outputs.shape[1]:
-        raise ValueError(f"{site} has no head {head} at position {position}; give both in its ranges")
-    written = hook.outputs[position, head].double() @ get_circuits(net)[site].output_map(head).double() * layer.scale
+        raise ValueError(
+            f"{site} has no head {head} at position {position}; give both in its ranges"
+        )
+    written = (
+        hook.outputs[position, head].double()
+        @ get_circuits(net)[site].output_map(head).double()
+        * layer.scale
+    )
     if stack.norm is not None:
         written = _apply_frozen_norm(stack.norm, final[-1][0, position].double(), written)
     name, state = f"head.{output_head.name}.weight", net.state_dict(keep_vars=True)
@@ -219,7 +277,9 @@ def attribute_all_logits(model: nn.Module, inputs: Any, site: str, head: int, po
 
 
 def _find_writing_layer(net: Transformer, site: str) -> tuple[Any, Any]:
-    """The stack whose end gives the logits, and the layer of a site in it; raises if its heads reach no logit."""
+    """The stack whose end gives the logits, and the layer of a site in it; raises if its heads
+    reach no logit.
+    """
     heads = net.spec.heads
     if not heads or heads[0].at != "each" or heads[0].transform is not None:
         fact = f"{net.spec.name} has no output head that is one linear map of every token"
@@ -227,7 +287,10 @@ def _find_writing_layer(net: Transformer, site: str) -> tuple[Any, Any]:
     name, _, rest = site.partition(".")
     last = list(net.stacks)[-1]
     if name != last:
-        fact = f"heads of the {name} add to the states that the {last} attends to, and to no logit directly"
+        fact = (
+            f"heads of the {name} add to the states that the {last} attends to, and to no "
+            "logit directly"
+        )
         raise SpecError(f"cannot attribute logits to {site}: {fact}; choose a head of the {last}")
     stack = net.stacks[last]
     return stack, stack.blocks[int(rest.partition(".")[0])]

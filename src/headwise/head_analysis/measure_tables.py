@@ -1,4 +1,6 @@
-"""Tables of measures with their confidence intervals for a terminal; small numbers are printed in scientific form."""
+"""Tables of measures with their confidence intervals for a terminal; small numbers are printed in
+scientific form.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ INTERVAL_NOTE = "low and high: 95 % interval"
 
 
 def format_numbers(values: Sequence[float]) -> list[str]:
-    """Format numbers of one kind alike: with two decimals, or in scientific form if any of them needs it.
+    """Format numbers of one kind alike: with two decimals, or in scientific form if any of them
+    needs it.
 
     >>> format_numbers([0.5, 0.0, 12.345])
     ['0.50', '0.00', '12.35']
@@ -30,7 +33,10 @@ def format_numbers(values: Sequence[float]) -> list[str]:
     """
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     is_fixed = all(SMALLEST_FIXED <= size < LARGEST_FIXED for size in sizes)
-    return ["-" if math.isnan(value) else f"{value:.2f}" if is_fixed else f"{value:.2e}" for value in values]
+    return [
+        "-" if math.isnan(value) else f"{value:.2f}" if is_fixed else f"{value:.2e}"
+        for value in values
+    ]
 
 
 def format_interval(measure: Measure) -> str:
@@ -46,7 +52,9 @@ def format_interval(measure: Measure) -> str:
 
 
 def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns below their names: the first and the last to the left, the others to the right."""
+    """Align columns below their names: the first and the last to the left, the
+    others to the right.
+    """
     lines, last = [[localise(name) for name in header], *rows], len(header) - 1
     widths = [max(text_width(line[n]) for line in lines) for n in range(len(header))]
     aligned = (
@@ -61,7 +69,11 @@ def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 def format_notes(notes: Sequence[str]) -> list[str]:
     """Format notes as wrapped lines below a table."""
-    return ["", *(line for note in notes for line in paragraph(f"note: {note}", LINE_WIDTH))] if notes else []
+    return (
+        ["", *(line for note in notes for line in paragraph(f"note: {note}", LINE_WIDTH))]
+        if notes
+        else []
+    )
 
 
 def format_head_ranking(table: HeadTable, measure: str) -> str:
@@ -69,7 +81,13 @@ def format_head_ranking(table: HeadTable, measure: str) -> str:
 
     >>> from headwise.head_analysis.head_table import HeadMeasures
     >>> head = HeadMeasures(
-    ...     "decoder", "attention", 0, 3, 0, "decoder.0.attention", {"sink": Measure(0.5, 0.4, 0.6, 0.1)}
+    ...     "decoder",
+    ...     "attention",
+    ...     0,
+    ...     3,
+    ...     0,
+    ...     "decoder.0.attention",
+    ...     {"sink": Measure(0.5, 0.4, 0.6, 0.1)},
     ... )
     >>> print(format_head_ranking(HeadTable("small", "9 texts", (head,)), "sink").splitlines()[-1])
     decoder.0.attention     3  0.50  0.40  0.60    0.10
@@ -99,25 +117,45 @@ def format_importance(result: ImportanceResult) -> str:
             head.site,
             str(head.head),
             *numbers[3 * n : 3 * n + 3],
-            "-" if math.isnan(head.level) else f"{head.level:.3f}" if head.level >= 0.001 else "< 0.001",
+            "-"
+            if math.isnan(head.level)
+            else f"{head.level:.3f}"
+            if head.level >= 0.001
+            else "< 0.001",
         ]
         for n, head in enumerate(heads)
     ]
-    title = f"{result.model}, {result.texts} texts: importance by {result.method} for {result.objective}"
+    title = (
+        f"{result.model}, {result.texts} texts: importance by {result.method} for "
+        f"{result.objective}"
+    )
     lines = format_columns(["site", "head", "importance", *INTERVAL_COLUMNS, "corrected p"], rows)
-    return "\n".join([*paragraph(title), localise(INTERVAL_NOTE), "", *lines, *format_notes(result.notes)])
+    return "\n".join(
+        [*paragraph(title), localise(INTERVAL_NOTE), "", *lines, *format_notes(result.notes)]
+    )
 
 
 def format_logit_shares(attribution: LogitAttribution) -> str:
     """Format what heads add to a logit, the largest contribution first."""
     shares = attribution.by_size
-    names = [f"token {token}" for token in (attribution.token, attribution.baseline) if token is not None]
-    named = [f"{name} ({word!r})" for name, word in zip(names, attribution.words or names, strict=True)]
+    names = [
+        f"token {token}" for token in (attribution.token, attribution.baseline) if token is not None
+    ]
+    named = [
+        f"{name} ({word!r})" for name, word in zip(names, attribution.words or names, strict=True)
+    ]
     what = f"the logit of {' minus that of '.join(named)}"
-    total, rest, *numbers = format_numbers([attribution.logit, attribution.rest, *(share.value for share in shares)])
-    rows = [[share.site, str(share.head), number, ""] for share, number in zip(shares, numbers, strict=True)]
+    total, rest, *numbers = format_numbers(
+        [attribution.logit, attribution.rest, *(share.value for share in shares)]
+    )
+    rows = [
+        [share.site, str(share.head), number, ""]
+        for share, number in zip(shares, numbers, strict=True)
+    ]
     lines = format_columns(["site", "head", "added", ""], rows)
-    title = f"{what} at position {attribution.position}: {total}, of which {rest} comes from no head"
+    title = (
+        f"{what} at position {attribution.position}: {total}, of which {rest} comes from no head"
+    )
     return "\n".join([*paragraph(title, LINE_WIDTH), "", *lines])
 
 
@@ -128,7 +166,9 @@ def format_attention_table(table: AttentionTable) -> str:
     for place, (query, values) in enumerate(zip(table.queries, table.values, strict=True)):
         texts = [next(numbers) for _ in values]
         order = sorted(range(len(values)), key=lambda key: -values[key])[: table.top]
-        largest = "  ".join(f"{table.keys[key]!r} {key}: {texts[key]}" for key in order if values[key])
+        largest = "  ".join(
+            f"{table.keys[key]!r} {key}: {texts[key]}" for key in order if values[key]
+        )
         rows.append([repr(query), str(place), largest])
     lines = format_columns(["query", "position", "largest keys"], rows)
     return "\n".join([localise(table.title), "", *lines])

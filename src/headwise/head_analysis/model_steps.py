@@ -1,7 +1,8 @@
-"""The computation of one head for one query in an open model, from the residual stream to the residual stream.
+"""The computation of one head for one query in an open model, from the residual stream to the
+residual stream.
 
-The model runs once on the tokens; the attention layer then runs again on what it received, in plain tensor operations
-and for the one query, and every part of it reports what it changed.
+The model runs once on the tokens; the attention layer then runs again on what it received, in plain
+tensor operations and for the one query, and every part of it reports what it changed.
 """
 
 from __future__ import annotations
@@ -50,17 +51,28 @@ PROBED = ("q", "k", "v", "scores", "weights", "heads")
 
 
 def model_steps(
-    model: Transformer, x: Tensor, place: HeadPlace, *, source: Tensor | None = None, key: int | None = None
+    model: Transformer,
+    x: Tensor,
+    place: HeadPlace,
+    *,
+    source: Tensor | None = None,
+    key: int | None = None,
 ) -> HeadSteps:
-    """All steps of one head for one query; `x` and `source` are the inputs of the model, one row of each.
+    """All steps of one head for one query; `x` and `source` are the inputs of the model, one row of
+    each.
 
     The vectors of `key` are among those that are shown.
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
-    >>> steps = model_steps(net, torch.tensor([[3, 1, 4]]), HeadPlace("decoder.0.attention", 1, 2)).steps
+    >>> steps = model_steps(
+    ...     net, torch.tensor([[3, 1, 4]]), HeadPlace("decoder.0.attention", 1, 2)
+    ... ).steps
     >>> [step.name for step in steps]  # doctest: +NORMALIZE_WHITESPACE
     ['residual', 'norm', 'project', 'vectors', 'product', 'scale', 'mask', 'normalise', 'gather', 'contribution',
      'residual_out']
@@ -80,11 +92,13 @@ def why_not(spec: AttentionSpec) -> str:
     return f"{combining[0]!r} makes one head of several rows of weights" if combining else ""
 
 
-# --- Run the model, and the layer for one query --------------------------------------------------------
+# --- Run the model, and the layer for one query ---------------------------------------------------
 
 
 class _LayerCall(NamedTuple):
-    """Inputs and outputs of a layer in a run of the model: tensors of the first row, and its positions."""
+    """Inputs and outputs of a layer in a run of the model: tensors of the first row, and its
+    positions.
+    """
 
     attention_input: Tensor
     output: Tensor
@@ -95,7 +109,9 @@ class _LayerCall(NamedTuple):
 
 
 class _QueryCall(NamedTuple):
-    """The tensors of one query: those at probe points, and what each part changed by (name, side), before and after."""
+    """The tensors of one query: those at probe points, and what each part changed by (name, side),
+    before and after.
+    """
 
     probed: Mapping[str, Tensor]
     changes: Mapping[tuple[str, str], tuple[Tensor, Tensor]]
@@ -113,18 +129,24 @@ def _find_layer(model: nn.Module, site: str) -> tuple[TransformerLayer, Attentio
         if layer.attentions.get(role) is not site_module.module or layer.spec.form == "merged":
             break
         return layer, site_module.module, role
-    raise ValueError(f"{site} is no attention of a layer with a residual stream, so its steps cannot be followed")
+    raise ValueError(
+        f"{site} is no attention of a layer with a residual stream, so its steps cannot be followed"
+    )
 
 
 def _run_model(run: Callable[[], object], layer: TransformerLayer, role: str) -> _LayerCall:
-    """Run the model and keep what one layer receives and computes. Other threads may run the model meanwhile."""
+    """Run the model and keep what one layer receives and computes. Other threads may run the model
+    meanwhile.
+    """
     recorded: dict[str, Any] = {}
     norms: dict[str, tuple[Tensor, Tensor]] = {}
 
     def on_layer(_: nn.Module, args: tuple[Any, ...]) -> None:
         recorded["layer_inputs"] = args[1]
 
-    def on_attention(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def on_attention(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
         recorded.update(input=args[0], output=output)
 
     def on_norm(name: str, args: tuple[Any, ...], output: Tensor) -> None:
@@ -139,13 +161,21 @@ def _run_model(run: Callable[[], object], layer: TransformerLayer, role: str) ->
     if role == "attention":  # the tokens themselves are the source
         source, source_sequence = recorded["input"], layer_inputs.sequence
     if not isinstance(source, Tensor) or source_sequence is None:
-        raise ValueError(f"the source of {layer.name}.{role} was projected before, so its states are unknown")
-    return _LayerCall(recorded["input"], recorded["output"], layer_inputs.sequence, source, source_sequence, norms)
+        raise ValueError(
+            f"the source of {layer.name}.{role} was projected before, so its states are unknown"
+        )
+    return _LayerCall(
+        recorded["input"], recorded["output"], layer_inputs.sequence, source, source_sequence, norms
+    )
 
 
 @contextmanager
-def _hooks(layer: TransformerLayer, role: str, on_layer: Any, on_attention: Any, on_norm: Any) -> Iterator[None]:
-    """Hooks on a layer, its attention and its norms that fire in this thread only, removed at the end."""
+def _hooks(
+    layer: TransformerLayer, role: str, on_layer: Any, on_attention: Any, on_norm: Any
+) -> Iterator[None]:
+    """Hooks on a layer, its attention and its norms that fire in this thread only, removed at the
+    end.
+    """
     thread = threading.get_ident()
 
     def in_this_thread(function: Any, *first: Any) -> Any:
@@ -173,7 +203,9 @@ def _hooks(layer: TransformerLayer, role: str, on_layer: Any, on_attention: Any,
 
 
 def _run_query(attention: Attention, call: _LayerCall, query: int) -> _QueryCall:
-    """Run an attention layer again for one query, which attends to all tokens that it attended to in the model."""
+    """Run an attention layer again for one query, which attends to all tokens that it attended to
+    in the model.
+    """
     changes: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
 
     def observe(name: str, side: str, before: Tensor, after: Tensor) -> None:
@@ -191,7 +223,9 @@ def _run_query(attention: Attention, call: _LayerCall, query: int) -> _QueryCall
         observed.planner = CallPlanner(observed.spec)
     with torch.inference_mode():
         source = observed.project_source(call.source, sequence=call.source_sequence)
-        y = observed(x[:, queries], source=source, sequence=_take(call.sequence, queries), probe=probe)
+        y = observed(
+            x[:, queries], source=source, sequence=_take(call.sequence, queries), probe=probe
+        )
     _check_equal(y[0, 0], call.output[0, query])
     return _QueryCall(probe.tensors, changes)
 
@@ -205,10 +239,13 @@ def _check_equal(actual: Tensor, expected: Tensor) -> None:
     actual, expected = actual.float(), expected.float()
     error = float((actual - expected).abs().max())
     if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
-        raise ValueError(f"the steps lead to another output than the model's (by {error:.2g}), so they are not shown")
+        raise ValueError(
+            f"the steps lead to another output than the model's (by {error:.2g}), so they are not "
+            "shown"
+        )
 
 
-# --- The steps -----------------------------------------------------------------------------------------
+# --- The steps ------------------------------------------------------------------------------------
 
 
 class _Walk:
@@ -224,16 +261,28 @@ class _Walk:
         own: _QueryCall,
     ) -> None:
         self.layer, self.attention, self.role, self.place, self.call, self.own = (
-            layer, attention, role, place, call, own,
-        )  # fmt: skip
+            layer,
+            attention,
+            role,
+            place,
+            call,
+            own,
+        )
         spec = attention.spec
         self.spec, core = spec, spec.core_of(spec.projection_form(one=False))
         outputs = spec.score_head_of_output
         if not 0 <= place.head < len(outputs):
-            raise ValueError(f"{place.site} has no head {place.head}; give one in 0..{len(outputs) - 1}")
+            raise ValueError(
+                f"{place.site} has no head {place.head}; give one in 0..{len(outputs) - 1}"
+            )
         self.score_head = outputs[place.head]
-        self.core_head = spec.core_score_heads.index(self.score_head)  # the head's place in scores and weights
-        self.key_head, self.value_head = core.key_head_of_query[self.core_head], core.value_head_of_row[place.head]
+        self.core_head = spec.core_score_heads.index(
+            self.score_head
+        )  # the head's place in scores and weights
+        self.key_head, self.value_head = (
+            core.key_head_of_query[self.core_head],
+            core.value_head_of_row[place.head],
+        )
         self.weights = as_array(own.probed["weights"][0, place.head, 0])
         self.missing: dict[str, str] = {}
 
@@ -255,15 +304,19 @@ class _Walk:
     def _allowed(self) -> Array:
         """Which keys the query may attend to."""
         queries = _take(self.call.sequence, [self.place.query])
-        allowed = AttentionMask(queries, self.call.source_sequence, self.spec.pattern, None).allowed[0, :, 0]
+        allowed = AttentionMask(
+            queries, self.call.source_sequence, self.spec.pattern, None
+        ).allowed[0, :, 0]
         own = allowed[self.score_head if len(allowed) > 1 else 0]
         return np.asarray(own.expand(len(self.weights)).cpu().numpy(), bool)
 
-    # --- before the scores -----------------------------------------------------------------------------
+    # --- before the scores ------------------------------------------------------------------------
 
     def _norm_before(self) -> str:
         """The name of the norm before the attention; empty if there is none."""
-        name = {"parallel": "norm", "post": "", "after": ""}.get(self.layer.placement, f"{self.role}_norm")
+        name = {"parallel": "norm", "post": "", "after": ""}.get(
+            self.layer.placement, f"{self.role}_norm"
+        )
         return name if name in self.call.norms else ""
 
     def _input_steps(self) -> Iterator[HeadStep]:
@@ -282,7 +335,9 @@ class _Walk:
         arrays = {"in": as_array(x), "out": as_array(n)}
         for key in ("weight", "bias"):
             if (tensor := norm.get_weight(key)) is not None:
-                arrays[key] = as_array(tensor) + np.float32(norm.kind == "offset" and key == "weight")
+                arrays[key] = as_array(tensor) + np.float32(
+                    norm.kind == "offset" and key == "weight"
+                )
         if norm.kind in ("rms", "offset"):
             facts["rms"] = float(np.sqrt(np.mean(values**2) + norm.eps))
             formula = "n = x / rms(x) · w"
@@ -299,11 +354,16 @@ class _Walk:
         raw = {side: self._vectors(self._first(side, transforms), side) for side in "qkv"}
         final = {side: self._vectors(self.own.probed[side], side) for side in "qkv"}
         if raw["q"] is None or raw["k"] is None:
-            self.missing["project"] = f"{project!r} transforms parts of its vectors before it joins them"
+            self.missing["project"] = (
+                f"{project!r} transforms parts of its vectors before it joins them"
+            )
         else:
             arrays = {side: vectors for side, vectors in raw.items() if vectors is not None}
             yield HeadStep(
-                "project", "q = n W_Q, k = n W_K, v = n W_V", arrays | self._query_terms(), part=repr(project)
+                "project",
+                "q = n W_Q, k = n W_K, v = n W_V",
+                arrays | self._query_terms(),
+                part=repr(project),
             )
             for name, part in transforms:
                 yield self._transform_step(name, part)
@@ -319,7 +379,9 @@ class _Walk:
         return self.own.changes[names[0], side][0] if names else self.own.probed[side]
 
     def _vectors(self, tensor: Tensor, side: str) -> Array | None:
-        """The vectors of this head, [K] of the query or [shown keys, K]; None for a tensor of another layout."""
+        """The vectors of this head, [K] of the query or [shown keys, K]; None for a tensor of
+        another layout.
+        """
         like = self.own.probed[side]
         if tensor.shape != like.shape:
             return None
@@ -332,7 +394,9 @@ class _Walk:
         arrays: dict[str, Array] = {}
         for side in "qkv":
             if (name, side) in self.own.changes:
-                before, after = (self._vectors(tensor, side) for tensor in self.own.changes[name, side])
+                before, after = (
+                    self._vectors(tensor, side) for tensor in self.own.changes[name, side]
+                )
                 if before is not None and after is not None:
                     arrays |= {f"{side}_in": before, side: after}
         weights = {key: self.attention.weights[name][key] for key in part.params(self.spec)}
@@ -349,9 +413,11 @@ class _Walk:
             matrix = as_array(circuits.qk_circuit(self.score_head).left)
         except (SpecError, ValueError):
             return {}
-        return largest_terms(as_array(self.call.attention_input[0, self.place.query]), matrix, NUM_TERMS)
+        return largest_terms(
+            as_array(self.call.attention_input[0, self.place.query]), matrix, NUM_TERMS
+        )
 
-    # --- scores and weights ----------------------------------------------------------------------------
+    # --- scores and weights -----------------------------------------------------------------------
 
     def _scores(self) -> Iterator[HeadStep]:
         """The similarity, and every part that changes scores."""
@@ -359,13 +425,28 @@ class _Walk:
         first = changes[0][1] if changes else self.own.probed["scores"]
         scores = as_array(first[0, self.core_head, 0])
         scale = similarity.score_scale(self.spec.core_of(self.spec.projection_form(one=False)))
-        q, k = self.own.probed["q"][0, 0, self.score_head], self.own.probed["k"][0, :, self.key_head]
-        products = as_array(k.double() @ q.double()) if q.shape[-1] == k.shape[-1] else scores * np.nan
-        if np.allclose(products * scale, scores, rtol=1e-3, atol=1e-3 * float(np.abs(scores).max(initial=0))):
+        q, k = (
+            self.own.probed["q"][0, 0, self.score_head],
+            self.own.probed["k"][0, :, self.key_head],
+        )
+        products = (
+            as_array(k.double() @ q.double()) if q.shape[-1] == k.shape[-1] else scores * np.nan
+        )
+        if np.allclose(
+            products * scale, scores, rtol=1e-3, atol=1e-3 * float(np.abs(scores).max(initial=0))
+        ):
             yield HeadStep("product", "pⱼ = q · kⱼ", {"out": products})
-            yield HeadStep("scale", "sⱼ = scale · pⱼ", {"out": scores}, {"scale": scale}, repr(similarity))
+            yield HeadStep(
+                "scale", "sⱼ = scale · pⱼ", {"out": scores}, {"scale": scale}, repr(similarity)
+            )
         else:
-            yield HeadStep("product", describe_part(similarity), {"out": scores}, {"scale": scale}, repr(similarity))
+            yield HeadStep(
+                "product",
+                describe_part(similarity),
+                {"out": scores},
+                {"scale": scale},
+                repr(similarity),
+            )
         yield from (self._change_step("score_step", *change) for change in changes)
 
     def _changes(self, side: str) -> list[tuple[str, Tensor, Tensor]]:
@@ -379,7 +460,11 @@ class _Walk:
         arrays = {"in": old, "out": new}
         if isinstance(part, ScoreStep) and part.additive:
             arrays["added"] = new - old
-        facts = {key: float(value) for key, value in vars(part).items() if isinstance(value, (int, float))}
+        facts = {
+            key: float(value)
+            for key, value in vars(part).items()
+            if isinstance(value, (int, float))
+        }
         return HeadStep(step, describe_part(part), arrays, facts, repr(part))
 
     def _weight_steps(self) -> Iterator[HeadStep]:
@@ -387,27 +472,43 @@ class _Walk:
         first = changes[0][1] if changes else self.own.probed["weights"]
         weights = as_array(first[0, self.core_head if changes else self.place.head, 0])
         numbers = self.attention.weights["normaliser"].head(self.score_head)
-        facts = {name: float(value.detach()) for name, value in numbers.items() if value.numel() == 1}
+        facts = {
+            name: float(value.detach()) for name, value in numbers.items() if value.numel() == 1
+        }
         is_softmax = normaliser.shift_invariant and normaliser.always_sums_to_one()
         if is_softmax or "sink" in facts:
             yield softmax_step(weights, facts.get("sink"), repr(normaliser))
         else:
             total = {"sum": float(weights.sum(dtype=np.float64))}
-            yield HeadStep("normalise", describe_part(normaliser), {"out": weights}, facts | total, repr(normaliser))
+            yield HeadStep(
+                "normalise",
+                describe_part(normaliser),
+                {"out": weights},
+                facts | total,
+                repr(normaliser),
+            )
         yield from (self._change_step("weight_step", *change) for change in changes)
 
-    # --- outputs ---------------------------------------------------------------------------------------
+    # --- outputs ----------------------------------------------------------------------------------
 
     def _output_steps(self) -> Iterator[HeadStep]:
-        """The weighted sum, parts that change the head's output, its slice of W_O, and the residual stream."""
+        """The weighted sum, parts that change the head's output, its slice of W_O, and the residual
+        stream.
+        """
         head = self.place.head
-        changes = [(name, *pair) for (name, side), pair in self.own.changes.items() if side in ("outputs", "gates")]
+        changes = [
+            (name, *pair)
+            for (name, side), pair in self.own.changes.items()
+            if side in ("outputs", "gates")
+        ]
         z = as_array((changes[0][1] if changes else self.own.probed["heads"])[0, 0, head])
         values = as_array(self.own.probed["v"][0, :, self.value_head])
         if values.shape[-1] == z.shape[-1]:
             yield gather_step(self.weights, values, self.shown, z)
         else:
-            self.missing["gather"] = f"{self.spec.project!r} expands the values after they are summed"
+            self.missing["gather"] = (
+                f"{self.spec.project!r} expands the values after they are summed"
+            )
         for name, before, after in changes:
             part = dict(self.spec.parts())[name]
             arrays = {"in": as_array(before[0, 0, head]), "out": as_array(after[0, 0, head])}
@@ -419,7 +520,9 @@ class _Walk:
         yield from self._residual_steps(contribution.arrays["out"])
 
     def _residual_steps(self, own: Array) -> Iterator[HeadStep]:
-        """The sum of all heads and the bias, the norm behind it if there is one, and the new residual stream."""
+        """The sum of all heads and the bias, the norm behind it if there is one, and the new
+        residual stream.
+        """
         layer, query, placement = self.layer, self.place.query, self.layer.placement
         heads = self.own.probed["heads"]
         with torch.inference_mode():
@@ -432,15 +535,23 @@ class _Walk:
         arrays, facts = {"in": x, "own": own, "others": others, "bias": bias}, {"scale": scale}
         times = "" if scale == 1 else f"{scale:g} · "
         formula = f"x ← x + {times}(c + other heads + b_O)"
-        after = {"post": f"{self.role}_norm", "after": f"{self.role}_norm", "sandwich": f"{self.role}_norm_after"}
+        after = {
+            "post": f"{self.role}_norm",
+            "after": f"{self.role}_norm",
+            "sandwich": f"{self.role}_norm_after",
+        }
         behind = after.get(placement, "")
         if placement in ("after", "sandwich") and behind in self.call.norms:
             yield HeadStep("sum", "y = c + other heads + b_O", {**arrays, "out": y}, facts)
             yield self._norm_step("norm_after", behind, query)
             normed = as_array(self.call.norms[behind][1][0, query])
-            yield HeadStep("residual_out", "x ← x + n", {"in": x, "added": normed, "out": x + normed})
+            yield HeadStep(
+                "residual_out", "x ← x + n", {"in": x, "added": normed, "out": x + normed}
+            )
             return
-        yield HeadStep("residual_out", formula, {**arrays, "out": as_float32(x + np.float32(scale) * y)}, facts)
+        yield HeadStep(
+            "residual_out", formula, {**arrays, "out": as_float32(x + np.float32(scale) * y)}, facts
+        )
         if placement == "post" and behind in self.call.norms:
             yield self._norm_step("norm_after", behind, query)
 
@@ -460,4 +571,6 @@ def describe_part(part: Part) -> str:
     text = " ".join(inspect.cleandoc(type(part).__doc__ or repr(part)).split("\n\n")[0].split())
     sentence = text.split(". ")[0].removesuffix(".")
     head, _, paper = sentence.rpartition(" (")
-    return head if head and any(sign.isdigit() for sign in paper) and paper.endswith(")") else sentence
+    return (
+        head if head and any(sign.isdigit() for sign in paper) and paper.endswith(")") else sentence
+    )

@@ -1,4 +1,5 @@
-"""Objectives: one number per text for how well a model performs or how far its outputs have drifted.
+"""Objectives: one number per text for how well a model performs or how far its outputs have
+drifted.
 
 `choose_objective` picks the loss that fits the model's own head; `OutputDrift` works for any model.
 """
@@ -19,12 +20,17 @@ from torch import Tensor, nn
 from ..data import IGNORE_INDEX
 from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import suggest
-from ..inspect.model_inputs import ModelInputs, find_ids_argument, is_encoder_decoder, prepare_inputs
+from ..inspect.model_inputs import (
+    ModelInputs,
+    find_ids_argument,
+    is_encoder_decoder,
+    prepare_inputs,
+)
 from ..inspect.model_tokenizer import find_tokenizer
 from ..models import Transformer
 from .annotated_examples import LABELS_INPUT, Example
 
-# --- The head of a model -------------------------------------------------------------------------------
+# --- The head of a model --------------------------------------------------------------------------
 
 # Objective by the class name of a transformers model.
 OBJECTIVE_OF_CLASS = {
@@ -41,7 +47,11 @@ def detect_head_objective(model: nn.Module) -> str:
 
     >>> import headwise as hw
     >>> detect_head_objective(
-    ...     hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
+    ...     hw.build(
+    ...         hw.families.read_model_spec(
+    ...             {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...         )
+    ...     )
     ... )
     'next-token'
     """
@@ -49,8 +59,17 @@ def detect_head_objective(model: nn.Module) -> str:
         return _native_head_objective(model)
     if not is_encoder_decoder(model) and getattr(model, "config", None) is None:
         return ""
-    objective = next((name for name, pattern in OBJECTIVE_OF_CLASS.items() if pattern.search(type(model).__name__)), "")
-    return "next-token" if objective == "translation" and not is_encoder_decoder(model) else objective
+    objective = next(
+        (
+            name
+            for name, pattern in OBJECTIVE_OF_CLASS.items()
+            if pattern.search(type(model).__name__)
+        ),
+        "",
+    )
+    return (
+        "next-token" if objective == "translation" and not is_encoder_decoder(model) else objective
+    )
 
 
 def _native_head_objective(net: Transformer) -> str:
@@ -59,10 +78,16 @@ def _native_head_objective(net: Transformer) -> str:
         return ""
     head, kind = spec.heads[0], spec.kind
     embedding = spec.stacks[-1].embedding
-    predicts_tokens = head.at == "each" and embedding is not None and embedding.tokens == head.outputs
+    predicts_tokens = (
+        head.at == "each" and embedding is not None and embedding.tokens == head.outputs
+    )
     if not predicts_tokens:
         return "label"
-    return {"decoder": "next-token", "encoder-decoder": "translation", "encoder": "masked-token"}.get(kind, "label")
+    return {
+        "decoder": "next-token",
+        "encoder-decoder": "translation",
+        "encoder": "masked-token",
+    }.get(kind, "label")
 
 
 def find_mask_id(model: nn.Module) -> int | None:
@@ -75,11 +100,16 @@ def find_mask_id(model: nn.Module) -> int | None:
         return None
     else:
         tokenizer = own_tokenizer
-    return next((mask_id for mask in MASK_TOKENS if (mask_id := tokenizer.token_to_id(mask)) is not None), None)
+    return next(
+        (mask_id for mask in MASK_TOKENS if (mask_id := tokenizer.token_to_id(mask)) is not None),
+        None,
+    )
 
 
 def get_output_tensor(outputs: Any) -> Tensor:
-    """The output tensor of a model: its last hidden state, else its logits, else the first element of a tuple."""
+    """The output tensor of a model: its last hidden state, else its logits, else the first element
+    of a tuple.
+    """
     if isinstance(outputs, Tensor):
         return outputs
     for name in ("last_hidden_state", "logits"):
@@ -91,7 +121,7 @@ def get_output_tensor(outputs: Any) -> Tensor:
     raise ValueError(f"{fact}; wrap the model so that it returns one tensor")
 
 
-# --- Objectives ----------------------------------------------------------------------------------------
+# --- Objectives -----------------------------------------------------------------------------------
 
 LOSS_NAMES = ("next-token", "translation", "label")
 
@@ -123,7 +153,9 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
-        """Model inputs and labels for an example; `number` is its index and seeds random choices."""
+        """Model inputs and labels for an example; `number` is its index and
+        seeds random choices.
+        """
 
     @abstractmethod
     def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
@@ -134,20 +166,26 @@ class Objective(ABC):
 class TargetLoss(Objective):
     """Cross-entropy of the targets, averaged over the labelled positions of a text.
 
-    `name` is the kind of head: "next-token", "translation" (with teacher forcing) or "label". The targets are the next
-    tokens, unless the example's inputs have "labels", one per position, with -100 for none.
+    `name` is the kind of head: "next-token", "translation" (with teacher forcing) or "label". The
+    targets are the next tokens, unless the example's inputs have "labels", one per position, with
+    -100 for none.
     """
 
     name: str
 
     def __post_init__(self) -> None:
         if self.name not in LOSS_NAMES:
-            raise ValueError(f"unknown loss TargetLoss({self.name!r}); {suggest(self.name, LOSS_NAMES)}")
+            raise ValueError(
+                f"unknown loss TargetLoss({self.name!r}); {suggest(self.name, LOSS_NAMES)}"
+            )
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
         own = detect_head_objective(model)
         if own != self.name:
-            return f"{type(model).__name__} has {f'a {own} head' if own else 'no head'}, so no {self.name} loss"
+            return (
+                f"{type(model).__name__} has {f'a {own} head' if own else 'no head'}, so no "
+                f"{self.name} loss"
+            )
         if self.name == "label" and _get_labels(example) is None:
             return "the texts come without labels"
         return ""
@@ -157,7 +195,10 @@ class TargetLoss(Objective):
         if labels is not None:
             return EvaluationInput(inputs, labels.flatten())
         if self.name == "label":
-            raise ValueError(f"text {number} has no labels; add {LABELS_INPUT!r} to its inputs, as the first text has")
+            raise ValueError(
+                f"text {number} has no labels; add {LABELS_INPUT!r} to its inputs, as the first "
+                "text has"
+            )
         ids = torch.tensor(_get_ids(model, inputs))
         return EvaluationInput(inputs, torch.cat([ids[1:], ids.new_full((1,), IGNORE_INDEX)]))
 
@@ -167,9 +208,11 @@ class TargetLoss(Objective):
 
 @dataclass(frozen=True)
 class MaskedTokenLoss(Objective):
-    """Cross-entropy of masked tokens; the same random `mask_fraction` of each text, at least one token, for every head.
+    """Cross-entropy of masked tokens; the same random `mask_fraction` of each text, at least one
+    token, for every head.
 
-    `mask_id` defaults to the tokenizer's mask. If an example's inputs have "labels", they must be masked already.
+    `mask_id` defaults to the tokenizer's mask. If an example's inputs have "labels", they must be
+    masked already.
     """
 
     name = "masked-token"
@@ -184,9 +227,15 @@ class MaskedTokenLoss(Objective):
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
         own = detect_head_objective(model)
         if own != self.name:
-            return f"{type(model).__name__} has {f'a {own} head' if own else 'no head'}, so no {self.name} loss"
+            return (
+                f"{type(model).__name__} has {f'a {own} head' if own else 'no head'}, so no "
+                f"{self.name} loss"
+            )
         if self.mask_id is None and _get_labels(example) is None and find_mask_id(model) is None:
-            return f"the mask token of {type(model).__name__} is unknown; set it, as in MaskedTokenLoss(mask_id=103)"
+            return (
+                f"the mask token of {type(model).__name__} is unknown; set it, as in "
+                "MaskedTokenLoss(mask_id=103)"
+            )
         return ""
 
     def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
@@ -195,7 +244,9 @@ class MaskedTokenLoss(Objective):
             return EvaluationInput(inputs, labels.flatten())
         ids = torch.tensor(_get_ids(model, inputs))
         special = (
-            example.streams["text"].is_special.cpu() if "text" in example.streams else torch.zeros(len(ids)).bool()
+            example.streams["text"].is_special.cpu()
+            if "text" in example.streams
+            else torch.zeros(len(ids)).bool()
         )
         candidates = np.flatnonzero(~special.numpy())
         count = min(len(candidates), max(1, round(self.mask_fraction * len(candidates))))
@@ -218,12 +269,15 @@ class MaskedTokenLoss(Objective):
 class OutputDrift(Objective):
     """Distance of the outputs from those of the unedited model.
 
-    `metric` is "cosine", 1 - cosine similarity, or "l2", |a - b| / |b|. `representation` "pooled" compares means over
-    tokens; "tokens" averages the distances of single tokens. At the unedited model the drift is 0 and has no useful
-    gradient, so methods that need gradients cannot use it.
+    `metric` is "cosine", 1 - cosine similarity, or "l2", |a - b| / |b|. `representation` "pooled"
+    compares means over tokens; "tokens" averages the distances of single tokens. At the unedited
+    model the drift is 0 and has no useful gradient, so methods that need gradients cannot use it.
 
     >>> a, b = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[4.0, 3.0]]])
-    >>> [round(OutputDrift(metric=by).value(a, b, EvaluationInput(ModelInputs())).item(), 4) for by in ("cosine", "l2")]
+    >>> [
+    ...     round(OutputDrift(metric=by).value(a, b, EvaluationInput(ModelInputs())).item(), 4)
+    ...     for by in ("cosine", "l2")
+    ... ]
     [0.04, 0.2828]
     """
 
@@ -232,9 +286,14 @@ class OutputDrift(Objective):
     has_gradient = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("representation", ("pooled", "tokens")), ("metric", ("cosine", "l2"))):
+        for name, choices in (
+            ("representation", ("pooled", "tokens")),
+            ("metric", ("cosine", "l2")),
+        ):
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"unknown OutputDrift({name}={value!r}); {suggest(value, choices)}")
+                raise ValueError(
+                    f"unknown OutputDrift({name}={value!r}); {suggest(value, choices)}"
+                )
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
@@ -248,7 +307,9 @@ class OutputDrift(Objective):
         return EvaluationInput(_read_inputs(model, example))
 
     def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
-        edited, baseline = (_get_vectors(each, self.representation) for each in (outputs, baseline_outputs))
+        edited, baseline = (
+            _get_vectors(each, self.representation) for each in (outputs, baseline_outputs)
+        )
         if self.metric == "l2":
             return ((edited - baseline).norm(dim=-1) / baseline.norm(dim=-1)).mean()
         return 1 - F.cosine_similarity(edited, baseline, dim=-1).mean()
@@ -269,9 +330,11 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 
-def choose_objective(model: nn.Module, requested: str | Objective | None, example: Example) -> tuple[Objective, str]:
-    """Return the objective to measure and a note on the choice: the requested one, else the loss of the model's head,
-    else drift.
+def choose_objective(
+    model: nn.Module, requested: str | Objective | None, example: Example
+) -> tuple[Objective, str]:
+    """Return the objective to measure and a note on the choice: the requested one, else the loss of
+    the model's head, else drift.
     """
     if requested is not None:
         if isinstance(requested, str) and requested not in OBJECTIVES:
@@ -283,7 +346,10 @@ def choose_objective(model: nn.Module, requested: str | Objective | None, exampl
         return objective, ""
     own = detect_head_objective(model)
     if not own:
-        return OutputDrift(), f"the objective is drift: {type(model).__name__} has no head whose loss is known"
+        return (
+            OutputDrift(),
+            f"the objective is drift: {type(model).__name__} has no head whose loss is known",
+        )
     objective = OBJECTIVES[own]
     if reason := objective.unsupported_reason(model, example):
         return OutputDrift(), f"the objective is drift: {reason}"
@@ -293,7 +359,10 @@ def choose_objective(model: nn.Module, requested: str | Objective | None, exampl
 def _read_inputs(model: nn.Module, example: Example) -> ModelInputs:
     inputs = prepare_inputs(model, example.model_inputs, 0)
     if any(len(rows) > 1 for rows in inputs.token_rows.values()):
-        raise ValueError(f"an example is one text, but its inputs have {inputs.batch_size} rows; make one per row")
+        raise ValueError(
+            f"an example is one text, but its inputs have {inputs.batch_size} rows; make one per "
+            "row"
+        )
     return inputs
 
 
@@ -304,7 +373,9 @@ def _get_labels(example: Example) -> Tensor | None:
 
 def _get_ids(model: nn.Module, inputs: ModelInputs) -> tuple[int, ...]:
     if "text" not in inputs.token_rows:
-        fact = f"cannot find targets in the inputs of {type(model).__name__}: they have no token ids"
+        fact = (
+            f"cannot find targets in the inputs of {type(model).__name__}: they have no token ids"
+        )
         raise ValueError(f"{fact}; give ids, or add {LABELS_INPUT!r} to the inputs")
     return inputs.token_rows["text"][0].ids
 
@@ -316,7 +387,8 @@ def _cross_entropy(outputs: Any, evaluation: EvaluationInput) -> Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     if len(flat) != len(labels):
         raise ValueError(
-            f"the model has {len(flat)} output positions but the text has {len(labels)} labels; give one label for each"
+            f"the model has {len(flat)} output positions but the text has {len(labels)} labels; "
+            "give one label for each"
         )
     targets = labels[labels != IGNORE_INDEX]
     if len(invalid := targets[(targets < 0) | (targets >= flat.shape[1])]):

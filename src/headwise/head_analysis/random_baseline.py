@@ -16,15 +16,20 @@ from ..hub.checkpoint_weights import TensorInfo, build_from_weights
 from ..hub.transformers_loading import without_hub_kernels
 from ..models import Transformer, build
 
-SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 
 
 def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """Return a model of the same architecture with freshly initialised weights: what a measure finds without any
-    training.
+    """Return a model of the same architecture with freshly initialised weights: what a measure
+    finds without any training.
 
-    A headwise model is rebuilt from its spec, a transformers model from its config. Torch's global generator is not
-    changed.
+    A headwise model is rebuilt from its spec, a transformers model from its config. Torch's global
+    generator is not changed.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -40,7 +45,10 @@ def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
         config: Any = getattr(model, "config", None)
         from_config = getattr(type(model), "_from_config", None)
         if config is None or from_config is None:
-            fact = f"cannot rebuild {type(model).__name__} with random weights: it has neither a spec nor a config"
+            fact = (
+                f"cannot rebuild {type(model).__name__} with random weights: it has neither a "
+                "spec nor a config"
+            )
             raise ValueError(f"{fact}; build a randomly initialised one yourself and measure both")
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         with torch.random.fork_rng(devices):
@@ -57,7 +65,9 @@ class ModelTensorSource:
         self.path = Path(type(model).__name__)
         self._tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.infos: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tuple(tensor.shape), SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype)))
+            name: TensorInfo(
+                tuple(tensor.shape), SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype))
+            )
             for name, tensor in self._tensors.items()
         }
 
@@ -67,10 +77,15 @@ class ModelTensorSource:
 
 
 def as_native_model(model: nn.Module) -> Transformer:
-    """Return a transformers model as a headwise model with its current weights; a headwise model is returned as it is.
+    """Return a transformers model as a headwise model with its current weights; a headwise model is
+    returned as it is.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     )
+    ... )
     >>> as_native_model(net) is net
     True
     """

@@ -1,5 +1,5 @@
-"""Ranks in attention: dimensions of query-key weights, ranks of scores and weights over texts, rank collapse over
-depth.
+"""Ranks in attention: dimensions of query-key weights, ranks of scores and weights over texts, rank
+collapse over depth.
 
 The spectra of query-key weights are compared with Gaussian weights of the same shapes.
 """
@@ -31,14 +31,15 @@ from .head_circuits import AttentionCircuits, LowRankMap, get_circuits
 from .head_table import Measure
 from .resampling import FoldedSums
 
-# --- Dimensions of query-key weights -------------------------------------------------------------------
+# --- Dimensions of query-key weights --------------------------------------------------------------
 
 ENERGY_FRACTION = 0.9
 NUM_GAUSSIAN_DRAWS = 8
 
 
 def count_dims(singular: Tensor, energy: float = ENERGY_FRACTION) -> int:
-    """Smallest number of singular values, largest first, that hold this share of the sum of their squares.
+    """Smallest number of singular values, largest first, that hold this share of the sum of their
+    squares.
 
     >>> count_dims(torch.tensor([3.0, 1.0])), count_dims(torch.ones(10))
     (1, 9)
@@ -49,7 +50,9 @@ def count_dims(singular: Tensor, energy: float = ENERGY_FRACTION) -> int:
 
 
 class DimensionCount(NamedTuple):
-    """Dimensions that hold 90 % of the squared singular values, their maximum, and the mean for Gaussian weights."""
+    """Dimensions that hold 90 % of the squared singular values, their maximum, and the mean for
+    Gaussian weights.
+    """
 
     dims: int
     most: int
@@ -57,10 +60,11 @@ class DimensionCount(NamedTuple):
 
 
 class LayerSpectrum(NamedTuple):
-    """Dimensions of one layer: of each head's W_Q W_K^T, of the sum over heads, and of all W_Q and all W_K
-    concatenated.
+    """Dimensions of one layer: of each head's W_Q W_K^T, of the sum over heads, and of all W_Q and
+    all W_K concatenated.
 
-    If heads compare the same few channels, the sum has far fewer dimensions than that of Gaussian weights (2006.16362).
+    If heads compare the same few channels, the sum has far fewer dimensions than that of Gaussian
+    weights (2006.16362).
     """
 
     site: str
@@ -81,14 +85,18 @@ class LayerSpectrum(NamedTuple):
 def measure_qk_spectra(
     model: nn.Module, *, num_draws: int = NUM_GAUSSIAN_DRAWS, seed: int = 0
 ) -> tuple[LayerSpectrum, ...]:
-    """Measure in how many dimensions the heads of each layer compare tokens, from the weights alone.
+    """Measure in how many dimensions the heads of each layer compare tokens, from the weights
+    alone.
 
-    Layers whose scores are not a product of two linear maps are left out. `caveats` of a layer name what changes
-    queries and keys token by token, such as rotary embeddings.
+    Layers whose scores are not a product of two linear maps are left out. `caveats` of a layer name
+    what changes queries and keys token by token, such as rotary embeddings.
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> spectrum = measure_qk_spectra(net)[0]
     >>> [head.most for head in spectrum.heads], spectrum.summed.most
@@ -101,9 +109,13 @@ def measure_qk_spectra(
         except SpecError as error:
             reason = str(error)
             continue
-        spectra.append(_layer_spectrum(circuits, heads, num_draws, torch.Generator().manual_seed(seed)))
+        spectra.append(
+            _layer_spectrum(circuits, heads, num_draws, torch.Generator().manual_seed(seed))
+        )
     if not spectra:
-        raise SpecError(reason or "the model has no attention that can be read; see hw.sites(model)")
+        raise SpecError(
+            reason or "the model has no attention that can be read; see hw.sites(model)"
+        )
     return tuple(spectra)
 
 
@@ -124,7 +136,9 @@ def _layer_spectrum(
     )
     own_and_draws = (heads, *draws)
     summed_values = [_sum_maps(maps).singular_values for maps in own_and_draws]
-    most = min(_stack_query_weights(heads).shape + _stack_key_weights(heads, kv_head_of_query).shape)
+    most = min(
+        _stack_query_weights(heads).shape + _stack_key_weights(heads, kv_head_of_query).shape
+    )
     summed = DimensionCount(count_dims(summed_values[0]), most, _mean_dims(summed_values[1:]))
     queries = _count_joint_dims([_stack_query_weights(maps) for maps in own_and_draws])
     keys = _count_joint_dims([_stack_key_weights(maps, kv_head_of_query) for maps in own_and_draws])
@@ -151,7 +165,12 @@ def _stack_query_weights(heads: list[LowRankMap]) -> Tensor:
 
 def _stack_key_weights(heads: list[LowRankMap], kv_head_of_query: tuple[int, ...]) -> Tensor:
     """Matrices of all key heads, each once."""
-    return torch.cat([heads[kv_head_of_query.index(kv_head)].right for kv_head in dict.fromkeys(kv_head_of_query)])
+    return torch.cat(
+        [
+            heads[kv_head_of_query.index(kv_head)].right
+            for kv_head in dict.fromkeys(kv_head_of_query)
+        ]
+    )
 
 
 def _sample_gaussian_maps(
@@ -168,7 +187,7 @@ def _sample_gaussian_maps(
     ]
 
 
-# --- Ranks of scores and weights over texts ------------------------------------------------------------
+# --- Ranks of scores and weights over texts -------------------------------------------------------
 
 MAX_QUERIES = 256  # queries of a text that are used
 
@@ -184,7 +203,8 @@ def stable_rank(matrices: Tensor) -> Tensor:
 
 
 def effective_rank(matrices: Tensor) -> Tensor:
-    """Effective rank of matrices [..., T, S]: exp of the entropy of the normalised singular values (Roy and Vetterli
+    """Effective rank of matrices [..., T, S]: exp of the entropy of the normalised singular values
+    (Roy and Vetterli
     2007).
 
     >>> round(effective_rank(torch.eye(3)).item(), 6)
@@ -199,8 +219,9 @@ def effective_rank(matrices: Tensor) -> Tensor:
 class HeadRank(NamedTuple):
     """Ranks of one head at one stage, means over texts.
 
-    `stage` is "scores" (products of queries and keys), "mixed" (scores after all score transforms) or "weights".
-    `bound` is the largest possible rank of scores, the head dimension; 0 at other stages, which have no such bound.
+    `stage` is "scores" (products of queries and keys), "mixed" (scores after all score transforms)
+    or "weights". `bound` is the largest possible rank of scores, the head dimension; 0 at other
+    stages, which have no such bound.
     """
 
     site: str
@@ -224,10 +245,14 @@ class _RankHook:
         """Compute the ranks of the first queries."""
         stages = score_stages(call)
         self.ranks = {
-            name: np.stack([rank(matrices[0].float()).cpu().numpy() for rank in (stable_rank, effective_rank)])
+            name: np.stack(
+                [rank(matrices[0].float()).cpu().numpy() for rank in (stable_rank, effective_rank)]
+            )
             for name, matrices in stages.items()
         }
-        self.width = call.attention_inputs.q_BTHK.shape[-1] if call.attention_inputs is not None else 0
+        self.width = (
+            call.attention_inputs.q_BTHK.shape[-1] if call.attention_inputs is not None else 0
+        )
         if isinstance(call, HeadwiseCall):
             self.width = call.inputs.q.shape[-1]
 
@@ -236,7 +261,9 @@ class _RankHook:
 
 
 def score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
-    """Scores and weights [B, heads, T, S] of the first queries; only the weights if queries and keys are unknown."""
+    """Scores and weights [B, heads, T, S] of the first queries; only the weights if queries and
+    keys are unknown.
+    """
     queries = slice(0, MAX_QUERIES)
     if isinstance(call, HeadwiseCall):
         return _native_score_stages(call)
@@ -244,7 +271,11 @@ def score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
     if inputs is None:
         return {"weights": weights}
     q = inputs.q_BTHK[:, queries].transpose(1, 2).float()
-    k = inputs.k_BSGK[:, :, [inputs.kv_head_of(head) for head in range(q.shape[1])]].transpose(1, 2).float()
+    k = (
+        inputs.k_BSGK[:, :, [inputs.kv_head_of(head) for head in range(q.shape[1])]]
+        .transpose(1, 2)
+        .float()
+    )
     return {"scores": q @ k.transpose(2, 3) * inputs.scale, "weights": weights}
 
 
@@ -253,7 +284,9 @@ def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
     inputs, bound = call.inputs, call.steps
     q = inputs.q[:, :MAX_QUERIES].transpose(1, 2).float()
     k = inputs.k[:, :, list(call.signature.core.key_head_of_query)].transpose(1, 2).float()
-    stages = {"scores": bound.similarity.scores(q, k, inputs.query_context.scale, bound.similarity_p)}
+    stages = {
+        "scores": bound.similarity.scores(q, k, inputs.query_context.scale, bound.similarity_p)
+    }
     if bound.scores:
         job = replace(call.signature, probed_tensors=frozenset({"scores"}), training=False)
         probe = Probe("scores")
@@ -263,11 +296,12 @@ def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
 
 
 def measure_score_ranks(model: nn.Module, examples: Iterable[Example]) -> tuple[HeadRank, ...]:
-    """Measure the rank of scores and weights of every head over texts, for at most the first 256 queries of each.
+    """Measure the rank of scores and weights of every head over texts, for at most the first 256
+    queries of each.
 
-    The head dimension bounds the rank of scores; transforms of scores and the softmax may raise it. Scores include
-    masked pairs, because the mask would otherwise decide the rank. There is no chance level: measure a random baseline
-    on the same texts to see the ranks without training.
+    The head dimension bounds the rank of scores; transforms of scores and the softmax may raise it.
+    Scores include masked pairs, because the mask would otherwise decide the rank. There is no
+    chance level: measure a random baseline on the same texts to see the ranks without training.
     """
     sites = [module for module in find_attention(model) if module.site.observe.possible]
     if not sites:
@@ -284,17 +318,21 @@ def measure_score_ranks(model: nn.Module, examples: Iterable[Example]) -> tuple[
                 sums.setdefault((name, stage), FoldedSums()).add(index, ranks, 1.0)
     if not sums:
         raise ValueError("cannot measure ranks without texts; give at least two")
-    ranks_by_site = (_head_ranks(name, stage, folds, widths[name]) for (name, stage), folds in sums.items())
+    ranks_by_site = (
+        _head_ranks(name, stage, folds, widths[name]) for (name, stage), folds in sums.items()
+    )
     return tuple(rank for ranks in ranks_by_site for rank in ranks)
 
 
 def _head_ranks(site: str, stage: str, folds: FoldedSums, width: int) -> Iterable[HeadRank]:
     means, bound = folds.mean_intervals(), width if stage == "scores" else 0
     for head in range(means.mean.shape[1]):
-        yield HeadRank(site, head, stage, means.measure_at((0, head)), means.measure_at((1, head)), bound)
+        yield HeadRank(
+            site, head, stage, means.measure_at((0, head)), means.measure_at((1, head)), bound
+        )
 
 
-# --- Rank collapse of hidden states over depth ---------------------------------------------------------
+# --- Rank collapse of hidden states over depth ----------------------------------------------------
 
 HIDDEN_STATE_FIELDS = {
     "encoder_hidden_states": "encoder",
@@ -305,7 +343,8 @@ PATH_CHOICES = ("with", "without")
 
 
 def rank_one_residual(states: Tensor) -> float:
-    """||X - 1 x^T|| / ||X|| of states X [tokens, model] with mean x: 0 if all tokens are equal, at most 1.
+    """||X - 1 x^T|| / ||X|| of states X [tokens, model] with mean x: 0 if all tokens are equal, at
+    most 1.
 
     >>> rank_one_residual(torch.ones(3, 2)), rank_one_residual(torch.tensor([[1.0], [-1.0]]))
     (0.0, 1.0)
@@ -315,7 +354,8 @@ def rank_one_residual(states: Tensor) -> float:
 
 
 def singular_value_ratio(states: Tensor) -> float:
-    """Second singular value of states [tokens, model] over the first: 0 if all tokens are equal up to scale.
+    """Second singular value of states [tokens, model] over the first: 0 if all tokens are equal up
+    to scale.
 
     >>> singular_value_ratio(torch.tensor([[1.0, 2.0], [2.0, 4.0]])) < 1e-9
     True
@@ -340,8 +380,8 @@ class DepthSimilarity(NamedTuple):
 class ForwardVariant:
     """Variant of a model's forward pass with parts left out, or with another attention pattern.
 
-    `skip` stands for residual connections, `feed` for feed-forward layers and `norm` for all norms; each is "with" or
-    "without".
+    `skip` stands for residual connections, `feed` for feed-forward layers and `norm` for all norms;
+    each is "with" or "without".
     """
 
     skip: str = "with"
@@ -361,11 +401,12 @@ def measure_rank_collapse(
     *,
     variant: ForwardVariant | None = None,
 ) -> tuple[DepthSimilarity, ...]:
-    """Measure how similar the hidden states of a text's tokens are after each layer, as means over texts.
+    """Measure how similar the hidden states of a text's tokens are after each layer, as means over
+    texts.
 
-    For headwise models and transformers models; the latter include the final norm in the last layer. A `variant` of the
-    forward pass starts from the model's embeddings and needs a headwise model. The chance level of each measure is its
-    value at the embeddings.
+    For headwise models and transformers models; the latter include the final norm in the last
+    layer. A `variant` of the forward pass starts from the model's embeddings and needs a headwise
+    model. The chance level of each measure is its value at the embeddings.
     """
     if variant is not None and not isinstance(model, Transformer):
         fact = f"cannot change the forward pass of {type(model).__name__}"
@@ -374,24 +415,37 @@ def measure_rank_collapse(
     for index, example in enumerate(examples):
         for stack, states in _layer_states(model, example, variant).items():
             for layers, layer_states in enumerate(states):
-                values = np.array([rank_one_residual(layer_states), singular_value_ratio(layer_states)])
+                values = np.array(
+                    [rank_one_residual(layer_states), singular_value_ratio(layer_states)]
+                )
                 sums.setdefault((stack, layers), FoldedSums()).add(index, values, 1.0)
     rows: list[DepthSimilarity] = []
     for (stack, layers), folds in sums.items():
         means, first = folds.mean_intervals(), sums[stack, 0].mean
         rows.append(
-            DepthSimilarity(stack, layers, means.measure_at(0, float(first[0])), means.measure_at(1, float(first[1])))
+            DepthSimilarity(
+                stack,
+                layers,
+                means.measure_at(0, float(first[0])),
+                means.measure_at(1, float(first[1])),
+            )
         )
     return tuple(rows)
 
 
-def _layer_states(model: nn.Module, example: Example, variant: ForwardVariant | None) -> Mapping[str, list[Tensor]]:
+def _layer_states(
+    model: nn.Module, example: Example, variant: ForwardVariant | None
+) -> Mapping[str, list[Tensor]]:
     """States [tokens, model] of each stack, before the first layer and after each layer."""
     inputs = prepare_inputs(model, example.model_inputs, 0)
     if isinstance(model, Transformer):
         with torch.inference_mode(), _record_layer_calls(model) as calls_by_stack:
             model(*inputs.args, **inputs.kwargs)
-            return {stack: _run_variant(calls, variant) for stack, calls in calls_by_stack.items() if calls}
+            return {
+                stack: _run_variant(calls, variant)
+                for stack, calls in calls_by_stack.items()
+                if calls
+            }
     with torch.inference_mode():
         outputs: Any = model(*inputs.args, **inputs.kwargs, output_hidden_states=True)
     return {
@@ -450,24 +504,37 @@ def _run_layer_variant(recorded: RecordedLayerCall, x: Tensor, variant: ForwardV
             continue
         if name == "mixer":
             raise ValueError(
-                f"cannot run a variant: {layer.name} has a recurrence or convolution, which is not supported"
+                f"cannot run a variant: {layer.name} has a recurrence or convolution, which is "
+                "not supported"
             )
         if name in layer.constant_sublayers:
-            raise ValueError(f"cannot run a variant: {layer.name}.{name} was pruned and is a constant")
+            raise ValueError(
+                f"cannot run a variant: {layer.name}.{name} was pruned and is a constant"
+            )
         norm: nn.Module = layer.get_submodule(f"{name}_norm") if with_norms else nn.Identity()
         z = norm(x) if layer.placement == "pre" else x
-        y = layer.feed(z) if name == "feed" else _run_attention_variant(recorded, name, z, variant.pattern)
+        y = (
+            layer.feed(z)
+            if name == "feed"
+            else _run_attention_variant(recorded, name, z, variant.pattern)
+        )
         x = x + y * layer.scale if variant.skip == "with" else y * layer.scale
         x = norm(x) if layer.placement == "post" else x
     return x
 
 
-def _run_attention_variant(recorded: RecordedLayerCall, name: str, z: Tensor, pattern: Pattern | None) -> Tensor:
-    """Output of one attention, with another pattern if it is self-attention; cross-attention keeps its own."""
+def _run_attention_variant(
+    recorded: RecordedLayerCall, name: str, z: Tensor, pattern: Pattern | None
+) -> Tensor:
+    """Output of one attention, with another pattern if it is self-attention; cross-attention keeps
+    its own.
+    """
     attention, call = recorded.layer.attentions[name], recorded.call
     if name == "attention":
         if pattern is not None:
-            attention = Attention(replace(attention.spec, pattern=pattern), shared=attention.weights)
+            attention = Attention(
+                replace(attention.spec, pattern=pattern), shared=attention.weights
+            )
         return attention(z, sequence=call.sequence)
     source = call.source
     return attention(

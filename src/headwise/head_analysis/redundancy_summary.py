@@ -32,10 +32,13 @@ def summarise_redundancy(group: ComparableHeads) -> str:
 
 
 def compare_redundancy(group: ComparableHeads, other: ComparableHeads) -> str:
-    """A sentence about another model on the same texts: its median distance and how many of its pairs are similar."""
+    """A sentence about another model on the same texts: its median distance and how many of its
+    pairs are similar.
+    """
     median = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
     return (
-        f"among {_describe_heads(other)}, the median pair is {_nats(median)} nats apart without sinks, and "
+        f"among {_describe_heads(other)}, the median pair is {_nats(median)} nats apart without "
+        "sinks, and "
         f"{len(other.similar_pairs)} of {other.num_pairs} pairs are significantly similar "
         f"(instead of {len(group.similar_pairs)})."
     )
@@ -63,12 +66,19 @@ def _distances_sentence(group: ComparableHeads) -> str:
     pairs = np.triu_indices(len(group.heads), 1)
     median, chance = (float(np.median(grid[pairs])) for grid in (group.distances, group.chance))
     similar = group.similar_pairs
-    sinks = f" without the {group.sink_weight:.0%} of their weight that is on sinks," if _has_sinks(group) else ""
+    sinks = (
+        f" without the {group.sink_weight:.0%} of their weight that is on sinks,"
+        if _has_sinks(group)
+        else ""
+    )
     sentence = (
-        f"Among {_describe_heads(group)},{sinks} the median pair has a Jensen-Shannon divergence of {_nats(median)} "
+        f"Among {_describe_heads(group)},{sinks} the median pair has a Jensen-Shannon divergence "
+        f"of {_nats(median)} "
         f"nats (at most {_nats(MAX_DIVERGENCE)}), and of {_nats(chance)} if weights are permuted; "
-        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {_nats(group.threshold)}, "
-        f"where {group.similar_pair_test.chance:.1f} are expected by chance ({_format_p(group.similar_pair_test)})"
+        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than "
+        f"{_nats(group.threshold)}, "
+        f"where {group.similar_pair_test.chance:.1f} are expected by chance "
+        f"({_format_p(group.similar_pair_test)})"
     )
     if not similar:
         return f"{sentence}."
@@ -87,10 +97,14 @@ def _whole_rows_sentence(group: ComparableHeads) -> str:
         return ""
     whole = group.with_sinks
     pairs = (
-        f"{whole.num_similar} of {math.comb(len(whole.distances), 2)} pairs are closer than {_nats(whole.threshold)}"
+        f"{whole.num_similar} of {math.comb(len(whole.distances), 2)} pairs are closer than "
+        f"{_nats(whole.threshold)}"
     )
     expected = f"{whole.num_expected:.1f} are expected if every row keeps its sinks"
-    return f"With sinks, the median pair is {_nats(whole.median)} nats apart, and {pairs}, where {expected}."
+    return (
+        f"With sinks, the median pair is {_nats(whole.median)} nats apart, and {pairs}, where "
+        f"{expected}."
+    )
 
 
 def _clusters_sentence(group: ComparableHeads) -> str:
@@ -98,7 +112,10 @@ def _clusters_sentence(group: ComparableHeads) -> str:
     count = len(clusters)
     counts = f"{pluralise(count, 'cluster')} ({group.num_chance_clusters} by chance)"
     largest = pluralise(len(clusters[0]), "head")
-    return f"Clustering up to {_nats(group.threshold)} nats gives {counts}, the largest with {largest}."
+    return (
+        f"Clustering up to {_nats(group.threshold)} nats gives {counts}, the largest with "
+        f"{largest}."
+    )
 
 
 def _layers_sentence(group: ComparableHeads) -> str:
@@ -107,7 +124,10 @@ def _layers_sentence(group: ComparableHeads) -> str:
         parts.append(_within_layer_sentence(group.within_layer_test))
     if any(not math.isnan(layer.p) for layer in group.layers):
         significant = [layer for layer in group.layers if layer.p < SIGNIFICANCE]
-        fact = f"{len(significant)} of {len(group.layers)} layers differ in diversity from randomly chosen heads"
+        fact = (
+            f"{len(significant)} of {len(group.layers)} layers differ in diversity from "
+            "randomly chosen heads"
+        )
         parts.append(f"{fact} (corrected p < {SIGNIFICANCE}).")
     outliers = [outlier for outlier in group.outliers if outlier.p < SIGNIFICANCE]
     if outliers:

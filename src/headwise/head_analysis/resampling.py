@@ -1,7 +1,8 @@
-"""Statistics over independent units, such as texts or seeds: intervals, p-values, corrections and permutation tests.
+"""Statistics over independent units, such as texts or seeds: intervals, p-values, corrections and
+permutation tests.
 
-Intervals and t tests use the jackknife, which needs the statistic of all units and of all units but one. The jackknife
-of a mean gives its standard error, so that its interval is that of Student's t.
+Intervals and t tests use the jackknife, which needs the statistic of all units and of all units but
+one. The jackknife of a mean gives its standard error, so that its interval is that of Student's t.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from .head_table import Measure
 
 Array = NDArray[np.float64]
 CONFIDENCE = 0.95
-SHARES = ("accuracy", "exact")  # metrics between 0 and 1 begin so; their intervals are cut off there
-MIN_SKEWED_UNITS = 10  # from this many units on, intervals and tests are corrected for skewness; fewer hardly show it
-# Units without spread have no standard error. Their interval is their common value from this many units on (so many
-# values fall on one side by chance with p = 2 / 2^6 = 0.03), and NaN below.
+SHARES = (
+    "accuracy",
+    "exact",
+)  # metrics between 0 and 1 begin so; their intervals are cut off there
+# from this many units on, intervals and tests are corrected for skewness; fewer hardly show it
+MIN_SKEWED_UNITS = 10
+# Units without spread have no standard error. Their interval is their common value from this many
+# units on (so many values fall on one side by chance with p = 2 / 2^6 = 0.03), and NaN below.
 MIN_EQUAL_UNITS = 6
-ROUNDING = 1e-6  # a standard error below this share of the value is rounding: attention weights are float32
+# a standard error below this share of the value is rounding: attention weights are float32
+ROUNDING = 1e-6
 
-# --- Student's t over units ----------------------------------------------------------------------------
+# --- Student's t over units -----------------------------------------------------------------------
 
 
 def ratio_of_sums(sums: Array, counts: Array) -> Array:
@@ -56,10 +62,11 @@ def t_quantile(df: NDArray[Any] | int, probability: float) -> Array:
 
 @dataclass(frozen=True)
 class Jackknife:
-    """A statistic of units: of all of them, `value` [...], and without each of them, `without` [units, ...].
+    """A statistic of units: of all of them, `value` [...], and without each of them, `without`
+    [units, ...].
 
-    `is_counted` [units, ...] are the units that the statistic depends on. `scale` [...] is the size of the numbers that
-    it was computed from, which decides what counts as rounding.
+    `is_counted` [units, ...] are the units that the statistic depends on. `scale` [...] is the size
+    of the numbers that it was computed from, which decides what counts as rounding.
 
     >>> mean = Jackknife.of_ratio(np.array([1.0, 2.0, 3.0]))
     >>> [end.round(2).item() for end in mean.interval()], mean.p_values().round(4).item()
@@ -73,7 +80,9 @@ class Jackknife:
 
     @staticmethod
     def of_ratio(sums: Array, counts: Array | float = 1.0) -> Jackknife:
-        """Total sum over total count; `counts` broadcasts to `sums`. Units without a count do not matter."""
+        """Total sum over total count; `counts` broadcasts to `sums`. Units without a count do not
+        matter.
+        """
         counts = np.broadcast_to(np.asarray(counts, dtype=np.float64), sums.shape)
         total, count = sums.sum(0), counts.sum(0)
         value = _divide(total, count)
@@ -81,7 +90,9 @@ class Jackknife:
         return Jackknife(value, without, counts.astype(np.bool_), np.abs(value))
 
     def map(self, function: Callable[[Array], Array]) -> Jackknife:
-        """A function of the statistic, which may change the length of its last axis, or reduce it."""
+        """A function of the statistic, which may change the length of its last
+        axis, or reduce it.
+        """
         value, without, is_counted = function(self.value), function(self.without), self.is_counted
         if without.ndim < is_counted.ndim:
             is_counted = np.asarray(is_counted.any(-1))
@@ -109,7 +120,8 @@ class Jackknife:
         return self._moments()[0] > ROUNDING * self.scale * np.sqrt(np.maximum(self.num_units, 1))
 
     def _moments(self) -> tuple[Array, Array]:
-        """Standard deviation of the units' contributions (jackknife pseudo-values), and their skewness.
+        """Standard deviation of the units' contributions (jackknife pseudo-values), and their
+        skewness.
 
         The skewness of fewer than `MIN_SKEWED_UNITS` units counts as 0.
         """
@@ -122,19 +134,24 @@ class Jackknife:
         return deviation, np.divide(third, deviation**3, out=np.zeros_like(third), where=is_skewed)
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[Array, Array]:
-        """Ends of the confidence interval by Student's t, from 10 units on corrected for skewness (Hall 1992).
+        """Ends of the confidence interval by Student's t, from 10 units on corrected for skewness
+        (Hall 1992).
 
-        Both ends are the value where at least `MIN_EQUAL_UNITS` units have no spread, and NaN where fewer have none.
+        Both ends are the value where at least `MIN_EQUAL_UNITS` units have no spread, and NaN where
+        fewer have none.
         """
         count, (deviation, skewness) = self.num_units, self._moments()
         reach = t_quantile(count - 1, (1 + confidence) / 2) / np.sqrt(np.maximum(count, 1))
         shift = skewness / (6 * np.maximum(count, 1))
-        low, high = (self.value - deviation * _unskew(end - shift, skewness) for end in (reach, -reach))
+        low, high = (
+            self.value - deviation * _unskew(end - shift, skewness) for end in (reach, -reach)
+        )
         no_spread = np.where(count >= MIN_EQUAL_UNITS, self.value, np.nan)
         return np.where(self.has_spread, low, no_spread), np.where(self.has_spread, high, no_spread)
 
     def p_values(self, sides: int = 2) -> Array:
-        """P-values of the t test that the statistic is 0 (two sides), or at most 0 (one side); NaN without spread.
+        """P-values of the t test that the statistic is 0 (two sides), or at most 0 (one side); NaN
+        without spread.
 
         The t test agrees with `interval`: p is below 0.05 where the interval excludes 0.
         """
@@ -142,27 +159,35 @@ class Jackknife:
 
         count, (deviation, skewness) = self.num_units, self._moments()
         size = np.divide(self.value, deviation, out=np.zeros_like(deviation), where=deviation > 0)
-        cubic = size + skewness * size**2 / 3 + skewness**2 * size**3 / 27 + skewness / (6 * np.maximum(count, 1))
+        cubic = (
+            size
+            + skewness * size**2 / 3
+            + skewness**2 * size**3 / 27
+            + skewness / (6 * np.maximum(count, 1))
+        )
         t = cubic * np.sqrt(count)
         tail = special.stdtr(np.maximum(count - 1, 1), -(np.abs(t) if sides == 2 else t))
         return np.where(self.has_spread, np.minimum(1, sides * tail), np.nan)
 
 
 def _unskew(corrected: Array, skewness: Array) -> Array:
-    """Inverse of w + skewness w^2 / 3 + skewness^2 w^3 / 27, the transform of Hall (1992) without its constant."""
+    """Inverse of w + skewness w^2 / 3 + skewness^2 w^3 / 27, the transform of Hall (1992) without
+    its constant.
+    """
     root = np.cbrt(1 + skewness * corrected) - 1
     return np.divide(3 * root, skewness, out=np.array(corrected), where=np.abs(skewness) > 1e-6)
 
 
-# --- Tests of a ratio against its chance level ---------------------------------------------------------
+# --- Tests of a ratio against its chance level ----------------------------------------------------
 
 
 def excess_p_values(observed: tuple[Array, Array], baseline: tuple[Array, Array]) -> Array:
     """One-sided p-values that a ratio of sums exceeds the ratio of a baseline, [columns].
 
-    `observed` and `baseline` are sums and counts, [texts, columns] each or arrays that broadcast to it. Texts without
-    any count are left out; p is NaN if fewer than two are left, or if the texts differ by rounding alone. The exception
-    are n texts that all have the same ratio v >= 0: by the inequality of Markov, p is at most (baseline / v)^n.
+    `observed` and `baseline` are sums and counts, [texts, columns] each or arrays that broadcast to
+    it. Texts without any count are left out; p is NaN if fewer than two are left, or if the texts
+    differ by rounding alone. The exception are n texts that all have the same ratio v >= 0: by the
+    inequality of Markov, p is at most (baseline / v)^n.
 
     >>> sums, counts = np.array([[3.0], [4.0], [5.0]]), np.full((3, 1), 10.0)
     >>> excess_p_values((sums, counts), (np.ones((3, 1)), counts)).round(4).tolist()
@@ -171,15 +196,23 @@ def excess_p_values(observed: tuple[Array, Array], baseline: tuple[Array, Array]
     [0.001]
     """
     shape = np.broadcast_shapes(*(array.shape for array in (*observed, *baseline)))
-    sums, counts, base_sums, base_counts = (np.broadcast_to(array, shape) for array in (*observed, *baseline))
+    sums, counts, base_sums, base_counts = (
+        np.broadcast_to(array, shape) for array in (*observed, *baseline)
+    )
     own, base = Jackknife.of_ratio(sums, counts), Jackknife.of_ratio(base_sums, base_counts)
     excess = own - base
-    is_law = ~own.has_spread & (excess.num_units > 1) & (sums >= 0).all(0) & (own.value > 0) & (base.value >= 0)
+    is_law = (
+        ~own.has_spread
+        & (excess.num_units > 1)
+        & (sums >= 0).all(0)
+        & (own.value > 0)
+        & (base.value >= 0)
+    )
     share = np.divide(base.value, own.value, out=np.full(shape[1], np.nan), where=is_law)
     return np.where(is_law, np.minimum(1, share) ** excess.num_units, excess.p_values(sides=1))
 
 
-# --- Means in bounded memory -----------------------------------------------------------------------
+# --- Means in bounded memory ----------------------------------------------------------------------
 
 MAX_FOLDS = 64
 COLUMNS_PER_CHUNK = 4096
@@ -201,8 +234,9 @@ class MeanIntervals(NamedTuple):
 class FoldedSums:
     """Sums and row counts in at most `MAX_FOLDS` folds, which bound the memory of an interval.
 
-    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own. A count is a number, or
-    an array of the shape of the sums; the mean of what was never counted is NaN.
+    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own. A
+    count is a number, or an array of the shape of the sums; the mean of what was never counted is
+    NaN.
 
     >>> folds = FoldedSums()
     >>> for number in range(3):
@@ -244,11 +278,16 @@ class FoldedSums:
     def mean_intervals(self) -> MeanIntervals:
         """Means with 95 % intervals over folds; NaN intervals if there is only one fold."""
         shape, folds = self._sums[0].shape, len(self._sums)
-        flat, counts = np.stack(self._sums).reshape(folds, -1), self._stack_counts().reshape(folds, -1)
+        flat, counts = (
+            np.stack(self._sums).reshape(folds, -1),
+            self._stack_counts().reshape(folds, -1),
+        )
         low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
         for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
             columns = slice(start, start + COLUMNS_PER_CHUNK)
-            low[columns], high[columns] = Jackknife.of_ratio(flat[:, columns], counts[:, columns]).interval()
+            low[columns], high[columns] = Jackknife.of_ratio(
+                flat[:, columns], counts[:, columns]
+            ).interval()
         return MeanIntervals(self.mean, low.reshape(shape), high.reshape(shape))
 
     def _stack_counts(self) -> Array:
@@ -257,13 +296,14 @@ class FoldedSums:
         return np.stack([np.broadcast_to(count, shape) for count in self._counts])
 
 
-# --- Corrections for multiple tests --------------------------------------------------------------------
+# --- Corrections for multiple tests ---------------------------------------------------------------
 
 CORRECTION_METHODS = ("holm", "bonferroni", "none")
 
 
 def correct_p_values(p: Sequence[float] | Array, method: str = "holm") -> Array:
-    """Adjust p-values for testing all of them at once, by "holm" (1979) or "bonferroni"; "none" returns them unchanged.
+    """Adjust p-values for testing all of them at once, by "holm" (1979) or "bonferroni"; "none"
+    returns them unchanged.
 
     NaN values count as not tested.
 
@@ -278,12 +318,16 @@ def correct_p_values(p: Sequence[float] | Array, method: str = "holm") -> Array:
         return values
     order = values.argsort()[: (~np.isnan(values)).sum()]  # NaN values are sorted last
     factors = np.arange(len(order), 0, -1) if method == "holm" else np.full(len(order), len(order))
-    stepped = np.maximum.accumulate(values[order] * factors) if method == "holm" else values[order] * factors
+    stepped = (
+        np.maximum.accumulate(values[order] * factors)
+        if method == "holm"
+        else values[order] * factors
+    )
     values[order] = np.minimum(1, stepped)
     return values
 
 
-# --- Permutation tests ---------------------------------------------------------------------------------
+# --- Permutation tests ----------------------------------------------------------------------------
 
 
 class PermutationTest(NamedTuple):
@@ -297,8 +341,8 @@ class PermutationTest(NamedTuple):
 def compare_with_null(value: float, null_values: Array, tail: str = "both") -> PermutationTest:
     """Compare a statistic with samples of its null distribution.
 
-    `tail` names the values that count as extreme: "high", "low" or "both". The statistic itself counts as one more
-    sample, so that p is never zero. The result is NaN if there are no samples.
+    `tail` names the values that count as extreme: "high", "low" or "both". The statistic itself
+    counts as one more sample, so that p is never zero. The result is NaN if there are no samples.
 
     >>> compare_with_null(9.0, np.arange(9.0), "high").p
     0.1
@@ -311,12 +355,14 @@ def compare_with_null(value: float, null_values: Array, tail: str = "both") -> P
         "low": null_values <= value,
         "both": np.abs(null_values - mean) >= abs(value - mean),
     }
-    return PermutationTest(float(value), mean, float((1 + is_extreme[tail].sum()) / (1 + len(null_values))))
+    return PermutationTest(
+        float(value), mean, float((1 + is_extreme[tail].sum()) / (1 + len(null_values)))
+    )
 
 
 def poisson_test(count: int, expected: float) -> PermutationTest:
-    """Test a count of rare events: p is the probability that a Poisson variable with mean `expected` is at least
-    `count`.
+    """Test a count of rare events: p is the probability that a Poisson variable with mean
+    `expected` is at least `count`.
 
     >>> poisson_test(2, 0.1).p < 0.005
     True
@@ -328,8 +374,9 @@ def poisson_test(count: int, expected: float) -> PermutationTest:
 
 
 def expected_pairs_below(intervals: MeanIntervals, threshold: float, num_units: int) -> float:
-    """Expected number of values whose interval would end below both the value itself and the threshold, if each value
-    were sampled again with its own standard error. The intervals are those of `num_units` units.
+    """Expected number of values whose interval would end below both the value itself and the
+    threshold, if each value were sampled again with its own standard error. The intervals are those
+    of `num_units` units.
 
     >>> five = MeanIntervals(*(np.full(1000, value) for value in (5.0, 4.0, 6.0)))
     >>> [round(expected_pairs_below(five, threshold, num_units=1000)) for threshold in (9.0, 2.0)]
@@ -343,8 +390,11 @@ def expected_pairs_below(intervals: MeanIntervals, threshold: float, num_units: 
     return float(special.ndtr((np.minimum(mean, threshold) - mean) / error - reach).sum())
 
 
-def class_separation_test(distances: Array, labels: Sequence[int], permutations: int, seed: int) -> PermutationTest:
-    """Test whether members of one class are closer to each other than to others, by permuting the labels.
+def class_separation_test(
+    distances: Array, labels: Sequence[int], permutations: int, seed: int
+) -> PermutationTest:
+    """Test whether members of one class are closer to each other than to others, by permuting the
+    labels.
 
     The statistic is the mean distance within classes minus the mean distance between classes.
 
@@ -367,7 +417,8 @@ def class_separation_test(distances: Array, labels: Sequence[int], permutations:
 
 
 def mantel_test(one: Array, other: Array, permutations: int, seed: int) -> PermutationTest:
-    """Mantel test: correlation of two distance matrices over the same items, against permutations of the items of one.
+    """Mantel test: correlation of two distance matrices over the same items, against permutations
+    of the items of one.
 
     >>> far = np.abs(np.subtract.outer(np.arange(9.0), np.arange(9.0)))
     >>> tuple(round(value, 2) for value in mantel_test(far, 2 * far + 1, 99, 0)[::2])
@@ -382,5 +433,7 @@ def mantel_test(one: Array, other: Array, permutations: int, seed: int) -> Permu
         return PermutationTest(*[float("nan")] * 3)
     value = correlation(np.arange(len(one)))
     return compare_with_null(
-        value, np.array([correlation(generator.permutation(len(one))) for _ in range(permutations)]), "high"
+        value,
+        np.array([correlation(generator.permutation(len(one))) for _ in range(permutations)]),
+        "high",
     )

@@ -1,4 +1,6 @@
-"""Analysis of a model's heads over plain texts: `heads` measures and classifies them, `importance` rates them."""
+"""Analysis of a model's heads over plain texts: `heads` measures and classifies them, `importance`
+rates them.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,33 @@ from .image_examples import as_pixels, examples_from_pixels, plain_image_example
 from .importance_methods import ImportanceMethod, ImportanceOptions
 from .objectives import Objective
 
-TEXT_KINDS = "strings, pairs (source, target) of strings, Examples, or images as one tensor of floats"
+TEXT_KINDS = (
+    "strings, pairs (source, target) of strings, Examples, or images as one tensor of floats"
+)
 
 
 @contextmanager
 def text_reader(model: Any, tokenizer: object = None) -> Iterator[nn.Module]:
-    """Context in which texts for a model are encoded with `tokenizer` (default: its own), which is read only once."""
+    """Context in which texts for a model are encoded with `tokenizer` (default: its own), which is
+    read only once.
+    """
     module = check_is_module(model)
-    own = None if tokenizer is not None or isinstance(module, Transformer) else find_tokenizer(module)
+    own = (
+        None if tokenizer is not None or isinstance(module, Transformer) else find_tokenizer(module)
+    )
     with use_tokenizer(module, tokenizer if own is None else own) as reader:
         yield reader
 
 
-def read_texts(model: nn.Module, texts: Any, min_count: int = 0) -> tuple[list[Example], tuple[str, ...]]:
+def read_texts(
+    model: nn.Module, texts: Any, min_count: int = 0
+) -> tuple[list[Example], tuple[str, ...]]:
     """Return texts as examples of a model, with notes on what was skipped or split.
 
-    `texts` is one string, or an iterable of strings, of pairs (source, target) for an encoder-decoder model, or of
-    Examples, which are returned unchanged. In a string for an encoder-decoder model, a tab separates source and target.
-    Of a vision model, `texts` are images, floats [n, channels, height, width].
+    `texts` is one string, or an iterable of strings, of pairs (source, target) for an
+    encoder-decoder model, or of Examples, which are returned unchanged. In a string for an
+    encoder-decoder model, a tab separates source and target. Of a vision model, `texts` are images,
+    floats [n, channels, height, width].
     """
     if isinstance(texts, ExampleReader):
         return texts.examples_with_frequencies(), texts.notes
@@ -57,7 +68,9 @@ def read_texts(model: nn.Module, texts: Any, min_count: int = 0) -> tuple[list[E
         examples, notes = reader.examples_with_frequencies(), reader.notes
     if len(examples) < min_count:
         reasons = f" ({'; '.join(notes)})" if notes else ""
-        raise SpecError(f"only {len(examples)} of the texts can be read{reasons}; give at least {min_count}")
+        raise SpecError(
+            f"only {len(examples)} of the texts can be read{reasons}; give at least {min_count}"
+        )
     return examples, notes
 
 
@@ -88,7 +101,11 @@ def _list_texts(texts: Any) -> list[Any]:
 def _text_kind(item: object) -> str:
     if isinstance(item, (str, Example)):
         return "text" if isinstance(item, str) else "example"
-    is_pair = isinstance(item, (tuple, list)) and len(item) == 2 and all(isinstance(part, str) for part in item)
+    is_pair = (
+        isinstance(item, (tuple, list))
+        and len(item) == 2
+        and all(isinstance(part, str) for part in item)
+    )
     return "text" if is_pair else ""
 
 
@@ -111,7 +128,9 @@ def measure_and_classify(
     collectors: Sequence[MeasureCollector] = (),
     progress: Callable[[int], object] = lambda _: None,
 ) -> HeadTable:
-    """Measure every head over examples, with the metrics that `criteria` need, and classify it by them."""
+    """Measure every head over examples, with the metrics that `criteria` need, and classify it by
+    them.
+    """
     metrics = (*options.metrics, *literature_metrics.metrics_for_criteria(criteria))
     table = measure_heads(
         model,
@@ -133,12 +152,14 @@ def heads(
     tokenizer: object = None,
     progress: Callable[[int], object] = lambda _: None,
 ) -> HeadTable:
-    """Measure what every head of a model attends to over texts, and classify it; the result prints as a table.
+    """Measure what every head of a model attends to over texts, and classify it; the result prints
+    as a table.
 
-    `model` is a transformers model, a headwise model, or a module of your own whose attention `hw.sites` finds.
-    `texts` are strings, pairs (source, target) for an encoder-decoder model, or two or more images for a vision model,
-    floats [n, channels, height, width] as the model takes them. `tokenizer` is needed if none is beside the model.
-    `criteria` define the classes, as in `classify_heads`.
+    `model` is a transformers model, a headwise model, or a module of your own whose attention
+    `hw.sites` finds. `texts` are strings, pairs (source, target) for an encoder-decoder model, or
+    two or more images for a vision model, floats [n, channels, height, width] as the model takes
+    them. `tokenizer` is needed if none is beside the model. `criteria` define the classes, as in
+    `classify_heads`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -156,7 +177,9 @@ def heads(
         else:
             kind = "text"
             examples, notes = read_texts(reader, texts, min_count=2)
-        table = measure_and_classify(reader, examples, criteria=criteria, options=options, progress=progress)
+        table = measure_and_classify(
+            reader, examples, criteria=criteria, options=options, progress=progress
+        )
     return replace(table, texts=table.texts.replace("text", kind)).with_notes(notes)
 
 
@@ -171,7 +194,8 @@ def importance(
 ) -> ImportanceResult:
     """Estimate how much every head of a model matters over texts; the result prints as a table.
 
-    Model, texts and tokenizer as in `hw.heads`; method, objective and options as in `hw.estimate_importance`.
+    Model, texts and tokenizer as in `hw.heads`; method, objective and options as in
+    `hw.estimate_importance`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -182,5 +206,7 @@ def importance(
     """
     with text_reader(model, tokenizer) as reader:
         examples, notes = read_texts(reader, texts, min_count=2)
-        result = estimate_importance(reader, examples, method=method, objective=objective, options=options)
+        result = estimate_importance(
+            reader, examples, method=method, objective=objective, options=options
+        )
     return result.with_notes(notes)

@@ -1,7 +1,8 @@
 """Attention weights of a running model, streamed in bands of rows so that memory stays bounded.
 
-`WeightBand` is what metrics receive; it caches the quantities that several metrics share. `stream_weight_bands` runs a
-model over one example and passes the bands on, and `WordBandMerger` turns bands of tokens into bands of words.
+`WeightBand` is what metrics receive; it caches the quantities that several metrics share.
+`stream_weight_bands` runs a model over one example and passes the bands on, and `WordBandMerger`
+turns bands of tokens into bands of words.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..inspect.hooks import ModelRun, ObservedCall, SiteModule
 from ..inspect.model_inputs import prepare_inputs
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
-GATHER_RATIO = (
-    32  # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is faster
-)
+# columns are gathered if fewer than one key in 32 is selected; else a product over all keys is
+# faster
+GATHER_RATIO = 32
 MIN_NON_SINK_WEIGHT = 0.01  # rows whose sinks leave less weight than this do not count
 
 
@@ -39,9 +40,11 @@ class WeightBand:
 
     - `w_HTS`: weights [heads, queries, keys].
     - `allowed`: which pairs the mask allows, [T, S] or [H, T, S].
-    - `first_query`, `first_key`: positions of the first query and of the first key. None of these queries may read a
+    - `first_query`, `first_key`: positions of the first query and of the first key. None of these
+      queries may read a
       key outside the band.
-    - `query_tokens`, `key_tokens`: annotations of all tokens of the query stream and of the key stream; the same object
+    - `query_tokens`, `key_tokens`: annotations of all tokens of the query stream and of the key
+      stream; the same object
       in self-attention.
     - `counted_rows`: rows that metrics count, [H, T]; None counts all.
     """
@@ -68,19 +71,25 @@ class WeightBand:
     @property
     def query_positions(self) -> Tensor:
         """Positions of the queries, [T]."""
-        return torch.arange(self.first_query, self.first_query + self.w_HTS.shape[1], device=self.w_HTS.device)
+        return torch.arange(
+            self.first_query, self.first_query + self.w_HTS.shape[1], device=self.w_HTS.device
+        )
 
     @property
     def key_positions(self) -> Tensor:
         """Positions of the keys, [S]."""
-        return torch.arange(self.first_key, self.first_key + self.w_HTS.shape[2], device=self.w_HTS.device)
+        return torch.arange(
+            self.first_key, self.first_key + self.w_HTS.shape[2], device=self.w_HTS.device
+        )
 
     def slice_keys(self, values: Tensor) -> Tensor:
         """Restrict a tensor over all tokens of the key stream to the keys of the band, [S]."""
         return values[self.first_key : self.first_key + self.w_HTS.shape[2]]
 
     def weight_on(self, keys: Tensor) -> Tensor:
-        """Weight of each row on the selected keys, [H, T]; `keys` is a boolean mask over all tokens of the stream."""
+        """Weight of each row on the selected keys, [H, T]; `keys` is a boolean mask over all tokens
+        of the stream.
+        """
         selected = self.slice_keys(keys).nonzero()[:, 0]
         if len(selected) * GATHER_RATIO < self.w_HTS.shape[2]:
             return self.w_HTS[..., selected].sum(-1)
@@ -88,7 +97,9 @@ class WeightBand:
 
     def may_read(self, keys: Tensor) -> Tensor:
         """Rows that count and may read at least one of the selected keys, [H or 1, T]."""
-        return self.select_counted(self._allowed_as_float @ self.slice_keys(keys).to(self._allowed_as_float.dtype) > 0)
+        return self.select_counted(
+            self._allowed_as_float @ self.slice_keys(keys).to(self._allowed_as_float.dtype) > 0
+        )
 
     def select_counted(self, rows: Tensor) -> Tensor:
         """Restrict the boolean `rows`, [T] or [H, T], to rows that count, [H or 1, T]."""
@@ -127,23 +138,31 @@ class WeightBand:
 
     @property
     def is_max(self) -> Tensor:
-        """1.0 at the largest weight of each row and at its ties, [H, T, S]; floats sum faster than booleans."""
+        """1.0 at the largest weight of each row and at its ties, [H, T, S]; floats sum faster than
+        booleans.
+        """
         return self._cached(
-            "most", lambda: torch.eq(self.w_HTS, self.max_weight[..., None], out=torch.empty_like(self.w_HTS))
+            "most",
+            lambda: torch.eq(
+                self.w_HTS, self.max_weight[..., None], out=torch.empty_like(self.w_HTS)
+            ),
         )
 
     @property
     def num_max_keys(self) -> Tensor:
-        """Number of keys that share the largest weight of each row, [H, T], by which a hit on one of them is divided.
+        """Number of keys that share the largest weight of each row, [H, T], by which a hit on one
+        of them is divided.
 
         It is infinite for rows without any weight, so that they have no hit.
         """
-        return self._cached("ties", lambda: torch.where(self.max_weight == 0, torch.inf, self.is_max.sum(-1)))
+        return self._cached(
+            "ties", lambda: torch.where(self.max_weight == 0, torch.inf, self.is_max.sum(-1))
+        )
 
     @property
     def same_id_pairs(self) -> tuple[Tensor, Tensor]:
-        """Positions (queries, keys) of all pairs with the same token id. Keys start one before the band, which
-        induction needs.
+        """Positions (queries, keys) of all pairs with the same token id. Keys start one before the
+        band, which induction needs.
         """
         return self._cached("alike", self._find_same_id_pairs)
 
@@ -154,10 +173,14 @@ class WeightBand:
         return t + self.first_query, s + before
 
     def weights_at_offsets(self, offsets: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Weights of each row at keys `offset` positions after the query, [H, T, N], and whether they are allowed, [H
-        or 1, T, N].
+        """Weights of each row at keys `offset` positions after the query, [H, T, N], and whether
+        they are allowed, [H or 1, T, N].
         """
-        index = self.query_positions[:, None] + torch.tensor(offsets, device=self.w_HTS.device) - self.first_key
+        index = (
+            self.query_positions[:, None]
+            + torch.tensor(offsets, device=self.w_HTS.device)
+            - self.first_key
+        )
         in_band = (index >= 0) & (index < self.w_HTS.shape[2])
         index = torch.where(in_band, index, 0)
         allowed = self.allowed if self.allowed.dim() == 3 else self.allowed[None]
@@ -177,7 +200,11 @@ class WeightBand:
     def append_uniform_baseline(self) -> WeightBand:
         """The band with the uniform baseline as an additional last head."""
         uniform = self.uniform_baseline
-        allowed = self.allowed if self.allowed.dim() == 2 else torch.cat([self.allowed, uniform.allowed[None]])
+        allowed = (
+            self.allowed
+            if self.allowed.dim() == 2
+            else torch.cat([self.allowed, uniform.allowed[None]])
+        )
         return replace(self, w_HTS=torch.cat([self.w_HTS, uniform.w_HTS]), allowed=allowed)
 
     def without_sinks(self) -> WeightBand:
@@ -190,10 +217,15 @@ class WeightBand:
         scale = torch.where(counted, 1 / self.non_sink_weight.clamp(min=MIN_NON_SINK_WEIGHT), 0)
         w_HTS = self.w_HTS * scale[..., None]
         w_HTS.index_fill_(-1, is_sink.nonzero()[:, 0], 0)
-        return replace(self, w_HTS=w_HTS, allowed=self.allowed & ~is_sink, counted_rows=self.select_counted(counted))
+        return replace(
+            self,
+            w_HTS=w_HTS,
+            allowed=self.allowed & ~is_sink,
+            counted_rows=self.select_counted(counted),
+        )
 
 
-# --- Streaming the weights of a running model ----------------------------------------------------------
+# --- Streaming the weights of a running model -----------------------------------------------------
 
 MAX_CELLS = 2**22  # largest number of weights in a band: 16 MB
 MAX_HEIGHT_RATIO = 4  # a band with few keys has at most 4 times the rows of one with all keys
@@ -201,7 +233,9 @@ BandCallback = Callable[[str, WeightBand], None]
 
 
 def move_annotations(example: Example, device: torch.device) -> Example:
-    """Return the example with its annotations on a device, where its attention weights are measured."""
+    """Return the example with its annotations on a device, where its attention weights are
+    measured.
+    """
     streams = {name: _move_tokens(tokens, device) for name, tokens in example.streams.items()}
     return replace(example, streams=streams)
 
@@ -210,19 +244,27 @@ def _move_tokens(tokens: TokenAnnotations, device: torch.device) -> TokenAnnotat
     if tokens.ids.device == device:
         return tokens
     values = {entry.name: getattr(tokens, entry.name) for entry in fields(tokens)}
-    return replace(tokens, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+    return replace(
+        tokens, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+    )
 
 
 class WeightBandHook:
-    """Hook that passes the attention weights of one site to `add_band(name, band)`, band by band."""
+    """Hook that passes the attention weights of one site to `add_band(name,
+    band)`, band by band.
+    """
 
     needs_call = True
 
-    def __init__(self, name: str, example: Example, streams: tuple[str, str], add_band: BandCallback) -> None:
+    def __init__(
+        self, name: str, example: Example, streams: tuple[str, str], add_band: BandCallback
+    ) -> None:
         self.name, self.example, self.streams, self.add_band = name, example, streams, add_band
 
     def on_call(self, call: ObservedCall) -> None:
-        """Split the rows of an attention call into bands, each with the range of keys that its queries may read."""
+        """Split the rows of an attention call into bands, each with the range of keys that its
+        queries may read.
+        """
         query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
         device = key_tokens.ids.device
         last = max(0, query_tokens.count - 1)
@@ -230,22 +272,33 @@ class WeightBandHook:
         if (last + queries, keys) != (query_tokens.count, key_tokens.count):
             fact = f"{self.name} has {last + queries} queries and {keys} keys"
             expected = f"the example annotates {query_tokens.count} and {key_tokens.count} tokens"
-            raise ValueError(f"{fact}, but {expected}; annotate every token as the model's tokenizer makes them")
+            raise ValueError(
+                f"{fact}, but {expected}; annotate every token as the model's tokenizer makes them"
+            )
         start, min_rows = 0, max(1, MAX_CELLS // max(1, heads * keys))
         num_rows = min_rows
         while start < query_tokens.count:
             rows = slice(start, min(query_tokens.count, start + num_rows))
             allowed = call.allowed_pairs(rows)[0].to(device)
             allowed_keys = allowed.flatten(0, -2).any(0).nonzero()
-            columns = slice(int(allowed_keys[0]), int(allowed_keys[-1]) + 1) if len(allowed_keys) else slice(0, 1)
+            columns = (
+                slice(int(allowed_keys[0]), int(allowed_keys[-1]) + 1)
+                if len(allowed_keys)
+                else slice(0, 1)
+            )
             w_HTS = call.all_weights(rows, columns)[0].to(device)
             allowed = allowed[..., columns].expand(-1, w_HTS.shape[1], -1)
             allowed = allowed[0] if len(allowed) == 1 else allowed
-            band = WeightBand(w_HTS, allowed, start, query_tokens, key_tokens, first_key=columns.start)
+            band = WeightBand(
+                w_HTS, allowed, start, query_tokens, key_tokens, first_key=columns.start
+            )
             self.add_band(self.name, band)
-            # The next band is sized for as many keys as this one; it may turn out to read all of them.
+            # The next band is sized for as many keys as this one; it may turn out to read all of
+            # them.
             start = rows.stop
-            num_rows = max(min_rows, min(MAX_HEIGHT_RATIO * min_rows, MAX_CELLS // (heads * w_HTS.shape[-1])))
+            num_rows = max(
+                min_rows, min(MAX_HEIGHT_RATIO * min_rows, MAX_CELLS // (heads * w_HTS.shape[-1]))
+            )
 
     def on_head_outputs(self, outputs: Tensor) -> None:
         """Do nothing: only weights are needed."""
@@ -258,27 +311,30 @@ def stream_weight_bands(
     streams: Mapping[str, tuple[str, str]],
     add_band: BandCallback,
 ) -> None:
-    """Run a model over one example and pass the attention weights of `sites` to `add_band(site_name, band)`.
+    """Run a model over one example and pass the attention weights of `sites` to
+    `add_band(site_name, band)`.
 
-    `streams` maps a site name to the names of its query stream and its key stream. Bands are on the device of the
-    annotations; `move_annotations` moves these to the device of the model.
+    `streams` maps a site name to the names of its query stream and its key stream. Bands are on the
+    device of the annotations; `move_annotations` moves these to the device of the model.
     """
     hooks = {
-        module.site.name: WeightBandHook(module.site.name, example, streams[module.site.name], add_band)
+        module.site.name: WeightBandHook(
+            module.site.name, example, streams[module.site.name], add_band
+        )
         for module in sites
     }
     with torch.inference_mode():
         ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
 
 
-# --- Attention received by each token ------------------------------------------------------------------
+# --- Attention received by each token -------------------------------------------------------------
 
 
 class AttentionReceived:
     """Sums of the weights on each token of one text: site name -> [heads, tokens].
 
-    Pass `add_band` to `stream_weight_bands`. A sum divided by the number of queries is the share of all attention that
-    the token receives.
+    Pass `add_band` to `stream_weight_bands`. A sum divided by the number of queries is the share of
+    all attention that the token receives.
     """
 
     def __init__(self) -> None:
@@ -288,16 +344,20 @@ class AttentionReceived:
         """Add a band of rows."""
         heads = len(band.w_HTS)
         if site not in self.sums:
-            self.sums[site] = torch.zeros(heads, band.key_tokens.count, dtype=torch.float64, device=band.w_HTS.device)
+            self.sums[site] = torch.zeros(
+                heads, band.key_tokens.count, dtype=torch.float64, device=band.w_HTS.device
+            )
         keys = slice(band.first_key, band.first_key + band.w_HTS.shape[2])
         self.sums[site][:, keys] += band.w_HTS.sum(1)
 
 
-# --- Bands of words from bands of tokens (1906.04341) --------------------------------------------------
+# --- Bands of words from bands of tokens (1906.04341) ---------------------------------------------
 
 
 def number_words(annotations: TokenAnnotations) -> Tensor:
-    """Word index of each token, counted from 0; a token without a word counts as a word of its own."""
+    """Word index of each token, counted from 0; a token without a word counts
+    as a word of its own.
+    """
     word = annotations.word_index
     if not len(word):
         return word
@@ -307,7 +367,9 @@ def number_words(annotations: TokenAnnotations) -> Tensor:
     words = first_tokens[first_tokens >= 0]
     if len(words) != len(words.unique()):
         split = next(int(index) for index in words.unique() if int((words == index).sum()) > 1)
-        raise ValueError(f"the tokens of word {split} are not adjacent; give every word one run of tokens")
+        raise ValueError(
+            f"the tokens of word {split} are not adjacent; give every word one run of tokens"
+        )
     return numbers
 
 
@@ -320,7 +382,9 @@ def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
     count = int(word_of_token[-1]) + 1 if len(word_of_token) else 0
     token_ids: list[tuple[int, ...]] = [()] * count
     words = [""] * count
-    for word, token_id, text in zip(word_of_token.tolist(), annotations.ids.tolist(), annotations.words, strict=True):
+    for word, token_id, text in zip(
+        word_of_token.tolist(), annotations.ids.tolist(), annotations.words, strict=True
+    ):
         token_ids[word] += (token_id,)
         words[word] += text
     id_of: dict[tuple[int, ...], int] = {}
@@ -342,7 +406,10 @@ def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
 
 def _any_by_word(flags: Tensor, word_of_token: Tensor, count: int) -> Tensor:
     return (
-        torch.zeros(count, dtype=torch.long, device=word_of_token.device).index_add_(0, word_of_token, flags.long()) > 0
+        torch.zeros(count, dtype=torch.long, device=word_of_token.device).index_add_(
+            0, word_of_token, flags.long()
+        )
+        > 0
     )
 
 
@@ -354,8 +421,8 @@ class WordGrouping(NamedTuple):
 
 
 class _UnfinishedWord(NamedTuple):
-    """Sums of a word whose tokens continue in the next band: weights [H, S], allowed pairs [H or 1, S], number of
-    tokens.
+    """Sums of a word whose tokens continue in the next band: weights [H, S], allowed pairs [H or 1,
+    S], number of tokens.
     """
 
     summed_weights: Tensor
@@ -366,8 +433,8 @@ class _UnfinishedWord(NamedTuple):
 class WordBandMerger:
     """Merges bands of tokens into bands of words and passes them to `add_word_band(site, band)`.
 
-    The weight on a word is the sum over its tokens; the row of a word is the mean over its tokens. A word that ends in
-    a later band is held back until then.
+    The weight on a word is the sum over its tokens; the row of a word is the mean over its tokens.
+    A word that ends in a later band is held back until then.
     """
 
     def __init__(self, add_word_band: BandCallback) -> None:
@@ -378,7 +445,9 @@ class WordBandMerger:
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of tokens and pass on the words that are complete."""
         queries, keys = self.group_words(band.query_tokens), self.group_words(band.key_tokens)
-        query_words = queries.word_of_token[band.first_query : band.first_query + band.w_HTS.shape[1]]
+        query_words = queries.word_of_token[
+            band.first_query : band.first_query + band.w_HTS.shape[1]
+        ]
         key_words = band.slice_keys(keys.word_of_token)
         first_word, last_word = int(query_words[0]), int(query_words[-1])
         rows, num_tokens = query_words - first_word, torch.bincount(query_words - first_word)
@@ -397,18 +466,24 @@ class WordBandMerger:
             num_tokens[0] += before.num_tokens
         end = band.first_query + len(query_words)
         if end < band.query_tokens.count and int(queries.word_of_token[end]) == last_word:
-            self._unfinished[site] = _UnfinishedWord(w_HTS[:, -1], readable[:, -1], int(num_tokens[-1]))
+            self._unfinished[site] = _UnfinishedWord(
+                w_HTS[:, -1], readable[:, -1], int(num_tokens[-1])
+            )
             w_HTS, readable, num_tokens = w_HTS[:, :-1], readable[:, :-1], num_tokens[:-1]
         if len(num_tokens):
             allowed = readable > 0
             allowed = allowed[0] if len(allowed) == 1 else allowed
             w_HTS = w_HTS / num_tokens[:, None]
-            self._add_word_band(site, WeightBand(w_HTS, allowed, first_word, queries.tokens, keys.tokens))
+            self._add_word_band(
+                site, WeightBand(w_HTS, allowed, first_word, queries.tokens, keys.tokens)
+            )
 
     def group_words(self, annotations: TokenAnnotations) -> WordGrouping:
         """Words of these tokens, cached until the example ends."""
         if annotations not in self._groupings:
-            self._groupings[annotations] = WordGrouping(merge_annotations(annotations), number_words(annotations))
+            self._groupings[annotations] = WordGrouping(
+                merge_annotations(annotations), number_words(annotations)
+            )
         return self._groupings[annotations]
 
     def finish_example(self) -> None:

@@ -1,8 +1,8 @@
 """Word alignments of cross-attention heads, scored against human alignments.
 
-Each target word is linked with the source word that the head attends to most. With these links A, the sure gold links S
-and the possible ones P (which include S), the alignment error rate is 1 - (|A and S| + |A and P|) / (|A| + |S|) (Och
-and Ney 2003).
+Each target word is linked with the source word that the head attends to most. With these links A,
+the sure gold links S and the possible ones P (which include S), the alignment error rate is 1 - (|A
+and S| + |A and P|) / (|A| + |S|) (Och and Ney 2003).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .head_table import Measure
 from .resampling import Array, Jackknife, excess_p_values
 from .weight_bands import BandCallback, WeightBand, WordBandMerger
 
-# A decoder row has one token as input and predicts the next one. The row that stands for a word is the one with the
-# word as input ("input") or the one that predicts it ("target").
+# A decoder row has one token as input and predicts the next one. The row that stands for a word is
+# the one with the word as input ("input") or the one that predicts it ("target").
 ROW_CONVENTIONS = ("input", "target")
 ALIGNMENT_PREFIX = "alignment"  # names of these measures start with it
 MEASURE_SUFFIXES = ("", " precision", " recall")
@@ -29,16 +29,20 @@ MEASURE_SUFFIXES = ("", " precision", " recall")
 class AlignmentScores:
     """Alignment scores of cross-attention heads: a collector for `measure_heads`.
 
-    Examples without gold links are skipped. `row_conventions` choose which row stands for a target word: the one that
-    has it as input ("input") or the one that predicts it ("target").
+    Examples without gold links are skipped. `row_conventions` choose which row stands for a target
+    word: the one that has it as input ("input") or the one that predicts it ("target").
     """
 
     def __init__(self, *, row_conventions: Sequence[str] = ROW_CONVENTIONS) -> None:
         if not row_conventions or set(row_conventions) - set(ROW_CONVENTIONS):
-            raise ValueError(f"unknown row_conventions={tuple(row_conventions)!r}; use any of {ROW_CONVENTIONS}")
+            raise ValueError(
+                f"unknown row_conventions={tuple(row_conventions)!r}; use any of {ROW_CONVENTIONS}"
+            )
         self.rows = tuple(row_conventions)
         self.ratios_by_example: list[dict[tuple[str, str], tuple[Array, Array]]] = []
-        self._gold: tuple[Tensor, Tensor] | None = None  # sure and possible links, [target words, source words]
+        self._gold: tuple[Tensor, Tensor] | None = (
+            None  # sure and possible links, [target words, source words]
+        )
         self._query_tokens: dict[str, TokenAnnotations] = {}
         self._sums: dict[tuple[str, str], Array] = {}
         self._words = {row: WordBandMerger(self._make_callback(row)) for row in self.rows}
@@ -50,8 +54,13 @@ class AlignmentScores:
             return
         if set(example.streams) != {"source", "text"}:
             streams = ", ".join(example.streams)
-            fact = f"alignment links need a source and a target text (this example has only: {streams})"
-            raise ValueError(f"{fact}; leave alignment_links empty, or use an encoder-decoder model")
+            fact = (
+                "alignment links need a source and a target text (this example has only: "
+                f"{streams})"
+            )
+            raise ValueError(
+                f"{fact}; leave alignment_links empty, or use an encoder-decoder model"
+            )
         text, source = example.streams["text"], example.streams["source"]
         self._query_tokens = {"input": text, "target": _shift_to_next_token(text)}
         self._gold = _gold_links(example.alignment_links, text, source)
@@ -70,7 +79,9 @@ class AlignmentScores:
         return on_band
 
     def _add_word_band(self, key: tuple[str, str], band: WeightBand) -> None:
-        """Count the links of a band of words: those of the heads, of uniform attention and of the diagonal."""
+        """Count the links of a band of words: those of the heads, of uniform attention and of the
+        diagonal.
+        """
         assert self._gold is not None
         sure, possible = self._gold
         target_words = band.query_tokens.word_index[band.query_positions]
@@ -78,8 +89,12 @@ class AlignmentScores:
         readable = band.uniform_baseline.allowed & (source_words >= 0)
         counted = replace(band, w_HTS=band.w_HTS.masked_fill(~readable, -1), allowed=readable)
         rows = (target_words >= 0) & readable.any(-1)
-        diagonal = source_words == ((target_words + 0.5) * sure.shape[1] / len(sure)).long()[:, None]
-        links_HTS = torch.cat([_is_max(counted), _is_max(counted.uniform_baseline), diagonal[None].double()])
+        diagonal = (
+            source_words == ((target_words + 0.5) * sure.shape[1] / len(sure)).long()[:, None]
+        )
+        links_HTS = torch.cat(
+            [_is_max(counted), _is_max(counted.uniform_baseline), diagonal[None].double()]
+        )
         links_HTS = links_HTS * rows[:, None] * (source_words >= 0)
         hits = [
             (links_HTS * gold[target_words.clamp(min=0)][:, source_words.clamp(min=0)]).sum((1, 2))
@@ -111,23 +126,30 @@ class AlignmentScores:
         """
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
         for site, row in dict.fromkeys(key for ratios in self.ratios_by_example for key in ratios):
-            example = next(ratios[site, row] for ratios in self.ratios_by_example if (site, row) in ratios)
+            example = next(
+                ratios[site, row] for ratios in self.ratios_by_example if (site, row) in ratios
+            )
             missing = np.zeros_like(example[0]), np.zeros_like(example[1])
             by_text = [ratios.get((site, row), missing) for ratios in self.ratios_by_example]
             sums, counts = (np.stack(arrays) for arrays in zip(*by_text, strict=True))
             scores = Jackknife.of_ratio(sums, counts)
             value, (low, high) = scores.value, scores.interval()
             for n, suffix in enumerate(MEASURE_SUFFIXES):
-                best = value.shape[1] - 2 + int(value[n, -2:].argmax())  # uniform attention or the diagonal
+                best = (
+                    value.shape[1] - 2 + int(value[n, -2:].argmax())
+                )  # uniform attention or the diagonal
                 chance = float(value[n, best])
                 p = excess_p_values(
-                    (sums[:, n, :-2], counts[:, n, :-2]), (sums[:, n, best, None], counts[:, n, best, None])
+                    (sums[:, n, :-2], counts[:, n, :-2]),
+                    (sums[:, n, best, None], counts[:, n, best, None]),
                 )
                 for head in range(value.shape[1] - 2):
                     mean, start, stop = (float(array[n, head]) for array in (value, low, high))
                     num_links = float(counts[:, n, head].sum())
                     measure = Measure(mean, start, stop, chance, num_links, float(p[head]))
-                    measures.setdefault((site, head), {})[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = measure
+                    measures.setdefault((site, head), {})[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = (
+                        measure
+                    )
         return measures
 
 
@@ -138,8 +160,12 @@ def _is_max(band: WeightBand) -> Tensor:
 
 
 def _shift_to_next_token(text: TokenAnnotations) -> TokenAnnotations:
-    """The annotations with the word of the next token at each row, which is the word that the row predicts."""
-    return replace(text, word_index=torch.cat([text.word_index[1:], text.word_index.new_full((1,), -1)]))
+    """The annotations with the word of the next token at each row, which is the word that the row
+    predicts.
+    """
+    return replace(
+        text, word_index=torch.cat([text.word_index[1:], text.word_index.new_full((1,), -1)])
+    )
 
 
 def _gold_links(

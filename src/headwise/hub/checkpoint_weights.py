@@ -1,4 +1,6 @@
-"""Read the weights of a checkpoint (one safetensors file, or shards with an index) into a headwise model."""
+"""Read the weights of a checkpoint (one safetensors file, or shards with an index) into a headwise
+model.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class TensorInfo(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Interface of checkpoint readers: infos by tensor name, and the tensors one by one; `path` is for messages."""
+    """Interface of checkpoint readers: infos by tensor name, and the tensors one by one; `path` is
+    for messages.
+    """
 
     path: Path
     infos: Mapping[str, TensorInfo]
@@ -45,7 +49,9 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         index = folder / INDEX_FILE
         self.path = index if index.is_file() else folder / WEIGHTS_FILE
-        self.files: list[Path] = [folder / name for name in _list_shards(index)] if index.is_file() else [self.path]
+        self.files: list[Path] = (
+            [folder / name for name in _list_shards(index)] if index.is_file() else [self.path]
+        )
         self.infos: Mapping[str, TensorInfo] = {
             name: kind for path in self.files for name, kind in _read_infos(path).items()
         }
@@ -69,15 +75,23 @@ def _read_infos(path: Path) -> dict[str, TensorInfo]:
                 for name, tensor_slice in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise SpecError(f"{path} is truncated or not safetensors: {error}; copy the file again") from None
+        raise SpecError(
+            f"{path} is truncated or not safetensors: {error}; copy the file again"
+        ) from None
 
 
 def _list_shards(index: Path) -> list[str]:
-    """Shard files of an index; raises unless each contains exactly the tensors that the index assigns to it."""
+    """Shard files of an index; raises unless each contains exactly the tensors that the index
+    assigns to it.
+    """
     weight_map = _read_weight_map(index)
     files = sorted(set(weight_map.values()))
-    if invalid := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
-        raise SpecError(f"{index} names {invalid[0]!r}; shards must be .safetensors files in the same folder")
+    if invalid := [
+        file for file in files if Path(file).name != file or not file.endswith(".safetensors")
+    ]:
+        raise SpecError(
+            f"{index} names {invalid[0]!r}; shards must be .safetensors files in the same folder"
+        )
     for file in files:
         infos = _read_infos(index.parent / file)
         indexed = {name for name, assigned in weight_map.items() if assigned == file}
@@ -87,7 +101,9 @@ def _list_shards(index: Path) -> list[str]:
                 if name in indexed
                 else f"{file} contains {name}, which the index assigns to another file"
             )
-            raise SpecError(f"{index}: {fact}; copy the folder again, the index belongs to other shards")
+            raise SpecError(
+                f"{index}: {fact}; copy the folder again, the index belongs to other shards"
+            )
     return files
 
 
@@ -102,11 +118,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         or not weight_map
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
-        raise SpecError(f"{index} is not an index of shards; it must contain weight_map = {{tensor: file}}")
+        raise SpecError(
+            f"{index} is not an index of shards; it must contain weight_map = {{tensor: file}}"
+        )
     return weight_map
 
 
-# --- Build a model from the tensors of a checkpoint -------------------------------------------------------
+# --- Build a model from the tensors of a checkpoint -----------------------------------------------
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -120,19 +138,28 @@ def build_from_weights(
 ) -> Transformer:
     """Build a model with the weights of a checkpoint, in the checkpoint's dtype and in eval mode.
 
-    `constants` overrides buffers of attention layers, by name, that otherwise follow from their specs.
+    `constants` overrides buffers of attention layers, by name, that otherwise follow from their
+    specs.
     """
     tensors = read_tensors(model_spec, names, source)
     missing = model_spec.shapes().keys() - tensors.keys()
-    tensors |= {name: constant for name, constant in _make_constants(model_spec, constants) if name in missing}
+    tensors |= {
+        name: constant
+        for name, constant in _make_constants(model_spec, constants)
+        if name in missing
+    }
     with torch.device("meta"):
         net = build(model_spec, dropout=dropout)
     net.load_state_dict(tensors, assign=True)
     return net.eval()
 
 
-def read_tensors(model_spec: ModelSpec, names: WeightNames, source: TensorSource) -> dict[str, Tensor]:
-    """Read the tensors of a model, by headwise names; raises before reading if anything does not fit."""
+def read_tensors(
+    model_spec: ModelSpec, names: WeightNames, source: TensorSource
+) -> dict[str, Tensor]:
+    """Read the tensors of a model, by headwise names; raises before reading if anything does not
+    fit.
+    """
     infos = {names.canonical_name(name): kind for name, kind in source.infos.items()}
     plan = CheckpointPlan.from_spec(model_spec, names, names.find_prefix(infos))
     mismatch = next(_find_mismatches(plan, names, infos), None) or next(
@@ -140,19 +167,27 @@ def read_tensors(model_spec: ModelSpec, names: WeightNames, source: TensorSource
     )
     if mismatch:
         raise SpecError(f"{source.path}: {mismatch}")
-    tensors, to_compare = _allocate(model_spec, plan, infos), list[tuple[str, str, Tensor, Tensor]]()
+    tensors, to_compare = (
+        _allocate(model_spec, plan, infos),
+        list[tuple[str, str, Tensor, Tensor]](),
+    )
     for file_name, tensor in note_zero_weights(source.path, source.iter_tensors()):
         name = names.canonical_name(file_name)
         first = plan.tied_names.get(name, name)
         for piece in plan.pieces.get(first, ()):
-            file_tensor, own_tensor = piece.file_view.view(tensor), piece.own_view.view(tensors[piece.name])
+            file_tensor, own_tensor = (
+                piece.file_view.view(tensor),
+                piece.own_view.view(tensors[piece.name]),
+            )
             if name == plan.find_source(first, infos):
                 own_tensor.copy_(file_tensor)
             else:
                 to_compare.append((name, first, file_tensor, own_tensor))
     for name, first, file_tensor, own_tensor in to_compare:
         if not torch.equal(file_tensor, own_tensor):
-            advice = "but config.json ties them; if they are separate, set tie_word_embeddings = false"
+            advice = (
+                "but config.json ties them; if they are separate, set tie_word_embeddings = false"
+            )
             raise SpecError(f"{source.path}: {name} differs from {first}, {advice}")
     return tensors
 
@@ -161,11 +196,14 @@ MIN_ROWS = 8  # of a matrix whose second half should not be zero
 MAX_ZERO_SHARE = 0.25  # of the matrices of a checkpoint; some are zero before training
 
 
-def note_zero_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, and warn at their end if they look like those of a file that was copied in part.
+def note_zero_weights(
+    path: Path, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, and warn at their end if they look like those of a file that was copied in
+    part.
 
-    Then the second half of a matrix is zero, or many matrices are. Embeddings with rows for padding are longer than
-    their padding. One row of almost every matrix is read.
+    Then the second half of a matrix is zero, or many matrices are. Embeddings with rows for padding
+    are longer than their padding. One row of almost every matrix is read.
     """
     halves, num_zero, num_matrices = list[str](), 0, 0
     for name, tensor in tensors:
@@ -187,15 +225,22 @@ def note_zero_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> Iter
         warnings.warn(f"{path}: {' and '.join(facts)}; {remedy}", stacklevel=2)
 
 
-def _find_mismatches(plan: CheckpointPlan, names: WeightNames, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _find_mismatches(
+    plan: CheckpointPlan, names: WeightNames, infos: Mapping[str, TensorInfo]
+) -> Iterator[str]:
     """Yield a message for each missing tensor, unexpected tensor or wrong shape."""
     for path in plan.pieces:
         if plan.find_source(path, infos) is None:
-            yield f"{path} is missing; copy the files again, or give the config that belongs to them"
+            yield (
+                f"{path} is missing; copy the files again, or give the config that belongs to them"
+            )
     for name, info in infos.items():
         expected = plan.pieces.get(plan.tied_names.get(name, name))
         if expected is None and not names.is_ignored(name):
-            yield f"{name} is not a tensor of the described model; give the config that belongs to the file"
+            yield (
+                f"{name} is not a tensor of the described model; give the config that belongs "
+                "to the file"
+            )
         elif expected and info.shape != expected[0].shape:
             shapes = f"{list(info.shape)}, the config requires {list(expected[0].shape)}"
             yield f"{name} is {shapes}; give the config that belongs to the file"
@@ -206,18 +251,30 @@ def _find_unsupported_dtypes(
 ) -> Iterator[str]:
     """Yield a message for each unsupported dtype, and for parameters of several dtypes."""
     learned = {weight.name for weight in model_spec.weights() if weight.trainable}
-    dtypes = {path: infos[name].dtype for path in plan.pieces if (name := plan.find_source(path, infos))}
+    dtypes = {
+        path: infos[name].dtype for path in plan.pieces if (name := plan.find_source(path, infos))
+    }
     for path, dtype in dtypes.items():
         if dtype not in DTYPES:
-            yield f"{path} has dtype {dtype}; quantised weights are not supported, give them as {', '.join(DTYPES)}"
+            yield (
+                f"{path} has dtype {dtype}; quantised weights are not supported, give them as "
+                f"{', '.join(DTYPES)}"
+            )
     learned_dtypes = {
-        dtypes[path] for path, pieces in plan.pieces.items() if any(piece.name in learned for piece in pieces)
+        dtypes[path]
+        for path, pieces in plan.pieces.items()
+        if any(piece.name in learned for piece in pieces)
     }
     if len(learned_dtypes) > 1:
-        yield f"parameters have the dtypes {' and '.join(sorted(learned_dtypes))}; save them in one dtype"
+        yield (
+            f"parameters have the dtypes {' and '.join(sorted(learned_dtypes))}; save them in "
+            "one dtype"
+        )
 
 
-def _allocate(model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+def _allocate(
+    model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, TensorInfo]
+) -> dict[str, Tensor]:
     """Allocate an uninitialised tensor for each headwise tensor that the file contains."""
     shapes = model_spec.shapes()
     return {
@@ -228,7 +285,9 @@ def _allocate(model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, T
     }
 
 
-def _make_constants(model_spec: ModelSpec, constants: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _make_constants(
+    model_spec: ModelSpec, constants: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of attention layers that follow from their specs, unless given."""
     for layer_path, spec in model_spec.attention_specs():
         shapes = spec.shapes()
@@ -237,7 +296,9 @@ def _make_constants(model_spec: ModelSpec, constants: Mapping[str, Any]) -> Iter
                 full_name, value = f"{layer_path}.{name}", param.init(shapes[name])
                 yield (
                     full_name,
-                    _check_constant(full_name, constants[full_name], value) if full_name in constants else value,
+                    _check_constant(full_name, constants[full_name], value)
+                    if full_name in constants
+                    else value,
                 )
 
 
@@ -245,4 +306,6 @@ def _check_constant(name: str, value: Any, like: Tensor) -> Tensor:
     try:
         return torch.tensor(value, dtype=like.dtype).reshape(like.shape)
     except (TypeError, ValueError, RuntimeError):
-        raise SpecError(f"{name} = {value!r} is not a list of {like.numel()} numbers; copy the folder again") from None
+        raise SpecError(
+            f"{name} = {value!r} is not a list of {like.numel()} numbers; copy the folder again"
+        ) from None

@@ -1,4 +1,6 @@
-"""Load models from folders, llama2.c files or live transformers models, and export them for transformers."""
+"""Load models from folders, llama2.c files or live transformers models, and export them for
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,50 @@ from torch import Tensor, nn
 from .. import models
 from ..data.tokenizer_calls import parse_tokenizer
 from ..errors import SpecError
-from ..families import FAMILIES, describe_checkpoint, get_weight_names, read_model_spec as described_by, write_config
+from ..families import (
+    FAMILIES,
+    describe_checkpoint,
+    get_weight_names,
+    read_model_spec as described_by,
+    write_config,
+)
 from ..families.weight_names import CheckpointPlan
 from ..files import sha256, write_atomically
 from ..inspect.attention_sites import compiled_part_reason, unhookable_reason, unprunable_reason
 from ..inspect.model_tokenizer import get_surrounding_ids
 from ..model_spec import ProcessorSpec
-from ..model_spec.serialization import MANIFEST_FILE, RECORD_FILE, TOKENIZER_FILE, SurgeryRecord, find_record
+from ..model_spec.serialization import (
+    MANIFEST_FILE,
+    RECORD_FILE,
+    TOKENIZER_FILE,
+    SurgeryRecord,
+    find_record,
+)
 from ..models import Transformer
 from ..models.save_load import is_refusing_config
 from ..output_paths import FolderKind, stage_folder
 from . import llama2c
-from .checkpoint_weights import DTYPES, INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder, TensorInfo, build_from_weights
+from .checkpoint_weights import (
+    DTYPES,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    SafetensorsFolder,
+    TensorInfo,
+    build_from_weights,
+)
 from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, read_json, read_processor
 from .transformers_loading import check_folder, load_model
 
-# --- Import --------------------------------------------------------------------------------------------
+# --- Import ---------------------------------------------------------------------------------------
 
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
-    """Load a transformers folder as a headwise model. Runs no code from the folder, and opens no pickle."""
+    """Load a transformers folder as a headwise model. Runs no code from the folder, and opens no
+    pickle.
+    """
     check_folder(folder)
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         raise SpecError(_no_weights_message(folder))
@@ -49,7 +72,9 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
         raise SpecError(f"{folder}: {quantized[0]}; give a folder with weights in 16 or 32 bits")
     names, constants, source = get_weight_names(model_spec.name), {}, SafetensorsFolder(folder)
     if resized is None:
-        model_spec = describe_checkpoint(model_spec, {name: info.shape for name, info in source.infos.items()})
+        model_spec = describe_checkpoint(
+            model_spec, {name: info.shape for name, info in source.infos.items()}
+        )
     else:
         _check_files(folder, resized)
         names, constants = names.with_ignored(resized.unused_tensors), resized.constants
@@ -59,40 +84,54 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
 
 
 def _check_files(folder: Path, record: SurgeryRecord) -> None:
-    """Raise if a file differs from its checksum in heads.json. Files with code are hashed, never run."""
+    """Raise if a file differs from its checksum in heads.json. Files with code are hashed, never
+    run.
+    """
     for name, checksum in record.files.items():
         path = folder / name
         if not path.is_file():
             raise SpecError(f"{path} is missing, but {RECORD_FILE} lists it; copy the folder again")
         if sha256(path) != checksum:
-            raise SpecError(f"{path} does not match its checksum in {RECORD_FILE}; copy the folder again")
+            raise SpecError(
+                f"{path} does not match its checksum in {RECORD_FILE}; copy the folder again"
+            )
 
 
 def find_pickle(folder: Path) -> str:
     """Name of the first pickle in a folder; "" if there is none."""
-    return next((path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES), "")
+    return next(
+        (path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES), ""
+    )
 
 
 def _no_weights_message(folder: Path) -> str:
     if pickle := find_pickle(folder):
-        fact = f"{folder} has its weights in {pickle}, a pickle, which can run code when it is loaded"
+        fact = (
+            f"{folder} has its weights in {pickle}, a pickle, which can run code when it is loaded"
+        )
         return f"{fact}; give a folder with {WEIGHTS_FILE}, as save_pretrained writes it"
-    advice = f"give a folder with weights; {folder / CONFIG_FILE} alone describes a model with initial weights"
+    advice = (
+        f"give a folder with weights; {folder / CONFIG_FILE} alone describes a model with "
+        "initial weights"
+    )
     return f"{folder} holds a {CONFIG_FILE} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; {advice}"
 
 
-# --- Load any folder or file -------------------------------------------------------------------------------
+# --- Load any folder or file ----------------------------------------------------------------------
 
 MODEL_FILE_SUFFIXES = (".safetensors", ".json", ".toml")  # files inside model folders
 
 
-def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None = None) -> Transformer:
+def load(
+    what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None = None
+) -> Transformer:
     """Load a model from a folder or a file, in the dtype it was saved in and in eval mode.
 
-    `what` is a folder written by `hw.save`, a transformers folder (config.json with model.safetensors, or with shards
-    and their index), or a llama2.c file such as stories260K.bin. `net.usage.tokenizer` is the document of the tokenizer
-    found with it; `tokenizer` is the path of the tokenizer of a llama2.c file that is stored elsewhere. No loaded code
-    is run: pickles are refused, and code that config.json refers to is ignored.
+    `what` is a folder written by `hw.save`, a transformers folder (config.json with
+    model.safetensors, or with shards and their index), or a llama2.c file such as stories260K.bin.
+    `net.usage.tokenizer` is the document of the tokenizer found with it; `tokenizer` is the path of
+    the tokenizer of a llama2.c file that is stored elsewhere. No loaded code is run: pickles are
+    refused, and code that config.json refers to is ignored.
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -110,12 +149,15 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
         return llama2c.load_llama2c(path, dropout, None if tokenizer is None else Path(tokenizer))
     if tokenizer is not None:
         raise SpecError(
-            f"{path} is a folder, which contains its tokenizer; leave tokenizer out, or give a llama2.c file"
+            f"{path} is a folder, which contains its tokenizer; leave tokenizer out, or give a "
+            "llama2.c file"
         )
     if (path / MANIFEST_FILE).is_file():
         return models.load(path, dropout=dropout)
     if is_refusing_config(path / CONFIG_FILE):
-        raise SpecError(f"{path} is a headwise folder without {MANIFEST_FILE}; copy the folder again")
+        raise SpecError(
+            f"{path} is a headwise folder without {MANIFEST_FILE}; copy the folder again"
+        )
     if (path / CONFIG_FILE).is_file():
         return load_transformers_folder(path, dropout)
     raise SpecError(_not_loadable_message(path))
@@ -127,32 +169,48 @@ def _not_loadable_message(path: Path) -> str:
     if not path.is_dir():
         return f"there is no folder or file {str(path)!r}; give {kinds}"
     if pickle := find_pickle(path):
-        return f"{path} contains {pickle}, a pickle, which can run code when it is loaded; give {kinds}"
+        return (
+            f"{path} contains {pickle}, a pickle, which can run code when it is loaded; give "
+            f"{kinds}"
+        )
     return f"{path} holds neither {MANIFEST_FILE} nor {CONFIG_FILE}; give {kinds}"
 
 
-# --- Load a folder with the library that wrote it ---------------------------------------------------------
+# --- Load a folder with the library that wrote it -------------------------------------------------
 
 
 def load_original(path: Path | str) -> nn.Module:
-    """Load a folder with the library that wrote it; without weights, build the model on the meta device."""
+    """Load a folder with the library that wrote it; without weights, build the model on the meta
+    device.
+    """
     folder = Path(path)
     if (folder / MANIFEST_FILE).is_file() or folder.is_file():
         return load(folder)
     if not (folder / CONFIG_FILE).is_file():
-        raise SpecError(f"{str(path)!r} is no folder of a model; give one with {MANIFEST_FILE} or {CONFIG_FILE}")
-    return _load_without_transformers(folder) if find_spec("transformers") is None else _load_with_transformers(folder)
+        raise SpecError(
+            f"{str(path)!r} is no folder of a model; give one with {MANIFEST_FILE} or {CONFIG_FILE}"
+        )
+    return (
+        _load_without_transformers(folder)
+        if find_spec("transformers") is None
+        else _load_with_transformers(folder)
+    )
 
 
 def _load_without_transformers(folder: Path) -> nn.Module:
-    """Load a folder as a headwise model; for a family that headwise lacks, the error names the package to install."""
+    """Load a folder as a headwise model; for a family that headwise lacks, the error names the
+    package to install.
+    """
     try:
         return load(folder)
     except SpecError:
         model_type = read_json(folder / CONFIG_FILE).get("model_type")
         if model_type is None or str(model_type) in FAMILIES:
             raise
-        fact = f"{folder} has the model_type {str(model_type)[:60]!r}, for which transformers is needed"
+        fact = (
+            f"{folder} has the model_type {str(model_type)[:60]!r}, for which transformers is "
+            "needed"
+        )
         raise SpecError(f"{fact}; pip install 'headwise[hf]'") from None
 
 
@@ -162,10 +220,12 @@ def _load_with_transformers(folder: Path) -> nn.Module:
     try:
         return load_model(folder)
     except Exception as error:  # transformers may raise anything
-        raise SpecError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
+        raise SpecError(
+            f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
-# --- Copy a live transformers model into a headwise model -------------------------------------------------
+# --- Copy a live transformers model into a headwise model -----------------------------------------
 
 
 class LiveTensors:
@@ -176,7 +236,8 @@ class LiveTensors:
         dtype_names = {dtype: word for word, dtype in DTYPES.items()}
         self.infos: Mapping[str, TensorInfo] = {
             name: TensorInfo(
-                tuple(tensor.shape), dtype_names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+                tuple(tensor.shape),
+                dtype_names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
             )
             for name, tensor in tensors.items()
         }
@@ -188,9 +249,11 @@ class LiveTensors:
 
 
 def copy_live_model(model: nn.Module) -> Transformer:
-    """Copy a live transformers model into an equivalent headwise model on the CPU, with its own tensors.
+    """Copy a live transformers model into an equivalent headwise model on the CPU, with its own
+    tensors.
 
-    Raises with the reason if headwise has no weight map for its architecture, or if its weights are not plain tensors.
+    Raises with the reason if headwise has no weight map for its architecture, or if its weights are
+    not plain tensors.
 
     >>> copy_live_model(nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -198,7 +261,9 @@ def copy_live_model(model: nn.Module) -> Transformer:
     """
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or getattr(config, "model_type", None) is None:
-        raise SpecError(f"{name} has no config with a model_type; give a transformers model, or its folder")
+        raise SpecError(
+            f"{name} has no config with a model_type; give a transformers model, or its folder"
+        )
     compiled_part = compiled_part_reason(dict(model.named_modules()), "")
     if reason := unhookable_reason(model, [model]) or compiled_part or unprunable_reason([model]):
         raise SpecError(f"{name} cannot be copied: {reason}")
@@ -206,11 +271,15 @@ def copy_live_model(model: nn.Module) -> Transformer:
     model_spec = described_by(config_fields)
     names = get_weight_names(model_spec.name)
     with torch.no_grad():
-        return build_from_weights(model_spec, names, LiveTensors(name, _named_as_in_files(model)), 0.0)
+        return build_from_weights(
+            model_spec, names, LiveTensors(name, _named_as_in_files(model)), 0.0
+        )
 
 
 def _named_as_in_files(model: Any) -> Mapping[str, Tensor]:
-    """State dict with the names used in checkpoints, which for some models differ from those in memory."""
+    """State dict with the names used in checkpoints, which for some models differ from those in
+    memory.
+    """
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before its fifth version, files and memory used the same names
@@ -218,21 +287,27 @@ def _named_as_in_files(model: Any) -> Mapping[str, Tensor]:
     return revert_weight_conversion(model, model.state_dict())
 
 
-# --- Export --------------------------------------------------------------------------------------------
+# --- Export ---------------------------------------------------------------------------------------
 
 EXPORTED_MODEL = FolderKind("model of transformers", (CONFIG_FILE,))
 
 
-def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_length: int | None = None) -> None:
-    """Write a model to a new folder in the format of transformers: config.json, model.safetensors, and the tokenizer.
+def export(
+    model: Transformer, folder: Path | str, *, form: str = "auto", max_length: int | None = None
+) -> None:
+    """Write a model to a new folder in the format of transformers: config.json, model.safetensors,
+    and the tokenizer.
 
-    `form` is "llama", "mistral", "qwen2", "qwen3" or "gpt2"; "auto" takes the first that can express the model. Raises
-    with the first difference if the written config would not describe the same model. `max_length` is written as
-    max_position_embeddings of a model with rotary positions, which has no limit of its own.
+    `form` is "llama", "mistral", "qwen2", "qwen3" or "gpt2"; "auto" takes the first that can
+    express the model. Raises with the first difference if the written config would not describe the
+    same model. `max_length` is written as max_position_embeddings of a model with rotary positions,
+    which has no limit of its own.
 
     >>> import headwise as hw, os, tempfile
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5}
+    ...     )
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export(net, f"{folder}/small")
@@ -240,13 +315,20 @@ def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_le
     config.json model.safetensors
     """
     if not isinstance(model, Transformer):
-        raise ValueError(f"net is of type {type(model).__name__}; give what hw.build made, not a wrapper around it")
+        raise ValueError(
+            f"net is of type {type(model).__name__}; give what hw.build made, not a wrapper "
+            "around it"
+        )
     config = (
-        write_config(model.spec, form) | _token_ids(model.usage) | {"dtype": str(_dtype(model)).removeprefix("torch.")}
+        write_config(model.spec, form)
+        | _token_ids(model.usage)
+        | {"dtype": str(_dtype(model)).removeprefix("torch.")}
     )
     if max_length is not None:
         config |= _set_max_length(config, max_length)
-    files = {WEIGHTS_FILE: tensor_bytes(collect_tensors(model, config["model_type"]), {"format": "pt"})}
+    files = {
+        WEIGHTS_FILE: tensor_bytes(collect_tensors(model, config["model_type"]), {"format": "pt"})
+    }
     if model.usage.tokenizer is not None:
         files |= {
             TOKENIZER_FILE: _tokenizer_json(model.usage).encode(),
@@ -261,7 +343,9 @@ def collect_tensors(model: Transformer, family: str) -> dict[str, Tensor]:
     """All tensors of a model with the names and layouts of a family's checkpoints."""
     names = get_weight_names(family)
     state, tensors = model.state_dict(), dict[str, Tensor]()
-    for path, pieces in CheckpointPlan.from_spec(model.spec, names, names.prefixes[0]).pieces.items():
+    for path, pieces in CheckpointPlan.from_spec(
+        model.spec, names, names.prefixes[0]
+    ).pieces.items():
         tensors[path] = torch.empty(pieces[0].shape, dtype=state[pieces[0].name].dtype)
         for piece in pieces:
             piece.file_view.view(tensors[path]).copy_(
@@ -274,22 +358,29 @@ def _dtype(net: Transformer) -> torch.dtype:
     dtypes = {p.dtype for p in net.parameters()}
     if len(dtypes) > 1:
         raise SpecError(
-            f"parameters have the dtypes {' and '.join(sorted(map(str, dtypes)))}; convert them to one, as in "
+            f"parameters have the dtypes {' and '.join(sorted(map(str, dtypes)))}; convert them "
+            "to one, as in "
             "net.float()"
         )
     return next(iter(dtypes))
 
 
 def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
-    """Begin and end ids of a text. Null if there is none, because transformers' defaults are for other tokenizers."""
+    """Begin and end ids of a text. Null if there is none, because transformers' defaults are for
+    other tokenizers.
+    """
     begin, end = usage.before[:1], usage.end
-    return {"bos_token_id": begin[0] if begin else None, "eos_token_id": list(end) if len(end) > 1 else (*end, None)[0]}
+    return {
+        "bos_token_id": begin[0] if begin else None,
+        "eos_token_id": list(end) if len(end) > 1 else (*end, None)[0],
+    }
 
 
 def _set_max_length(config: dict[str, Any], length: int) -> dict[str, Any]:
     if "n_positions" in config:
         raise SpecError(
-            f"cannot set max_length={length}: the model has {config['n_positions']} learned positions; "
+            f"cannot set max_length={length}: the model has {config['n_positions']} learned "
+            "positions; "
             "leave max_length out"
         )
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
@@ -303,10 +394,13 @@ def _tokenizer_json(usage: ProcessorSpec) -> str:
     tokenizer = parse_tokenizer(document)
     if get_surrounding_ids(tokenizer) == (usage.before, usage.behind):
         return document
-    token_names = {token_id: tokenizer.id_to_token(token_id) for token_id in (*usage.before, *usage.behind)}
+    token_names = {
+        token_id: tokenizer.id_to_token(token_id) for token_id in (*usage.before, *usage.behind)
+    }
     if unknown := [token_id for token_id, name in token_names.items() if name is None]:
         raise SpecError(
-            f"the tokenizer has no token {unknown[0]}, which net.usage puts around every text; correct net.usage"
+            f"the tokenizer has no token {unknown[0]}, which net.usage puts around every text; "
+            "correct net.usage"
         )
     template = [
         *(token_names[token_id] for token_id in usage.before),
@@ -314,20 +408,33 @@ def _tokenizer_json(usage: ProcessorSpec) -> str:
         *(token_names[token_id] for token_id in usage.behind),
     ]
     special = [(name, token_id) for token_id, name in token_names.items()]
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=special
+    )
     return tokenizer.to_str()
 
 
 def _tokenizer_config(usage: ProcessorSpec) -> dict[str, Any]:
-    """Config that makes transformers read tokenizer.json as it is, instead of the default tokenizer of the family."""
+    """Config that makes transformers read tokenizer.json as it is, instead of the default tokenizer
+    of the family.
+    """
     tokenizer = parse_tokenizer(usage.tokenizer or "")
     ids = _token_ids(usage)
     end_ids = ids["eos_token_id"]
-    special_ids = {"bos_token": ids["bos_token_id"], "eos_token": end_ids[0] if isinstance(end_ids, list) else end_ids}
-    special_tokens = {
-        name: tokenizer.id_to_token(token_id) for name, token_id in special_ids.items() if token_id is not None
+    special_ids = {
+        "bos_token": ids["bos_token_id"],
+        "eos_token": end_ids[0] if isinstance(end_ids, list) else end_ids,
     }
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special_tokens}
+    special_tokens = {
+        name: tokenizer.id_to_token(token_id)
+        for name, token_id in special_ids.items()
+        if token_id is not None
+    }
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **special_tokens,
+    }
 
 
 def _to_json(keys: dict[str, Any]) -> bytes:

@@ -1,4 +1,6 @@
-"""Read the tokenizer, special ids and class names of a transformers folder; attach a tokenizer to a model."""
+"""Read the tokenizer, special ids and class names of a transformers folder; attach a tokenizer to a
+model.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,16 @@ CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
 WARNINGS_GIVEN = set[str]()  # in this process
 SPECIAL_ID_KEYS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
-TOKENIZER_CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # either may contain the mask token
+TOKENIZER_CONFIG_FILES = (
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)  # either may contain the mask token
 
 
 def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
-    """Processor spec of a folder. Special tokens in texts are parsed as such, as in transformers."""
+    """Processor spec of a folder. Special tokens in texts are parsed as such,
+    as in transformers.
+    """
     config = read_json(folder / CONFIG_FILE) | read_json(folder / GENERATION_FILE)
     _warn_of_ids_without_rows(folder, config, _vocab_size(model_spec))
     fields = _read_config_fields(folder, config, model_spec)
@@ -50,14 +57,20 @@ def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
     return usage
 
 
-def _read_config_fields(where: Path, config: Mapping[str, Any], model_spec: ModelSpec) -> dict[str, Any]:
+def _read_config_fields(
+    where: Path, config: Mapping[str, Any], model_spec: ModelSpec
+) -> dict[str, Any]:
     """Special ids and class names in a config."""
     vocab_size = _vocab_size(model_spec)
-    fields: dict[str, Any] = {"specials": "read", "end": _read_ids(where, config, "eos_token_id", vocab_size)}
+    fields: dict[str, Any] = {
+        "specials": "read",
+        "end": _read_ids(where, config, "eos_token_id", vocab_size),
+    }
     if len(model_spec.stacks) > 1:
         fields["begin"] = _read_ids(where, config, "decoder_start_token_id", vocab_size)
     if model_spec.heads and model_spec.heads[0].name == "classes":
-        # transformers writes no names for two classes, its default, and then calls them LABEL_0 and LABEL_1.
+        # transformers writes no names for two classes, its default, and then calls them LABEL_0 and
+        # LABEL_1.
         names = tuple(f"LABEL_{number}" for number in range(model_spec.heads[0].outputs))
         fields["labels"] = _read_labels(config) or names
     return fields
@@ -66,14 +79,20 @@ def _read_config_fields(where: Path, config: Mapping[str, Any], model_spec: Mode
 def read_live_processor(
     model: nn.Module, model_spec: ModelSpec, tokenizer: object = None, needed: str = "if it fits"
 ) -> ProcessorSpec:
-    """Processor spec of a transformers model in memory, with the given tokenizer or the one beside its weights.
+    """Processor spec of a transformers model in memory, with the given tokenizer or the one beside
+    its weights.
 
-    `needed` is "required", which raises if there is no tokenizer that fits the model, or "if it fits".
+    `needed` is "required", which raises if there is no tokenizer that fits the model, or "if it
+    fits".
     """
     name, config = Path(type(model).__name__), dict[str, Any]()
     for source in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         as_dict = getattr(source, "to_dict", None)
-        config |= {} if as_dict is None else {key: value for key, value in as_dict().items() if value is not None}
+        config |= (
+            {}
+            if as_dict is None
+            else {key: value for key, value in as_dict().items() if value is not None}
+        )
     usage = ProcessorSpec(**_read_config_fields(name, config, model_spec))
     check_processor(model_spec, usage)
     fast = find_tokenizer(model) if tokenizer is None else read_tokenizer(tokenizer)
@@ -96,21 +115,32 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path} cannot be read: {error}; copy the file again") from None
     if not isinstance(fields, dict):
-        raise SpecError(f"{path} contains a {type(fields).__name__}, not an object; copy the file again")
+        raise SpecError(
+            f"{path} contains a {type(fields).__name__}, not an object; copy the file again"
+        )
     return fields
 
 
-def _read_ids(folder: Path, config: Mapping[str, Any], name: str, vocab_size: int) -> tuple[int, ...]:
-    """One id or several from a config; ids outside the vocabulary are dropped: no model output has them."""
+def _read_ids(
+    folder: Path, config: Mapping[str, Any], name: str, vocab_size: int
+) -> tuple[int, ...]:
+    """One id or several from a config; ids outside the vocabulary are dropped: no model output has
+    them.
+    """
     value = config.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise SpecError(f"{folder}: {name} = {value!r} is neither an id nor a list of ids; correct it, or remove it")
+        raise SpecError(
+            f"{folder}: {name} = {value!r} is neither an id nor a list of ids; correct it, or "
+            "remove it"
+        )
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
 
 def _vocab_size(model_spec: ModelSpec) -> int:
-    return max((stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0)
+    return max(
+        (stack.embedding.tokens for stack in model_spec.stacks if stack.embedding), default=0
+    )
 
 
 def _warn_of_ids_without_rows(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
@@ -121,7 +151,10 @@ def _warn_of_ids_without_rows(folder: Path, config: Mapping[str, Any], vocab_siz
         value = config.get(name)
         ids = value if isinstance(value, list) else [value]
         if any(type(token_id) is int and not 0 <= token_id < vocab_size for token_id in ids):
-            _warn_once(f"{folder}: {name} = {value!r} is outside the vocabulary of {vocab_size} tokens and is not used")
+            _warn_once(
+                f"{folder}: {name} = {value!r} is outside the vocabulary of {vocab_size} tokens "
+                "and is not used"
+            )
 
 
 def _warn_once(message: str) -> None:
@@ -133,12 +166,18 @@ def _warn_once(message: str) -> None:
 def _read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Class names in the order of their ids; () if the config has none."""
     id_to_label = config.get("id2label")
-    labels = {str(number): str(label) for number, label in id_to_label.items()} if isinstance(id_to_label, dict) else {}
+    labels = (
+        {str(number): str(label) for number, label in id_to_label.items()}
+        if isinstance(id_to_label, dict)
+        else {}
+    )
     return tuple(labels[str(number)] for number in range(len(labels)) if str(number) in labels)
 
 
 def _read_tokenizer(folder: Path) -> dict[str, Any]:
-    """The tokenizer document, the ids that it adds before and behind every text, and its mask id."""
+    """The tokenizer document, the ids that it adds before and behind every
+    text, and its mask id.
+    """
     path = folder / TOKENIZER_FILE
     try:
         document = read_text_file(path)
@@ -146,7 +185,9 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
     except SpecError:
         raise
     except Exception as error:  # the library raises plain Exception
-        raise SpecError(f"{path} is not a tokenizer document: {error}; copy the file again") from None
+        raise SpecError(
+            f"{path} is not a tokenizer document: {error}; copy the file again"
+        ) from None
     before, behind = get_surrounding_ids(tokenizer)
     mask = _read_mask_token(folder)
     fields = {"tokenizer": document, "before": before, "behind": behind}
@@ -154,7 +195,8 @@ def _read_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]:
-    """Size, mean and deviation of the pixels of a vision model; {} for other models, or if they are not recorded.
+    """Size, mean and deviation of the pixels of a vision model; {} for other models, or if they are
+    not recorded.
 
     Images are resized to the size of the model; cropping is left out.
     """
@@ -167,24 +209,35 @@ def _read_image_processor(folder: Path, model_spec: ModelSpec) -> dict[str, Any]
     size = {"size": (patches.rows * patches.high, patches.columns * patches.wide)}
     if not config.get("do_normalize", True):
         return size | {"mean": (0.0,) * patches.channels, "deviation": (1.0,) * patches.channels}
-    statistics: dict[str, Any] = {"mean": config.get("image_mean"), "deviation": config.get("image_std")}
+    statistics: dict[str, Any] = {
+        "mean": config.get("image_mean"),
+        "deviation": config.get("image_std"),
+    }
     if any(value is None for value in statistics.values()):
         return {}
-    return size | {name: _read_channels(path, value, patches.channels) for name, value in statistics.items()}
+    return size | {
+        name: _read_channels(path, value, patches.channels) for name, value in statistics.items()
+    }
 
 
 def _read_channels(path: Path, value: Any, channels: int) -> tuple[float, ...]:
     """A number for each channel, from a list or from one number for all."""
     values: list[Any] = value if isinstance(value, list) else [value] * channels
     if len(values) != channels or not all(type(number) in (int, float) for number in values):
-        raise SpecError(f"{path}: {value!r} is not one number for each of {channels} channels; correct it")
+        raise SpecError(
+            f"{path}: {value!r} is not one number for each of {channels} channels; correct it"
+        )
     return tuple(float(number) for number in values)
 
 
 def _is_scaled_to_one(config: Mapping[str, Any]) -> bool:
     """Whether pixels 0..255 are scaled to 0..1 before they are normalised."""
     factor = config.get("rescale_factor", 1 / 255)
-    return bool(config.get("do_rescale", True)) and isinstance(factor, float) and math.isclose(factor, 1 / 255)
+    return (
+        bool(config.get("do_rescale", True))
+        and isinstance(factor, float)
+        and math.isclose(factor, 1 / 255)
+    )
 
 
 def _read_mask_token(folder: Path) -> str | None:
@@ -196,13 +249,14 @@ def _read_mask_token(folder: Path) -> str | None:
     return None
 
 
-# --- Attach a tokenizer to a model without one ------------------------------------------------------------
+# --- Attach a tokenizer to a model without one ----------------------------------------------------
 
 NUM_BYTES = 256
 
 
 def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
-    """Attach a tokenizer to a headwise model that has none: "bytes", or the path of a tokenizer file.
+    """Attach a tokenizer to a headwise model that has none: "bytes", or the path of a tokenizer
+    file.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -214,17 +268,23 @@ def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
     """
     if not isinstance(model, Transformer):
         fact = f"{type(model).__name__} is not a headwise model"
-        raise SpecError(f"{fact}, and uses the tokenizer next to its weights; put a tokenizer.json there")
+        raise SpecError(
+            f"{fact}, and uses the tokenizer next to its weights; put a tokenizer.json there"
+        )
     model.usage = add_tokenizer(model.spec, model.usage, tokenizer)
 
 
 def add_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: str) -> ProcessorSpec:
-    """Add a tokenizer to a processor spec: "bytes", a tokenizer.json, or a tokenizer.bin of llama2.c."""
+    """Add a tokenizer to a processor spec: "bytes", a tokenizer.json, or a tokenizer.bin of
+    llama2.c.
+    """
     if processor.tokenizer is not None:
         raise SpecError(f"{model_spec.name} has a tokenizer of its own; leave {tokenizer!r} out")
     tokens = _vocab_size(model_spec)
     if not tokens:
-        raise SpecError(f"{model_spec.name} takes no token ids, so no text; leave {tokenizer!r} out")
+        raise SpecError(
+            f"{model_spec.name} takes no token ids, so no text; leave {tokenizer!r} out"
+        )
     extended = (
         _use_bytes(model_spec, processor, tokens)
         if tokenizer == BYTE_TOKENIZER
@@ -246,14 +306,19 @@ def _use_file(path: Path, usage: ProcessorSpec, tokens: int) -> ProcessorSpec:
         data = path.read_bytes()
     except OSError as error:
         raise SpecError(
-            f"{path} cannot be read: {error.strerror}; give {BYTE_TOKENIZER!r}, or a tokenizer's file"
+            f"{path} cannot be read: {error.strerror}; give {BYTE_TOKENIZER!r}, or a tokenizer's "
+            "file"
         ) from None
     if data.lstrip()[:1] != b"{":
-        return replace(usage, before=(BOS_ID,), end=(BOS_ID,), tokenizer=make_tokenizer_json(path, tokens))
+        return replace(
+            usage, before=(BOS_ID,), end=(BOS_ID,), tokenizer=make_tokenizer_json(path, tokens)
+        )
     try:
         text = data.decode()
         tokenizer = parse_tokenizer(text)
     except Exception as error:  # the library raises plain Exception
-        raise SpecError(f"{path} is not a tokenizer document: {error}; give a tokenizer.json") from None
+        raise SpecError(
+            f"{path} is not a tokenizer document: {error}; give a tokenizer.json"
+        ) from None
     before, behind = get_surrounding_ids(tokenizer)
     return replace(usage, before=before, behind=behind, specials="read", tokenizer=text)

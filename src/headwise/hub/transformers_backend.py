@@ -1,16 +1,19 @@
 """Register headwise as an attention implementation of transformers, with its mask function.
 
-Importing `headwise.hub` registers both, immediately if transformers is imported already, else when it is imported; it
-never imports transformers itself. `model.set_attn_implementation("headwise")` then selects them.
+Importing `headwise.hub` registers both, immediately if transformers is imported already, else when
+it is imported; it never imports transformers itself. `model.set_attn_implementation("headwise")`
+then selects them.
 
-Masks are the explicit ones that transformers' eager functions get. So None always means no mask, fully masked rows
-behave as in eager attention, and models that do not use the interface, or compare the implementation's name, are as
-correct as with eager. Purely causal masks carry a mark and are not read, because the fused call has `is_causal`.
+Masks are the explicit ones that transformers' eager functions get. So None always means no mask,
+fully masked rows behave as in eager attention, and models that do not use the interface, or compare
+the implementation's name, are as correct as with eager. Purely causal masks carry a mark and are
+not read, because the fused call has `is_causal`.
 
-Falcon's attention does not use the attention interface: it is chosen by a table of classes when a model is built, and
-by the config in each forward call. The table gets an entry, and `FalconAttention.forward` runs headwise's attention
-function while the config says "headwise". Keys and values stay those of the key-value heads: transformers repeats them
-for all query heads of the new architecture, also in its cache.
+Falcon's attention does not use the attention interface: it is chosen by a table of classes when a
+model is built, and by the config in each forward call. The table gets an entry, and
+`FalconAttention.forward` runs headwise's attention function while the config says "headwise". Keys
+and values stay those of the key-value heads: transformers repeats them for all query heads of the
+new architecture, also in its cache.
 """
 
 from __future__ import annotations
@@ -35,32 +38,58 @@ from ..inspect.hooks import AttentionInputs, has_hooks
 from ..kernels import PagedDecodeOptions, attend_paged
 from ..kernels.launch import has_kernels
 
-MIN_TRANSFORMERS = (5, 3)  # before, a config could make transformers run code from the Hub (CVE-2026-4372)
+MIN_TRANSFORMERS = (
+    5,
+    3,
+)  # before, a config could make transformers run code from the Hub (CVE-2026-4372)
 MODELS_MODULE = "transformers.modeling_utils"
-LARGE_BIAS = 100  # from here on, float32 rounds scores so much that gradients of fused attention are off by 1e-5
+# from here on, float32 rounds scores so much that gradients of fused attention are off by 1e-5
+LARGE_BIAS = 100
 CAUSAL_MARK = "_hides_what_is_ahead"
 # Arguments of continuous batching that are for its cache and for its choice of tokens.
-PAGED_OPTIONS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
+PAGED_OPTIONS = (
+    "read_index",
+    "write_index",
+    "block_table",
+    "logits_indices",
+    "logits_processor_args",
+)
 BATCHING_PACKAGE = "transformers.generation.continuous_batching"
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function for transformers: head outputs [B, T, heads, head_dim], and weights if `output_attentions`.
+    """Attention function for transformers: head outputs [B, T, heads, head_dim], and weights if
+    `output_attentions`.
 
-    Computes the weights [B, heads, T, S] explicitly with a soft cap or sinks; else calls torch's fused function, with
-    the heads of a KV group as rows if there is a single query, or a headwise kernel where that is faster.
+    Computes the weights [B, heads, T, S] explicitly with a soft cap or sinks; else calls torch's
+    fused function, with the heads of a KV group as rows if there is a single query, or a headwise
+    kernel where that is faster.
     """
-    if (cache := options.pop("cache", None)) is not None:  # continuous batching: requests packed into one row
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+    if (
+        cache := options.pop("cache", None)
+    ) is not None:  # continuous batching: requests packed into one row
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
+        )
         options = {name: option for name, option in options.items() if name not in PAGED_OPTIONS}
     inputs = inputs_of_call(BACKEND_NAME, module, (query, key, value, attention_mask), options)
     queries, keys = query.shape[2], key.shape[2]
     if inputs.unsupported:
-        raise ValueError(f'{type(module).__name__} cannot run on "{BACKEND_NAME}": {inputs.unsupported}; use "eager"')
+        raise ValueError(
+            f'{type(module).__name__} cannot run on "{BACKEND_NAME}": {inputs.unsupported}; use '
+            '"eager"'
+        )
     if inputs.causal and queries != keys:
-        raise ValueError(f"is_causal is ambiguous for {queries} queries and {keys} keys; give a mask")
+        raise ValueError(
+            f"is_causal is ambiguous for {queries} queries and {keys} keys; give a mask"
+        )
     dropout = options.get("dropout", 0.0) if module.training else 0.0
     if inputs.softcap is not None or inputs.sinks is not None or options.get("output_attentions"):
         return _attend_with_weights(inputs, (query, key, value), dropout)
@@ -68,7 +97,9 @@ def attention_forward(
 
 
 def make_mask(*sizes: Any, **options: Any) -> Tensor | None:
-    """Mask function for transformers: [B, 1, T, S] as for eager attention, 0 or the minimum of the dtype."""
+    """Mask function for transformers: [B, 1, T, S] as for eager attention, 0 or the minimum of the
+    dtype.
+    """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     boolean_mask = sdpa_mask(*sizes, **options)
@@ -91,18 +122,25 @@ def register_backend() -> None:
 
     AttentionInterface.register(BACKEND_NAME, attention_forward)
     AttentionMaskInterface.register(BACKEND_NAME, make_mask)
-    AttentionInterface.register(f"paged|{BACKEND_NAME}", attention_forward)  # its name before transformers 5.23
+    AttentionInterface.register(
+        f"paged|{BACKEND_NAME}", attention_forward
+    )  # its name before transformers 5.23
     allow_continuous_batching()
 
 
 def allow_continuous_batching() -> None:
-    """Let `generate_batch` of transformers run with "headwise"; it accepts its own implementations only.
+    """Let `generate_batch` of transformers run with "headwise"; it accepts its own implementations
+    only.
 
-    Its check of the implementation is skipped for "headwise", which gets the explicit masks that "paged|eager" gets.
+    Its check of the implementation is skipped for "headwise", which gets the explicit masks that
+    "paged|eager" gets.
     """
     api: Any
     inputs: Any
-    api, inputs = (sys.modules.get(f"{BATCHING_PACKAGE}.{name}") for name in ("continuous_api", "input_outputs"))
+    api, inputs = (
+        sys.modules.get(f"{BATCHING_PACKAGE}.{name}")
+        for name in ("continuous_api", "input_outputs")
+    )
     manager: Any = getattr(api, "ContinuousBatchingManager", None)
     check = getattr(manager, "switch_to_cb_friendly_attn", None)
     is_mask_needed = getattr(inputs, "attn_mask_is_needed", None)
@@ -172,7 +210,9 @@ class TransformersImportHook(ModuleImportHook):
         register_backend()
 
 
-def _attend_sdpa(inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float) -> Tensor:
+def _attend_sdpa(
+    inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float
+) -> Tensor:
     q, k, v = qkv
     group_size, is_single_query = q.shape[1] // k.shape[1], q.shape[2] == 1
     causal, bias, uniform_rows = inputs.causal, None, None
@@ -189,26 +229,34 @@ def _attend_sdpa(inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dr
     if is_single_query and group_size > 1:
         if bias is not None and bias.shape[1] > 1:
             bias = heads_to_rows(bias, group_size)
-        o = F.scaled_dot_product_attention(heads_to_rows(q, group_size), k, v, bias, dropout, scale=inputs.scale)
+        o = F.scaled_dot_product_attention(
+            heads_to_rows(q, group_size), k, v, bias, dropout, scale=inputs.scale
+        )
         o = rows_to_heads(o, group_size)
     else:
-        repeats = 1 if bias is None else group_size  # torch's fused CUDA kernels take groups or a bias, not both
+        repeats = (
+            1 if bias is None else group_size
+        )  # torch's fused CUDA kernels take groups or a bias, not both
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         has_groups = group_size > repeats
-        o = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=inputs.scale, enable_gqa=has_groups)
+        o = F.scaled_dot_product_attention(
+            q, k, v, bias, dropout, causal, scale=inputs.scale, enable_gqa=has_groups
+        )
     if uniform_rows is not None:
         o = torch.where(uniform_rows, _attend_uniformly(qkv, inputs.scale).to(o.dtype), o)
     return o.transpose(1, 2).contiguous()
 
 
 def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a bias with the same softmax, and the rows [B, H or 1, T, 1] with equal weights, or None if no row is
-    fully masked.
+    """Return a bias with the same softmax, and the rows [B, H or 1, T, 1] with equal weights, or
+    None if no row is fully masked.
 
-    The backward pass of fused attention recomputes each weight as exp(score - lse). If the largest score of a row is
+    The backward pass of fused attention recomputes each weight as exp(score - lse). If the largest
+    score of a row is
     -1e9, its log-sum-exp is rounded to that score, and every weight becomes 1. So the largest bias of each row is
-    subtracted. Below `-64 / eps` a bias rounds all scores to itself, and eager attention has equal weights.
+    subtracted. Below `-64 / eps` a bias rounds all scores to itself, and eager attention has equal
+    weights.
     """
     top = bias.detach().amax(-1, keepdim=True)
     if not torch.compiler.is_compiling() and bool((top.abs() < LARGE_BIAS).all()):
@@ -219,10 +267,11 @@ def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _attend_uniformly(qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """Mean of the values for each query, [B, heads, T, V], with the gradients of a softmax of equal scores.
+    """Mean of the values for each query, [B, heads, T, V], with the gradients of a softmax of equal
+    scores.
 
-    Gradients with respect to queries and keys are those of the first-order expansion of the softmax, which needs no
-    scores in memory: o = mean(v) + scale * q (k^T (v - mean(v))) / S.
+    Gradients with respect to queries and keys are those of the first-order expansion of the
+    softmax, which needs no scores in memory: o = mean(v) + scale * q (k^T (v - mean(v))) / S.
     """
     q, k, v = qkv
     group_size = q.shape[1] // k.shape[1]
@@ -233,7 +282,9 @@ def _attend_uniformly(qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tenso
 
 
 def _can_use_kernel(q: Tensor) -> bool:
-    """Whether the headwise kernel is faster than torch's fused call: bfloat16 on the CPU, one query per row."""
+    """Whether the headwise kernel is faster than torch's fused call: bfloat16 on the CPU, one query
+    per row.
+    """
     return q.is_cpu and q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and has_kernels()
 
 
@@ -256,7 +307,9 @@ def _attend_with_weights(
     if inputs.bias is not None or inputs.mask is not None or inputs.causal:
         scores = scores + _score_bias(inputs)
     if inputs.sinks is not None:
-        scores = torch.cat([scores, inputs.sinks.to(scores).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        scores = torch.cat(
+            [scores, inputs.sinks.to(scores).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1
+        )
     w_BHTS = F.dropout(scores.softmax(-1)[..., : k.shape[2]].to(v.dtype), dropout)
     o_BHTV = rows_to_heads(heads_to_rows(w_BHTS, group_size) @ v, group_size)
     return o_BHTV.transpose(1, 2).contiguous(), w_BHTS
@@ -267,9 +320,9 @@ def _score_bias(inputs: AttentionInputs) -> Tensor:
     dtype = inputs.q_BTHK.dtype
     mask = inputs.mask
     if inputs.causal:
-        mask = inputs.q_BTHK.new_ones(inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1], dtype=torch.bool).tril()[
-            None, None
-        ]
+        mask = inputs.q_BTHK.new_ones(
+            inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1], dtype=torch.bool
+        ).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:
         mask = _mask_to_bias(mask, dtype)
     parts = [part for part in (inputs.bias, mask) if part is not None]
@@ -284,7 +337,9 @@ def _score_bias(inputs: AttentionInputs) -> Tensor:
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """Dtype that torch computes with under autocast, else the dtype of `x`."""
     device_type = x.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    return (
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    )
 
 
 def _mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -303,7 +358,11 @@ def _tensor_version(tensor: Tensor) -> int:
 
 
 FALCON_MODULE = "transformers.models.falcon.modeling_falcon"
-DYNAMIC_IMPLEMENTATIONS = ("eager", "sdpa", BACKEND_NAME)  # those that one class of Falcon's attention can run
+DYNAMIC_IMPLEMENTATIONS = (
+    "eager",
+    "sdpa",
+    BACKEND_NAME,
+)  # those that one class of Falcon's attention can run
 
 
 class FalconImportHook(ModuleImportHook):
@@ -326,12 +385,16 @@ def register_falcon_on_import() -> None:
 
 
 def register_falcon() -> None:
-    """Let Falcon's models be built with, and set to, the implementation "headwise"; a second call changes nothing."""
+    """Let Falcon's models be built with, and set to, the implementation "headwise"; a second call
+    changes nothing.
+    """
     falcon: Any = sys.modules[FALCON_MODULE]
     if BACKEND_NAME in falcon.FALCON_ATTENTION_CLASSES:
         return
     falcon.FALCON_ATTENTION_CLASSES[BACKEND_NAME] = falcon.FalconAttention
-    falcon.FalconAttention.forward = _wrap_forward(falcon.FalconAttention.forward, falcon.apply_rotary_pos_emb)
+    falcon.FalconAttention.forward = _wrap_forward(
+        falcon.FalconAttention.forward, falcon.apply_rotary_pos_emb
+    )
     setter = falcon.FalconPreTrainedModel.set_attn_implementation
     falcon.FalconPreTrainedModel.set_attn_implementation = _wrap_setter(setter)
 
@@ -340,7 +403,10 @@ def _wrap_setter(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def set_attn_implementation(self: Any, attn_implementation: Any, **options: Any) -> None:
         current = self.config._attn_implementation
-        if BACKEND_NAME in (attn_implementation, current) and attn_implementation in DYNAMIC_IMPLEMENTATIONS:
+        if (
+            BACKEND_NAME in (attn_implementation, current)
+            and attn_implementation in DYNAMIC_IMPLEMENTATIONS
+        ):
             self.config._attn_implementation_internal = attn_implementation
         else:
             original(self, attn_implementation, **options)
@@ -348,7 +414,9 @@ def _wrap_setter(original: Callable[..., None]) -> Callable[..., None]:
     return set_attn_implementation
 
 
-def _wrap_forward(original: Callable[..., Any], rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+def _wrap_forward(
+    original: Callable[..., Any], rotate: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., Any]:
     call_signature = signature(original)
 
     @wraps(original)
@@ -377,7 +445,9 @@ def _attend(
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = (q @ k.transpose(2, 3) * module.inv_norm_factor).float()
-        weights = F.softmax(scores if attention_mask is None else scores + attention_mask, dim=-1).to(v.dtype)
+        weights = F.softmax(
+            scores if attention_mask is None else scores + attention_mask, dim=-1
+        ).to(v.dtype)
         o = (F.dropout(weights, dropout) @ v).transpose(1, 2)
     else:
         options = {"scaling": module.inv_norm_factor, "dropout": dropout, "is_causal": False}
@@ -389,11 +459,13 @@ def _attend(
 def _split_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of a fused projection.
 
-    The rows lie by key-value head: its query heads, its key and its value. With one key-value head, or one for each
-    query head, this is the order of the older architectures.
+    The rows lie by key-value head: its query heads, its key and its value. With one key-value head,
+    or one for each query head, this is the order of the older architectures.
     """
     kv_heads = module.num_kv_heads
     group = module.num_heads // kv_heads
-    rows = fused.unflatten(-1, (kv_heads, group + 2, module.head_dim))  # [B, T, kv_heads, group + 2, dim]
+    rows = fused.unflatten(
+        -1, (kv_heads, group + 2, module.head_dim)
+    )  # [B, T, kv_heads, group + 2, dim]
     q, k, v = rows[..., :group, :].flatten(2, 3), rows[..., group, :], rows[..., group + 1, :]
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

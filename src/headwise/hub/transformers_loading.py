@@ -1,7 +1,8 @@
-"""Load folders with transformers without running code that their settings name, and without reading pickles.
+"""Load folders with transformers without running code that their settings name, and without reading
+pickles.
 
-Every call of a loader of transformers in headwise is in this module, so that the protection has one place. The scripts
-in `surgery.hf_export`, which run without headwise, repeat its arguments.
+Every call of a loader of transformers in headwise is in this module, so that the protection has one
+place. The scripts in `surgery.hf_export`, which run without headwise, repeat its arguments.
 """
 
 from __future__ import annotations
@@ -23,39 +24,61 @@ from ..errors import SpecError
 from .checkpoint_weights import note_zero_weights
 from .tokenizer_files import CONFIG_FILE, read_json
 
-# Settings whose values may name code of the Hub, which transformers would download and run (CVE-2026-4372).
+# Settings whose values may name code of the Hub, which transformers would download and run
+# (CVE-2026-4372).
 IMPLEMENTATION_KEY = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-IMPLEMENTATIONS = {None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
+IMPLEMENTATIONS = {
+    None,
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+}
 IMPLEMENTATIONS |= {"grouped_mm", "batched_mm"}
 KERNEL_KEYS = {"kernels", "use_kernels", "kernel_config"}
 # Methods of quantisation for which transformers fetches kernels when the model runs.
 HUB_QUANTIZATIONS = {"fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "nvfp4", "eetq", "metal"}
-# Settings that name code or other files of the folder, and that the classes of transformers do not need.
+# Settings that name code or other files of the folder, and that the classes of transformers do not
+# need.
 IGNORED_KEYS = {"auto_map", "custom_pipelines", "trust_remote_code", "configuration_files"}
 ADAPTER_FILE = "adapter_config.json"  # it may name another model, which transformers would load too
 WEIGHT_GLOBS = ("*.safetensors", "*.safetensors.index.json")
-# None lets transformers choose between its own sdpa and eager; it replaces whatever config.json asks for.
+# None lets transformers choose between its own sdpa and eager; it replaces whatever config.json
+# asks for.
 SAFE_ARGUMENTS: Mapping[str, Any] = {"trust_remote_code": False, "attn_implementation": None}
 
 
 def remove_code_settings(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return a config.json without settings that name code, at any depth; `source` is its name in messages.
+    """Return a config.json without settings that name code, at any depth; `source` is its name in
+    messages.
 
-    Raises SpecError for a setting that asks for code of the Hub. Code shipped with a model is left out, because
-    transformers has the classes of known models itself.
+    Raises SpecError for a setting that asks for code of the Hub. Code shipped with a model is left
+    out, because transformers has the classes of known models itself.
 
     >>> remove_code_settings({"model_type": "gpt2", "_attn_implementation": "sdpa"}, "config.json")
     {'model_type': 'gpt2'}
-    >>> remove_code_settings({"text_config": {"attn_implementation": "owner/kernel"}}, "config.json")
+    >>> remove_code_settings(
+    ...     {"text_config": {"attn_implementation": "owner/kernel"}}, "config.json"
+    ... )
     Traceback (most recent call last):
     headwise.errors.SpecError: config.json sets attn_implementation to 'owner/kernel', which may run code of ...
     """
     for key, value in _iter_settings(config):
-        values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        is_foreign = any(isinstance(one, (dict, list)) or one not in IMPLEMENTATIONS for one in values)
+        values = (
+            list(value.values())
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list)
+            else [value]
+        )
+        is_foreign = any(
+            isinstance(one, (dict, list)) or one not in IMPLEMENTATIONS for one in values
+        )
         if (IMPLEMENTATION_KEY.fullmatch(key) and is_foreign) or (key in KERNEL_KEYS and value):
             raise SpecError(
-                f"{source} sets {key} to {str(value)[:60]!r}, which may run code of the Hub; remove that line"
+                f"{source} sets {key} to {str(value)[:60]!r}, which may run code of the Hub; "
+                "remove that line"
             )
     return _without_code_settings(config)
 
@@ -85,13 +108,17 @@ def _without_code_settings(value: Any) -> Any:
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
-    """Return the settings of a folder without those that name code; a notice lists those that are ignored.
+    """Return the settings of a folder without those that name code; a notice lists those that are
+    ignored.
 
-    Raises SpecError if they ask for code of the Hub, or if the folder is an adapter of another model. Settings that
-    cannot be read give {}; the loader says what is wrong with them.
+    Raises SpecError if they ask for code of the Hub, or if the folder is an adapter of another
+    model. Settings that cannot be read give {}; the loader says what is wrong with them.
     """
     if (folder / ADAPTER_FILE).exists():
-        raise SpecError(f"{folder} has {ADAPTER_FILE}, which names another model; give a folder with merged weights")
+        raise SpecError(
+            f"{folder} has {ADAPTER_FILE}, which names another model; give a folder with merged "
+            "weights"
+        )
     try:
         settings = read_json(folder / CONFIG_FILE)
     except SpecError:
@@ -116,7 +143,9 @@ def load_config(folder: Path) -> Any:
 
 
 def load_model(folder: Path) -> nn.Module:
-    """Load a folder with transformers, in eval mode; without weights, build the model on the meta device."""
+    """Load a folder with transformers, in eval mode; without weights, build the model on the meta
+    device.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -135,7 +164,9 @@ def load_model(folder: Path) -> nn.Module:
 
 @contextmanager
 def without_hub_kernels() -> Iterator[None]:
-    """Context in which transformers does not find the package `kernels`, through which models fetch code of the Hub."""
+    """Context in which transformers does not find the package `kernels`, through which models fetch
+    code of the Hub.
+    """
     try:
         from transformers.integrations import hub_kernels
     except ImportError:  # a version that has none
@@ -151,11 +182,23 @@ def without_hub_kernels() -> Iterator[None]:
 
 
 def _refuse_hub_quantization(config: Any, folder: Path) -> None:
-    """Raise SpecError for a method of quantisation that would fetch kernels with the package `kernels`."""
-    method = next((value for key, value in _iter_settings(config.to_dict()) if key == "quant_method"), None)
-    if str(getattr(method, "value", method)) in HUB_QUANTIZATIONS and find_spec("kernels") is not None:
-        fact = f"{CONFIG_FILE} of {folder} has the quantisation {method}, which runs code of the Hub"
-        raise SpecError(f"{fact}; remove the package kernels, or give a folder with weights that are not quantised")
+    """Raise SpecError for a method of quantisation that would fetch kernels with the package
+    `kernels`.
+    """
+    method = next(
+        (value for key, value in _iter_settings(config.to_dict()) if key == "quant_method"), None
+    )
+    if (
+        str(getattr(method, "value", method)) in HUB_QUANTIZATIONS
+        and find_spec("kernels") is not None
+    ):
+        fact = (
+            f"{CONFIG_FILE} of {folder} has the quantisation {method}, which runs code of the Hub"
+        )
+        raise SpecError(
+            f"{fact}; remove the package kernels, or give a folder with weights that are not "
+            "quantised"
+        )
 
 
 def build_without_weights(model_class: Any, config: Any) -> nn.Module:
@@ -170,7 +213,9 @@ def find_model_class(config: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, str((config.architectures or [""])[0]), None)
-    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    is_model = isinstance(model_class, type) and issubclass(
+        model_class, transformers.PreTrainedModel
+    )
     return model_class if is_model else transformers.AutoModel
 
 
@@ -178,5 +223,7 @@ def check_config_values(keys: Mapping[str, Any]) -> None:
     """Make the config of transformers for these keys, which raises what its own checks raise."""
     import transformers
 
-    options = {name: value for name, value in _without_code_settings(keys).items() if name != "model_type"}
+    options = {
+        name: value for name, value in _without_code_settings(keys).items() if name != "model_type"
+    }
     transformers.AutoConfig.for_model(keys["model_type"], **options)

@@ -1,7 +1,8 @@
-"""Ablate and patch heads while a model runs: scale their outputs, or replace them by vectors, other rows or noise.
+"""Ablate and patch heads while a model runs: scale their outputs, or replace them by vectors, other
+rows or noise.
 
-`ablate` and `patch` make an `OutputEditor` for each attention layer, and `hook_sites` installs it through the adapter
-of the layer, which calls it with the head outputs before the output projection.
+`ablate` and `patch` make an `OutputEditor` for each attention layer, and `hook_sites` installs it
+through the adapter of the layer, which calls it with the head outputs before the output projection.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ MAX_SEED = 2**31
 
 
 class HeadCall(NamedTuple):
-    """One head in one forward call: its output [B, T, head_dim], the tokens [B, T] to patch (None: all), and the inputs
-    of the attention for patches with `needs_call`."""
+    """One head in one forward call: its output [B, T, head_dim], the tokens [B, T] to patch (None:
+    all), and the inputs of the attention for patches with `needs_call`.
+    """
 
     site: str
     head: int
@@ -39,7 +41,11 @@ class HeadCall(NamedTuple):
     def patched_vectors(self) -> Tensor:
         """The head's output at the tokens to patch, [tokens, head_dim], in float32 or wider."""
         output = self.output
-        chosen = output.flatten(0, -2) if self.token_mask is None else output[self.token_mask.expand(output.shape[:-1])]
+        chosen = (
+            output.flatten(0, -2)
+            if self.token_mask is None
+            else output[self.token_mask.expand(output.shape[:-1])]
+        )
         return chosen.to(torch.promote_types(output.dtype, torch.float32))
 
 
@@ -49,7 +55,9 @@ PatchFunction = Callable[[HeadCall], Tensor]
 class HeadPatch(ABC):
     """Base class of replacements for a head's output."""
 
-    needs_call: ClassVar[bool] = False  # whether it needs the inputs of the attention (queries, keys, values, mask)
+    needs_call: ClassVar[bool] = (
+        False  # whether it needs the inputs of the attention (queries, keys, values, mask)
+    )
 
     @abstractmethod
     def make_function(self, site: str, head: int) -> PatchFunction:
@@ -97,7 +105,8 @@ class ConstantOutput(HeadPatch):
         value, output = self.value, head_call.output
         if value.shape[-1] != output.shape[-1]:
             raise ValueError(
-                f"heads of {head_call.site} output {output.shape[-1]} channels, not {value.shape[-1]}; "
+                f"heads of {head_call.site} output {output.shape[-1]} channels, not "
+                f"{value.shape[-1]}; "
                 f"give a vector of {output.shape[-1]}"
             )
         if value.dim() == 3:
@@ -107,11 +116,12 @@ class ConstantOutput(HeadPatch):
 
 @dataclass(frozen=True)
 class Resample(HeadPatch):
-    """The head's output for another row of the batch: row `rows[n]` for row n, or rows sampled from `seed`.
+    """The head's output for another row of the batch: row `rows[n]` for row n, or rows sampled from
+    `seed`.
 
-    Sampled rows form one cycle, so that no row keeps its own output. Heads with the same seed use the same rows. The
-    rows should have equal lengths: padding in the other row is copied too. In a vision model that attends within
-    windows, each window is a row.
+    Sampled rows form one cycle, so that no row keeps its own output. Heads with the same seed use
+    the same rows. The rows should have equal lengths: padding in the other row is copied too. In a
+    vision model that attends within windows, each window is a row.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -133,7 +143,8 @@ class Resample(HeadPatch):
             object.__setattr__(self, "rows", tuple(self.rows))
             if not self.rows or any(type(row) is not int or row < 0 for row in self.rows):
                 raise ValueError(
-                    f"rows={self.rows!r} names no rows; give one row index >= 0 for each row, as in (1, 0)"
+                    f"rows={self.rows!r} names no rows; give one row index >= 0 for each row, as "
+                    "in (1, 0)"
                 )
         if self.seed is not None:
             check_seed(self.seed)
@@ -154,7 +165,9 @@ class Resample(HeadPatch):
 
     @staticmethod
     def _sample_rows(generator: torch.Generator | None, num_rows: int) -> tuple[int, ...]:
-        """Source row of each row: one random cycle through all rows, so that no row keeps its own output."""
+        """Source row of each row: one random cycle through all rows, so that no row keeps its own
+        output.
+        """
         if num_rows < 2:
             raise ValueError("a batch of one row has no other row to sample; give several rows")
         cycle = torch.randperm(num_rows, generator=generator).tolist()
@@ -166,8 +179,9 @@ class Resample(HeadPatch):
 class Noise(HeadPatch):
     """Gaussian noise with this mean and standard deviation: a number, or a vector [head_dim].
 
-    The default for either is that of the head's own output over the tokens patched in the call, per channel. Each head
-    has its own random generator, which continues from call to call and restarts when the context is entered again.
+    The default for either is that of the head's own output over the tokens patched in the call, per
+    channel. Each head has its own random generator, which continues from call to call and restarts
+    when the context is entered again.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -190,9 +204,16 @@ class Noise(HeadPatch):
             value = getattr(self, name)
             if value is None:
                 continue
-            if type(value) not in (int, float) and not (isinstance(value, Tensor) and value.dim() == 1):
-                raise ValueError(f"{name} is of type {type(value).__name__}; give a number, or a tensor [head_dim]")
-            if not torch.as_tensor(value).isfinite().all() or (name == "std" and (torch.as_tensor(value) < 0).any()):
+            if type(value) not in (int, float) and not (
+                isinstance(value, Tensor) and value.dim() == 1
+            ):
+                raise ValueError(
+                    f"{name} is of type {type(value).__name__}; give a number, or a tensor "
+                    "[head_dim]"
+                )
+            if not torch.as_tensor(value).isfinite().all() or (
+                name == "std" and (torch.as_tensor(value) < 0).any()
+            ):
                 raise ValueError(f"{name} must be finite, and std >= 0; got {name}={value!r}")
 
     def make_function(self, site: str, head: int) -> PatchFunction:
@@ -213,13 +234,17 @@ class Noise(HeadPatch):
             value = torch.as_tensor(value, device=output.device)
             if value.dim() and value.shape[0] != output.shape[-1]:
                 raise ValueError(
-                    f"heads of {head_call.site} output {output.shape[-1]} channels, not {len(value)}; "
+                    f"heads of {head_call.site} output {output.shape[-1]} channels, not "
+                    f"{len(value)}; "
                     f"give a vector of {output.shape[-1]}"
                 )
             return value
         patched = head_call.patched_vectors
         if len(patched) < 2:
-            raise ValueError(f"cannot compute mean and std of {len(patched)} tokens; give mean= and std= to Noise")
+            raise ValueError(
+                f"cannot compute mean and std of {len(patched)} tokens; give mean= and std= to "
+                "Noise"
+            )
         return patched.mean(0) if name == "mean" else patched.std(0)
 
 
@@ -230,19 +255,26 @@ def check_seed(seed: object) -> None:
 
 
 def check_shape(site: str, value: Tensor, output: Tensor) -> None:
-    """Raise unless `value` [B or 1, T or 1, ...] has the rows and tokens of `output` [B, T, ...]."""
+    """Raise unless `value` [B or 1, T or 1, ...] has the rows and tokens of
+    `output` [B, T, ...].
+    """
     actual, expected = list(value.shape[:2]), list(output.shape[:2])
-    if output.dim() != 3 or any(size not in (1, count) for size, count in zip(actual, expected, strict=True)):
+    if output.dim() != 3 or any(
+        size not in (1, count) for size, count in zip(actual, expected, strict=True)
+    ):
         raise ValueError(
-            f"{site} gets tokens [B, T] = {list(output.shape[:-1])}, but {actual} were given; give the same shape"
+            f"{site} gets tokens [B, T] = {list(output.shape[:-1])}, but {actual} were given; "
+            "give the same shape"
         )
 
 
-# --- Contexts that edit head outputs while a model runs -------------------------------------------------
+# --- Contexts that edit head outputs while a model runs -------------------------------------------
 
 ALL_HEADS = "all"
 HeadRef = tuple[int | str, int | str]  # layer number or site name; head number or "all"
-TokenSelection = Tensor | Sequence[int] | None  # a mask [B, T], column indices of a call, or None: all tokens
+TokenSelection = (
+    Tensor | Sequence[int] | None
+)  # a mask [B, T], column indices of a call, or None: all tokens
 
 
 class OutputEditor:
@@ -251,7 +283,9 @@ class OutputEditor:
     def __init__(self, site: str, patches: Mapping[int, HeadPatch], tokens: TokenSelection) -> None:
         self.site, self.tokens = site, tokens
         self.needs_call = any(patch.needs_call for patch in patches.values())
-        self.patch_functions = {head: patch.make_function(site, head) for head, patch in patches.items()}
+        self.patch_functions = {
+            head: patch.make_function(site, head) for head, patch in patches.items()
+        }
         self._call: ObservedCall | None = None
 
     def on_call(self, call: ObservedCall) -> None:
@@ -269,7 +303,9 @@ class OutputEditor:
             output = z[..., head, :]
             patched = patch_function(HeadCall(self.site, head, output, token_mask, call))
             edited[..., head, :] = (
-                patched if token_mask is None else torch.where(token_mask[..., None], patched, output)
+                patched
+                if token_mask is None
+                else torch.where(token_mask[..., None], patched, output)
             )
         return edited
 
@@ -284,7 +320,8 @@ def make_token_mask(site: str, tokens: TokenSelection, outputs: Tensor) -> Tenso
     count = outputs.shape[1]
     if wrong := [column for column in tokens if not -count <= column < count]:
         raise ValueError(
-            f"{site} gets {count} tokens, none of them has index {wrong[0]}; give indices in {-count}..{count - 1}"
+            f"{site} gets {count} tokens, none of them has index {wrong[0]}; give indices in "
+            f"{-count}..{count - 1}"
         )
     mask = torch.zeros(1, count, dtype=torch.bool, device=outputs.device)
     mask[:, list(tokens)] = True
@@ -295,13 +332,17 @@ ABLATION_MODES = ("zero", "mean", "resample", "noise")
 
 
 def make_ablation(mode: str, scale: float = 0.0, seed: int = 0) -> HeadPatch:
-    """Make the patch of one ablation mode; `scale` belongs to "zero", `seed` to "resample" and "noise"."""
+    """Make the patch of one ablation mode; `scale` belongs to "zero", `seed` to "resample" and
+    "noise".
+    """
     if mode not in ABLATION_MODES:
         raise ValueError(f"mode={mode!r} is unknown; give one of {', '.join(ABLATION_MODES)}")
     if type(scale) not in (int, float) or not math.isfinite(scale):
         raise ValueError(f"scale={scale!r} is not a finite number; give 0 to ablate, 0.5 to halve")
     if scale and mode != "zero":
-        raise ValueError(f"mode={mode!r} replaces the output, so scale={scale} has no effect; leave scale out")
+        raise ValueError(
+            f"mode={mode!r} replaces the output, so scale={scale} has no effect; leave scale out"
+        )
     if mode == "mean":
         return MeanOutput()
     if mode == "resample":
@@ -319,16 +360,20 @@ def ablate(
     tokens: TokenSelection = None,
     seed: int = 0,
 ) -> Iterator[None]:
-    """Context in which these heads are ablated: their outputs are replaced before the output projection.
+    """Context in which these heads are ablated: their outputs are replaced before the output
+    projection.
 
     A head is (layer, head), (site name, head), or (layer, "all"). Modes:
 
-    - `"zero"`: the output times `scale` (default 0); a mapping of heads gives each head its own scale;
-    - `"mean"`: its mean over the tokens of the call. `hw.patch(model, hw.head_means(...))` takes means over data;
+    - `"zero"`: the output times `scale` (default 0); a mapping of heads gives each head its own
+      scale;
+    - `"mean"`: its mean over the tokens of the call. `hw.patch(model, hw.head_means(...))` takes
+      means over data;
     - `"resample"`: its output for another row of the batch, sampled from `seed`;
     - `"noise"`: Gaussian noise from `seed`, with the mean and standard deviation of the output.
 
-    `tokens` selects tokens by a mask [B, T] or by column indices of every call (default: all tokens).
+    `tokens` selects tokens by a mask [B, T] or by column indices of every call (default: all
+    tokens).
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -358,8 +403,9 @@ def patch(
 ) -> Iterator[None]:
     """Context in which the outputs of these heads are replaced, at `tokens` (default: all).
 
-    A value is a vector [head_dim], such as a mean over data; one for each token [B, T, head_dim], such as the outputs
-    for another text; `hw.Resample`, `hw.Noise`, or the weights that `hw.offset_means` returns.
+    A value is a vector [head_dim], such as a mean over data; one for each token [B, T, head_dim],
+    such as the outputs for another text; `hw.Resample`, `hw.Noise`, or the weights that
+    `hw.offset_means` returns.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -373,14 +419,19 @@ def patch(
     """
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"values are of type {type(values).__name__}; give a mapping of heads, as in {{(3, 5): vector}}"
+            f"values are of type {type(values).__name__}; give a mapping of heads, as in {{(3, "
+            "5): vector}"
         )
-    with edit_heads(model, {head: _make_patch(head, value) for head, value in values.items()}, tokens):
+    with edit_heads(
+        model, {head: _make_patch(head, value) for head, value in values.items()}, tokens
+    ):
         yield
 
 
 @contextmanager
-def edit_heads(model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: TokenSelection) -> Iterator[None]:
+def edit_heads(
+    model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: TokenSelection
+) -> Iterator[None]:
     """Context in which these heads are patched; raises at its end if an edited site never ran."""
     _check_tokens(tokens)
     site_modules = find_attention(model)
@@ -404,7 +455,8 @@ def group_by_site(
     """Group heads by site name: head number -> the reference by which the caller named it."""
     if not site_modules:
         raise ValueError(
-            f"{type(model).__name__} has no attention that headwise finds; hw.sites(model, example) finds it in a run "
+            f"{type(model).__name__} has no attention that headwise finds; hw.sites(model, "
+            "example) finds it in a run "
             "on an example"
         )
     sites = Sites([one.site for one in site_modules], type(model).__name__)
@@ -420,13 +472,19 @@ def group_by_site(
 
 
 def _head_indices(site: Site, head: int | str) -> Sequence[int]:
-    """Numbers of the heads that `head` names. Where the number of heads is unknown, the first call checks it."""
+    """Numbers of the heads that `head` names. Where the number of heads is unknown, the first call
+    checks it.
+    """
     if not isinstance(head, int):
         if not site.heads:
-            raise ValueError(f"the number of heads of {site.name} is unknown; name each head by its number")
+            raise ValueError(
+                f"the number of heads of {site.name} is unknown; name each head by its number"
+            )
         return range(site.heads)
     if head < 0 or (site.heads and head >= site.heads):
-        raise ValueError(f"{site.name} has no head {head}; give heads in 0..{max(site.heads - 1, 0)}")
+        raise ValueError(
+            f"{site.name} has no head {head}; give heads in 0..{max(site.heads - 1, 0)}"
+        )
     return (head,)
 
 
@@ -435,7 +493,10 @@ def _check_pairs(heads: Any) -> list[HeadRef]:
     refs: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
     for ref in refs:
         if not isinstance(ref, tuple) or len(ref) != 2 or not _is_head_ref(*ref):
-            raise ValueError(f'{ref!r} names no head; give (layer, head), (site, head) or (layer, "all"), as in (3, 5)')
+            raise ValueError(
+                f'{ref!r} names no head; give (layer, head), (site, head) or (layer, "all"), as '
+                "in (3, 5)"
+            )
     return refs
 
 
@@ -447,9 +508,14 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
     if isinstance(value, HeadPatch):
         return value
     if not isinstance(value, Tensor) or value.dim() not in (1, 3) or not value.is_floating_point():
-        description = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        description = (
+            f"{value.dtype} {list(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise ValueError(
-            f"{head} is given {description}; give a float tensor [head_dim] or [B, T, head_dim], or e.g. hw.Noise()"
+            f"{head} is given {description}; give a float tensor [head_dim] or [B, T, head_dim], "
+            "or e.g. hw.Noise()"
         )
     if value.is_meta or not value.isfinite().all():
         raise ValueError(f"{head} is given values that are NaN or infinite; give finite values")
@@ -457,7 +523,9 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
 
 
 def _check_tokens(tokens: Any) -> None:
-    if tokens is None or (isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool):
+    if tokens is None or (
+        isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool
+    ):
         return
     if (
         isinstance(tokens, Tensor)
@@ -465,5 +533,6 @@ def _check_tokens(tokens: Any) -> None:
         or any(type(index) is not int for index in tokens)
     ):
         raise ValueError(
-            f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, or column indices"
+            f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, or "
+            "column indices"
         )

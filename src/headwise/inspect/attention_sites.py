@@ -33,7 +33,7 @@ from .hooks import SiteModule
 from .model_inputs import ModelInputs, check_is_module, prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites
 
-# --- Modules that run at several depths: one site per depth, distinguished by the order of calls ----------
+# --- Modules that run at several depths: one site per depth, distinguished by the order of calls --
 
 # Path of a layer in a group of layers that is run repeatedly, as in ALBERT (arXiv:1909.11942).
 GROUPED_LAYER = re.compile(r"_groups\.(\d+)\.\w*layers\.(\d+)\.")
@@ -41,7 +41,8 @@ DEPTH_KEYS = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")
 
 
 def split_shared_modules(model: nn.Module, sites: Sequence[SiteModule]) -> list[SiteModule]:
-    """Split modules that run at several depths into one site per call, by their config or by their paths.
+    """Split modules that run at several depths into one site per call, by their config or by their
+    paths.
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=2))
@@ -49,7 +50,10 @@ def split_shared_modules(model: nn.Module, sites: Sequence[SiteModule]) -> list[
     [('model.0.attention', None), ('model.1.attention', 'model.0.attention')]
     """
     split = [call for site_module in sites for call in _calls_of_module(model, site_module)]
-    calls_per_module, calls_so_far = Counter(id(site_module.module) for site_module in split), Counter[int]()
+    calls_per_module, calls_so_far = (
+        Counter(id(site_module.module) for site_module in split),
+        Counter[int](),
+    )
     numbered = []
     for site_module in split:
         numbered.append(
@@ -78,7 +82,9 @@ def _calls_of_module(model: nn.Module, site_module: SiteModule) -> Iterator[Site
 
 
 def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
-    """Numbers of layer runs, groups, and layers per group, from the config nearest to `path`; zeros without one."""
+    """Numbers of layer runs, groups, and layers per group, from the config nearest to `path`; zeros
+    without one.
+    """
     parts = path.split(".")
     for end in range(len(parts), -1, -1):
         config = getattr(model.get_submodule(".".join(parts[:end])), "config", None)
@@ -88,7 +94,7 @@ def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
     return 0, 0, 0
 
 
-# --- Why a layer cannot be observed, ablated, pruned or converted -----------------------------------------
+# --- Why a layer cannot be observed, ablated, pruned or converted ---------------------------------
 
 PACKED_WEIGHT_NAMES = ("qweight", "qzeros", "weight_packed", "w_bit")  # buffers of quantised layers
 
@@ -98,7 +104,10 @@ def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
     if isinstance(model, nn.DataParallel):
         return "its replicas run in separate threads; give model.module"
     if is_compiled(model):
-        return "it is compiled, and compiled models cannot be observed; give the model from before torch.compile"
+        return (
+            "it is compiled, and compiled models cannot be observed; give the model from "
+            "before torch.compile"
+        )
     if any(tensor.is_meta for part in parts for tensor in part.parameters()):
         return "its weights are on the meta device, where nothing is computed; load them"
     return ""
@@ -126,10 +135,18 @@ def unprunable_reason(parts: Sequence[nn.Module]) -> str:
     for module in chain.from_iterable(part.modules() for part in parts):
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             return "its weights have an adapter (LoRA); merge it first"
-        if any(type(tensor.data).__name__ == "DTensor" for tensor in module.parameters(recurse=False)):
-            return "its weights are sharded over several processes; prune the model before it is sharded"
+        if any(
+            type(tensor.data).__name__ == "DTensor" for tensor in module.parameters(recurse=False)
+        ):
+            return (
+                "its weights are sharded over several processes; prune the model before it is "
+                "sharded"
+            )
         if kind := _find_packed_weights(module):
-            return f"its weights are quantised ({kind}); prune the unquantised model, then quantise it again"
+            return (
+                f"its weights are quantised ({kind}); prune the unquantised model, then "
+                "quantise it again"
+            )
         if getattr(module, "is_kv_shared_layer", False):
             return "it reads the keys and values of another layer"
         if getattr(module, "store_full_length_kv", False):
@@ -138,10 +155,19 @@ def unprunable_reason(parts: Sequence[nn.Module]) -> str:
 
 
 def _find_packed_weights(module: nn.Module) -> str:
-    """Type of the packed weights of a quantised module; "" if its weights are ordinary floating-point tensors."""
-    if any(part in ("quantized", "bitsandbytes", "torchao") for part in type(module).__module__.split(".")):
+    """Type of the packed weights of a quantised module; "" if its weights are ordinary
+    floating-point tensors.
+    """
+    if any(
+        part in ("quantized", "bitsandbytes", "torchao")
+        for part in type(module).__module__.split(".")
+    ):
         return type(module).__name__
-    packed = [tensor for name, tensor in module.named_buffers(recurse=False) if name in PACKED_WEIGHT_NAMES]
+    packed = [
+        tensor
+        for name, tensor in module.named_buffers(recurse=False)
+        if name in PACKED_WEIGHT_NAMES
+    ]
     for tensor in [*module.parameters(recurse=False), *packed]:
         is_integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         if is_integer or tensor.dtype.itemsize == 1:  # float8 weights come with a separate scale
@@ -152,7 +178,9 @@ def _find_packed_weights(module: nn.Module) -> str:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True for torch.compile and TorchScript. Compares a class name, because importing torch._dynamo is slow."""
+    """True for torch.compile and TorchScript. Compares a class name, because importing
+    torch._dynamo is slow.
+    """
     if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
         return True
     is_decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
@@ -160,16 +188,23 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_part_reason(modules: Mapping[str, nn.Module], path: str) -> str:
-    """Why the module at `path` cannot be observed: it is compiled, lies in a compiled module or contains one; or ""."""
+    """Why the module at `path` cannot be observed: it is compiled, lies in a compiled module or
+    contains one; or "".
+    """
     for other, module in modules.items():
         if (is_within(path, other) or is_within(other, path)) and is_compiled(module):
             part = "it" if other == path else f"{other} ({type(module).__name__})"
-            return f"{part} is compiled, and compiled modules cannot be observed; compile it after the analysis"
+            return (
+                f"{part} is compiled, and compiled modules cannot be observed; compile it "
+                "after the analysis"
+            )
     return ""
 
 
 def find_layers_without_attention(model: nn.Module, sites: Sequence[Site]) -> list[str]:
-    """Describe the layers without attention in stacks where other layers have one, such as in hybrid models."""
+    """Describe the layers without attention in stacks where other layers have one, such as in
+    hybrid models.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     lists: dict[str, set[str]] = {}
     for site in sites:
@@ -191,34 +226,51 @@ def _split_at_number(path: str) -> tuple[str, str]:
 
 
 def _describe_missing(path: str, layers: nn.Module, with_attention: set[str]) -> str:
-    """Describe the layers of a ModuleList that are not in `with_attention`, the names of those with attention."""
+    """Describe the layers of a ModuleList that are not in `with_attention`, the names of those with
+    attention.
+    """
     children = dict(layers.named_children())
-    usual_children = {_child_names(child) for name, child in children.items() if name in with_attention}
+    usual_children = {
+        _child_names(child) for name, child in children.items() if name in with_attention
+    }
     usual_kinds = frozenset(chain.from_iterable(usual_children))
     lacking = {
-        name: _child_names(child) - usual_kinds for name, child in children.items() if name not in with_attention
+        name: _child_names(child) - usual_kinds
+        for name, child in children.items()
+        if name not in with_attention
     }
     if not lacking:
         return ""
     kinds = sorted(set(chain.from_iterable(lacking.values())))
     instead = f" ({', '.join(kinds)} instead)" if kinds else ""
-    return f"{len(lacking)} of {len(children)} layers have no attention{instead}: {path}.{','.join(lacking)}"
+    return (
+        f"{len(lacking)} of {len(children)} layers have no attention{instead}: "
+        f"{path}.{','.join(lacking)}"
+    )
 
 
 def _child_names(layer: nn.Module) -> frozenset[str]:
     """Class names of a layer's children, except norms."""
-    return frozenset(name for child in layer.children() if "Norm" not in (name := type(child).__name__))
+    return frozenset(
+        name for child in layer.children() if "Norm" not in (name := type(child).__name__)
+    )
 
 
-# --- Specs read from the config of a transformers model, assigned to its sites ----------------------------
+# --- Specs read from the config of a transformers model, assigned to its sites --------------------
 
 # Nested configs, and words in the paths of the modules that they describe.
-TOWER_CONFIGS = {"vision_config": ("vision", "visual"), "text_config": ("text", "language"), "audio_config": ("audio",)}
+TOWER_CONFIGS = {
+    "vision_config": ("vision", "visual"),
+    "text_config": ("text", "language"),
+    "audio_config": ("audio",),
+}
 STACK_NAMES = ("decoder", "encoder")
 
 
 class TowerSpecs(NamedTuple):
-    """Specs from one config, for the modules whose paths contain one of `path_words` (empty: all other modules)."""
+    """Specs from one config, for the modules whose paths contain one of `path_words` (empty: all
+    other modules).
+    """
 
     path_words: tuple[str, ...]
     stacks: tuple[str, ...]
@@ -228,8 +280,12 @@ class TowerSpecs(NamedTuple):
 
     @staticmethod
     def from_config(words: tuple[str, ...], config: Mapping[str, Any]) -> TowerSpecs:
-        """Read from a config; `architectures` is ignored, because the task head does not matter here."""
-        model_spec = families.read_model_spec({key: value for key, value in config.items() if key != "architectures"})
+        """Read from a config; `architectures` is ignored, because the task head does not matter
+        here.
+        """
+        model_spec = families.read_model_spec(
+            {key: value for key, value in config.items() if key != "architectures"}
+        )
         stacks = tuple(stack.name for stack in model_spec.stacks)
         return TowerSpecs(
             words,
@@ -240,14 +296,18 @@ class TowerSpecs(NamedTuple):
         )
 
     def spec_name(self, site: Site) -> str:
-        """Name under which `specs` describes a site: its own, or with the only stack if its path names no stack."""
+        """Name under which `specs` describes a site: its own, or with the only stack if its path
+        names no stack.
+        """
         if site.name in self.specs or len(self.stacks) != 1:
             return site.name
         parts = site.path.split(".")
         stacks_in_path = {stack for stack in STACK_NAMES for part in parts if stack in part}
         has_number = any(part.isdigit() for part in parts)
         name_in_only_stack = f"{self.stacks[0]}.{site.layer}.{site.kind}"
-        return name_in_only_stack if has_number and stacks_in_path <= set(self.stacks) else site.name
+        return (
+            name_in_only_stack if has_number and stacks_in_path <= set(self.stacks) else site.name
+        )
 
 
 class ConfigSpecs(NamedTuple):
@@ -265,17 +325,25 @@ class ConfigSpecs(NamedTuple):
         config: dict[str, Any] = as_dict()
         towers = tuple(_read_inner_towers(config))
         try:
-            return ConfigSpecs((*towers, TowerSpecs.from_config((), config)), "the config describes no such layer")
+            return ConfigSpecs(
+                (*towers, TowerSpecs.from_config((), config)), "the config describes no such layer"
+            )
         except SpecError as error:
             return ConfigSpecs(towers, str(error))
 
     def with_stack(self, site: Site) -> Site:
         """The site with its stack filled in, if it is unknown and the config describes only one."""
         stacks = {stack for tower in self.towers if not tower.path_words for stack in tower.stacks}
-        return replace(site, stack=stacks.pop()) if site.stack == UNKNOWN_STACK and len(stacks) == 1 else site
+        return (
+            replace(site, stack=stacks.pop())
+            if site.stack == UNKNOWN_STACK and len(stacks) == 1
+            else site
+        )
 
     def with_spec(self, site: Site) -> Site:
-        """The site with its spec, or with the reason why it has none, and with its stack named as in the config."""
+        """The site with its spec, or with the reason why it has none, and with its stack named as
+        in the config.
+        """
         tower = next(
             (
                 candidate
@@ -288,17 +356,30 @@ class ConfigSpecs(NamedTuple):
             return site if site.spec is not None else replace(site, spec_reason=self.reason)
         name = tower.spec_name(site)
         spec = tower.specs.get(name)
-        if not any(stack in site.path for stack in STACK_NAMES) and spec is not None and not tower.path_words:
+        if (
+            not any(stack in site.path for stack in STACK_NAMES)
+            and spec is not None
+            and not tower.path_words
+        ):
             site = replace(site, name=name, stack=name.partition(".")[0])
         if spec is None or name in tower.approximation_reasons:
             return replace(site, spec_reason=tower.approximation_reasons.get(name, self.reason))
-        sizes = {"heads": len(spec.score_head_of_output), "q": spec.heads.q, "kv": spec.heads.kv, "dim": spec.heads.dim}
+        sizes = {
+            "heads": len(spec.score_head_of_output),
+            "q": spec.heads.q,
+            "kv": spec.heads.kv,
+            "dim": spec.heads.dim,
+        }
         abilities = {"prune": tower.convertible, "convert": tower.convertible}
-        return replace(site, **sizes, pattern=spec.pattern.text, spec=spec, spec_reason="", **abilities)
+        return replace(
+            site, **sizes, pattern=spec.pattern.text, spec=spec, spec_reason="", **abilities
+        )
 
 
 def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> Ability:
-    """Whether headwise can load the model as its own, which pruning and conversion of heads need."""
+    """Whether headwise can load the model as its own, which pruning and
+    conversion of heads need.
+    """
     try:
         get_weight_names(model_spec.name)
     except SpecError as error:
@@ -307,7 +388,10 @@ def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> A
         return Ability(False, "it belongs to a model that headwise does not load as a whole")
     if any(stack.weights_of == "first" for stack in model_spec.stacks):
         return Ability(False, "all layers use the weights of the first")
-    reasons = [*model_spec.approximation_reasons().values(), *(part.reason for part in model_spec.beyond)]
+    reasons = [
+        *model_spec.approximation_reasons().values(),
+        *(part.reason for part in model_spec.beyond),
+    ]
     return Ability(False, reasons[0]) if reasons else POSSIBLE
 
 
@@ -322,7 +406,7 @@ def _read_inner_towers(config: Mapping[str, Any]) -> Iterator[TowerSpecs]:
                 continue
 
 
-# --- All attention layers of a model ----------------------------------------------------------------------
+# --- All attention layers of a model --------------------------------------------------------------
 
 ABILITY_PARTICIPLES = {"observe": "observed", "ablate": "ablated"}
 ADAPTERS = (
@@ -337,9 +421,9 @@ ADAPTERS = (
 def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) -> Sites:
     """List the attention layers of a model, and what can be done to each.
 
-    With an `example` (ids or another tensor, a tuple or mapping of the model's arguments, or a text) the model runs on
-    it once, and modules that are seen to compute attention during this run are sites too. `tokenizer` encodes a text
-    (default: that of the model).
+    With an `example` (ids or another tensor, a tuple or mapping of the model's arguments, or a
+    text) the model runs on it once, and modules that are seen to compute attention during this run
+    are sites too. `tokenizer` encodes a text (default: that of the model).
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -356,7 +440,9 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
 
 
 def find_attention_in_run(model: nn.Module, inputs: ModelInputs) -> list[SiteModule]:
-    """Find the attention layers of a model; if there are none, look for them in a run on these inputs."""
+    """Find the attention layers of a model; if there are none, look for them in a run on these
+    inputs.
+    """
     site_modules = find_attention(model)
     if any(one.site.observe.possible for one in site_modules) or unhookable_reason(model, [model]):
         return site_modules
@@ -365,16 +451,28 @@ def find_attention_in_run(model: nn.Module, inputs: ModelInputs) -> list[SiteMod
 
 
 def _trace_inputs(model: nn.Module, inputs: ModelInputs) -> None:
-    """Find attention in a run on these inputs, and measure where its heads are edited in two further runs."""
+    """Find attention in a run on these inputs, and measure where its heads are edited in two
+    further runs.
+    """
     trace_example(model, inputs.args, inputs.kwargs)
-    sites = [one for one in find_attention(model) if isinstance(one.adapter, TracedAdapter | TransformersAdapter)]
-    sites = [one for one in sites if one.site.ablate.possible and edit_place(one.module).projection is None]
+    sites = [
+        one
+        for one in find_attention(model)
+        if isinstance(one.adapter, TracedAdapter | TransformersAdapter)
+    ]
+    sites = [
+        one
+        for one in sites
+        if one.site.ablate.possible and edit_place(one.module).projection is None
+    ]
     with torch.no_grad():
         measure_edit_places(model, sites, lambda: model(*inputs.args, **inputs.kwargs))
 
 
 def find_attention(model: nn.Module) -> list[SiteModule]:
-    """Find the attention layers of a model with their modules and adapters; each site gets a unique name."""
+    """Find the attention layers of a model with their modules and adapters; each site gets a unique
+    name.
+    """
     check_is_module(model)
     site_modules: list[SiteModule] = []
     for adapter in ADAPTERS:
@@ -397,18 +495,26 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     config_specs = ConfigSpecs.from_model(model)
     placed = [
         site_module._replace(site=config_specs.with_stack(site_module.site))
-        for site_module in sorted(site_modules, key=lambda site_module: order[site_module.site.path])
+        for site_module in sorted(
+            site_modules, key=lambda site_module: order[site_module.site.path]
+        )
     ]
     renamed = _rename_duplicates(split_shared_modules(model, placed))
     return list(
         mark_unhookable(
-            model, [site_module._replace(site=config_specs.with_spec(site_module.site)) for site_module in renamed]
+            model,
+            [
+                site_module._replace(site=config_specs.with_spec(site_module.site))
+                for site_module in renamed
+            ],
         )
     )
 
 
 def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
-    """The sites of a model in eval mode that have an ability, "observe" or "ablate"; raises if there are none."""
+    """The sites of a model in eval mode that have an ability, "observe" or "ablate"; raises if
+    there are none.
+    """
     all_sites = find_attention(model)
     able = [site_module for site_module in all_sites if getattr(site_module.site, ability).possible]
     if not able:
@@ -418,17 +524,23 @@ def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
             else "hw.sites(model, example) finds it in a run on an example"
         )
         raise ValueError(
-            f"{type(model).__name__} has no attention that can be {ABILITY_PARTICIPLES[ability]}: {reason}"
+            f"{type(model).__name__} has no attention that can be {ABILITY_PARTICIPLES[ability]}: "
+            f"{reason}"
         )
     if model.training:
         raise ValueError(
-            "the model is in train mode, where dropout changes the attention weights; call model.eval() first"
+            "the model is in train mode, where dropout changes the attention weights; call "
+            "model.eval() first"
         )
     return able
 
 
-def left_out_notes(model: nn.Module, ability: str, reasons: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """One note for each reason why sites are left out: they lack an ability, or `reasons` names them."""
+def left_out_notes(
+    model: nn.Module, ability: str, reasons: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """One note for each reason why sites are left out: they lack an ability, or `reasons` names
+    them.
+    """
     left_out: dict[str, list[str]] = {}
     for site_module in find_attention(model):
         site = site_module.site
@@ -443,14 +555,21 @@ def _contains(path: str, other: str) -> bool:
 
 
 def _rename_duplicates(site_modules: list[SiteModule]) -> Iterator[SiteModule]:
-    """Make names unique by naming stacks after module paths; repeated modules get `same_as`, the first site's name."""
+    """Make names unique by naming stacks after module paths; repeated modules get `same_as`, the
+    first site's name.
+    """
     places = [(site_module.site.stack, site_module.site.layer) for site_module in site_modules]
     for name_stack in (_stack_before_first, _stack_before_last, _stack_full_path):
-        names = [_site_name(place, site_module.site) for place, site_module in zip(places, site_modules, strict=True)]
+        names = [
+            _site_name(place, site_module.site)
+            for place, site_module in zip(places, site_modules, strict=True)
+        ]
         is_duplicate = [names.count(name) > 1 for name in names]
         places = [
             name_stack(site_module.site) if duplicate else place
-            for duplicate, place, site_module in zip(is_duplicate, places, site_modules, strict=True)
+            for duplicate, place, site_module in zip(
+                is_duplicate, places, site_modules, strict=True
+            )
         ]
     first_names: dict[int, str] = {}
     for place, site_module in zip(places, site_modules, strict=True):
@@ -458,7 +577,11 @@ def _rename_duplicates(site_modules: list[SiteModule]) -> Iterator[SiteModule]:
         first_name = first_names.setdefault(id(site_module.module), name)
         stack, layer = place
         site = replace(
-            site_module.site, name=name, stack=stack, layer=layer, same_as=None if first_name == name else first_name
+            site_module.site,
+            name=name,
+            stack=stack,
+            layer=layer,
+            same_as=None if first_name == name else first_name,
         )
         yield site_module._replace(site=site)
 
@@ -469,7 +592,9 @@ def _site_name(place: tuple[str, int], site: Site) -> str:
 
 
 def _stack_before_first(site: Site) -> tuple[str, int]:
-    """Stack named by the path before the first number, or by the full path if it has none; and the layer."""
+    """Stack named by the path before the first number, or by the full path if it has none; and the
+    layer.
+    """
     parts, numbers = _split_path(site)
     return "_".join(parts[: numbers[0]] if numbers else parts), site.layer
 
@@ -477,7 +602,11 @@ def _stack_before_first(site: Site) -> tuple[str, int]:
 def _stack_before_last(site: Site) -> tuple[str, int]:
     """Stack named by the path before the last number, which becomes the layer."""
     parts, numbers = _split_path(site)
-    return ("_".join(parts[: numbers[-1]]), int(parts[numbers[-1]])) if numbers else ("_".join(parts), site.layer)
+    return (
+        ("_".join(parts[: numbers[-1]]), int(parts[numbers[-1]]))
+        if numbers
+        else ("_".join(parts), site.layer)
+    )
 
 
 def _stack_full_path(site: Site) -> tuple[str, int]:

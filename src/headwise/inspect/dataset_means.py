@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from ..errors import suggest
 from ..masking.sequence_info import SequenceInfo
-from .ablation import ALL_HEADS, HeadCall, HeadPatch, HeadRef, Noise, PatchFunction, check_shape, group_by_site
+from .ablation import (
+    ALL_HEADS,
+    HeadCall,
+    HeadPatch,
+    HeadRef,
+    Noise,
+    PatchFunction,
+    check_shape,
+    group_by_site,
+)
 from .attention_sites import find_attention, find_attention_in_run
 from .hooks import HeadValues, ObservedCall, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
@@ -23,7 +32,9 @@ TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that cou
 
 @dataclass(eq=False)
 class OutputObserver(ABC):
-    """Base class of observers of some heads of a site; `token_mask` marks the tokens of the batch that count."""
+    """Base class of observers of some heads of a site; `token_mask` marks the tokens of the batch
+    that count.
+    """
 
     needs_call = False
     site: str
@@ -38,7 +49,10 @@ class OutputObserver(ABC):
     def on_head_outputs(self, z: Tensor) -> None:
         """Select the observed heads, and pass their outputs to `observe`."""
         if max(self.head_indices) >= z.shape[-2]:
-            raise ValueError(f"{self.site} has no head {max(self.head_indices)}; give heads in 0..{z.shape[-2] - 1}")
+            raise ValueError(
+                f"{self.site} has no head {max(self.head_indices)}; give heads in "
+                f"0..{z.shape[-2] - 1}"
+            )
         outputs = z.detach()[..., list(self.head_indices), :]
         token_mask = torch.ones(outputs.shape[:-2], dtype=torch.bool, device=z.device)
         if self.token_mask is not None:
@@ -61,15 +75,21 @@ def observe_dataset(
     make_observer: Callable[[str, tuple[int, ...]], Observer],
     tokenizer: object = None,
 ) -> list[Observer]:
-    """Run the model over all batches with observers at these heads (default: all); returns one observer per site."""
+    """Run the model over all batches with observers at these heads (default: all); returns one
+    observer per site.
+    """
     batches = _list_batches(batches)
     site_modules = find_attention(model)
     if not site_modules and isinstance(batches, Sequence) and batches:
-        site_modules = find_attention_in_run(model, prepare_inputs(model, _split_mask(batches[0])[0], 0, tokenizer))
+        site_modules = find_attention_in_run(
+            model, prepare_inputs(model, _split_mask(batches[0])[0], 0, tokenizer)
+        )
     heads_by_site = group_by_site(
         model,
         site_modules,
-        [(site_module.site.name, ALL_HEADS) for site_module in site_modules] if heads is None else heads,
+        [(site_module.site.name, ALL_HEADS) for site_module in site_modules]
+        if heads is None
+        else heads,
     )
     _check_batches(model, batches, heads_by_site)
     sites = {
@@ -77,7 +97,9 @@ def observe_dataset(
         for site_module in site_modules
         if site_module.site.name in heads_by_site
     }
-    observers = {name: make_observer(name, tuple(site_heads)) for name, site_heads in heads_by_site.items()}
+    observers = {
+        name: make_observer(name, tuple(site_heads)) for name, site_heads in heads_by_site.items()
+    }
     for name, site in sites.items():
         if not site.ablate.possible:
             raise ValueError(f"{name} cannot be observed: {site.ablate.reason}")
@@ -89,7 +111,11 @@ def observe_dataset(
             has_batches = True
             inputs, given_masks = _split_mask(batch)
             arguments = prepare_inputs(model, inputs, 0, tokenizer)
-            masks = _padding_masks(arguments, stacks) if given_masks is None else _read_masks(given_masks, stacks)
+            masks = (
+                _padding_masks(arguments, stacks)
+                if given_masks is None
+                else _read_masks(given_masks, stacks)
+            )
             for name, observer in observers.items():
                 observer.token_mask = masks.get(sites[name].stack)
             model(*arguments.args, **arguments.kwargs)
@@ -103,9 +129,14 @@ def _check_batches(model: nn.Module, batches: object, heads_by_site: Mapping[str
     if not heads_by_site:
         raise ValueError("no heads are named; give some, or leave heads out for all")
     if any(module.training for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} is in train mode, where dropout changes head outputs; call .eval()")
+        raise ValueError(
+            f"{type(model).__name__} is in train mode, where dropout changes head outputs; call "
+            ".eval()"
+        )
     if not isinstance(batches, Iterable):
-        raise ValueError(f"batches are of type {type(batches).__name__}; give {INPUT_KINDS}, or a list of these")
+        raise ValueError(
+            f"batches are of type {type(batches).__name__}; give {INPUT_KINDS}, or a list of these"
+        )
 
 
 def _list_batches(batches: Any) -> Any:
@@ -117,10 +148,14 @@ def _list_batches(batches: Any) -> Any:
 
 
 def _split_mask(batch: Any) -> tuple[Any, Any]:
-    """The inputs and the mask of a batch that is a pair of both; of a tuple of arguments or texts, all and None."""
+    """The inputs and the mask of a batch that is a pair of both; of a tuple of arguments or texts,
+    all and None.
+    """
     if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], str):
         return batch, None
-    return batch if not isinstance(batch[1], Tensor) or batch[1].dtype == torch.bool else (batch, None)
+    return (
+        batch if not isinstance(batch[1], Tensor) or batch[1].dtype == torch.bool else (batch, None)
+    )
 
 
 def _read_masks(token_masks: object, stacks: set[str]) -> TokenMasks:
@@ -131,13 +166,16 @@ def _read_masks(token_masks: object, stacks: set[str]) -> TokenMasks:
             raise ValueError(f"the model has no stack {stack!r}; {suggest(str(stack), stacks)}")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool:
             raise ValueError(
-                "the mask of a batch must be a tensor [B, T] of torch.bool, true for the tokens that count"
+                "the mask of a batch must be a tensor [B, T] of torch.bool, true for the tokens "
+                "that count"
             )
     return masks
 
 
 def _padding_masks(inputs: ModelInputs, stacks: set[str]) -> TokenMasks:
-    """Padding masks from the batch itself; raises if it is unclear to which stack a mask belongs."""
+    """Padding masks from the batch itself; raises if it is unclear to which
+    stack a mask belongs.
+    """
     named = next((value for value in inputs.args[:1] if isinstance(value, Mapping)), inputs.kwargs)
     padding = named.get("attention_mask", named.get("sequence"))
     mask = padding.is_real if isinstance(padding, SequenceInfo) else padding
@@ -151,7 +189,7 @@ def _padding_masks(inputs: ModelInputs, stacks: set[str]) -> TokenMasks:
     return dict.fromkeys(stacks, mask.bool())
 
 
-# --- Means and deviations of head outputs -----------------------------------------------------------------
+# --- Means and deviations of head outputs ---------------------------------------------------------
 
 MEAN_KINDS = ("overall", "position")
 
@@ -164,13 +202,15 @@ def head_means(
     kind: str = "overall",
     tokenizer: object = None,
 ) -> dict[HeadRef, Tensor]:
-    """Mean output of each head over the tokens of a data set, float64 [head_dim], or by position [1, T, head_dim].
+    """Mean output of each head over the tokens of a data set, float64 [head_dim], or by position
+    [1, T, head_dim].
 
-    `batches` is one input, or a list of inputs: ids or another tensor, a tuple or mapping of the model's arguments, or
-    a text, which `tokenizer` encodes (default: that of the model). A batch may also be a pair of such an input and a
-    mask [B, T] of the tokens that count, or a mapping of stack names to masks. Without a mask, tokens hidden by an
-    `attention_mask`, or padding in a headwise `sequence`, do not count. kind="position" averages each column and needs
-    rows padded on the right.
+    `batches` is one input, or a list of inputs: ids or another tensor, a tuple or mapping of the
+    model's arguments, or a text, which `tokenizer` encodes (default: that of the model). A batch
+    may also be a pair of such an input and a mask [B, T] of the tokens that count, or a mapping of
+    stack names to masks. Without a mask, tokens hidden by an `attention_mask`, or padding in a
+    headwise `sequence`, do not count. kind="position" averages each column and needs rows padded on
+    the right.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -199,7 +239,8 @@ def head_noise(
     seed: int = 0,
     tokenizer: object = None,
 ) -> dict[HeadRef, Noise]:
-    """Noise with the mean and standard deviation of each head's outputs over a data set. Batches as in `head_means`.
+    """Noise with the mean and standard deviation of each head's outputs over a data set. Batches as
+    in `head_means`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -217,7 +258,11 @@ def head_noise(
 
 
 def head_outputs(
-    model: nn.Module, inputs: Any, heads: Iterable[HeadRef] | None = None, *, tokenizer: object = None
+    model: nn.Module,
+    inputs: Any,
+    heads: Iterable[HeadRef] | None = None,
+    *,
+    tokenizer: object = None,
 ) -> dict[HeadRef, Tensor]:
     """Outputs of each head for one input, [B, T, head_dim], before the output projection.
 
@@ -231,7 +276,11 @@ def head_outputs(
     ...     _ = net(torch.tensor([[1, 5, 9]]))
     """
     recorders = observe_dataset(model, [(inputs, {})], heads, OutputRecorder, tokenizer)
-    return {(recorder.site, head): output for recorder in recorders for head, output in recorder.outputs.items()}
+    return {
+        (recorder.site, head): output
+        for recorder in recorders
+        for head, output in recorder.outputs.items()
+    }
 
 
 @dataclass(eq=False)
@@ -242,15 +291,20 @@ class OutputRecorder(OutputObserver):
 
     def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
         if self.outputs:
-            raise ValueError(f"{self.site} ran twice; give an input that the model processes in one call")
-        self.outputs = {head: outputs[..., n, :].clone() for n, head in enumerate(self.head_indices)}
+            raise ValueError(
+                f"{self.site} ran twice; give an input that the model processes in one call"
+            )
+        self.outputs = {
+            head: outputs[..., n, :].clone() for n, head in enumerate(self.head_indices)
+        }
 
 
 @dataclass(eq=False)
 class OutputMoments(OutputObserver):
     """Observer that updates count, mean and squared deviations of head outputs batch by batch.
 
-    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances" (1979).
     """
 
     kind: str = "overall"
@@ -270,13 +324,16 @@ class OutputMoments(OutputObserver):
         squares = torch.where(counted, (values - mean).square(), 0.0).sum(0)
         if not mean.isfinite().all():
             raise ValueError(
-                f"heads of {self.site} output values that are not finite; mask padding, or check the weights"
+                f"heads of {self.site} output values that are not finite; mask padding, or check "
+                "the weights"
             )
         self._add(count.cpu(), mean.cpu(), squares.cpu())
 
     def _check_columns(self, outputs: Tensor, token_mask: Tensor) -> None:
         if outputs.dim() != 4 or (token_mask[:, 1:] & ~token_mask[:, :-1]).any():
-            raise ValueError(f"means by position of {self.site} need rows [B, T] padded on the right")
+            raise ValueError(
+                f"means by position of {self.site} need rows [B, T] padded on the right"
+            )
 
     def _add(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
         if not self.means.dim():
@@ -290,21 +347,28 @@ class OutputMoments(OutputObserver):
         self.count, difference = old_count + count, mean - old_means
         new_share = count / self.count.clamp(min=1)
         self.means = old_means + difference * new_share
-        self.squared_deviations = old_squares + squares + difference.square() * old_count * new_share
+        self.squared_deviations = (
+            old_squares + squares + difference.square() * old_count * new_share
+        )
 
     @property
     def mean(self) -> Tensor:
         """Mean, [heads, head_dim] or [1, T, heads, head_dim]."""
         has_tokens = self.count.flatten() > 0
         if not has_tokens.any():
-            raise ValueError(f"no token of {self.site} counts; give batches with at least one that does")
+            raise ValueError(
+                f"no token of {self.site} counts; give batches with at least one that does"
+            )
         return self.means[0] if self.kind == "overall" else self.means[has_tokens][None]
 
     @property
     def std(self) -> Tensor:
         """Standard deviation, [heads, head_dim]."""
         if self.count.min() < 2:
-            raise ValueError(f"{self.site} has fewer than two tokens and so no standard deviation; give more data")
+            raise ValueError(
+                f"{self.site} has fewer than two tokens and so no standard deviation; give more "
+                "data"
+            )
         return (self.squared_deviations / (self.count - 1)).sqrt()[0]
 
 
@@ -312,18 +376,23 @@ def _pad_positions(tensor: Tensor, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
-# --- Mean attention weights by offset ---------------------------------------------------------------------
+# --- Mean attention weights by offset -------------------------------------------------------------
 
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative; lower-precision dtypes get the one below
+TOLERANCE = {
+    torch.float64: 1e-3,
+    torch.float32: 1e-3,
+}  # relative; lower-precision dtypes get the one below
 LOW_PRECISION_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, eq=False)
 class OffsetWeights(HeadPatch):
-    """Patch that replaces a head's attention weights by weights that depend only on the offset, query minus key.
+    """Patch that replaces a head's attention weights by weights that depend only on the offset,
+    query minus key.
 
-    `weights[n]` is the mean weight at offset n - max_length + 1 over `pair_counts[n]` pairs. The weights of a query are
-    rescaled to the sum `row_sum` over the keys that it may attend to: one, or less if the head has a sink.
+    `weights[n]` is the mean weight at offset n - max_length + 1 over `pair_counts[n]` pairs. The
+    weights of a query are rescaled to the sum `row_sum` over the keys that it may attend to: one,
+    or less if the head has a sink.
     """
 
     needs_call: ClassVar[bool] = True
@@ -350,7 +419,9 @@ class OffsetWeights(HeadPatch):
         return (a_BTS.to(head_values.v_BSV) @ head_values.v_BSV).to(output_BTV)
 
     def weights_at(self, site: str, allowed_BTS: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Weights over the allowed keys of each query, float64; raises at an offset without data, if it is patched."""
+        """Weights over the allowed keys of each query, float64; raises at an offset without data,
+        if it is patched.
+        """
         count, device = allowed_BTS.shape[1], allowed_BTS.device
         offset = _make_offsets(count, device) - count + 1
         too_far = offset.abs() >= self.max_length
@@ -370,12 +441,17 @@ class OffsetWeights(HeadPatch):
 
 
 def offset_means(
-    model: nn.Module, batches: Any, heads: Iterable[HeadRef] | None = None, *, tokenizer: object = None
+    model: nn.Module,
+    batches: Any,
+    heads: Iterable[HeadRef] | None = None,
+    *,
+    tokenizer: object = None,
 ) -> dict[HeadRef, OffsetWeights]:
-    """Mean attention weight of each head at each offset (query minus key) over a data set, for `hw.patch`.
+    """Mean attention weight of each head at each offset (query minus key) over a data set, for
+    `hw.patch`.
 
-    Batches as in `hw.head_means`; queries that do not count are left out. A head patched with these weights attends by
-    relative position only, so the change shows how much it depends on content.
+    Batches as in `hw.head_means`; queries that do not count are left out. A head patched with these
+    weights attends by relative position only, so the change shows how much it depends on content.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -418,22 +494,37 @@ class OffsetObserver(OutputObserver):
             head_values = call.head_values(head)
             allowed_BTS = _allowed_pairs(self.site, call, head_values, outputs[..., n, :])
             a_BTS = call.head_weights(head_values.row)
-            self._check_output(head, a_BTS, head_values, torch.where(token_mask[..., None], outputs[..., n, :], 0.0))
+            self._check_output(
+                head,
+                a_BTS,
+                head_values,
+                torch.where(token_mask[..., None], outputs[..., n, :], 0.0),
+            )
             self._add(head, a_BTS.double(), allowed_BTS & token_mask[..., None])
 
-    def _check_output(self, head: int, a_BTS: Tensor, head_values: HeadValues, output_BTV: Tensor) -> None:
-        """Raise unless the head outputs are weights times values, so that other weights give valid outputs."""
+    def _check_output(
+        self, head: int, a_BTS: Tensor, head_values: HeadValues, output_BTV: Tensor
+    ) -> None:
+        """Raise unless the head outputs are weights times values, so that other weights give valid
+        outputs.
+        """
         dtype = torch.promote_types(output_BTV.dtype, torch.float32)
         expected_BTV = a_BTS.to(dtype) @ head_values.v_BSV.to(dtype)
         error = (
-            torch.where((output_BTV != 0).any(-1, keepdim=True), expected_BTV - output_BTV.to(dtype), 0.0).abs().max()
+            torch.where(
+                (output_BTV != 0).any(-1, keepdim=True), expected_BTV - output_BTV.to(dtype), 0.0
+            )
+            .abs()
+            .max()
         )
         if (
-            not error <= TOLERANCE.get(output_BTV.dtype, LOW_PRECISION_TOLERANCE) * output_BTV.abs().max()
+            not error
+            <= TOLERANCE.get(output_BTV.dtype, LOW_PRECISION_TOLERANCE) * output_BTV.abs().max()
             or (a_BTS < 0).any()
         ):
             raise ValueError(
-                f"cannot replace the weights of head {head} of {self.site}: its output is not weights @ values; "
+                f"cannot replace the weights of head {head} of {self.site}: its output is not "
+                "weights @ values; "
                 "use hw.head_means"
             )
 
@@ -454,8 +545,14 @@ class OffsetObserver(OutputObserver):
         """Mean weights by offset, pairs by offset, and the mean row sum."""
         total = self.totals[head]
         if not total.num_rows:
-            raise ValueError(f"no token of {self.site} counts; give batches with at least one that does")
-        return total.weights / total.pair_counts.clamp(min=1), total.pair_counts, total.row_sum / total.num_rows
+            raise ValueError(
+                f"no token of {self.site} counts; give batches with at least one that does"
+            )
+        return (
+            total.weights / total.pair_counts.clamp(min=1),
+            total.pair_counts,
+            total.row_sum / total.num_rows,
+        )
 
 
 def _make_offsets(count: int, device: torch.device) -> Tensor:
@@ -471,12 +568,17 @@ def _add_centred(first: Tensor, second: Tensor) -> Tensor:
     return long + torch.nn.functional.pad(short, (padding, padding))
 
 
-def _allowed_pairs(site: str, call: ObservedCall, head_values: HeadValues, output_BTV: Tensor) -> Tensor:
-    """Keys that each query of a head may attend to, [B or 1, T, S]; raises if weights by offset are not defined."""
+def _allowed_pairs(
+    site: str, call: ObservedCall, head_values: HeadValues, output_BTV: Tensor
+) -> Tensor:
+    """Keys that each query of a head may attend to, [B or 1, T, S]; raises if weights by offset are
+    not defined.
+    """
     queries, keys = output_BTV.shape[1], head_values.v_BSV.shape[1]
     if output_BTV.dim() != 3 or queries != keys:
         raise ValueError(
-            f"{site} has {queries} queries and {keys} keys; weights by offset need self-attention without a cache"
+            f"{site} has {queries} queries and {keys} keys; weights by offset need self-attention "
+            "without a cache"
         )
     if head_values.v_BSV.shape[-1] != output_BTV.shape[-1]:
         widths = output_BTV.shape[-1], head_values.v_BSV.shape[-1]

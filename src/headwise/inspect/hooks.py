@@ -1,12 +1,13 @@
 """Hooks on attention layers that are local to the current context and leave nothing on the model.
 
-While at least one hook is active, methods of classes are patched; afterwards they are restored. Which module has which
-hooks is stored in a context variable, not on the model. So a copy of the model made meanwhile has no hooks, other
-threads run without them, and an exception leaves nothing behind.
+While at least one hook is active, methods of classes are patched; afterwards they are restored.
+Which module has which hooks is stored in a context variable, not on the model. So a copy of the
+model made meanwhile has no hooks, other threads run without them, and an exception leaves nothing
+behind.
 
-A forward call here is a call of the model, or of a part of it, that is not inside another such call. It is an error if
-a hooked module was replaced meanwhile, if it runs more often per forward call than it has sites, or if it never ran
-although the model did.
+A forward call here is a call of the model, or of a part of it, that is not inside another such
+call. It is an error if a hooked module was replaced meanwhile, if it runs more often per forward
+call than it has sites, or if it never ran although the model did.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from ..generation.decoding_config import DecodingConfig
 from ..generation.generate import generate
 from ..models import Transformer
 from ..parts.feature_map import to_at_least_float32
-from .method_patches import EAGER_STANCE, ForwardOverride, MethodPatch, SharedPatch, forward_patches, override_forwards
+from .method_patches import (
+    EAGER_STANCE,
+    ForwardOverride,
+    MethodPatch,
+    SharedPatch,
+    forward_patches,
+    override_forwards,
+)
 from .model_inputs import ModelInputs
 from .site import Site
 
@@ -42,13 +50,15 @@ class HeadValues(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of one attention call: queries, keys and values by head, mask, and how scores are computed.
+    """Inputs of one attention call: queries, keys and values by head, mask, and how scores are
+    computed.
 
-    Scores are q k^T times `scale`, soft-capped at `softcap`, plus `bias`. `mask` is boolean (true: attend) or added to
-    scores; with `causal`, keys after the query are masked. `sinks` are additional scores without a value, one per
-    head. `unsupported` names arguments of the layer that this class cannot represent; the weights cannot be recomputed
-    then. `kv_head_of_query[h]` is the KV head of head h (None: equal groups of neighbouring heads). `key_positions`
-    are the positions of the keys in the text, -1 for an empty slot, or None if they are unknown.
+    Scores are q k^T times `scale`, soft-capped at `softcap`, plus `bias`. `mask` is boolean (true:
+    attend) or added to scores; with `causal`, keys after the query are masked. `sinks` are
+    additional scores without a value, one per head. `unsupported` names arguments of the layer that
+    this class cannot represent; the weights cannot be recomputed then. `kv_head_of_query[h]` is the
+    KV head of head h (None: equal groups of neighbouring heads). `key_positions` are the positions
+    of the keys in the text, -1 for an empty slot, or None if they are unknown.
     """
 
     q_BTHK: Tensor
@@ -72,10 +82,13 @@ class AttentionInputs:
     def kv_head_of(self, head: int) -> int:
         """KV head of a query head."""
         heads, groups = self.q_BTHK.shape[2], self.k_BSGK.shape[2]
-        return head * groups // heads if self.kv_head_of_query is None else self.kv_head_of_query[head]
+        return (
+            head * groups // heads if self.kv_head_of_query is None else self.kv_head_of_query[head]
+        )
 
     def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Attention weights of one head for a range of queries, [B, T, S], recomputed in float32 or float64.
+        """Attention weights of one head for a range of queries, [B, T, S], recomputed in float32 or
+        float64.
 
         >>> q = torch.zeros(1, 2, 1, 3)
         >>> AttentionInputs(q, q, q, 1.0, causal=True).head_weights(0)
@@ -84,7 +97,8 @@ class AttentionInputs:
         """
         if self.unsupported:
             raise ValueError(
-                f"cannot recompute weights: {self.unsupported}; read the weights that the model itself returns"
+                f"cannot recompute weights: {self.unsupported}; read the weights that the model "
+                "itself returns"
             )
         heads = self.q_BTHK.shape[2]
         if not 0 <= head < heads:
@@ -95,18 +109,25 @@ class AttentionInputs:
         """Inputs restricted to some heads."""
         indices = list(heads)
         masks = {
-            name: grid[..., indices, :, :] if grid is not None and grid.dim() > 2 and grid.shape[-3] > 1 else grid
+            name: grid[..., indices, :, :]
+            if grid is not None and grid.dim() > 2 and grid.shape[-3] > 1
+            else grid
             for name, grid in (("mask", self.mask), ("bias", self.bias))
         }
         sinks = None if self.sinks is None else self.sinks.flatten()[indices]
         kv_heads = tuple(self.kv_head_of(head) for head in heads)
-        return replace(self, q_BTHK=self.q_BTHK[:, :, indices], sinks=sinks, kv_head_of_query=kv_heads, **masks)
+        return replace(
+            self, q_BTHK=self.q_BTHK[:, :, indices], sinks=sinks, kv_head_of_query=kv_heads, **masks
+        )
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
+        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include
+        all allowed keys.
+        """
         if self.unsupported:
             raise ValueError(
-                f"cannot recompute weights: {self.unsupported}; read the weights that the model itself returns"
+                f"cannot recompute weights: {self.unsupported}; read the weights that the model "
+                "itself returns"
             )
         s_BHTS = self._scaled_products(queries, keys)
         if self.softcap is not None:
@@ -114,8 +135,14 @@ class AttentionInputs:
         for mask in self._score_biases(queries, keys):
             s_BHTS = s_BHTS + mask
         for mask in self._masked_pairs(queries, keys):
-            masked_columns = mask.flatten(0, -2).any(0).nonzero()  # skip columns that are masked for no query
-            columns = slice(int(masked_columns[0]), int(masked_columns[-1]) + 1) if len(masked_columns) else slice(0)
+            masked_columns = (
+                mask.flatten(0, -2).any(0).nonzero()
+            )  # skip columns that are masked for no query
+            columns = (
+                slice(int(masked_columns[0]), int(masked_columns[-1]) + 1)
+                if len(masked_columns)
+                else slice(0)
+            )
             s_BHTS[..., columns].masked_fill_(mask[..., columns], -torch.inf)
         if self.sinks is None:
             fully_masked = (
@@ -130,7 +157,9 @@ class AttentionInputs:
         """Boolean mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
         q_BTHK, k_BSGK = self.q_BTHK, self.k_BSGK
         count = len(range(q_BTHK.shape[1])[queries])
-        allowed = torch.ones(q_BTHK.shape[0], 1, count, k_BSGK.shape[1], dtype=torch.bool, device=q_BTHK.device)
+        allowed = torch.ones(
+            q_BTHK.shape[0], 1, count, k_BSGK.shape[1], dtype=torch.bool, device=q_BTHK.device
+        )
         if biases := self._score_biases(queries, slice(None)):
             allowed = allowed & (sum(biases[1:], biases[0]) > MASK_THRESHOLD)
         for excluded in self._masked_pairs(queries, slice(None)):
@@ -148,15 +177,23 @@ class AttentionInputs:
 
     def _score_biases(self, queries: slice, keys: slice) -> list[Tensor]:
         """Biases and additive masks, which are added to scores."""
-        biases = [self.bias, None if self.mask is None or self.mask.dtype == torch.bool else self.mask]
-        return [to_at_least_float32(self._slice_mask(bias, queries, keys)) for bias in biases if bias is not None]
+        biases = [
+            self.bias,
+            None if self.mask is None or self.mask.dtype == torch.bool else self.mask,
+        ]
+        return [
+            to_at_least_float32(self._slice_mask(bias, queries, keys))
+            for bias in biases
+            if bias is not None
+        ]
 
     def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
         """Boolean masks of the pairs to exclude."""
         masks = []
         if self.causal:
             query_positions, key_positions = (
-                torch.arange(tensor.shape[1], device=tensor.device) for tensor in (self.q_BTHK, self.k_BSGK)
+                torch.arange(tensor.shape[1], device=tensor.device)
+                for tensor in (self.q_BTHK, self.k_BSGK)
             )
             masks.append(key_positions[keys] > query_positions[queries, None])
         if self.mask is not None and self.mask.dtype == torch.bool:
@@ -164,7 +201,9 @@ class AttentionInputs:
         return masks
 
     def _slice_mask(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns beyond the keys."""
+        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns
+        beyond the keys.
+        """
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask[:, :, queries] if mask.shape[2] > 1 else mask
         return mask[..., : self.k_BSGK.shape[1]][..., keys] if mask.shape[3] > 1 else mask
@@ -172,18 +211,24 @@ class AttentionInputs:
     def head_values(self, head: int) -> HeadValues:
         """Score head and values of an output head."""
         if self.unsupported:
-            raise ValueError(f"values of this layer are unknown: {self.unsupported}; give this head a mean instead")
+            raise ValueError(
+                f"values of this layer are unknown: {self.unsupported}; give this head a mean "
+                "instead"
+            )
         return HeadValues(head, self.v_BSGV[:, :, self.kv_head_of(head)])
 
 
 class ObservedCall(Protocol):
-    """Interface to the inputs and weights of one attention call of any model, which `AttentionHook.on_call` receives.
+    """Interface to the inputs and weights of one attention call of any model, which
+    `AttentionHook.on_call` receives.
 
     It is valid only during the call, because caches overwrite tensors.
     """
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
+        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include
+        all allowed keys.
+        """
         ...
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
@@ -212,8 +257,9 @@ class ObservedCall(Protocol):
 class AttentionHook(Protocol):
     """Interface of an observer of one attention layer.
 
-    With `needs_call`, `on_call` gets the inputs of the attention. `on_head_outputs` gets the head outputs
-    [B, T, heads, head_dim] before the output projection; a tensor that it returns replaces them.
+    With `needs_call`, `on_call` gets the inputs of the attention. `on_head_outputs` gets the head
+    outputs [B, T, heads, head_dim] before the output projection; a tensor that it returns replaces
+    them.
     """
 
     needs_call: bool
@@ -245,7 +291,9 @@ def has_hooks() -> bool:
 
 
 def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
-    """Run the hooks in the order of installation; each gets the outputs that the one before it returned."""
+    """Run the hooks in the order of installation; each gets the outputs that the one before it
+    returned.
+    """
     for hook in hooks:
         replacement = hook.on_head_outputs(outputs)
         outputs = outputs if replacement is None else replacement
@@ -256,7 +304,9 @@ def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
 def install_hooks(
     hooks: HooksByModule, patches: Sequence[SharedPatch], overrides: Sequence[ForwardOverride] = ()
 ) -> Iterator[None]:
-    """Context in which these modules have these hooks and overrides, in addition to those already installed."""
+    """Context in which these modules have these hooks and overrides, in addition to those already
+    installed.
+    """
     active = dict(_ACTIVE_HOOKS.get())
     for module, module_hooks in hooks.items():
         active[module] = (*active.get(module, ()), *module_hooks)
@@ -271,14 +321,14 @@ def install_hooks(
             _ACTIVE_HOOKS.reset(token)
 
 
-# --- Interface of adapters --------------------------------------------------------------------------------
+# --- Interface of adapters ------------------------------------------------------------------------
 
 
 class SiteModule(NamedTuple):
     """A site, the module that is hooked there, and its adapter.
 
-    A module may serve several sites: this site is call number `call_index` of its `calls_per_forward` calls.
-    `overrides` replace the forward of modules while the site has hooks.
+    A module may serve several sites: this site is call number `call_index` of its
+    `calls_per_forward` calls. `overrides` replace the forward of modules while the site has hooks.
     """
 
     site: Site
@@ -304,12 +354,16 @@ class SiteAdapter(ABC):
         """Patches that must be active for hooks on these modules to run."""
 
     def visible_tensors(self, module: nn.Module) -> str:
-        """The tensors that hooks can observe at a module: "scores" (and queries, keys, masks), or only "weights"."""
+        """The tensors that hooks can observe at a module: "scores" (and queries, keys, masks), or
+        only "weights".
+        """
         return "weights"
 
 
 class WeightsOnlyCall:
-    """`ObservedCall` of which only the attention weights [B, H, T, S] are known, not queries, keys and values."""
+    """`ObservedCall` of which only the attention weights [B, H, T, S] are known, not queries, keys
+    and values.
+    """
 
     attention_inputs = key_positions = None
 
@@ -331,48 +385,67 @@ class WeightsOnlyCall:
     def head_values(self, head: int) -> HeadValues:
         """Raises, because values are unknown."""
         raise ValueError(
-            "only the weights of this layer can be observed, not its values; give this head a mean instead"
+            "only the weights of this layer can be observed, not its values; give this head a "
+            "mean instead"
         )
 
 
-# --- Hooks at the sites of a model ---------------------------------------------------------------------
+# --- Hooks at the sites of a model ----------------------------------------------------------------
 
 
 class SiteHooks:
     """The hooks at the sites of a model, and counts of the calls there."""
 
     def __init__(
-        self, model: nn.Module, site_modules: Sequence[SiteModule], observers: Mapping[str, AttentionHook]
+        self,
+        model: nn.Module,
+        site_modules: Sequence[SiteModule],
+        observers: Mapping[str, AttentionHook],
     ) -> None:
-        self.model, self.adapters = model, list(dict.fromkeys(site_module.adapter for site_module in site_modules))
+        self.model, self.adapters = (
+            model,
+            list(dict.fromkeys(site_module.adapter for site_module in site_modules)),
+        )
         self.hook_of_module = {
             site_module.module: SiteHook(self, site_module, site_modules, observers)
             for site_module in reversed(site_modules)
         }
         paths = model.named_modules(remove_duplicate=False)
-        self.module_of_path = {path: module for path, module in paths if module in self.hook_of_module}
-        self.modules_below: dict[nn.Module, set[nn.Module]] = {}  # module -> hooked modules inside it
+        self.module_of_path = {
+            path: module for path, module in paths if module in self.hook_of_module
+        }
+        self.modules_below: dict[
+            nn.Module, set[nn.Module]
+        ] = {}  # module -> hooked modules inside it
         for path, module in self.module_of_path.items():
             for ancestor in _ancestors(model, path):
                 self.modules_below.setdefault(ancestor, set()).add(module)
         for hook in self.hook_of_module.values():
             self.modules_below.setdefault(hook.site, set())
         self.num_forwards, self.num_calls = Counter[nn.Module](), Counter[nn.Module]()
-        self.num_site_calls = Counter[nn.Module]()  # calls of the modules whose projections are hooked
+        self.num_site_calls = Counter[
+            nn.Module
+        ]()  # calls of the modules whose projections are hooked
         self.last_queries: ModuleQueries | None = None
 
     def begin_forward(self) -> Counter[nn.Module]:
-        """Start a forward call: returns an empty counter of module calls; raises if a hooked module was replaced."""
+        """Start a forward call: returns an empty counter of module calls; raises if a hooked module
+        was replaced.
+        """
         if replaced := [
-            path for path, module in self.module_of_path.items() if _get_module(self.model, path) is not module
+            path
+            for path, module in self.module_of_path.items()
+            if _get_module(self.model, path) is not module
         ]:
             raise ValueError(
-                f"{replaced[0] or 'the model'} was replaced while it had hooks; replace modules before or after the "
+                f"{replaced[0] or 'the model'} was replaced while it had hooks; replace modules "
+                "before or after the "
                 "context"
             )
         if torch.is_grad_enabled() and any(map(_recomputes, self.model.modules())):
             raise ValueError(
-                "hooks do not support activation checkpointing: the backward pass runs layers again, perhaps without "
+                "hooks do not support activation checkpointing: the backward pass runs layers "
+                "again, perhaps without "
                 "hooks; switch checkpointing off"
             )
         return Counter()
@@ -386,7 +459,8 @@ class SiteHooks:
             self.num_site_calls[module] += count
             if hook.calls_per_forward > 1 and count not in (0, hook.calls_per_forward):
                 raise ValueError(
-                    f"{hook.name} is a module of {hook.calls_per_forward} depths, but ran {count} times in one "
+                    f"{hook.name} is a module of {hook.calls_per_forward} depths, but ran {count} "
+                    "times in one "
                     "forward call; run the whole model"
                 )
 
@@ -397,17 +471,21 @@ class SiteHooks:
                 continue
             if self.num_site_calls[module] and hook.site is not module:
                 raise ValueError(
-                    f"{hook.name} ran, but its output projection never ran as a module, so its hook did nothing; call "
+                    f"{hook.name} ran, but its output projection never ran as a module, so its "
+                    "hook did nothing; call "
                     "hw.sites(model, example), which finds attention without its projection"
                 )
             raise ValueError(
-                f"{hook.name} never ran, though its model did (forwards: {self.num_forwards[module]}), so its "
+                f"{hook.name} never ran, though its model did (forwards: "
+                f"{self.num_forwards[module]}), so its "
                 "hook did nothing; name sites that this input reaches"
             )
 
 
 class ModuleQueries(NamedTuple):
-    """The queries of an attention, and the call of its module: number `num_call` of a forward call."""
+    """The queries of an attention, and the call of its module: number
+    `num_call` of a forward call.
+    """
 
     site: nn.Module
     forward: Counter[nn.Module]
@@ -416,7 +494,11 @@ class ModuleQueries(NamedTuple):
 
     def has_same_tokens(self, other: ModuleQueries) -> bool:
         """True if the same queries are used again in the same call of the module."""
-        is_same_call = self.forward is other.forward and self.num_call == other.num_call and self.site is other.site
+        is_same_call = (
+            self.forward is other.forward
+            and self.num_call == other.num_call
+            and self.site is other.site
+        )
         return is_same_call and self.q_BTHK.is_set_to(other.q_BTHK)
 
 
@@ -434,7 +516,9 @@ class SiteHook:
         self.site = site_hooks.model.get_submodule(site_module.site.path)
         self.calls_per_forward, self.name = site_module.calls_per_forward, site_module.site.name
         self.hook_of_call = {
-            other.call_index: observers[other.site.name] for other in site_modules if other.module is site_module.module
+            other.call_index: observers[other.site.name]
+            for other in site_modules
+            if other.module is site_module.module
         }
         self.needs_call = any(observer.needs_call for observer in self.hook_of_call.values())
 
@@ -446,7 +530,9 @@ class SiteHook:
             observer.on_call(call)
 
     def _check_queries(self, call: ObservedCall) -> None:
-        """Raise if the module has computed attention for these queries in the same call of its forward."""
+        """Raise if the module has computed attention for these queries in the same call of its
+        forward.
+        """
         forward, inputs = _RUNNING_FORWARDS.get().get(self.site_hooks), call.attention_inputs
         if forward is None or inputs is None:
             return
@@ -454,7 +540,8 @@ class SiteHook:
         last, self.site_hooks.last_queries = self.site_hooks.last_queries, queries
         if last is not None and queries.has_same_tokens(last):
             raise ValueError(
-                f"{self.name} computes attention several times for the same queries in one forward call, so its heads "
+                f"{self.name} computes attention several times for the same queries in one "
+                "forward call, so its heads "
                 "cannot be told apart; declare the heads of its output projection with hw.declare"
             )
 
@@ -469,17 +556,22 @@ class SiteHook:
         forward = _RUNNING_FORWARDS.get().get(self.site_hooks)
         index = 0 if forward is None else forward[self.site] - 1
         if self.calls_per_forward > 1 and (forward is None or index < 0):
-            raise ValueError(f"{self.name} was called outside a forward call of its model; call the model itself")
+            raise ValueError(
+                f"{self.name} was called outside a forward call of its model; call the model itself"
+            )
         if index >= self.calls_per_forward:
             raise ValueError(
-                f"{self.name} runs more than {self.calls_per_forward} times in one forward call, so its depth is "
+                f"{self.name} runs more than {self.calls_per_forward} times in one forward call, "
+                "so its depth is "
                 "unknown; give the part of the model that runs it once"
             )
         return max(index, 0)
 
 
 RunningForwards = Mapping[SiteHooks, Counter[nn.Module] | None]
-_RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar("running_forwards", default=MappingProxyType({}))
+_RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar(
+    "running_forwards", default=MappingProxyType({})
+)
 _FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
 
@@ -487,15 +579,23 @@ _FORWARD_PATCHES: dict[type, MethodPatch] = {}
 def hook_sites(
     model: nn.Module, sites: Sequence[SiteModule], hooks: Mapping[str, AttentionHook]
 ) -> Iterator[SiteHooks]:
-    """Context in which observers are installed at sites by name; call `check_all_ran` on the result afterwards."""
-    site_hooks = SiteHooks(model, [site_module for site_module in sites if site_module.site.name in hooks], hooks)
+    """Context in which observers are installed at sites by name; call `check_all_ran` on the result
+    afterwards.
+    """
+    site_hooks = SiteHooks(
+        model, [site_module for site_module in sites if site_module.site.name in hooks], hooks
+    )
     patches: list[SharedPatch] = [
-        _forward_patch(module_type) for module_type in dict.fromkeys(map(type, site_hooks.modules_below))
+        _forward_patch(module_type)
+        for module_type in dict.fromkeys(map(type, site_hooks.modules_below))
     ]
     for adapter in site_hooks.adapters:
         patches += adapter.patches()
     overrides = [
-        override for site_module in sites if site_module.site.name in hooks for override in site_module.overrides
+        override
+        for site_module in sites
+        if site_module.site.name in hooks
+        for override in site_module.overrides
     ]
     hooks_by_module = {module: (hook,) for module, hook in site_hooks.hook_of_module.items()}
     with install_hooks(hooks_by_module, patches, overrides):
@@ -507,7 +607,9 @@ def hook_sites(
 
 
 def _forward_patch(kind: type) -> MethodPatch:
-    return _FORWARD_PATCHES.setdefault(kind, MethodPatch(kind, "__call__", partial(_wrap_forward, kind)))
+    return _FORWARD_PATCHES.setdefault(
+        kind, MethodPatch(kind, "__call__", partial(_wrap_forward, kind))
+    )
 
 
 def _ancestors(model: nn.Module, path: str) -> list[nn.Module]:
@@ -553,11 +655,13 @@ def _wrap_forward(kind: type, original: Callable[..., Any]) -> Callable[..., Any
 
 def _recomputes(module: nn.Module) -> bool:
     """Whether a module uses activation checkpointing, of headwise or of transformers."""
-    transformers_checkpointing = module.training and bool(getattr(module, "gradient_checkpointing", False))
+    transformers_checkpointing = module.training and bool(
+        getattr(module, "gradient_checkpointing", False)
+    )
     return transformers_checkpointing or getattr(module, "checkpointing", "none") == "block"
 
 
-# --- Run a model with hooks --------------------------------------------------------------------------------
+# --- Run a model with hooks -----------------------------------------------------------------------
 
 
 class ModelRun(NamedTuple):
@@ -567,13 +671,17 @@ class ModelRun(NamedTuple):
     inputs: ModelInputs
     max_new_tokens: int = 0
 
-    def run_with_hooks(self, sites: Sequence[SiteModule], hooks: Mapping[str, AttentionHook]) -> Any:
+    def run_with_hooks(
+        self, sites: Sequence[SiteModule], hooks: Mapping[str, AttentionHook]
+    ) -> Any:
         """Run the model with these hooks, and return its output."""
         with hook_sites(self.model, sites, hooks), torch.inference_mode():
             return self.run()
 
     def run(self) -> Any:
-        """Run the model, and return its output, or the generated tokens if `max_new_tokens` is set."""
+        """Run the model, and return its output, or the generated tokens if
+        `max_new_tokens` is set.
+        """
         model, inputs = self.model, self.inputs
         try:
             if not self.max_new_tokens:
@@ -581,13 +689,20 @@ class ModelRun(NamedTuple):
             if isinstance(model, Transformer):
                 # with several rows no end token, because finished rows would leave the batch
                 config = DecodingConfig(end=() if inputs.batch_size > 1 else None)
-                return generate(model, inputs.prompt_ids, max_new_tokens=self.max_new_tokens, config=config)
+                return generate(
+                    model, inputs.prompt_ids, max_new_tokens=self.max_new_tokens, config=config
+                )
             generate_method: Any = getattr(model, "generate", None)
             if generate_method is None:
-                raise ValueError(f"{type(model).__name__} cannot generate tokens; leave max_new_tokens out")
-            return generate_method(**inputs.kwargs, max_new_tokens=self.max_new_tokens, do_sample=False)
+                raise ValueError(
+                    f"{type(model).__name__} cannot generate tokens; leave max_new_tokens out"
+                )
+            return generate_method(
+                **inputs.kwargs, max_new_tokens=self.max_new_tokens, do_sample=False
+            )
         except IndexError as error:
             raise ValueError(
-                f"{type(model).__name__} cannot run these inputs: {error}; check for ids beyond its vocabulary "
+                f"{type(model).__name__} cannot run these inputs: {error}; check for ids beyond "
+                "its vocabulary "
                 "and for more tokens than it has positions"
             ) from None

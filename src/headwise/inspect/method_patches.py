@@ -1,8 +1,8 @@
 """Patches of methods with a reference count, and overrides of the forward of single modules.
 
-A patch replaces a method of a class while at least one context uses it. An override belongs to one module object and is
-stored in a context variable; the patched forward of its class looks it up there. So nothing is ever set on a module,
-and other threads run the original forward.
+A patch replaces a method of a class while at least one context uses it. An override belongs to one
+module object and is stored in a context variable; the patched forward of its class looks it up
+there. So nothing is ever set on a module, and other threads run the original forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class SharedPatch(ABC):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which the patch is applied; the first to enter applies it, the last to leave reverts it."""
+        """Context in which the patch is applied; the first to enter applies it, the last to leave
+        reverts it.
+        """
         with self._lock:
             if not self._holders:
                 self.apply()
@@ -54,7 +56,9 @@ class SharedPatch(ABC):
 class MethodPatch(SharedPatch):
     """Replaces a method of a class by `wrapper(original)` while applied."""
 
-    def __init__(self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(
+        self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         super().__init__()
         self.owner, self.name, self.wrapper = owner, name, wrapper
         self._inherits = name not in vars(owner)
@@ -75,9 +79,11 @@ COMPILING_MODULES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
 class EagerStance(SharedPatch):
-    """Makes torch run compiled functions and modules eagerly while hooks are active, which a compiled graph would skip.
+    """Makes torch run compiled functions and modules eagerly while hooks are active, which a
+    compiled graph would skip.
 
-    It does nothing in a process that has imported neither torch's compiler nor flex_attention, which compiles itself.
+    It does nothing in a process that has imported neither torch's compiler nor flex_attention,
+    which compiles itself.
     """
 
     def __init__(self) -> None:
@@ -85,7 +91,9 @@ class EagerStance(SharedPatch):
         self.contexts = ExitStack()
 
     def apply(self) -> None:
-        if any(name in sys.modules for name in COMPILING_MODULES):  # importing the compiler takes seconds
+        if any(
+            name in sys.modules for name in COMPILING_MODULES
+        ):  # importing the compiler takes seconds
             self.contexts.enter_context(torch.compiler.set_stance("force_eager"))
 
     def revert(self) -> None:
@@ -94,27 +102,33 @@ class EagerStance(SharedPatch):
 
 EAGER_STANCE = EagerStance()
 
-# --- Overrides of the forward of single modules -----------------------------------------------------------
+# --- Overrides of the forward of single modules ---------------------------------------------------
 
 ForwardFunction = Callable[..., Any]
 
 
 class ForwardOverride(Protocol):
-    """Interface of a replacement for the forward of one module. Equal overrides of nested contexts run once."""
+    """Interface of a replacement for the forward of one module. Equal overrides of nested contexts
+    run once.
+    """
 
     @property
     def module(self) -> nn.Module:
         """The module whose forward is replaced."""
         ...
 
-    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+    def run_forward(
+        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> Any:
         """The output of the module; `run` is its own forward."""
         ...
 
 
 OverridesByModule = Mapping[nn.Module, tuple[ForwardOverride, ...]]
 _NO_OVERRIDES: OverridesByModule = MappingProxyType({})
-_ACTIVE_OVERRIDES: ContextVar[OverridesByModule] = ContextVar("active_overrides", default=_NO_OVERRIDES)
+_ACTIVE_OVERRIDES: ContextVar[OverridesByModule] = ContextVar(
+    "active_overrides", default=_NO_OVERRIDES
+)
 _RUNNING_MODULES: ContextVar[tuple[nn.Module, ...]] = ContextVar("running_modules", default=())
 _FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
@@ -136,7 +150,10 @@ def override_forwards(overrides: Sequence[ForwardOverride]) -> Iterator[None]:
 def forward_patches(overrides: Sequence[ForwardOverride]) -> list[SharedPatch]:
     """The patches of classes that these overrides need."""
     owners = dict.fromkeys(_forward_owner(type(override.module)) for override in overrides)
-    return [_FORWARD_PATCHES.setdefault(owner, MethodPatch(owner, "forward", _wrap_forward)) for owner in owners]
+    return [
+        _FORWARD_PATCHES.setdefault(owner, MethodPatch(owner, "forward", _wrap_forward))
+        for owner in owners
+    ]
 
 
 def _forward_owner(module_type: type) -> type:
@@ -161,5 +178,7 @@ def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
     return forward
 
 
-def _run_override(override: ForwardOverride, run: ForwardFunction, *args: Any, **kwargs: Any) -> Any:
+def _run_override(
+    override: ForwardOverride, run: ForwardFunction, *args: Any, **kwargs: Any
+) -> Any:
     return override.run_forward(run, args, kwargs)

@@ -1,4 +1,6 @@
-"""Turn texts, tensors or dictionaries into the arguments of any model, with the strings of its tokens."""
+"""Turn texts, tensors or dictionaries into the arguments of any model, with the strings of its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import Tensor, nn
 
 from ..data.tokenizer_calls import decode_tokens, encode_tokens
 from ..errors import SequenceTooLong, SpecError
-from ..generation import ModelTokenizer, encode_text, get_decoder_start_ids, load_tokenizers, max_positions, pad_left
+from ..generation import (
+    ModelTokenizer,
+    encode_text,
+    get_decoder_start_ids,
+    load_tokenizers,
+    max_positions,
+    pad_left,
+)
 from ..masking.sequence_info import SequenceInfo
 from ..models import Transformer
 from ..traces import TokenRow
@@ -23,7 +32,8 @@ from .site import Site
 
 IDS = "input_ids"  # the name that tokenizers give to the ids
 DECODER_IDS = "decoder_input_ids"
-# Entries of a tokenizer's output, with the value that changes nothing, for models without an argument of this name.
+# Entries of a tokenizer's output, with the value that changes nothing, for models without an
+# argument of this name.
 NEUTRAL_VALUES = {"attention_mask": 1, "token_type_ids": 0}
 MASKS = {"attention_mask": "source_sequence", "decoder_attention_mask": "sequence"}
 
@@ -33,7 +43,9 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 def check_is_module(model: Any) -> nn.Module:
     """Return the model; raise ValueError if it is not an nn.Module."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(folder)")
+        raise ValueError(
+            f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(folder)"
+        )
     return model
 
 
@@ -48,11 +60,14 @@ def list_arguments(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of a model's forward, without *args and **kwargs."""
     signature = _forward_signature(model)
     parameters = [] if signature is None else signature.parameters.values()
-    return tuple(one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    return tuple(
+        one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    )
 
 
 def find_ids_argument(model: nn.Module) -> str:
-    """Return the name of the argument that takes token ids: `main_input_name` of transformers, else the first one.
+    """Return the name of the argument that takes token ids: `main_input_name` of transformers, else
+    the first one.
 
     >>> class NanoGPT(nn.Module):
     ...     def forward(self, idx, targets=None): ...
@@ -80,16 +95,24 @@ def takes_mapping(model: nn.Module) -> bool:
 
 
 def to_named_tensors(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model by name, from its own names or from the output of a tokenizer.
+    """Return the arguments of a model by name, from its own names or from the output of a
+    tokenizer.
 
-    Lists and arrays of numbers become tensors. Names of tokenizers, such as `input_ids`, become the names of the model
-    where these differ; an attention mask becomes the `sequence` of a headwise model.
+    Lists and arrays of numbers become tensors. Names of tokenizers, such as `input_ids`, become the
+    names of the model where these differ; an attention mask becomes the `sequence` of a headwise
+    model.
     """
     names = {name: _to_tensor(name, value) for name, value in inputs.items()}
     if isinstance(model, Transformer):
         return _rename_for_headwise(model, names)
     arguments, ids = list_arguments(model), find_ids_argument(model)
-    if takes_mapping(model) or IDS not in names or IDS in arguments or not arguments or ids in names:
+    if (
+        takes_mapping(model)
+        or IDS not in names
+        or IDS in arguments
+        or not arguments
+        or ids in names
+    ):
         return names
     renamed = {ids if name == IDS else name: value for name, value in names.items()}
     for name, neutral in NEUTRAL_VALUES.items():
@@ -97,14 +120,16 @@ def to_named_tensors(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, A
             continue
         if not bool((renamed[name] == neutral).all()):
             fact = f"{type(model).__name__} takes no argument {name!r}, but the inputs have one"
-            raise ValueError(f"{fact}; give one text at a time, or its own arguments: {', '.join(arguments)}")
+            raise ValueError(
+                f"{fact}; give one text at a time, or its own arguments: {', '.join(arguments)}"
+            )
         del renamed[name]
     return renamed
 
 
 def bind_arguments(model: nn.Module, names: dict[str, Any]) -> CallArguments:
-    """Return the positional and keyword arguments of a call with these named tensors; raise if the model has no such
-    arguments.
+    """Return the positional and keyword arguments of a call with these named tensors; raise if the
+    model has no such arguments.
     """
     if takes_mapping(model) and list_arguments(model)[0] not in names:
         return (names,), {}
@@ -114,7 +139,9 @@ def bind_arguments(model: nn.Module, names: dict[str, Any]) -> CallArguments:
             signature.bind(**names)
         except TypeError:
             fact = f"{type(model).__name__} cannot be called with {', '.join(names)}"
-            raise ValueError(f"{fact}; its arguments are {', '.join(list_arguments(model))}") from None
+            raise ValueError(
+                f"{fact}; its arguments are {', '.join(list_arguments(model))}"
+            ) from None
     return (), names
 
 
@@ -128,7 +155,8 @@ def _to_tensor(name: str, value: Any) -> Any:
         tensor = torch.tensor(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name!r} is a list that makes no tensor; give rows of equal length, as a tokenizer returns them with "
+            f"{name!r} is a list that makes no tensor; give rows of equal length, as a tokenizer "
+            "returns them with "
             "padding=True, return_tensors='pt'"
         ) from None
     return tensor[None] if tensor.dim() == 1 else tensor
@@ -149,7 +177,9 @@ def _rename_for_headwise(model: Transformer, names: dict[str, Any]) -> dict[str,
             renamed[name] = SequenceInfo.from_batch(ids, segments=mask.long() - 1)
     types = renamed.pop("token_type_ids", None)
     if isinstance(types, Tensor) and bool((types != 0).any()):
-        raise ValueError("token_type_ids of several segments are not read from a tokenizer; give x=(ids, types)")
+        raise ValueError(
+            "token_type_ids of several segments are not read from a tokenizer; give x=(ids, types)"
+        )
     return renamed
 
 
@@ -167,18 +197,22 @@ NON_TOKEN_INPUTS = frozenset(
     }
 )
 MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_target_positions")
-INPUT_KINDS = "token ids or another tensor, a tuple of arguments, a mapping of named tensors, a text or a list of texts"
+INPUT_KINDS = (
+    "token ids or another tensor, a tuple of arguments, a mapping of named tensors, a "
+    "text or a list of texts"
+)
 PAD_ID = -1  # id of a padding token in a token row
 TokenDecoder = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Positional and keyword arguments of a model call, and the token rows of its streams ("text", "source").
+    """Positional and keyword arguments of a model call, and the token rows of its streams ("text",
+    "source").
 
-    `token_counts` are the tokens per stream, or None if only a run can count them. `prompt_ids` are the prompts that
-    are continued with new tokens. `has_source`: the model is an encoder-decoder, with a source and a text.
-    `decode_token` turns an id into a string.
+    `token_counts` are the tokens per stream, or None if only a run can count them. `prompt_ids` are
+    the prompts that are continued with new tokens. `has_source`: the model is an encoder-decoder,
+    with a source and a text. `decode_token` turns an id into a string.
     """
 
     args: tuple[Any, ...] = ()
@@ -196,25 +230,36 @@ class ModelInputs:
         rows: list[TokenRow] = []
         for number, ids in enumerate(new_ids):
             row = old_rows[number] if number < len(old_rows) else TokenRow((), ())
-            new_tokens = list(ids[len(row.ids) :] if tuple(ids[: len(row.ids)]) == row.ids and row.ids else ids)
+            new_tokens = list(
+                ids[len(row.ids) :] if tuple(ids[: len(row.ids)]) == row.ids and row.ids else ids
+            )
             words = (*row.words, *(self.decode_token(token) for token in new_tokens))
-            offsets = (*row.offsets, *[(len(row.text), len(row.text))] * len(new_tokens)) if row.offsets else ()
+            offsets = (
+                (*row.offsets, *[(len(row.text), len(row.text))] * len(new_tokens))
+                if row.offsets
+                else ()
+            )
             rows.append(TokenRow((*row.ids, *new_tokens), words, offsets, row.text))
         return tuple(rows)
 
 
 SOURCE_ALONE = (
-    'a source alone is not enough to run the decoder; give {"source": TEXT, "text": TEXT}, or set max_new_tokens'
+    'a source alone is not enough to run the decoder; give {"source": TEXT, "text": '
+    "TEXT}, or set max_new_tokens"
 )
 
 
-def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int = 0, tokenizer: object = None) -> ModelInputs:
-    """Return the arguments of a model call from any form of inputs; checks lengths where the model does not.
+def prepare_inputs(
+    model: nn.Module, inputs: Any, max_new_tokens: int = 0, tokenizer: object = None
+) -> ModelInputs:
+    """Return the arguments of a model call from any form of inputs; checks lengths where the model
+    does not.
 
-    The forms: token ids or another tensor; a tuple of positional arguments; a mapping of named tensors, such as the
-    output of a tokenizer; a text, or several that become the rows of one batch; {"source": ..., "text": ...} with two
-    texts for an encoder-decoder model. The ids get the name that the model gives them, such as "idx" or "x".
-    `tokenizer` encodes texts (default: that of the model).
+    The forms: token ids or another tensor; a tuple of positional arguments; a mapping of named
+    tensors, such as the output of a tokenizer; a text, or several that become the rows of one
+    batch; {"source": ..., "text": ...} with two texts for an encoder-decoder model. The ids get the
+    name that the model gives them, such as "idx" or "x". `tokenizer` encodes texts (default: that
+    of the model).
     """
     check_is_module(model)
     if tokenizer is not None:
@@ -245,7 +290,8 @@ def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int = 0, token
 
 
 def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any:
-    """Return the outputs of a model for inputs of any form that `prepare_inputs` describes, without gradients.
+    """Return the outputs of a model for inputs of any form that `prepare_inputs` describes, without
+    gradients.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -260,18 +306,28 @@ def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any
 
 
 def _is_texts(inputs: Any) -> bool:
-    return isinstance(inputs, (list, tuple)) and bool(inputs) and all(isinstance(text, str) for text in inputs)
+    return (
+        isinstance(inputs, (list, tuple))
+        and bool(inputs)
+        and all(isinstance(text, str) for text in inputs)
+    )
 
 
 def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelInputs:
     """Inputs from tensors by argument name."""
     is_headwise, has_source = isinstance(model, Transformer), is_encoder_decoder(model)
     first, second = (
-        ("x", "source") if is_headwise else ((IDS if IDS in names else find_ids_argument(model)), DECODER_IDS)
+        ("x", "source")
+        if is_headwise
+        else ((IDS if IDS in names else find_ids_argument(model)), DECODER_IDS)
     )
     text, source = (first, second) if is_headwise or not has_source else (second, first)
     values = {name: names.get(key) for name, key in (("text", text), ("source", source))}
-    ids = {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor) and _is_ids(tensor)}
+    ids = {
+        name: tensor
+        for name, tensor in values.items()
+        if isinstance(tensor, Tensor) and _is_ids(tensor)
+    }
     rows = {
         name: tuple(TokenRow(tuple(row), tuple(map(str, row))) for row in tensor.tolist())
         for name, tensor in ids.items()
@@ -289,7 +345,9 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
     return ModelInputs(
         *bind_arguments(model, _to_device(get_device(model), names)),
         rows,
-        counts | {"source": counts.get("source", counts.get("text", 0))} if counts_complete else None,
+        counts | {"source": counts.get("source", counts.get("text", 0))}
+        if counts_complete
+        else None,
         len(tensors[0]) if tensors else 1,
         has_source,
         prompt.tolist() if prompt is not None else [],
@@ -336,35 +394,52 @@ def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
 def get_max_length(model: nn.Module) -> int | None:
     """Maximum number of tokens of a model; None if it is unlimited or unknown."""
     if isinstance(model, Transformer):
-        return min((n for stack in model.spec.stacks if (n := max_positions(stack)) is not None), default=None)
+        return min(
+            (n for stack in model.spec.stacks if (n := max_positions(stack)) is not None),
+            default=None,
+        )
     config = getattr(model, "config", None)
-    return next((n for name in MAX_LENGTH_KEYS if isinstance(n := getattr(config, name, None), int)), None)
+    return next(
+        (n for name in MAX_LENGTH_KEYS if isinstance(n := getattr(config, name, None), int)), None
+    )
 
 
 def _check_length(model: nn.Module, count: int) -> None:
-    """Raise if a model gets more tokens than its config allows; headwise models check this themselves."""
+    """Raise if a model gets more tokens than its config allows; headwise models check this
+    themselves.
+    """
     max_length = None if isinstance(model, Transformer) else get_max_length(model)
     if max_length is not None and count > max_length:
-        fact = f"{count} tokens are {count - max_length} more than the {max_length} positions of {type(model).__name__}"
+        fact = (
+            f"{count} tokens are {count - max_length} more than the {max_length} positions of "
+            f"{type(model).__name__}"
+        )
         raise SequenceTooLong(f"{fact}; shorten the text, or lower max_new_tokens")
 
 
 def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> ModelInputs:
-    """Inputs from texts for a headwise model, with the special tokens that its usage defines around them."""
+    """Inputs from texts for a headwise model, with the special tokens that its usage defines around
+    them.
+    """
     device = next(net.parameters()).device
     _check_has_tokenizer(net)
     encoder_tokenizer, decoder_tokenizer = load_tokenizers(net)
     usage = net.usage
-    text_rows = [_make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind) for text in texts]
+    text_rows = [
+        _make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind) for text in texts
+    ]
     for row, text in zip(text_rows, texts, strict=True):
         if list(row.ids) != encode_text(net, text):
-            raise SpecError(f"the tokens of {text[:40]!r} do not match those of encode_text; give ids")
+            raise SpecError(
+                f"the tokens of {text[:40]!r} do not match those of encode_text; give ids"
+            )
     if is_encoder_decoder(net):
         if not steps:
             raise ValueError(SOURCE_ALONE)
         start_ids = get_decoder_start_ids(net)
         text = tuple(
-            TokenRow(start_ids, tuple(decoder_tokenizer.token_text(token) for token in start_ids)) for _ in text_rows
+            TokenRow(start_ids, tuple(decoder_tokenizer.token_text(token) for token in start_ids))
+            for _ in text_rows
         )
         ids, _ = pad_left([row.ids for row in text_rows], device)
         counts = {"text": len(start_ids), "source": ids.shape[1]}
@@ -380,7 +455,10 @@ def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> Mode
             decoder_tokenizer.token_text,
         )
     if steps and len({len(row.ids) for row in text_rows}) > 1:
-        raise ValueError("texts of several lengths cannot be traced together while they go on; trace one at a time")
+        raise ValueError(
+            "texts of several lengths cannot be traced together while they go on; trace one at a "
+            "time"
+        )
     ids, tokens = pad_left([row.ids for row in text_rows], device)
     count = ids.shape[1]
     names = {"x": ids} | ({} if tokens is None else {"sequence": tokens})
@@ -407,14 +485,20 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
         _check_has_tokenizer(model)
         encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
         usage, keys = model.usage, ("source", "x")
-        source = _make_surrounded_row(encoder_tokenizer, usage.before, texts["source"], usage.behind)
-        text = _make_surrounded_row(decoder_tokenizer, get_decoder_start_ids(model), texts["text"], ())
+        source = _make_surrounded_row(
+            encoder_tokenizer, usage.before, texts["source"], usage.behind
+        )
+        text = _make_surrounded_row(
+            decoder_tokenizer, get_decoder_start_ids(model), texts["text"], ()
+        )
     else:
         tokenizer, keys = _load_tokenizer(model), ("input_ids", "decoder_input_ids")
         start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
         source, text = _encode(tokenizer, texts["source"]), _encode(tokenizer, texts["text"])
         first = TokenRow((start,), (make_token_decoder(tokenizer)(start),), ((0, 0),))
-        text = TokenRow(first.ids + text.ids, first.words + text.words, first.offsets + text.offsets, text.text)
+        text = TokenRow(
+            first.ids + text.ids, first.words + text.words, first.offsets + text.offsets, text.text
+        )
     names = dict(zip(keys, (torch.tensor([source.ids]), torch.tensor([text.ids])), strict=True))
     rows = {"source": (source,), "text": (text,)}
     counts = {"source": len(source.ids), "text": len(text.ids)}
@@ -424,7 +508,10 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
 
 def _check_has_tokenizer(net: Transformer) -> None:
     if net.usage.tokenizer is None:
-        raise SpecError(f"{net.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or give ids")
+        raise SpecError(
+            f"{net.spec.name} has no tokenizer, so it only takes ids; {TOKENIZER_REMEDY}, or give "
+            "ids"
+        )
 
 
 def _make_surrounded_row(
@@ -433,7 +520,8 @@ def _make_surrounded_row(
     """Token row of a text with special ids before and behind it."""
     ids, offsets = tokenizer.ids(text), tokenizer.places(text)
     strings = [
-        text[start:stop] or tokenizer.token_text(token) for token, (start, stop) in zip(ids, offsets, strict=True)
+        text[start:stop] or tokenizer.token_text(token)
+        for token, (start, stop) in zip(ids, offsets, strict=True)
     ]
     end = len(text)
     return TokenRow(
@@ -450,7 +538,12 @@ def _pad_rows(rows: Sequence[TokenRow], ids: Tensor) -> tuple[TokenRow, ...]:
     for row in rows:
         gap = ids.shape[1] - len(row.ids)
         padded.append(
-            TokenRow((PAD_ID,) * gap + row.ids, ("",) * gap + row.words, ((0, 0),) * gap + row.offsets, row.text)
+            TokenRow(
+                (PAD_ID,) * gap + row.ids,
+                ("",) * gap + row.words,
+                ((0, 0),) * gap + row.offsets,
+                row.text,
+            )
         )
     return tuple(padded)
 
@@ -469,7 +562,11 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
     ids = [_pad(row.ids, [pad] * gap, left) for row, gap in zip(text_rows, gaps, strict=True)]
     mask_rows = [_pad([1] * (longest - gap), [0] * gap, left) for gap in gaps]
     named_ids = {IDS: torch.tensor(ids), "attention_mask": torch.tensor(mask_rows)}
-    if IDS in list_arguments(model) and "attention_mask" not in list_arguments(model) and not any(gaps):
+    if (
+        IDS in list_arguments(model)
+        and "attention_mask" not in list_arguments(model)
+        and not any(gaps)
+    ):
         del named_ids["attention_mask"]
     names = _to_device(get_device(model), to_named_tensors(model, named_ids))
     rows = tuple(
@@ -496,9 +593,15 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
 
 
 def get_tokenizer_documents(model: nn.Module) -> list[str]:
-    """The JSON texts of the tokenizers of a model, by which two models can be compared; empty if it has none."""
+    """The JSON texts of the tokenizers of a model, by which two models can be compared; empty if it
+    has none.
+    """
     if isinstance(model, Transformer):
-        return [text for text in (model.usage.tokenizer, model.usage.source_tokenizer) if text is not None]
+        return [
+            text
+            for text in (model.usage.tokenizer, model.usage.source_tokenizer)
+            if text is not None
+        ]
     tokenizer = find_tokenizer(model)
     return [] if tokenizer is None else [tokenizer.to_str()]
 
@@ -507,7 +610,9 @@ def _load_tokenizer(model: nn.Module) -> Tokenizer:
     """Return the tokenizer of a model that is not of headwise; raise if it has none."""
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
-        raise ValueError(f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give token ids")
+        raise ValueError(
+            f"{type(model).__name__} comes with no tokenizer; {TOKENIZER_REMEDY}, or give token ids"
+        )
     return tokenizer
 
 
@@ -530,6 +635,8 @@ def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
     """Return a function that turns an id into text, for models that are not of headwise."""
 
     def decode_token(token_id: int) -> str:
-        return decode_tokens(tokenizer, [token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
+        return (
+            decode_tokens(tokenizer, [token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
+        )
 
     return decode_token

@@ -1,4 +1,6 @@
-"""The tokenizer of a model: the one that the caller gives, its own, or the tokenizer.json beside its weights."""
+"""The tokenizer of a model: the one that the caller gives, its own, or the tokenizer.json beside
+its weights.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,33 @@ from ..models import Transformer
 from ..models.save_load import check_processor
 
 BYTE_TOKENIZER = "bytes"
-TOKENIZER_KINDS = "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, or 'bytes'"
+TOKENIZER_KINDS = (
+    "a tokenizer of transformers or tokenizers, a tokenizer.json or its folder, or 'bytes'"
+)
 TOKENIZER_REMEDY = "give tokenizer=, one of transformers or the folder of one"
 
-_current_tokenizer: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar("current_tokenizer", default=None)
+_current_tokenizer: ContextVar[tuple[nn.Module, Tokenizer] | None] = ContextVar(
+    "current_tokenizer", default=None
+)
 
 
 def find_model_folder(model: nn.Module) -> Path | None:
-    """Return the folder that a transformers model was loaded from, or its snapshot in the local cache; else None.
+    """Return the folder that a transformers model was loaded from, or its snapshot in the local
+    cache; else None.
 
-    Nothing is downloaded. In a wrapper such as SentenceTransformer, the first submodule with a config counts.
+    Nothing is downloaded. In a wrapper such as SentenceTransformer, the first submodule with a
+    config counts.
     """
     configs = (getattr(module, "config", None) for module in model.modules())
     config = next((config for config in configs if getattr(config, "_name_or_path", "")), None)
     name = str(getattr(config, "_name_or_path", "") or "")
     if not name:
         return None
-    return Path(name) if Path(name).is_dir() else _find_cached_folder(name, getattr(config, "_commit_hash", None))
+    return (
+        Path(name)
+        if Path(name).is_dir()
+        else _find_cached_folder(name, getattr(config, "_commit_hash", None))
+    )
 
 
 def _find_cached_folder(name: str, revision: str | None) -> Path | None:
@@ -58,8 +70,8 @@ def _find_cached_folder(name: str, revision: str | None) -> Path | None:
 def find_tokenizer(model: nn.Module) -> Tokenizer | None:
     """Return the tokenizer of a model that is not of headwise; None if there is none.
 
-    It is the tokenizer given by `use_tokenizer`, else the attribute `tokenizer` of the model, else the tokenizer.json
-    in the folder of its weights.
+    It is the tokenizer given by `use_tokenizer`, else the attribute `tokenizer` of the model, else
+    the tokenizer.json in the folder of its weights.
     """
     current = _current_tokenizer.get()
     if current is not None and current[0] is model:
@@ -118,22 +130,36 @@ def get_surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[in
     words = tokenizer.get_vocab(with_added_tokens=False).keys() - {
         added.content for added in tokenizer.get_added_tokens_decoder().values()
     }
-    # Encode the shortest word of the vocabulary, because some tokenizers encode unknown words as nothing.
+    # Encode the shortest word of the vocabulary, because some tokenizers encode unknown words as
+    # nothing.
     shortest = min(words, key=lambda word: (not word.isalnum(), len(word), word), default="")
     encoding = encode_tokens(tokenizer, shortest)
-    text_positions = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
+    text_positions = [
+        position for position, special in enumerate(encoding.special_tokens_mask) if not special
+    ]
     first, last = (
-        (text_positions[0], text_positions[-1] + 1) if text_positions else (len(encoding.ids), len(encoding.ids))
+        (text_positions[0], text_positions[-1] + 1)
+        if text_positions
+        else (len(encoding.ids), len(encoding.ids))
     )
     return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
 
 
-def replace_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: Tokenizer) -> ProcessorSpec:
-    """Return the processor spec of a headwise model with this tokenizer; raise if it does not fit the model."""
+def replace_tokenizer(
+    model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: Tokenizer
+) -> ProcessorSpec:
+    """Return the processor spec of a headwise model with this tokenizer; raise if it does not fit
+    the model.
+    """
     before, behind = get_surrounding_ids(tokenizer)
     document = tokenizer.to_str()
     extended = replace(
-        processor, before=before, behind=behind, specials="read", tokenizer=document, source_tokenizer=None
+        processor,
+        before=before,
+        behind=behind,
+        specials="read",
+        tokenizer=document,
+        source_tokenizer=None,
     )
     check_processor(model_spec, extended)
     return extended
@@ -141,9 +167,11 @@ def replace_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer
 
 @contextmanager
 def use_tokenizer(model: nn.Module, tokenizer: object = None) -> Iterator[nn.Module]:
-    """Context in which texts for a model are encoded with `tokenizer` (None: its own); yields the model to use.
+    """Context in which texts for a model are encoded with `tokenizer` (None: its own); yields the
+    model to use.
 
-    A headwise model is copied without its weights, which both share; other models are yielded unchanged.
+    A headwise model is copied without its weights, which both share; other models are yielded
+    unchanged.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}

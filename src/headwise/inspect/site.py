@@ -31,11 +31,12 @@ POSSIBLE = Ability(True)
 class Site:
     """One attention layer.
 
-    The name is `stack.layer.kind`; `kind` is "attention" or "cross", and `path` is the path of the module. `heads` is
-    the number of output heads, `q` of query heads, `kv` of KV heads, `dim` the head dimension. Four abilities:
-    `observe` (read queries, keys and weights), `ablate` (change head outputs), `prune` (remove heads) and `convert` (to
-    fewer KV heads). `pattern` is the attention pattern. `spec` is the layer as a headwise spec, or None, and then
-    `spec_reason` is the reason. `same_as` names an earlier site that runs the same module.
+    The name is `stack.layer.kind`; `kind` is "attention" or "cross", and `path` is the path of the
+    module. `heads` is the number of output heads, `q` of query heads, `kv` of KV heads, `dim` the
+    head dimension. Four abilities: `observe` (read queries, keys and weights), `ablate` (change
+    head outputs), `prune` (remove heads) and `convert` (to fewer KV heads). `pattern` is the
+    attention pattern. `spec` is the layer as a headwise spec, or None, and then `spec_reason` is
+    the reason. `same_as` names an earlier site that runs the same module.
     """
 
     name: str
@@ -59,13 +60,17 @@ class Site:
     @property
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        fields = {name: value for name, value in asdict(self).items() if name not in (*ABILITIES, "spec")}
+        fields = {
+            name: value for name, value in asdict(self).items() if name not in (*ABILITIES, "spec")
+        }
         abilities = {name: getattr(self, name)._asdict() for name in ABILITIES}
         return {**fields, "spec": None if self.spec is None else str(self.spec), **abilities}
 
 
 class Sites(list[Site]):
-    """The sites of a model in layer order. Prints as a table, followed by `notes` and the reasons for each "no"."""
+    """The sites of a model in layer order. Prints as a table, followed by `notes` and the reasons
+    for each "no".
+    """
 
     def __init__(self, sites: Iterable[Site], model: str, notes: Sequence[str] = ()) -> None:
         super().__init__(sites)
@@ -75,22 +80,43 @@ class Sites(list[Site]):
         """The site with this name, or the only site at this layer number.
 
         >>> yes = Ability(True)
-        >>> site = Site("decoder.0.attention", "decoder", 0, "attention", "h.0", 4, 4, 2, 8, "", None, "", *[yes] * 4)
+        >>> site = Site(
+        ...     "decoder.0.attention",
+        ...     "decoder",
+        ...     0,
+        ...     "attention",
+        ...     "h.0",
+        ...     4,
+        ...     4,
+        ...     2,
+        ...     8,
+        ...     "",
+        ...     None,
+        ...     "",
+        ...     *[yes] * 4,
+        ... )
         >>> Sites([site], "small").find(0).name
         'decoder.0.attention'
         """
         if isinstance(which, str):
             matches = [site for site in self if site.name == which]
             if not matches:
-                raise ValueError(f"{self.model} has no site {which!r}; {suggest(which, [site.name for site in self])}")
+                raise ValueError(
+                    f"{self.model} has no site {which!r}; "
+                    f"{suggest(which, [site.name for site in self])}"
+                )
             return matches[0]
         matches = [site for site in self if site.layer == which]
         if not matches:
             layers = sorted({site.layer for site in self})
-            raise ValueError(f"{self.model} has no layer {which!r}; its layers are {layers[0]}..{layers[-1]}")
+            raise ValueError(
+                f"{self.model} has no layer {which!r}; its layers are {layers[0]}..{layers[-1]}"
+            )
         if len(matches) > 1:
             names = ", ".join(site.name for site in matches)
-            raise ValueError(f"{self.model} has several sites at layer {which}: {names}; give its name")
+            raise ValueError(
+                f"{self.model} has several sites at layer {which}: {names}; give its name"
+            )
         return matches[0]
 
     @property
@@ -101,7 +127,8 @@ class Sites(list[Site]):
     def __str__(self) -> str:
         if not self:
             return (
-                f"{self.model} has no attention that headwise finds; hw.sites(model, example) finds it by tracing a "
+                f"{self.model} has no attention that headwise finds; hw.sites(model, example) "
+                "finds it by tracing a "
                 "forward call, hw.declare(module, ...) declares one"
             )
         rows = [
@@ -131,7 +158,10 @@ def _reasons(sites: Sequence[Site]) -> list[str]:
     for site in sites:
         abilities = [(name, getattr(site, name)) for name in ABILITIES]
         reasons = [(name, ability.reason) for name, ability in abilities if not ability.possible]
-        for name, reason in [*reasons, *([("spec", site.spec_reason)] if site.spec is None else [])]:
+        for name, reason in [
+            *reasons,
+            *([("spec", site.spec_reason)] if site.spec is None else []),
+        ]:
             counts = counts_by_reason.setdefault(reason, {})
             counts[name] = counts.get(name, 0) + 1
     return [

@@ -1,4 +1,6 @@
-"""Record the queries, keys and masks of every attention layer of a run on the CPU, within a budget of bytes."""
+"""Record the queries, keys and masks of every attention layer of a run on the CPU, within a budget
+of bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ EXTRA_TENSORS = ("v", "z")
 class Capture:
     """Tensors to record of a run besides queries and keys.
 
-    `extra` may contain "v" (values) and "z" (head outputs). `sites` are site names or layer numbers (default: all).
-    `budget` is the maximum number of bytes recorded. precision="own" keeps the model's precision (float32 for
-    bfloat16, which is exact); "half" stores float16, and weights computed from it are rounded accordingly.
+    `extra` may contain "v" (values) and "z" (head outputs). `sites` are site names or layer numbers
+    (default: all). `budget` is the maximum number of bytes recorded. precision="own" keeps the
+    model's precision (float32 for bfloat16, which is exact); "half" stores float16, and weights
+    computed from it are rounded accordingly.
 
     >>> Capture(extra=("values",))
     Traceback (most recent call last):
@@ -45,13 +48,18 @@ class Capture:
     def __post_init__(self) -> None:
         if wrong := [name for name in self.extra if name not in EXTRA_TENSORS]:
             raise SpecError(
-                f"Capture(extra={self.extra!r}) holds {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}"
+                f"Capture(extra={self.extra!r}) holds {wrong[0]!r}; give some of "
+                f"{', '.join(EXTRA_TENSORS)}"
             )
         if self.precision not in PRECISIONS:
-            raise SpecError(f"Capture(precision={self.precision!r}) is unknown; give one of {', '.join(PRECISIONS)}")
+            raise SpecError(
+                f"Capture(precision={self.precision!r}) is unknown; give one of "
+                f"{', '.join(PRECISIONS)}"
+            )
         if type(self.budget) is not int or self.budget < 1:
             raise SpecError(
-                f"Capture(budget={self.budget!r}) is not a number of bytes; give an integer > 0, as in 10**9"
+                f"Capture(budget={self.budget!r}) is not a number of bytes; give an integer > 0, "
+                "as in 10**9"
             )
 
     @property
@@ -62,7 +70,9 @@ class Capture:
 
 @dataclass
 class CaptureBuffer:
-    """State shared by the recorders of a run: the bytes recorded so far, and the masks without duplicates."""
+    """State shared by the recorders of a run: the bytes recorded so far, and the masks without
+    duplicates.
+    """
 
     capture: Capture
     nbytes: int = 0
@@ -75,7 +85,8 @@ class CaptureBuffer:
         half = self.capture.precision == "half" or tensor.dtype == torch.float16
         dtype = torch.float16 if half else torch.float32
         self.reserve(tensor.numel() * dtype.itemsize)
-        # copy=True, because without it to() may return the tensor itself, which a cache overwrites later
+        # copy=True, because without it to() may return the tensor itself, which a cache overwrites
+        # later
         return tensor.detach().to("cpu", dtype, copy=True).contiguous().numpy()
 
     def reserve(self, nbytes: int) -> None:
@@ -83,18 +94,23 @@ class CaptureBuffer:
         self.nbytes += nbytes
         if self.nbytes > self.capture.budget:
             fact = (
-                f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond a budget of "
+                f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond a "
+                "budget of "
                 f"{format_bytes(self.capture.budget)}"
             )
             raise SpecError(f"{fact}; give a larger budget=, fewer sites=, or precision='half'")
 
     def add_mask(self, tensor: Tensor) -> int:
-        """Store a mask or bias and return its index; a mask that several layers share is stored once."""
+        """Store a mask or bias and return its index; a mask that several layers share is stored
+        once.
+        """
         for stored, number in self._masks_seen:
             if stored is tensor:
                 return number
         mask_4d = tensor.detach()[(None,) * (4 - tensor.dim())]  # add missing batch and head axes
-        grid = PackedMask.pack((mask_4d if mask_4d.dtype == torch.bool else mask_4d.float()).cpu().numpy())
+        grid = PackedMask.pack(
+            (mask_4d if mask_4d.dtype == torch.bool else mask_4d.float()).cpu().numpy()
+        )
         number = self._numbers.get(grid.identity)
         if number is None:
             number = self._numbers[grid.identity] = len(self.grids)
@@ -163,11 +179,15 @@ class CallRecorder:
         return sum(chunk.shape[1] for chunk in self.chunks.get(name, ()))
 
     def _has_same_widths(self, inputs: AttentionInputs) -> bool:
-        """Whether queries and keys have the shape of earlier calls. Latent attention (MLA) changes it between prefill,
-        which expands the latents, and decode steps, which attend to the latents directly."""
+        """Whether queries and keys have the shape of earlier calls. Latent attention (MLA) changes
+        it between prefill, which expands the latents, and decode steps, which attend to the latents
+        directly.
+        """
         head_shapes = {"q": inputs.q_BTHK.shape[2:], "k": inputs.k_BSGK.shape[2:]}
         return all(
-            self.chunks[name][0].shape[2:] == shape for name, shape in head_shapes.items() if name in self.chunks
+            self.chunks[name][0].shape[2:] == shape
+            for name, shape in head_shapes.items()
+            if name in self.chunks
         )
 
     def _record_weights(self, call: ObservedCall) -> None:
@@ -185,13 +205,19 @@ class CallRecorder:
         number = len(self.calls)
         self._append(f"weights.{number}", self.store.copy_to_host(weights))
         default_first = 0 if keys >= start + queries or self.site.kind == "cross" else None
-        first, places = (default_first, None) if positions is None else self._record_key_positions(positions)
+        first, places = (
+            (default_first, None) if positions is None else self._record_key_positions(positions)
+        )
         self.calls.append(
-            AttentionCallRecord((start, start + queries), (0, keys), first, weights=number, places=places)
+            AttentionCallRecord(
+                (start, start + queries), (0, keys), first, weights=number, places=places
+            )
         )
 
     def _record_scores(self, inputs: AttentionInputs) -> None:
-        """Record the queries, keys and masks of a call whose weights can be recomputed from them."""
+        """Record the queries, keys and masks of a call whose weights can be
+        recomputed from them.
+        """
         if not self.kv_head_of_query:
             heads = inputs.q_BTHK.shape[2]
             self.kv_head_of_query = tuple(inputs.kv_head_of(head) for head in range(heads))
@@ -200,7 +226,11 @@ class CallRecorder:
         inputs, positions = _sort_keys(inputs)
         start, first_row, queries = self._num_queries(), self._count("q"), inputs.q_BTHK.shape[1]
         self._append("q", self.store.copy_to_host(inputs.q_BTHK))
-        grids = tuple(self._record_mask(grid, inputs) for grid in (inputs.bias, inputs.mask) if grid is not None)
+        grids = tuple(
+            self._record_mask(grid, inputs)
+            for grid in (inputs.bias, inputs.mask)
+            if grid is not None
+        )
         keys = self._record_keys(inputs, queries)
         first, places = (
             (self._first_position(keys, start + queries), None)
@@ -223,21 +253,31 @@ class CallRecorder:
         )
 
     def _record_mask(self, grid: Tensor, inputs: AttentionInputs) -> int:
-        """Store a mask and return its index; columns beyond the keys, such as free slots of a cache, are dropped."""
+        """Store a mask and return its index; columns beyond the keys, such as free slots of a
+        cache, are dropped.
+        """
         keys = inputs.k_BSGK.shape[1]
         return self.store.add_mask(grid if grid.shape[-1] <= keys else grid[..., :keys])
 
     def _record_keys(self, inputs: AttentionInputs, queries: int) -> tuple[int, int]:
-        """Record the new keys of this call, and return the range of all its keys among the recorded ones."""
+        """Record the new keys of this call, and return the range of all its keys among the recorded
+        ones.
+        """
         k_BSGK, count = inputs.k_BSGK, inputs.k_BSGK.shape[1]
         num_recorded = self._count("k")
         for num_new in (0, queries):
             num_known = count - num_new
-            if self.calls and 0 < num_known <= num_recorded and self._ends_with(k_BSGK[:, :num_known]):
+            if (
+                self.calls
+                and 0 < num_known <= num_recorded
+                and self._ends_with(k_BSGK[:, :num_known])
+            ):
                 break
         else:
             num_new = count
-        tensors = {"k": k_BSGK, "v": inputs.v_BSGV} if "v" in self.store.capture.extra else {"k": k_BSGK}
+        tensors = (
+            {"k": k_BSGK, "v": inputs.v_BSGV} if "v" in self.store.capture.extra else {"k": k_BSGK}
+        )
         for name, tensor in tensors.items():
             if num_new:
                 self._append(name, self.store.copy_to_host(tensor[:, count - num_new :]))
@@ -250,7 +290,9 @@ class CallRecorder:
         remaining = k_BSGK.detach().to("cpu", torch.float16 if half else torch.float32).numpy()
         for chunk in reversed(self.chunks["k"]):
             count = min(chunk.shape[1], remaining.shape[1])
-            if not np.array_equal(chunk[:, chunk.shape[1] - count :], remaining[:, remaining.shape[1] - count :]):
+            if not np.array_equal(
+                chunk[:, chunk.shape[1] - count :], remaining[:, remaining.shape[1] - count :]
+            ):
                 return False
             remaining = remaining[:, : remaining.shape[1] - count]
             if not remaining.shape[1]:
@@ -258,7 +300,9 @@ class CallRecorder:
         return True
 
     def _record_key_positions(self, positions: Tensor) -> tuple[int | None, int | None]:
-        """Position of the first key if the positions have no gaps, else the number of a recorded array of positions."""
+        """Position of the first key if the positions have no gaps, else the number of a recorded
+        array of positions.
+        """
         first, last = (int(positions[0]), int(positions[-1])) if len(positions) else (0, -1)
         if last - first == len(positions) - 1:
             return first, None
@@ -281,13 +325,17 @@ class CallRecorder:
 
 
 def _key_order(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices that sort keys by position, without empty slots (position -1); and the sorted positions."""
+    """Indices that sort keys by position, without empty slots (position -1); and the sorted
+    positions.
+    """
     order = positions.argsort()[int((positions < 0).sum()) :]
     return order, positions[order]
 
 
 def _sort_keys(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
-    """Sort the keys by position; returns the inputs and the sorted positions, or None if these are unknown."""
+    """Sort the keys by position; returns the inputs and the sorted positions, or None if these are
+    unknown.
+    """
     if inputs.key_positions is None:
         return inputs, None
     order, positions = _key_order(inputs.key_positions)
@@ -310,7 +358,7 @@ def _concatenate(chunks: Sequence[Array]) -> Array:
     return chunks[0] if len(chunks) == 1 else np.concatenate(chunks, 1)
 
 
-# --- Estimate of the size of a trace, before anything is computed -----------------------------------------
+# --- Estimate of the size of a trace, before anything is computed ---------------------------------
 
 
 class CaptureSize(NamedTuple):
@@ -322,25 +370,36 @@ class CaptureSize(NamedTuple):
 
 
 def estimate_bytes(
-    sites: Sequence[SiteModule], capture: Capture, streams: Mapping[str, tuple[str, str]], size: CaptureSize
+    sites: Sequence[SiteModule],
+    capture: Capture,
+    streams: Mapping[str, tuple[str, str]],
+    size: CaptureSize,
 ) -> int:
-    """Estimate the bytes that a trace of this size takes: queries, keys, requested extras, and masks as bits.
+    """Estimate the bytes that a trace of this size takes: queries, keys, requested extras, and
+    masks as bits.
 
     Biases are assumed to depend on the offset of key and query only, as position biases do.
     """
     total, mask_bytes = 0, dict[tuple[str, int, int], int]()
     for site_module in sites:
         query_stream, key_stream = streams[site_module.site.name]
-        new_tokens = {name: 0 if name == "source" else size.max_new_tokens for name in (query_stream, key_stream)}
+        new_tokens = {
+            name: 0 if name == "source" else size.max_new_tokens
+            for name in (query_stream, key_stream)
+        }
         queries, keys = (
             size.num_tokens[query_stream] + new_tokens[query_stream],
             size.num_tokens[key_stream] + new_tokens[key_stream],
         )
         if site_module.adapter.visible_tensors(site_module.module) == "weights":
-            total += size.batch_size * site_module.site.heads * queries * keys * capture.bytes_per_number
+            total += (
+                size.batch_size * site_module.site.heads * queries * keys * capture.bytes_per_number
+            )
         else:
             total += (
-                size.batch_size * capture.bytes_per_number * _numbers_per_text(site_module.site, capture, queries, keys)
+                size.batch_size
+                * capture.bytes_per_number
+                * _numbers_per_text(site_module.site, capture, queries, keys)
             )
             mask_bytes[site_module.site.pattern, queries, keys] = _mask_bytes(
                 site_module.site, queries, keys, size.batch_size
@@ -357,13 +416,21 @@ def estimate_bytes(
 
 
 def _numbers_per_text(site: Site, capture: Capture, queries: int, keys: int) -> int:
-    """Number of elements of the queries and keys of one text, and of the values if they are recorded."""
+    """Number of elements of the queries and keys of one text, and of the values if they are
+    recorded.
+    """
     if site.spec is None:
         heads, kv_heads, dim = site.q, site.kv, site.dim
     else:
         core = site.spec.core_of(site.spec.projection_form(one=False))
-        heads, kv_heads, dim = len(core.key_head_of_query), max(core.key_head_of_query) + 1, core.dim
-    return queries * heads * dim + keys * kv_heads * (dim + (_head_width(site) if "v" in capture.extra else 0))
+        heads, kv_heads, dim = (
+            len(core.key_head_of_query),
+            max(core.key_head_of_query) + 1,
+            core.dim,
+        )
+    return queries * heads * dim + keys * kv_heads * (
+        dim + (_head_width(site) if "v" in capture.extra else 0)
+    )
 
 
 def _mask_bytes(site: Site, queries: int, keys: int, batch: int) -> int:
@@ -375,7 +442,7 @@ def _head_width(site: Site) -> int:
     return site.spec.heads.vdim if site.spec is not None else site.dim
 
 
-# --- Trace a run of any model ------------------------------------------------------------------------------
+# --- Trace a run of any model ---------------------------------------------------------------------
 
 ProgressFunction = Callable[[str], object]
 
@@ -389,11 +456,12 @@ def trace(
     log: ProgressFunction = lambda _: None,
     tokenizer: object = None,
 ) -> Trace:
-    """Run a model on `inputs`, generate `max_new_tokens` tokens, and record every attention layer as a `Trace`.
+    """Run a model on `inputs`, generate `max_new_tokens` tokens, and record every attention layer
+    as a `Trace`.
 
-    `inputs` are ids or another tensor, a tuple or mapping of the model's arguments, or one or several texts, which
-    `tokenizer` encodes (default: that of the model). `log`, such as `print`, is called with the expected size before
-    anything is computed; by default, nothing is printed.
+    `inputs` are ids or another tensor, a tuple or mapping of the model's arguments, or one or
+    several texts, which `tokenizer` encodes (default: that of the model). `log`, such as `print`,
+    is called with the expected size before anything is computed; by default, nothing is printed.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -404,26 +472,45 @@ def trace(
     (3, 3)
     """
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
-    all_sites = find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
+    all_sites = (
+        find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
+    )
     site_modules = _select_sites(model, all_sites, capture)
     run = ModelRun(model, model_inputs, max_new_tokens)
     streams = {
-        site_module.site.name: get_streams(site_module.site, model_inputs.has_source) for site_module in site_modules
+        site_module.site.name: get_streams(site_module.site, model_inputs.has_source)
+        for site_module in site_modules
     }
     size = CaptureSize(
-        model_inputs.batch_size, model_inputs.token_counts or _count_tokens(run, site_modules, streams), max_new_tokens
+        model_inputs.batch_size,
+        model_inputs.token_counts or _count_tokens(run, site_modules, streams),
+        max_new_tokens,
     )
     expected = estimate_bytes(site_modules, capture, streams, size)
-    log(f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: {_describe_capture(capture, site_modules)}")
+    log(
+        f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: "
+        f"{_describe_capture(capture, site_modules)}"
+    )
     if expected > capture.budget:
         limit = format_bytes(capture.budget)
-        fact = f"cannot record this run: it takes about {format_bytes(expected)}, beyond a budget of {limit}"
-        raise SpecError(f"{fact}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'")
+        fact = (
+            f"cannot record this run: it takes about {format_bytes(expected)}, beyond a budget "
+            f"of {limit}"
+        )
+        raise SpecError(
+            f"{fact}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'"
+        )
     store = CaptureBuffer(capture)
-    recorders = {site_module.site.name: CallRecorder(site_module.site, store) for site_module in site_modules}
+    recorders = {
+        site_module.site.name: CallRecorder(site_module.site, store) for site_module in site_modules
+    }
     output = run.run_with_hooks(site_modules, recorders)
     traced = _make_trace(
-        model, _rows_with_output(model_inputs, output if max_new_tokens else None), site_modules, recorders, streams
+        model,
+        _rows_with_output(model_inputs, output if max_new_tokens else None),
+        site_modules,
+        recorders,
+        streams,
     )
     return replace(traced, images=_read_images(model_inputs, traced))
 
@@ -432,13 +519,23 @@ MAX_IMAGE_SIDE = 512  # pixels of an image that is kept for pictures
 
 
 def _read_images(model_inputs: ModelInputs, traced: Trace) -> dict[str, Array]:
-    """The images of a model's inputs [B, 1 or 3, height, width] as bytes, by the stream that attends to their patches.
+    """The images of a model's inputs [B, 1 or 3, height, width] as bytes, by the stream that
+    attends to their patches.
 
-    The lowest and the highest value of each image become 0 and 255, because the inputs are normalised.
+    The lowest and the highest value of each image become 0 and 255, because the inputs are
+    normalised.
     """
     tensors = [*model_inputs.args, *model_inputs.kwargs.values()]
-    images = [one for one in tensors if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 4]
-    wordless = [layer.key_stream for layer in traced.layers if layer.key_stream not in model_inputs.token_rows]
+    images = [
+        one
+        for one in tensors
+        if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 4
+    ]
+    wordless = [
+        layer.key_stream
+        for layer in traced.layers
+        if layer.key_stream not in model_inputs.token_rows
+    ]
     if len(images) != 1 or images[0].shape[1] not in (1, 3) or not wordless:
         return {}
     pixels = images[0].detach().float().cpu()
@@ -466,9 +563,17 @@ def _make_trace(
             skipped[name] = recorder.reason or "it was not called"
     if skipped and recorders.keys() <= skipped.keys():
         raise ValueError(f"cannot record any attention layer: {next(iter(skipped.values()))}")
-    layers = tuple(recorder.to_layer(streams[name]) for name, recorder in recorders.items() if name not in skipped)
+    layers = tuple(
+        recorder.to_layer(streams[name])
+        for name, recorder in recorders.items()
+        if name not in skipped
+    )
     store = next(iter(recorders.values())).store
-    description = {"name": get_model_name(model), "class": type(model).__name__, "torch": torch.__version__}
+    description = {
+        "name": get_model_name(model),
+        "class": type(model).__name__,
+        "torch": torch.__version__,
+    }
     return Trace(description, rows, layers, tuple(store.grids), skipped)
 
 
@@ -496,9 +601,12 @@ class TokenCounter:
 def _count_tokens(
     run: ModelRun, site_modules: Sequence[SiteModule], streams: Mapping[str, tuple[str, str]]
 ) -> dict[str, int]:
-    """Count the tokens of each stream in a run without recording; the shape of images and audio does not show it."""
+    """Count the tokens of each stream in a run without recording; the shape of images and audio
+    does not show it.
+    """
     counters = {site_module.site.name: TokenCounter() for site_module in site_modules}
-    # a forward call of a source alone does not run the decoder, so generate one token where tokens are requested
+    # a forward call of a source alone does not run the decoder, so generate one token where tokens
+    # are requested
     run._replace(max_new_tokens=min(run.max_new_tokens, 1)).run_with_hooks(site_modules, counters)
     counts = {"text": 0, "source": 0}
     for name, counter in counters.items():
@@ -507,35 +615,57 @@ def _count_tokens(
     return counts
 
 
-def _select_sites(model: nn.Module, all_sites: Sequence[SiteModule], capture: Capture) -> list[SiteModule]:
-    """The sites to record; raises if a site named in `capture`, or every site, cannot be observed."""
+def _select_sites(
+    model: nn.Module, all_sites: Sequence[SiteModule], capture: Capture
+) -> list[SiteModule]:
+    """The sites to record; raises if a site named in `capture`, or every site,
+    cannot be observed.
+    """
     sites = Sites([site_module.site for site_module in all_sites], type(model).__name__)
     if not sites:
         raise ValueError(
-            f"{sites.model} has no attention that headwise finds; hw.sites(model, example) finds it in a run on "
+            f"{sites.model} has no attention that headwise finds; hw.sites(model, example) finds "
+            "it in a run on "
             "an example"
         )
     names = {sites.find(which).name for which in capture.sites}
-    selected = [site_module for site_module in all_sites if not names or site_module.site.name in names]
+    selected = [
+        site_module for site_module in all_sites if not names or site_module.site.name in names
+    ]
     if (
-        names and (unobservable := [site_module for site_module in selected if not site_module.site.observe.possible])
+        names
+        and (
+            unobservable := [
+                site_module for site_module in selected if not site_module.site.observe.possible
+            ]
+        )
     ) or not any(o.site.observe.possible for o in selected):
         site = (unobservable if names else selected)[0].site
         raise ValueError(f"{site.name} cannot be observed: {site.observe.reason}")
     if model.training:
         raise ValueError(
-            "the model is in train mode, where dropout changes the attention weights; call model.eval() first"
+            "the model is in train mode, where dropout changes the attention weights; call "
+            "model.eval() first"
         )
     return [site_module for site_module in selected if site_module.site.observe.possible]
 
 
 def _describe_capture(capture: Capture, site_modules: Sequence[SiteModule]) -> str:
-    names = ["queries", "keys", *({"v": "values", "z": "head outputs"}[name] for name in capture.extra)]
+    names = [
+        "queries",
+        "keys",
+        *({"v": "values", "z": "head outputs"}[name] for name in capture.extra),
+    ]
     by_weights = sum(
-        site_module.adapter.visible_tensors(site_module.module) == "weights" for site_module in site_modules
+        site_module.adapter.visible_tensors(site_module.module) == "weights"
+        for site_module in site_modules
     )
     description = f"{', '.join(names[:-1])} and {names[-1]} of {len(site_modules)} sites"
-    return description if not by_weights else f"{description}, for {by_weights} of them the weights themselves"
+    return (
+        description
+        if not by_weights
+        else f"{description}, for {by_weights} of them the weights themselves"
+    )
 
 
 def _rows_with_output(model_inputs: ModelInputs, output: Any) -> dict[str, tuple[TokenRow, ...]]:

@@ -1,8 +1,8 @@
 """Named axes of a tensor, written as text.
 
-A layout names every axis of a tensor. ``"(q dim) model"`` is a matrix whose rows are q heads of dim channels each;
-``"q [nope|rope] rank"`` concatenates two axes into one. Code that prunes, groups, counts, shards or checks weights
-reads their layouts, so it needs no knowledge of particular layers.
+A layout names every axis of a tensor. ``"(q dim) model"`` is a matrix whose rows are q heads of dim
+channels each; ``"q [nope|rope] rank"`` concatenates two axes into one. Code that prunes, groups,
+counts, shards or checks weights reads their layouts, so it needs no knowledge of particular layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class AxisLayout:
     """The axes of each dimension of a tensor; one dimension may hold several axes.
 
     >>> layout = AxisLayout.parse("(q dim) model")
-    >>> layout.shape({"q": 2, "dim": 3, "model": 5}), layout.unmerged_shape({"q": 2, "dim": 3, "model": 5})
+    >>> (
+    ...     layout.shape({"q": 2, "dim": 3, "model": 5}),
+    ...     layout.unmerged_shape({"q": 2, "dim": 3, "model": 5}),
+    ... )
     ((6, 5), (2, 3, 5))
     """
 
@@ -46,12 +49,18 @@ class AxisLayout:
             elif _AXIS_PATTERN.fullmatch(name):
                 dims.append((name,))
             else:
-                raise SpecError(f"cannot parse layout {text!r} at {token!r}; write axes such as '(q dim) model'")
+                raise SpecError(
+                    f"cannot parse layout {text!r} at {token!r}; write axes such as '(q dim) model'"
+                )
         if group is not None:
-            raise SpecError(f"layout {text!r} has an unclosed '('; write axes such as '(q dim) model'")
+            raise SpecError(
+                f"layout {text!r} has an unclosed '('; write axes such as '(q dim) model'"
+            )
         layout = AxisLayout(tuple(dims))
         if len(set(layout.axes)) != len(layout.axes):
-            raise SpecError(f"layout {text!r} uses an axis name twice; give every axis a different name")
+            raise SpecError(
+                f"layout {text!r} uses an axis name twice; give every axis a different name"
+            )
         return layout
 
     @property

@@ -1,13 +1,15 @@
 """Values that parts, the layer, the cost model, probes and backends exchange.
 
-Tensor names end in the letters of their axes: B batch, T queries, S keys, H score heads, G key or value heads,
-R rows of weights, O output heads, K key channels, V value channels, D model width, E width of the source (the model
-width in self-attention), C channels before they are divided among heads.
+Tensor names end in the letters of their axes: B batch, T queries, S keys, H score heads, G key or
+value heads, R rows of weights, O output heads, K key channels, V value channels, D model width, E
+width of the source (the model width in self-attention), C channels before they are divided among
+heads.
 
-H, R and O count three kinds of head, and are equal in plain multi-head attention. A score head (H) computes one score
-per (query, key) pair. A row of weights (R) is one head's attention weights after any mixing of heads; it is multiplied
-with one value head. An output head (O) is what the merge receives; some output steps combine several rows into one
-output head, as differential attention does with two.
+H, R and O count three kinds of head, and are equal in plain multi-head attention. A score head (H)
+computes one score per (query, key) pair. A row of weights (R) is one head's attention weights after
+any mixing of heads; it is multiplied with one value head. An output head (O) is what the merge
+receives; some output steps combine several rows into one output head, as differential attention
+does with two.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ AppliedTo = Literal["query", "source", "recalled"]
 class Phase(IntEnum):
     """The phase of the computation in which a modifier acts.
 
-    A spec sorts its modifiers by phase; within a phase they keep the order in which they were written.
+    A spec sorts its modifiers by phase; within a phase they keep the order in which they were
+    written.
     """
 
     QK_TRANSFORM = 1
@@ -47,9 +50,10 @@ class Phase(IntEnum):
 class CoreShape:
     """The shapes of the attention core, as backends and the cost model see them.
 
-    ``key_head_of_query[h]`` is the key head of score head h, ``value_head_of_row[r]`` the value head of row r of the
-    weights. `dim` and `vdim` are the channels per key and value head. `score_dim` is the number of channels in the
-    product of query and key; it equals `dim` unless the similarity applies a feature map.
+    ``key_head_of_query[h]`` is the key head of score head h, ``value_head_of_row[r]`` the value
+    head of row r of the weights. `dim` and `vdim` are the channels per key and value head.
+    `score_dim` is the number of channels in the product of query and key; it equals `dim` unless
+    the similarity applies a feature map.
     """
 
     key_head_of_query: tuple[int, ...]
@@ -64,18 +68,28 @@ class CoreShape:
             object.__setattr__(self, "score_dim", self.dim)
 
     def flops(self, pairs: int) -> int:
-        """FLOPs of the two matrix products over `pairs` (query, key) pairs: scores, then weights times values."""
-        return 2 * pairs * (len(self.key_head_of_query) * self.score_dim + len(self.value_head_of_row) * self.vdim)
+        """FLOPs of the two matrix products over `pairs` (query, key) pairs: scores, then weights
+        times values.
+        """
+        return (
+            2
+            * pairs
+            * (
+                len(self.key_head_of_query) * self.score_dim
+                + len(self.value_head_of_row) * self.vdim
+            )
+        )
 
 
 @dataclass(frozen=True)
 class Param:
     """Declaration of a parameter: its axes, its initialiser, and the tokens it is multiplied with.
 
-    `applied` names the tokens whose vectors are multiplied with the parameter in a matrix product: "query" for
-    every query token, "source" for every token once, when its cache entry is computed, "recalled" for every cached
-    token each time it is read; None for parameters that only add or scale. A constant (``trainable=False``) is saved,
-    pruned and moved with the other parameters but never trained. `tied_to` names the parameter it shares memory with.
+    `applied` names the tokens whose vectors are multiplied with the parameter in a matrix product:
+    "query" for every query token, "source" for every token once, when its cache entry is computed,
+    "recalled" for every cached token each time it is read; None for parameters that only add or
+    scale. A constant (``trainable=False``) is saved, pruned and moved with the other parameters but
+    never trained. `tied_to` names the parameter it shares memory with.
     """
 
     layout: AxisLayout
@@ -89,9 +103,10 @@ class Param:
 class CallSize:
     """The sizes of one forward call.
 
-    `batch` rows; and for one row: `queries`, `new_tokens` written to the cache, `keys` to attend to, and `pairs`, the
-    number of (query, key) pairs that the pattern allows (default: all of them). If heads have different patterns,
-    `head_pairs` has the number of each head, and `pairs` is that of the pairs which some head allows.
+    `batch` rows; and for one row: `queries`, `new_tokens` written to the cache, `keys` to attend
+    to, and `pairs`, the number of (query, key) pairs that the pattern allows (default: all of
+    them). If heads have different patterns, `head_pairs` has the number of each head, and `pairs`
+    is that of the pairs which some head allows.
     """
 
     batch: int
@@ -110,7 +125,9 @@ class CallSize:
         return replace(self, pairs=pairs, head_pairs=())
 
     def tokens(self, applied: str | None) -> int:
-        """The number of tokens in this call that are multiplied with a parameter whose field `applied` is this."""
+        """The number of tokens in this call that are multiplied with a parameter whose field
+        `applied` is this.
+        """
         tokens_per_row = {"query": self.queries, "source": self.new_tokens, "recalled": self.keys}
         return self.batch * tokens_per_row[applied] if applied else 0
 
@@ -119,8 +136,9 @@ class CallSize:
 class PartParams(Protocol):
     """The parameters of one part.
 
-    ``p[name]`` is a parameter, ``p.head(h)`` the slices of score head h, `broadcast_over_scores` all parameters
-    reshaped to broadcast over a score tensor, and `trainable` those that are trained.
+    ``p[name]`` is a parameter, ``p.head(h)`` the slices of score head h, `broadcast_over_scores`
+    all parameters reshaped to broadcast over a score tensor, and `trainable` those that are
+    trained.
     """
 
     sizes: Mapping[str, int]
@@ -136,7 +154,9 @@ class PartParams(Protocol):
 
 @runtime_checkable
 class TransformsQK(Protocol):
-    """Applies all query/key transforms of the layer (RoPE, QK-norm) to x_BTHK; `side` is "q", "k" or "v"."""
+    """Applies all query/key transforms of the layer (RoPE, QK-norm) to x_BTHK; `side` is "q", "k"
+    or "v".
+    """
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor: ...
 
@@ -144,8 +164,8 @@ class TransformsQK(Protocol):
 class QueryContext(NamedTuple):
     """Queries as gates and score steps see them.
 
-    `x_BTD` is the layer's input, `q_BTHK` the transformed queries, `scale` the factor of the scores, and `sequence` the
-    positions and segments of the query tokens.
+    `x_BTD` is the layer's input, `q_BTHK` the transformed queries, `scale` the factor of the
+    scores, and `sequence` the positions and segments of the query tokens.
     """
 
     x_BTD: Tensor
@@ -156,7 +176,8 @@ class QueryContext(NamedTuple):
 
 @runtime_checkable
 class ScorePosition(Protocol):
-    """Positions of the (query, key) pairs whose scores are being computed: `i` of the query and `j` of the key.
+    """Positions of the (query, key) pairs whose scores are being computed: `i` of the query and `j`
+    of the key.
 
     `take` selects per-query factors at an index, such as the relative position.
     """
@@ -169,9 +190,11 @@ class ScorePosition(Protocol):
 
 
 class SymmetryGroup(NamedTuple):
-    """A group of orthogonal maps of a head's channels: rotations within each plane, any map within each block.
+    """A group of orthogonal maps of a head's channels: rotations within each plane, any map within
+    each block.
 
-    `planes` are pairs of channels, `blocks` sets of channels. ``a & b`` is the intersection of two groups:
+    `planes` are pairs of channels, `blocks` sets of channels. ``a & b`` is the intersection of two
+    groups:
 
     >>> SymmetryGroup(planes=((0, 2), (1, 3))) & SymmetryGroup(blocks=((0, 1, 2), (3,)))
     SymmetryGroup(planes=((0, 2),), blocks=())
@@ -187,7 +210,8 @@ class SymmetryGroup(NamedTuple):
 
     @staticmethod
     def commuting_with_scales(columns: Sequence[Sequence[float]]) -> SymmetryGroup:
-        """The orthogonal maps that commute with scaling channel c by each of the factors in ``columns[c]``.
+        """The orthogonal maps that commute with scaling channel c by each of the factors in
+        ``columns[c]``.
 
         Channels with equal factors form a block.
 
@@ -202,20 +226,27 @@ class SymmetryGroup(NamedTuple):
     def __and__(self, other: SymmetryGroup) -> SymmetryGroup:
         own_planes = [plane for plane in self.planes if other._contains(plane)]
         planes = list(map(set, own_planes))
-        other_planes = [plane for plane in other.planes if self._contains(plane) and set(plane) not in planes]
+        other_planes = [
+            plane for plane in other.planes if self._contains(plane) and set(plane) not in planes
+        ]
         blocks = [tuple(sorted(set(a) & set(b))) for a in self.blocks for b in other.blocks]
-        return SymmetryGroup((*own_planes, *other_planes), tuple(block for block in blocks if block))
+        return SymmetryGroup(
+            (*own_planes, *other_planes), tuple(block for block in blocks if block)
+        )
 
     def _contains(self, plane: tuple[int, int]) -> bool:
         channels = set(plane)
-        return any(channels == set(own) for own in self.planes) or any(channels <= set(block) for block in self.blocks)
+        return any(channels == set(own) for own in self.planes) or any(
+            channels <= set(block) for block in self.blocks
+        )
 
 
 @runtime_checkable
 class SpecFactory(Protocol):
     """Builds a small spec from keyword arguments of `design`.
 
-    Sizes that are not given get defaults that differ between axes, so that mixed-up axes cause an error.
+    Sizes that are not given get defaults that differ between axes, so that mixed-up axes cause an
+    error.
     """
 
     def __call__(self, **options: Any) -> AttentionSpec: ...
@@ -225,8 +256,8 @@ class SpecFactory(Protocol):
 class ReductionGroup(Protocol):
     """The processes over which the heads of a layer, or the tokens of its batch, are sharded.
 
-    `sum_over` adds up a tensor over all shards; `own_share` is this process's share of an auxiliary loss, such that the
-    gradients of all processes add up to that of the loss.
+    `sum_over` adds up a tensor over all shards; `own_share` is this process's share of an auxiliary
+    loss, such that the gradients of all processes add up to that of the loss.
     """
 
     def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor: ...
@@ -237,8 +268,8 @@ class ReductionGroup(Protocol):
 class AuxLosses:
     """Auxiliary losses by (layer, term), such as a router's load-balancing loss.
 
-    Terms are overwritten, never accumulated, so that recomputing a layer (activation checkpointing) cannot count them
-    twice. `group` is set where the layer is sharded over processes.
+    Terms are overwritten, never accumulated, so that recomputing a layer (activation checkpointing)
+    cannot count them twice. `group` is set where the layer is sharded over processes.
     """
 
     terms: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], "Tensor"])
@@ -250,7 +281,9 @@ class AuxLosses:
         self.terms[self.layer, term] = value if self.group is None else self.group.own_share(value)
 
     def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
-        """Sum x, which is a sum over this process's "heads" or "tokens", over all processes that share the layer."""
+        """Sum x, which is a sum over this process's "heads" or "tokens", over all processes that
+        share the layer.
+        """
         return x if self.group is None else self.group.sum_over(x, over)
 
     def total(self, term: str) -> Tensor | float:
@@ -258,7 +291,7 @@ class AuxLosses:
         return sum((value for (_, name), value in self.terms.items() if name == term), 0.0)
 
 
-# --- Probes --------------------------------------------------------------------------------------------
+# --- Probes ---------------------------------------------------------------------------------------
 
 # The points that can be probed, with the axes of their tensors.
 PROBE_POINTS = {
@@ -273,9 +306,11 @@ PROBE_POINTS = {
 
 
 class Probe:
-    """Calls ``callback(point, tensor)`` at each of the given points; a tensor that it returns replaces the original.
+    """Calls ``callback(point, tensor)`` at each of the given points; a tensor that it returns
+    replaces the original.
 
-    Without a callback the probe records the tensors in `tensors`. `aux_losses` collects the auxiliary losses of parts.
+    Without a callback the probe records the tensors in `tensors`. `aux_losses` collects the
+    auxiliary losses of parts.
 
     >>> import headwise as hw, torch
     >>> layer = hw.Attention(hw.design(model=8, heads=2))
@@ -293,7 +328,10 @@ class Probe:
     ) -> None:
         for point in points:
             if point not in PROBE_POINTS:
-                raise ValueError(f"cannot probe {point!r}: there is no such point; {suggest(point, PROBE_POINTS)}")
+                raise ValueError(
+                    f"cannot probe {point!r}: there is no such point; "
+                    f"{suggest(point, PROBE_POINTS)}"
+                )
         self.points: frozenset[str] = frozenset(points)
         self.callback = callback
         self.aux_losses = aux_losses

@@ -1,4 +1,6 @@
-"""Base classes of the parts: of the slots that every spec fills once, and of the optional modifiers, one per phase."""
+"""Base classes of the parts: of the slots that every spec fills once, and of the optional
+modifiers, one per phase.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 class Project(Part):
     """Computes queries, keys and values from the input, and decides what is cached of a token.
 
-    `project_kv` computes the entry that is cached for each token; `expand_kv` computes keys and values from entries.
+    `project_kv` computes the entry that is cached for each token; `expand_kv` computes keys and
+    values from entries.
     """
 
-    # Whether queries and keys have heads.dim channels and values heads.vdim, in the cache too, in every form.
+    # Whether queries and keys have heads.dim channels and values heads.vdim, in the cache too, in
+    # every form.
     uses_head_dims: ClassVar[bool] = False
     # Whether several score heads may share a key-value head.
     supports_grouping: ClassVar[bool] = True
@@ -45,14 +49,20 @@ class Project(Part):
     @abstractmethod
     def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor: ...
     @abstractmethod
-    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]: ...
+    def project_kv(
+        self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
+    ) -> dict[str, Tensor]: ...
     @abstractmethod
     def expand_kv(
         self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
     ) -> tuple[Tensor, Tensor]: ...
 
-    def project_qkv(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
-        """Queries and cache entries of self-attention; a project may compute them in one matrix product."""
+    def project_qkv(
+        self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Queries and cache entries of self-attention; a project may compute them in one matrix
+        product.
+        """
         entry = self.project_kv(x_BTD, transform, p)
         return self.project_query(x_BTD, transform, p), entry
 
@@ -61,11 +71,17 @@ class Project(Part):
         return o_BTRV
 
     def transformed_dims(self, spec: AttentionSpec) -> int:
-        """The number of channels per query or key head that QK transforms (RoPE, QK-norm) receive."""
+        """The number of channels per query or key head that QK transforms
+        (RoPE, QK-norm) receive.
+        """
         return spec.heads.dim
 
-    def constant_biases(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Biases that are added to all keys ("k", per key head) or to all values ("v", per row of weights)."""
+    def constant_biases(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Biases that are added to all keys ("k", per key head) or to all values ("v", per row of
+        weights).
+        """
         return {}
 
     def without_biases(self, biases: frozenset[str]) -> Self:
@@ -75,22 +91,27 @@ class Project(Part):
     def absorb_matrix(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
-        """The weights of one side (with bias) after folding in a matrix that multiplies the side's heads.
+        """The weights of one side (with bias) after folding in a matrix that multiplies the side's
+        heads.
 
-        `matrix` is [out, in] for all heads, or [heads, out, in]. Empty if the project cannot absorb it.
+        `matrix` is [out, in] for all heads, or [heads, out, in]. Empty if the project cannot absorb
+        it.
         """
         return {}
 
     def equivalent_forms(self, spec: AttentionSpec) -> Mapping[str, Project]:
-        """Algebraically equivalent projects over the same parameters; "step" is the one for a single query."""
+        """Algebraically equivalent projects over the same parameters; "step" is the one for a
+        single query.
+        """
         return {}
 
 
 class Similarity(RecurrentPart):
     """Computes the score of a query and a key.
 
-    `signed`: scores may be negative. `linear`: scores are linear in the key. `per_head`: the similarity has parameters
-    per score head, so that score heads which share a key head still differ.
+    `signed`: scores may be negative. `linear`: scores are linear in the key. `per_head`: the
+    similarity has parameters per score head, so that score heads which share a key head still
+    differ.
     """
 
     signed: ClassVar[bool] = True
@@ -108,11 +129,15 @@ class Similarity(RecurrentPart):
         return core.scale
 
     def can_be_all_zero(self) -> bool:
-        """Whether all scores of a row with allowed keys can be 0, so that proportional weights would sum to 0."""
+        """Whether all scores of a row with allowed keys can be 0, so that proportional weights
+        would sum to 0.
+        """
         return False
 
     def has_arbitrary_scale(self) -> bool:
-        """Whether scores are computed up to an unknown factor, so that only their ratios have a meaning."""
+        """Whether scores are computed up to an unknown factor, so that only their ratios have a
+        meaning.
+        """
         return False
 
     def feature_map(self, x_BTHK: Tensor, side: str, p: PartParams) -> Tensor:
@@ -130,9 +155,9 @@ class Similarity(RecurrentPart):
 class Normaliser(RecurrentPart):
     """Turns scores into attention weights. All weights of a query without allowed keys are zero.
 
-    `proportional`: weights are the scores divided by `divisor` of their sum. This is the only kind that a similarity
-    with a recurrent state can use; a normaliser that ignores the scores may have a state of its own.
-    `shift_invariant`: adding a constant to all scores of a row changes nothing.
+    `proportional`: weights are the scores divided by `divisor` of their sum. This is the only kind
+    that a similarity with a recurrent state can use; a normaliser that ignores the scores may have
+    a state of its own. `shift_invariant`: adding a constant to all scores of a row changes nothing.
     `sums_to_one`: the weights of every row with an allowed key sum to one.
     """
 
@@ -158,13 +183,22 @@ class Normaliser(RecurrentPart):
         return self.normalise(s_BHTS, allowed, p)
 
     def prefers_gather(self, device: str, dtype: torch.dtype) -> bool:
-        """Whether `gather_values` is faster for values of this dtype than multiplying all values with all weights."""
+        """Whether `gather_values` is faster for values of this dtype than multiplying all values
+        with all weights.
+        """
         return False
 
     def gather_values(
-        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, value_heads: tuple[int, ...], p: PartParams
+        self,
+        s_BHTS: Tensor,
+        allowed: Tensor,
+        v_BSGV: Tensor,
+        value_heads: tuple[int, ...],
+        p: PartParams,
     ) -> Tensor:
-        """Outputs o_BHTV, where row h uses value head ``value_heads[h]``; may skip the values of zero weights."""
+        """Outputs o_BHTV, where row h uses value head ``value_heads[h]``; may skip the values of
+        zero weights.
+        """
         v_BHSV = v_BSGV[:, :, list(value_heads)].transpose(1, 2)
         return self.fused_normalise(s_BHTS, allowed, p).to(v_BSGV.dtype) @ v_BHSV
 
@@ -172,8 +206,11 @@ class Normaliser(RecurrentPart):
 class Merge(Part):
     """Combines the outputs of all heads into a vector of the model's width."""
 
-    def absorb_matrix(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
-        """The weights after folding in a matrix per output head, [heads, out, in], that multiplies the head's output.
+    def absorb_matrix(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        """The weights after folding in a matrix per output head, [heads, out, in], that multiplies
+        the head's output.
 
         Empty if the merge cannot absorb it.
         """
@@ -192,7 +229,9 @@ class Modifier(Part):
 
 
 class QKTransform(Modifier):
-    """Changes queries, keys or values token by token, before scores are computed (RoPE, QK-norm)."""
+    """Changes queries, keys or values token by token, before scores are
+    computed (RoPE, QK-norm).
+    """
 
     @property
     def phase(self) -> Phase:
@@ -208,12 +247,15 @@ class QKTransform(Modifier):
         return False
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
-        """The orthogonal maps that commute with this transform; by default none on the sides that it changes."""
+        """The orthogonal maps that commute with this transform; by default none on the sides that
+        it changes.
+        """
         changed = self.transformed_sides(spec) & frozenset({"k": "qk", "v": "v"}[side])
         return SymmetryGroup() if changed else super().symmetry(spec, side, p)
 
     def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> Any:
-        """Values that depend on positions only, such as rotary angles; computed once and passed to `transform`.
+        """Values that depend on positions only, such as rotary angles; computed once and passed to
+        `transform`.
 
         `exact` is a dtype with enough precision for angles.
         """
@@ -223,7 +265,9 @@ class QKTransform(Modifier):
     def transform(self, x_BTHK: Tensor, side: str, precomputed: Any, p: PartParams) -> Tensor: ...
 
     def as_matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
-        """The matrix [out, in] that this transform multiplies every head's channels with; None if it is not linear."""
+        """The matrix [out, in] that this transform multiplies every head's channels with; None if
+        it is not linear.
+        """
         return None
 
     def without_sides(self, sides: frozenset[str]) -> Self | None:
@@ -233,14 +277,17 @@ class QKTransform(Modifier):
     def as_single_vector(
         self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]
     ) -> SingleVectorTransform | None:
-        """This transform for `heads` key heads concatenated into one vector; None if there is no such form."""
+        """This transform for `heads` key heads concatenated into one vector; None if there is no
+        such form.
+        """
         return None
 
 
 class SingleVectorTransform(NamedTuple):
     """A transform of several heads concatenated into one vector.
 
-    `channel_sources` lists the (head, channel) of each channel that `transform` changes; `weights` are its parameters.
+    `channel_sources` lists the (head, channel) of each channel that `transform` changes; `weights`
+    are its parameters.
     """
 
     transform: QKTransform
@@ -251,8 +298,9 @@ class SingleVectorTransform(NamedTuple):
 class ScoreStep(Modifier):
     """Changes each score on its own.
 
-    `score` is written once and works on a single number (the reference), a score tensor (dense backends) or inside a
-    FlexAttention kernel. `additive` steps only add a bias that does not depend on the score.
+    `score` is written once and works on a single number (the reference), a score tensor (dense
+    backends) or inside a FlexAttention kernel. `additive` steps only add a bias that does not
+    depend on the score.
     """
 
     additive: ClassVar[bool] = False
@@ -269,7 +317,9 @@ class ScoreStep(Modifier):
         return None
 
     @abstractmethod
-    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor: ...
+    def score(
+        self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
+    ) -> Tensor: ...
 
 
 class Mix(Modifier):
@@ -285,7 +335,9 @@ class Mix(Modifier):
         return heads
 
     def mixed_flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """The FLOPs of `flops` that multiply the scores or weights which the part mixes, and not other products."""
+        """The FLOPs of `flops` that multiply the scores or weights which the part mixes, and not
+        other products.
+        """
         return self.flops(spec, work)
 
     def query_factors(self, x_BTD: Tensor, p: PartParams) -> dict[str, Tensor]:
@@ -297,7 +349,8 @@ class Mix(Modifier):
         return {}
 
     def pair_bias(self, p: PartParams) -> Tensor | None:
-        """A number for each head after mixing that is added at every allowed pair, [heads]; None if there is none.
+        """A number for each head after mixing that is added at every allowed pair, [heads]; None if
+        there is none.
 
         `mix_pair` adds it; `mix` does not, because it sees no mask.
         """
@@ -305,15 +358,27 @@ class Mix(Modifier):
 
     @abstractmethod
     def mix_pair(
-        self, a_H: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+        self,
+        a_H: Tensor,
+        from_query: Mapping[str, Tensor],
+        from_key: Mapping[str, Tensor],
+        p: PartParams,
     ) -> Tensor: ...
     @abstractmethod
     def mix(
-        self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+        self,
+        a_BHTS: Tensor,
+        from_query: Mapping[str, Tensor],
+        from_key: Mapping[str, Tensor],
+        p: PartParams,
     ) -> Tensor: ...
 
     def fused_mix(
-        self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+        self,
+        a_BHTS: Tensor,
+        from_query: Mapping[str, Tensor],
+        from_key: Mapping[str, Tensor],
+        p: PartParams,
     ) -> Tensor:
         """Like `mix`, in one pass over all pairs where a fused kernel exists."""
         return self.mix(a_BHTS, from_query, from_key, p)
@@ -348,10 +413,11 @@ class ValueStep(Modifier):
 
 
 class OutputStep(Modifier):
-    """Changes per-head outputs token by token; with `combines_rows`, several rows become one output head.
+    """Changes per-head outputs token by token; with `combines_rows`, several rows become one output
+    head.
 
-    `transform_outputs` receives o_BTRV, one output for each row of weights (or for each output of the step before), and
-    returns o_BTOV.
+    `transform_outputs` receives o_BTRV, one output for each row of weights (or for each output of
+    the step before), and returns o_BTOV.
     """
 
     combines_rows: ClassVar[bool] = False
@@ -363,7 +429,9 @@ class OutputStep(Modifier):
         return Phase.OUTPUTS
 
     def required_rows(self, own_rows: tuple[int, ...]) -> tuple[int, ...]:
-        """The input rows, in order, from which the output heads with these own rows are computed."""
+        """The input rows, in order, from which the output heads with these own
+        rows are computed.
+        """
         return own_rows
 
     def own_row_of_output(self, rows: int) -> tuple[int, ...]:
@@ -388,10 +456,14 @@ class Gate(Modifier):
         return Phase.GATES
 
     @abstractmethod
-    def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor: ...
+    def gate(
+        self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None
+    ) -> Tensor: ...
 
     def open_fractions(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
-        """The fraction of tokens for which each output head's gate is not exactly zero; None if gates never close."""
+        """The fraction of tokens for which each output head's gate is not exactly zero; None if
+        gates never close.
+        """
         return None
 
     def blocks_gradient_when_closed(self) -> bool:
@@ -399,5 +471,7 @@ class Gate(Modifier):
         return False
 
     def open_probabilities(self, p: PartParams) -> Tensor | None:
-        """The probability that each output head's gate is open, if it does not depend on the input; else None."""
+        """The probability that each output head's gate is open, if it does not depend on the input;
+        else None.
+        """
         return None

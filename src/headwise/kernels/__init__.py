@@ -3,10 +3,12 @@
 `docs/kernels.md` explains how a kernel is written, with a complete example. The foundation:
 
 - `kernel_args`: argument records, the interface between an operation and its kernel
-- `launch`, `jit`, `compilation`: sets of kernels, threads and work items; compilation, and when it happens
+- `launch`, `jit`, `compilation`: sets of kernels, threads and work items; compilation, and when it
+  happens
 - `simd`, `memory_pointer`: vectors of 16 numbers, loads and stores
 - `memory_guard`: the debug build, which checks every load and store
-- `operand_checks`: the axes and dtypes of an operation's tensors, checked before their addresses are taken
+- `operand_checks`: the axes and dtypes of an operation's tensors, checked before their addresses
+  are taken
 - `gemm_kernel`: the micro-kernel of all matrix products
 - `autograd_guards`: checks for autograd, torch.func and torch.compile
 
@@ -14,12 +16,15 @@ The operations and their kernels:
 
 - `flash_attention`, `flash_attention_kernel`: attention with gradients; each query
   reads one range of keys
-- `varlen_attention`, `varlen_attention_kernel`: attention with gradients within many short packed sequences
-- `paged_decode`, `paged_decode_kernel`, `kv_block_attention`, `split_kv_schedule`: one query per row over a
+- `varlen_attention`, `varlen_attention_kernel`: attention with gradients within many short packed
+  sequences
+- `paged_decode`, `paged_decode_kernel`, `kv_block_attention`, `split_kv_schedule`: one query per
+  row over a
   paged KV cache, with shared prefixes read once
 - `row_normalisers`, `row_normaliser_kernels`: masked softmax and entmax over rows of scores
 - `head_mixing`, `head_mixing_kernel`: dynamically composed attention heads (2405.08553)
-- `small_batch_ops`, `small_batch_kernels`: matrix-vector products, RMSNorm, rotary embedding, SwiGLU for a few tokens
+- `small_batch_ops`, `small_batch_kernels`: matrix-vector products, RMSNorm, rotary embedding,
+  SwiGLU for a few tokens
 """
 
 from .paged_decode import PagedDecodeOptions, attend_paged, attend_paged_reference

@@ -1,6 +1,8 @@
-"""Compile kernels ahead of time: `python -m headwise.kernels TASK...`, with tasks such as `head_mixing_kernel:float32`.
+"""Compile kernels ahead of time: `python -m headwise.kernels TASK...`, with tasks such as
+`head_mixing_kernel:float32`.
 
-Without a task, all kernels for float32 and bfloat16 are compiled. `compilation` starts this in the background.
+Without a task, all kernels for float32 and bfloat16 are compiled. `compilation` starts this in the
+background.
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ from .launch import KernelSet
 
 def find_kernel_sets() -> list[KernelSet]:
     """Return the kernel sets of all modules of this package."""
-    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
-    modules = [import_module(f"{__package__}.{name}") for name in names if not name.endswith(("kernel", "kernels"))]
+    names = sorted(
+        path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_")
+    )
+    modules = [
+        import_module(f"{__package__}.{name}")
+        for name in names
+        if not name.endswith(("kernel", "kernels"))
+    ]
     sets_by_id = {
         id(kernels): kernels
         for module in modules

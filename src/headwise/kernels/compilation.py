@@ -1,12 +1,16 @@
-"""When kernels are compiled: by a background process while torch operations do the work, or by the first call.
+"""When kernels are compiled: by a background process while torch operations do the work, or by the
+first call.
 
-A kernel takes 1 to 15 seconds to compile, once per user and version; the result is kept on disk (`jit`). If the disk
-cannot be written, it is kept in a temporary folder until the process ends, and the user is told once. The environment
-variable HEADWISE_KERNELS, read once at import, chooses what a call does with a kernel that is not compiled yet:
+A kernel takes 1 to 15 seconds to compile, once per user and version; the result is kept on disk
+(`jit`). If the disk cannot be written, it is kept in a temporary folder until the process ends, and
+the user is told once. The environment variable HEADWISE_KERNELS, read once at import, chooses what
+a call does with a kernel that is not compiled yet:
 
-- `auto` (default): a background process compiles it, and until then the call uses torch operations. Their results
+- `auto` (default): a background process compiles it, and until then the call uses torch operations.
+  Their results
   differ from the kernel's in the last bits.
-- `wait`: the call compiles it. Training and benchmarks do this (`compile_when_called`), so that a run gives
+- `wait`: the call compiles it. Training and benchmarks do this (`compile_when_called`), so that a
+  run gives
   the same bits on a new machine as on one with compiled kernels.
 - `off`: kernels are not used.
 """
@@ -47,11 +51,15 @@ class CompilationState:
     def policy(self) -> str:
         """The policy that applies now: one of `POLICIES`."""
         if self.setting not in POLICIES:
-            raise ValueError(f"HEADWISE_KERNELS is {self.setting!r}; use one of {', '.join(POLICIES)}")
+            raise ValueError(
+                f"HEADWISE_KERNELS is {self.setting!r}; use one of {', '.join(POLICIES)}"
+            )
         return "wait" if self.setting == "auto" and self.waiting else self.setting
 
     def is_running(self, task: str) -> bool:
-        """Return True while the background process of this task is compiling; add the task to `failed` if it failed."""
+        """Return True while the background process of this task is compiling; add the task to
+        `failed` if it failed.
+        """
         process = self.running.get(task)
         if process is None:
             return False
@@ -63,7 +71,8 @@ class CompilationState:
         return False
 
     def start(self, task: str) -> None:
-        """Start a process that runs `python -m headwise.kernels TASK`, unless one already runs on every spare core.
+        """Start a process that runs `python -m headwise.kernels TASK`, unless one already runs on
+        every spare core.
 
         If it ran before, and the kernels still cannot be loaded, the task is added to `failed`.
         """
@@ -73,7 +82,10 @@ class CompilationState:
             self.failed.add(task)
             return
         self.started.add(task)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HEADWISE_KERNELS": "wait"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "HEADWISE_KERNELS": "wait",
+        }
         if self._temporary is not None:
             environment["NUMBA_CACHE_DIR"] = self._temporary.name
         try:
@@ -83,13 +95,15 @@ class CompilationState:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C ends the caller only; the kernels are then ready for the next process
+                # Ctrl-C ends the caller only; the kernels are then ready for the next process
+                start_new_session=True,
             )
         except OSError:
             self.failed.add(task)
 
     def temporary_folder(self) -> str | None:
-        """Return a folder for compiled kernels that is deleted when this process ends; warn about it once.
+        """Return a folder for compiled kernels that is deleted when this process ends; warn about
+        it once.
 
         None if no temporary folder can be made.
         """
@@ -123,7 +137,9 @@ STATE = CompilationState()
 
 @contextmanager
 def compile_when_called() -> Iterator[None]:
-    """Context in which a call compiles missing kernels itself, so that its bits do not depend on the cache on disk."""
+    """Context in which a call compiles missing kernels itself, so that its bits do not depend on
+    the cache on disk.
+    """
     STATE.waiting += 1
     try:
         yield

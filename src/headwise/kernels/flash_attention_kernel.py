@@ -9,12 +9,14 @@ and finally o = O / l, lse = m + log l. Backward, with P = exp(S - lse) and D = 
 
     dV += P grad,   dS = P * (V grad^T - D),   dQ += dS^T K * scale,   dK += dS Q * scale
 
-Loop order: forward, one work item is a tile of 64 queries of one key head and loops over key blocks. Backward, one
-work item is a part of the keys of one key head; it loops over query tiles, then over key blocks, so that only one
-thread adds to a key's gradients. Queries' gradients are summed over the parts afterwards.
+Loop order: forward, one work item is a tile of 64 queries of one key head and loops over key
+blocks. Backward, one work item is a part of the keys of one key head; it loops over query tiles,
+then over key blocks, so that only one thread adds to a key's gradients. Queries' gradients are
+summed over the parts afterwards.
 
-In plain PyTorch: `attend_key_ranges_reference` and `attend_key_ranges_backward_reference` of `flash_attention`, which
-equal `F.scaled_dot_product_attention` with the key ranges as a boolean mask.
+In plain PyTorch: `attend_key_ranges_reference` and `attend_key_ranges_backward_reference` of
+`flash_attention`, which equal `F.scaled_dot_product_attention` with the key ranges as a boolean
+mask.
 
 All products are `gemm` of `gemm_kernel`.
 """
@@ -46,15 +48,15 @@ from .simd import (
     vec_sub,
 )
 
-# --- Forward pass --------------------------------------------------------------------------------------
+# --- Forward pass ---------------------------------------------------------------------------------
 
 
 @njit
 def load_key_ranges(dtype, args, work_item, scratch):
     """Write the key range of each of 64 rows to the scratch buffer, empty ranges for missing rows.
 
-    Returns the first and last key of the union of the ranges, cut to the work item's keys, and those of their
-    intersection, inside which no mask is needed.
+    Returns the first and last key of the union of the ranges, cut to the work item's keys, and
+    those of their intersection, inside which no mask is needed.
     """
     query_rows, count = args.query_rows + 8 * load_int64(work_item + 8), load_int64(work_item + 16)
     union_begin, union_end, common_begin, common_end = args.num_keys, 0, 0, args.num_keys
@@ -63,13 +65,21 @@ def load_key_ranges(dtype, args, work_item, scratch):
         first = end = 0
         if r < count:
             token = load_int64(query_rows + 8 * r) // args.num_heads % tokens
-            first, end = load_int64(args.key_ranges + 16 * token), load_int64(args.key_ranges + 16 * token + 8)
+            first, end = (
+                load_int64(args.key_ranges + 16 * token),
+                load_int64(args.key_ranges + 16 * token + 8),
+            )
             union_begin = min(union_begin, first)
             union_end = max(union_end, end)
             common_begin = max(common_begin, first)
             common_end = min(common_end, end)
-        store_value(scratch + simd.compute_itemsize(dtype) * r, simd.as_compute_scalar(dtype, first))
-        store_value(scratch + simd.compute_itemsize(dtype) * (QUERY_TILE_ROWS + r), simd.as_compute_scalar(dtype, end))
+        store_value(
+            scratch + simd.compute_itemsize(dtype) * r, simd.as_compute_scalar(dtype, first)
+        )
+        store_value(
+            scratch + simd.compute_itemsize(dtype) * (QUERY_TILE_ROWS + r),
+            simd.as_compute_scalar(dtype, end),
+        )
     return (
         max(union_begin, load_int64(work_item + 24)),
         min(union_end, load_int64(work_item + 32)),
@@ -109,16 +119,24 @@ def mask_scores(dtype, scores, row_state, start, count):
     """Set the scores of keys outside a query's range to -inf."""
     size, minus_inf = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, -math.inf))
     for c in range(0, size * QUERY_TILE_ROWS, size * SIMD_WIDTH):
-        first, end = load_vector(dtype, row_state + c), load_vector(dtype, row_state + size * QUERY_TILE_ROWS + c)
+        first, end = (
+            load_vector(dtype, row_state + c),
+            load_vector(dtype, row_state + size * QUERY_TILE_ROWS + c),
+        )
         for n in range(count):
-            address, key = scores + size * QUERY_TILE_ROWS * n + c, splat(simd.as_compute_scalar(dtype, start + n))
+            address, key = (
+                scores + size * QUERY_TILE_ROWS * n + c,
+                splat(simd.as_compute_scalar(dtype, start + n)),
+            )
             score = select_below(key, end, load_vector(dtype, address), minus_inf)
             store_value(address, select_below(key, first, minus_inf, score))
 
 
 @njit
 def online_softmax(dtype, scores, row_state, count):
-    """Replace scores by exp(score - running maximum); update the maxima, sums and rescaling factors."""
+    """Replace scores by exp(score - running maximum); update the maxima, sums and rescaling
+    factors.
+    """
     size = simd.compute_itemsize(dtype)
     minus_inf = splat(simd.as_compute_scalar(dtype, -math.inf))
     zero = splat(simd.as_compute_scalar(dtype, 0))
@@ -128,7 +146,9 @@ def online_softmax(dtype, scores, row_state, count):
         new_max = old_max
         for n in range(count):
             new_max = vec_max(new_max, load_vector(dtype, scores + step * n + c))
-        shift = select_below(minus_inf, new_max, new_max, zero)  # if all scores are -inf, every weight is exp(-inf) = 0
+        shift = select_below(
+            minus_inf, new_max, new_max, zero
+        )  # if all scores are -inf, every weight is exp(-inf) = 0
         factor = vec_exp(vec_sub(old_max, shift))
         sums = vec_mul(load_vector(dtype, row_state + 3 * step + c), factor)
         for n in range(count):
@@ -155,19 +175,27 @@ def store_output_and_lse(dtype, args, work_item, outputs, row_state):
 
     With lse = inf, exp(s - lse) is 0 in the backward pass.
     """
-    query_rows, size, vdim = args.query_rows + 8 * load_int64(work_item + 8), simd.compute_itemsize(dtype), args.vdim
+    query_rows, size, vdim = (
+        args.query_rows + 8 * load_int64(work_item + 8),
+        simd.compute_itemsize(dtype),
+        args.vdim,
+    )
     for r in range(load_int64(work_item + 16)):
         query_row = load_int64(query_rows + 8 * r)
         row_max = load_scalar(dtype, row_state + size * (2 * QUERY_TILE_ROWS + r))
         weight_sum = load_scalar(dtype, row_state + size * (3 * QUERY_TILE_ROWS + r))
         factor = simd.as_compute_scalar(dtype, 1 / weight_sum if weight_sum != 0 else 0.0)
-        lse = simd.as_compute_scalar(dtype, row_max + math.log(weight_sum) if weight_sum != 0 else math.inf)
+        lse = simd.as_compute_scalar(
+            dtype, row_max + math.log(weight_sum) if weight_sum != 0 else math.inf
+        )
         store_value(args.lse + size * query_row, lse)
         for c in range(vdim):
             to = args.out + size * (query_row * vdim + c)
             store_value(
                 to,
-                simd.as_compute_scalar(dtype, load_scalar(dtype, outputs + size * (QUERY_TILE_ROWS * c + r)) * factor),
+                simd.as_compute_scalar(
+                    dtype, load_scalar(dtype, outputs + size * (QUERY_TILE_ROWS * c + r)) * factor
+                ),
             )
 
 
@@ -180,10 +208,16 @@ def clear_memory(dtype, to, count):
 
 @extending.register_jitable
 def flash_forward(dtype, args, item, scratch):
-    """Forward kernel: attend from the tile of queries of one work item to all of its keys, block by block."""
+    """Forward kernel: attend from the tile of queries of one work item to all of its keys, block by
+    block.
+    """
     work_item = args.work_items + 48 * item
     size, dim, vdim, groups = simd.compute_itemsize(dtype), args.dim, args.vdim, args.num_kv_heads
-    step, batch_row, kv_head = size * QUERY_TILE_ROWS, load_int64(work_item) // groups, load_int64(work_item) % groups
+    step, batch_row, kv_head = (
+        size * QUERY_TILE_ROWS,
+        load_int64(work_item) // groups,
+        load_int64(work_item) % groups,
+    )
     q = scratch + step * NUM_ROW_STATE_VECTORS
     scores = q + step * dim
     sums = scores + step * FLASH_KEY_BLOCK_SIZE
@@ -210,18 +244,23 @@ def flash_forward(dtype, args, item, scratch):
     store_output_and_lse(dtype, args, work_item, sums, scratch)
 
 
-# --- Backward pass -------------------------------------------------------------------------------------
+# --- Backward pass --------------------------------------------------------------------------------
 
 
 @njit
 def load_rows(dtype, args, work_item, source, dim, to):
-    """Write the rows of a work item one after another, padded with zeros to whole vectors and 64 rows."""
+    """Write the rows of a work item one after another, padded with zeros to whole vectors and 64
+    rows.
+    """
     query_rows = args.query_rows + 8 * load_int64(work_item + 8)
     count = load_int64(work_item + 16)
     size = simd.compute_itemsize(dtype)
     clear_memory(dtype, to, QUERY_TILE_ROWS * round_up_to_simd(dim))
     for r in range(count):
-        row, to_row = source + size * dim * load_int64(query_rows + 8 * r), to + size * round_up_to_simd(dim) * r
+        row, to_row = (
+            source + size * dim * load_int64(query_rows + 8 * r),
+            to + size * round_up_to_simd(dim) * r,
+        )
         for c in range(0, dim // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
             store_value(to_row + size * c, load_vector(dtype, row + size * c))
         for c in range(dim // SIMD_WIDTH * SIMD_WIDTH, dim):
@@ -248,14 +287,19 @@ def load_row_statistics(dtype, args, work_item, scratch):
     size = simd.compute_itemsize(dtype)
     to, vdim = scratch + size * 2 * QUERY_TILE_ROWS, args.vdim
     for r in range(QUERY_TILE_ROWS):
-        lse, row_term = simd.as_compute_scalar(dtype, float("inf")), simd.as_compute_scalar(dtype, 0)
+        lse, row_term = (
+            simd.as_compute_scalar(dtype, float("inf")),
+            simd.as_compute_scalar(dtype, 0),
+        )
         if r < count:
             query_row = load_int64(query_rows + 8 * r)
             lse, row = load_scalar(dtype, args.lse + size * query_row), size * vdim * query_row
             row_term = inner_product(dtype, args.out + row, args.grad + row, vdim)
         store_value(to + size * r, lse)
         store_value(to + size * (QUERY_TILE_ROWS + r), row_term)
-        store_value(to + size * (2 * QUERY_TILE_ROWS + r), simd.as_compute_scalar(dtype, args.scale))
+        store_value(
+            to + size * (2 * QUERY_TILE_ROWS + r), simd.as_compute_scalar(dtype, args.scale)
+        )
 
 
 @njit
@@ -266,7 +310,10 @@ def recompute_weights(dtype, scores, scratch, count):
     for c in range(0, step, size * SIMD_WIDTH):
         lse = load_vector(dtype, scratch + 2 * step + c)
         for n in range(count):
-            store_value(scores + step * n + c, vec_exp(vec_sub(load_vector(dtype, scores + step * n + c), lse)))
+            store_value(
+                scores + step * n + c,
+                vec_exp(vec_sub(load_vector(dtype, scores + step * n + c), lse)),
+            )
 
 
 @njit
@@ -280,13 +327,18 @@ def grad_scores(dtype, scores, grads, scratch, count):
             offset = step * n + c
             store_value(
                 grads + offset,
-                vec_mul(load_vector(dtype, scores + offset), vec_sub(load_vector(dtype, grads + offset), row_terms)),
+                vec_mul(
+                    load_vector(dtype, scores + offset),
+                    vec_sub(load_vector(dtype, grads + offset), row_terms),
+                ),
             )
 
 
 @njit
 def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
-    """Accumulate the gradients between a block of adjacent keys and the query tile in the scratch buffer."""
+    """Accumulate the gradients between a block of adjacent keys and the query tile in the scratch
+    buffer.
+    """
     (k, v, d_k, d_v), (start, count) = addresses, span
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     step = size * QUERY_TILE_ROWS
@@ -344,26 +396,38 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
     load_rows_transposed(dtype, args, work_item, args.grad, vdim, grad)
     load_rows(dtype, args, work_item, args.q, dim, q_rows)
     for n in range(0, step * round_up_to_simd(dim), size * SIMD_WIDTH):
-        store_value(q_rows + n, vec_mul(load_vector(dtype, q_rows + n), load_vector(dtype, scratch + 4 * step)))
+        store_value(
+            q_rows + n,
+            vec_mul(load_vector(dtype, q_rows + n), load_vector(dtype, scratch + 4 * step)),
+        )
     load_rows(dtype, args, work_item, args.grad, vdim, q_rows + step * round_up_to_simd(dim))
     clear_memory(dtype, d_q, QUERY_TILE_ROWS * dim)
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
         backward_key_block(
-            dtype, args, addresses, scratch, (start, count), start < common_begin or start + count > common_end
+            dtype,
+            args,
+            addresses,
+            scratch,
+            (start, count),
+            start < common_begin or start + count > common_end,
         )
         start += count
     scale_columns(dtype, d_q, dim, scratch + 4 * step)
     query_rows = args.query_rows + 8 * load_int64(work_item + 8)
     for r in range(load_int64(work_item + 16)):
-        to = args.d_q + size * dim * (load_int64(work_item + 40) * args.num_query_rows + load_int64(query_rows + 8 * r))
+        to = args.d_q + size * dim * (
+            load_int64(work_item + 40) * args.num_query_rows + load_int64(query_rows + 8 * r)
+        )
         for c in range(dim):
             store_value(to + size * c, load_scalar(dtype, d_q + size * (QUERY_TILE_ROWS * c + r)))
 
 
 @extending.register_jitable
 def flash_backward(dtype, args, item, scratch):
-    """Backward kernel: process all queries of one work item, 64 at a time, against its part of the keys."""
+    """Backward kernel: process all queries of one work item, 64 at a time, against its part of the
+    keys.
+    """
     work_item = args.work_items + 48 * item
     size, dim, vdim, groups = simd.compute_itemsize(dtype), args.dim, args.vdim, args.num_kv_heads
     batch_row, kv_head = load_int64(work_item) // groups, load_int64(work_item) % groups
@@ -372,11 +436,17 @@ def flash_backward(dtype, args, item, scratch):
     d_k = args.d_k + size * round_up_to_simd(dim) * args.num_keys * load_int64(work_item)
     d_v = args.d_v + size * round_up_to_simd(vdim) * args.num_keys * load_int64(work_item)
     begin, end, tile_item = load_int64(work_item + 24), load_int64(work_item + 32), scratch
-    clear_memory(dtype, d_k + size * round_up_to_simd(dim) * begin, (end - begin) * round_up_to_simd(dim))
-    clear_memory(dtype, d_v + size * round_up_to_simd(vdim) * begin, (end - begin) * round_up_to_simd(vdim))
+    clear_memory(
+        dtype, d_k + size * round_up_to_simd(dim) * begin, (end - begin) * round_up_to_simd(dim)
+    )
+    clear_memory(
+        dtype, d_v + size * round_up_to_simd(vdim) * begin, (end - begin) * round_up_to_simd(vdim)
+    )
     for n in range(6):
         store_value(tile_item + 8 * n, load_int64(work_item + 8 * n))
     for start in range(0, load_int64(work_item + 16), QUERY_TILE_ROWS):
         store_value(tile_item + 8, load_int64(work_item + 8) + start)
         store_value(tile_item + 16, min(QUERY_TILE_ROWS, load_int64(work_item + 16) - start))
-        backward_query_tile(dtype, args, (k, v, d_k, d_v), tile_item, scratch + size * QUERY_TILE_ROWS)
+        backward_query_tile(
+            dtype, args, (k, v, d_k, d_v), tile_item, scratch + size * QUERY_TILE_ROWS
+        )

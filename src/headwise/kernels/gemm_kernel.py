@@ -2,12 +2,13 @@
 
     C[m, n] = sum_i A[m, i] B[i, n]  (+ C[m, n])
 
-In plain PyTorch `torch.mm(a, b, out=c)`, or `c.addmm_(a, b)`. A is read element by element and may have any strides; B
-and C have rows of adjacent elements.
+In plain PyTorch `torch.mm(a, b, out=c)`, or `c.addmm_(a, b)`. A is read element by element and may
+have any strides; B and C have rows of adjacent elements.
 
-Loop order: four rows of C at a time, tiles of 64 columns, then of 16, then i. The 16 vector sums of a tile stay in
-registers. Every element of C is summed in the order of i, whatever the tile. If fewer than four rows are left, the last
-one is computed several times and stored at one place, so that no other row is written.
+Loop order: four rows of C at a time, tiles of 64 columns, then of 16, then i. The 16 vector sums of
+a tile stay in registers. Every element of C is summed in the order of i, whatever the tile. If
+fewer than four rows are left, the last one is computed several times and stored at one place, so
+that no other row is written.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ def zeros_64(dtype):
 def axpy_64(x, factor, a):
     """Return a + factor * x for 64 elements."""
     factors = splat(factor)
-    return fma(x[0], factors, a[0]), fma(x[1], factors, a[1]), fma(x[2], factors, a[2]), fma(x[3], factors, a[3])
+    return (
+        fma(x[0], factors, a[0]),
+        fma(x[1], factors, a[1]),
+        fma(x[2], factors, a[2]),
+        fma(x[3], factors, a[3]),
+    )
 
 
 @njit
@@ -59,15 +65,28 @@ def store_64(dtype, to, a):
 
 @njit
 def gemm_4x64(dtype, to, a, b, depth, accumulate):
-    """Compute a tile of 4 rows and 64 columns over `depth` steps; add to the stored values if `accumulate`."""
+    """Compute a tile of 4 rows and 64 columns over `depth` steps; add to the stored values if
+    `accumulate`.
+    """
     (to0, to1, to2, to3), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
     r0 = r1 = r2 = r3 = zeros_64(dtype)
     if accumulate:
-        r0, r1, r2, r3 = load_64(dtype, to0), load_64(dtype, to1), load_64(dtype, to2), load_64(dtype, to3)
+        r0, r1, r2, r3 = (
+            load_64(dtype, to0),
+            load_64(dtype, to1),
+            load_64(dtype, to2),
+            load_64(dtype, to3),
+        )
     for n in range(depth):
         x, offset = load_64(dtype, b + b_stride * n), a_step * n
-        r0, r1 = axpy_64(x, load_scalar(dtype, a0 + offset), r0), axpy_64(x, load_scalar(dtype, a1 + offset), r1)
-        r2, r3 = axpy_64(x, load_scalar(dtype, a2 + offset), r2), axpy_64(x, load_scalar(dtype, a3 + offset), r3)
+        r0, r1 = (
+            axpy_64(x, load_scalar(dtype, a0 + offset), r0),
+            axpy_64(x, load_scalar(dtype, a1 + offset), r1),
+        )
+        r2, r3 = (
+            axpy_64(x, load_scalar(dtype, a2 + offset), r2),
+            axpy_64(x, load_scalar(dtype, a3 + offset), r3),
+        )
     store_64(dtype, to0, r0)
     store_64(dtype, to1, r1)
     store_64(dtype, to2, r2)
@@ -76,7 +95,9 @@ def gemm_4x64(dtype, to, a, b, depth, accumulate):
 
 @njit
 def gemm_4x16(dtype, to, a, b, depth, accumulate):
-    """Compute a tile of 4 rows and 16 columns over `depth` steps; add to the stored values if `accumulate`."""
+    """Compute a tile of 4 rows and 16 columns over `depth` steps; add to the stored values if
+    `accumulate`.
+    """
     (to0, to1, to2, to3), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
     r0 = r1 = r2 = r3 = splat(simd.as_compute_scalar(dtype, 0))
     if accumulate:
@@ -84,8 +105,14 @@ def gemm_4x16(dtype, to, a, b, depth, accumulate):
         r2, r3 = load_vector(dtype, to2), load_vector(dtype, to3)
     for n in range(depth):
         x, offset = load_vector(dtype, b + b_stride * n), a_step * n
-        r0, r1 = fma(x, splat(load_scalar(dtype, a0 + offset)), r0), fma(x, splat(load_scalar(dtype, a1 + offset)), r1)
-        r2, r3 = fma(x, splat(load_scalar(dtype, a2 + offset)), r2), fma(x, splat(load_scalar(dtype, a3 + offset)), r3)
+        r0, r1 = (
+            fma(x, splat(load_scalar(dtype, a0 + offset)), r0),
+            fma(x, splat(load_scalar(dtype, a1 + offset)), r1),
+        )
+        r2, r3 = (
+            fma(x, splat(load_scalar(dtype, a2 + offset)), r2),
+            fma(x, splat(load_scalar(dtype, a3 + offset)), r3),
+        )
     store_value(to0, r0)
     store_value(to1, r1)
     store_value(to2, r2)
@@ -107,8 +134,9 @@ def four_rows(address, stride, last_row):
 def gemm(dtype, to, a, b, shape, accumulate):
     """Compute to = a b, or add it to `to` if `accumulate` is set.
 
-    `to` and `b` are pairs (address, bytes to the next row); `a` is (address, bytes to the next row, bytes to the next
-    step). `shape` is (rows, columns, steps); whole vectors of columns are read and written.
+    `to` and `b` are pairs (address, bytes to the next row); `a` is (address, bytes to the next row,
+    bytes to the next step). `shape` is (rows, columns, steps); whole vectors of columns are read
+    and written.
     """
     (to, to_stride), (a, a_stride, a_step), (b, b_stride), (rows, columns, depth) = to, a, b, shape
     size = simd.compute_itemsize(dtype)
@@ -118,6 +146,20 @@ def gemm(dtype, to, a, b, shape, accumulate):
         a0, a1, a2, a3 = four_rows(a + a_stride * m, a_stride, rows - m - 1)
         a_rows = a0, a1, a2, a3, a_step
         for c in range(0, full_columns * size, TILE_COLUMNS * size):
-            gemm_4x64(dtype, (t0 + c, t1 + c, t2 + c, t3 + c), a_rows, (b + c, b_stride), depth, accumulate)
+            gemm_4x64(
+                dtype,
+                (t0 + c, t1 + c, t2 + c, t3 + c),
+                a_rows,
+                (b + c, b_stride),
+                depth,
+                accumulate,
+            )
         for c in range(full_columns * size, columns * size, SIMD_WIDTH * size):
-            gemm_4x16(dtype, (t0 + c, t1 + c, t2 + c, t3 + c), a_rows, (b + c, b_stride), depth, accumulate)
+            gemm_4x16(
+                dtype,
+                (t0 + c, t1 + c, t2 + c, t3 + c),
+                a_rows,
+                (b + c, b_stride),
+                depth,
+                accumulate,
+            )

@@ -1,4 +1,5 @@
-"""Dynamically composed attention heads (2405.08553): mix scores or weights across heads by low-rank factors.
+"""Dynamically composed attention heads (2405.08553): mix scores or weights across heads by low-rank
+factors.
 
 With factors of the query (qs, qt, qg) and of the key (ks, kt, kg), for each query t and key s:
 
@@ -7,8 +8,9 @@ With factors of the query (qs, qt, qg) and of the key (ks, kt, kg), for each que
 
 In plain PyTorch, for one group of heads:
 
-    out = a[:, head_of_output] * (qg.movedim(-1, 1)[..., None] + kg.transpose(1, 2))
-    out += torch.einsum("bhts,btrh,btro->bots", a, qs, qt) + torch.einsum("bhts,brhs,bros->bots", a, ks, kt)
+    out = a[:, head_of_output] * (qg.movedim(-1, 1)[..., None] + kg.transpose(1, 2)) out +=
+    torch.einsum("bhts,btrh,btro->bots", a, qs, qt) + torch.einsum("bhts,brhs,bros->bots", a, ks,
+    kt)
 
 `head_mixing_kernel` holds the kernels and their loop order.
 """
@@ -63,7 +65,9 @@ class HeadMixingArgs(ParallelKernelArgs):
 
 
 def head_mixing_scratch_size(heads: int, num_output_heads: int, q_ranks: int, k_ranks: int) -> int:
-    """Return the scratch elements per thread: scores, key factors, their gradients and sums of query gradients."""
+    """Return the scratch elements per thread: scores, key factors, their gradients and sums of
+    query gradients.
+    """
     return 2 * KEY_TILE_SIZE * (
         heads + num_output_heads + k_ranks * (heads + num_output_heads) + num_output_heads
     ) + SIMD_WIDTH * (num_output_heads + q_ranks * (heads + num_output_heads))
@@ -76,7 +80,7 @@ HEAD_MIXING_KERNELS = ParallelKernelSet(
     backward=("head_mixing_backward", HeadMixingArgs),
 )
 
-# --- The operation `headwise::head_mixing` ----------------------------------------------------------------
+# --- The operation `headwise::head_mixing` --------------------------------------------------------
 
 CHECKS = OperandChecks(
     "head_mixing",
@@ -93,19 +97,24 @@ CHECKS = OperandChecks(
 
 
 def can_use_kernels(a_BHTS: Tensor) -> bool:
-    """Return True if the kernels may run on these scores: float32 or float64 on the CPU, outside torch.func."""
+    """Return True if the kernels may run on these scores: float32 or float64 on the CPU, outside
+    torch.func.
+    """
     if a_BHTS.device.type != "cpu" or a_BHTS.dtype not in COMPUTE_DTYPES or is_under_functorch():
         return False
     return HEAD_MIXING_KERNELS.is_usable(a_BHTS.dtype)
 
 
 @torch.library.custom_op("headwise::head_mixing", mutates_args=(), device_types="cpu")
-def mix_heads_by_factors(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> Tensor:
+def mix_heads_by_factors(
+    a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
+) -> Tensor:
     """Return [B, O, T, S], the heads a [B, H, T, S] mixed by the factors of queries and keys.
 
-    The factors of queries are qs [B, T, R, H], qt [B, T, R, O] and qg [B, T, O], those of keys ks [B, R, H, S], kt [B,
-    R, O, S] and kg [B, 1, O, S]. A side without factors has size 0 instead of R, and instead of the 1 of kg. Heads are
-    mixed within groups of `heads_per_group`. The formula stands at the top of this module.
+    The factors of queries are qs [B, T, R, H], qt [B, T, R, O] and qg [B, T, O], those of keys ks
+    [B, R, H, S], kt [B, R, O, S] and kg [B, 1, O, S]. A side without factors has size 0 instead of
+    R, and instead of the 1 of kg. Heads are mixed within groups of `heads_per_group`. The formula
+    stands at the top of this module.
     """
     _check_operands(a, head_of_output, heads_per_group, factors, None)
     args = _make_args(a, head_of_output, heads_per_group, factors)
@@ -138,30 +147,52 @@ def mix_heads_by_factors_backward(
     )
     HEAD_MIXING_KERNELS.launch("backward", a.dtype, args)
     keys = a.shape[3]
-    return [_unpad_keys(d_a, keys), *(t.sum(1) for t in d_queries), *(_unpad_keys(t, keys) for t in d_keys)]
+    return [
+        _unpad_keys(d_a, keys),
+        *(t.sum(1) for t in d_queries),
+        *(_unpad_keys(t, keys) for t in d_keys),
+    ]
 
 
 def _check_operands(
-    a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor], grad: Tensor | None
+    a: Tensor,
+    head_of_output: Tensor,
+    heads_per_group: int,
+    factors: list[Tensor],
+    grad: Tensor | None,
 ) -> None:
     """Raise ValueError for tensors that do not fit each other, or heads out of range."""
     CHECKS.check(a, head_of_output, *factors, grad)
     check_indices("head_mixing", "head_of_output", head_of_output, a.shape[1])
     heads, num_output_heads = a.shape[1], len(head_of_output)
-    if heads_per_group < 1 or heads % heads_per_group or (heads_per_group < heads > num_output_heads):
-        fact = f"{heads} heads and {num_output_heads} output heads are mixed in groups of {heads_per_group}"
-        refuse_operands("head_mixing", fact, "give a divisor of the heads, and an output for each head")
+    if (
+        heads_per_group < 1
+        or heads % heads_per_group
+        or (heads_per_group < heads > num_output_heads)
+    ):
+        fact = (
+            f"{heads} heads and {num_output_heads} output heads are mixed in groups of "
+            f"{heads_per_group}"
+        )
+        refuse_operands(
+            "head_mixing", fact, "give a divisor of the heads, and an output for each head"
+        )
 
 
-def _make_args(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> HeadMixingArgs:
-    """Return the kernel arguments of a call, without the tensors that the kernel writes; keys are padded."""
+def _make_args(
+    a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
+) -> HeadMixingArgs:
+    """Return the kernel arguments of a call, without the tensors that the kernel writes; keys are
+    padded.
+    """
     qs, qt, qg = (t.contiguous() for t in factors[:3])
     a, ks, kt, kg = map(_pad_keys, (a, *factors[3:]))
     (batch, heads, queries, keys), num_output_heads = a.shape, head_of_output.shape[0]
     q_ranks, k_ranks = qs.shape[2], ks.shape[1]
     return HeadMixingArgs.make(
         num_items=batch * -(-keys // KEY_TILE_SIZE),
-        scratch_bytes=head_mixing_scratch_size(heads, num_output_heads, q_ranks, k_ranks) * a.itemsize,
+        scratch_bytes=head_mixing_scratch_size(heads, num_output_heads, q_ranks, k_ranks)
+        * a.itemsize,
         q_source=qs,
         q_target=qt,
         q_gate=qg,
@@ -184,7 +215,9 @@ def _make_args(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors:
 def _pad_keys(t: Tensor) -> Tensor:
     """Return t contiguous, with its keys padded to whole vectors."""
     padding = -t.shape[-1] % SIMD_WIDTH
-    return (F.pad(t, (0, padding)) if padding else t).contiguous()  # F.pad may return permuted strides
+    return (
+        F.pad(t, (0, padding)) if padding else t
+    ).contiguous()  # F.pad may return permuted strides
 
 
 def _unpad_keys(t: Tensor, keys: int) -> Tensor:
@@ -197,7 +230,9 @@ def _(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Ten
 
 
 @mix_heads_by_factors_backward.register_fake
-def _(grad: Tensor, a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> list[Tensor]:
+def _(
+    grad: Tensor, a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
+) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (a, *factors)]
 
 
@@ -209,17 +244,25 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _head_mixing_autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
     a, head_of_output, *factors = ctx.saved_tensors
-    d_a, *d_factors = mix_heads_by_factors_backward(grad, a, head_of_output, ctx.heads_per_group, factors)
+    d_a, *d_factors = mix_heads_by_factors_backward(
+        grad, a, head_of_output, ctx.heads_per_group, factors
+    )
     return d_a, None, None, d_factors
 
 
-mix_heads_by_factors.register_autograd(_head_mixing_autograd_backward, setup_context=_save_for_backward)
+mix_heads_by_factors.register_autograd(
+    _head_mixing_autograd_backward, setup_context=_save_for_backward
+)
 
 
 @register_flop_formula(torch.ops.headwise.head_mixing)
-def _head_mixing_flops(a: Any, head_of_output: Any, heads_per_group: int, factors: Any, **kwargs: Any) -> int:
+def _head_mixing_flops(
+    a: Any, head_of_output: Any, heads_per_group: int, factors: Any, **kwargs: Any
+) -> int:
     batch, heads, queries, keys = a
-    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (heads + head_of_output[0])
+    return (
+        2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (heads + head_of_output[0])
+    )
 
 
 @register_flop_formula(torch.ops.headwise.head_mixing_backward)
@@ -228,4 +271,11 @@ def _head_mixing_backward_flops(
 ) -> int:
     """Count the recomputed rank products, and two gradients for each product with factors."""
     batch, heads, queries, keys = a
-    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (3 * heads + 2 * head_of_output[0])
+    return (
+        2
+        * batch
+        * queries
+        * keys
+        * (factors[0][2] + factors[3][1])
+        * (3 * heads + 2 * head_of_output[0])
+    )

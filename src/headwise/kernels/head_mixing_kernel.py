@@ -1,20 +1,22 @@
 """Kernels of `head_mixing`: tiles of 64 keys, one query at a time.
 
-For a query t and a key s, with factors of the query (qs, qt, qg) and of the key (ks, kt, kg), and the gradient g of the
-output:
+For a query t and a key s, with factors of the query (qs, qt, qg) and of the key (ks, kt, kg), and
+the gradient g of the output:
 
-    out[o] = a[h(o)] (qg[o] + kg[o]) + sum_r qt[r, o] (sum_h a[h] qs[r, h]) + sum_r kt[r, o] (sum_h a[h] ks[r, h])
+    out[o] = a[h(o)] (qg[o] + kg[o]) + sum_r qt[r, o] (sum_h a[h] qs[r, h]) + sum_r kt[r, o] (sum_h
+    a[h] ks[r, h])
     da[h]  = sum_{o: h(o) = h} g[o] (qg[o] + kg[o]) + sum_r qs[r, h] (sum_o g[o] qt[r, o]) + the same for ks and kt
     dqg[o] = sum_s g[o] a[h(o)],   dqt[r, o] = sum_s g[o] (sum_h a[h] qs[r, h]),
     dqs[r, h] = sum_s a[h] (sum_o g[o] qt[r, o])            the key's factors likewise, summed over t
 
 In plain PyTorch: the two lines at the top of `head_mixing`, and `torch.autograd.grad` of them.
 
-Loop order: one work item is a tile of 64 keys of one batch row. The thread copies the keys' factors to its scratch
-buffer and loops over the queries: it copies the scores of one query with the tile, all heads, to the scratch buffer,
-then loops over 16 keys at a time, over groups of heads, over ranks and over heads, and copies the result back. (In
-memory the heads are strided by large powers of two, which would evict each other from the cache.) In the backward pass
-each tile writes its gradients of the query factors separately; they are summed afterwards, so that the result does not
+Loop order: one work item is a tile of 64 keys of one batch row. The thread copies the keys' factors
+to its scratch buffer and loops over the queries: it copies the scores of one query with the tile,
+all heads, to the scratch buffer, then loops over 16 keys at a time, over groups of heads, over
+ranks and over heads, and copies the result back. (In memory the heads are strided by large powers
+of two, which would evict each other from the cache.) In the backward pass each tile writes its
+gradients of the query factors separately; they are summed afterwards, so that the result does not
 depend on the number of threads.
 """
 
@@ -48,11 +50,15 @@ def clear_memory(dtype, to, count):
 
 @njit
 def copy_rows(dtype, to, source, rows, count):
-    """Copy `count` elements of each row; `to` and `source` are (address of the first row, bytes to the next)."""
+    """Copy `count` elements of each row; `to` and `source` are (address of the first row, bytes to
+    the next).
+    """
     size, (to, to_step), (source, step) = simd.compute_itemsize(dtype), to, source
     for n in range(rows):
         for c in range(0, count, SIMD_WIDTH):
-            store_value(to + to_step * n + size * c, load_vector(dtype, source + step * n + size * c))
+            store_value(
+                to + to_step * n + size * c, load_vector(dtype, source + step * n + size * c)
+            )
 
 
 @njit
@@ -92,7 +98,9 @@ def dot_with_vectors(dtype, x, factor, begin, end):
 
 @njit
 def head_group_bounds(args, group):
-    """Return the range of heads of group n and of its output heads; a single group has all output heads."""
+    """Return the range of heads of group n and of its output heads; a single group has all output
+    heads.
+    """
     heads_per_group = args.heads_per_group
     begin, end = group * heads_per_group, (group + 1) * heads_per_group
     return begin, end, begin, args.num_output_heads if heads_per_group == args.num_heads else end
@@ -130,7 +138,10 @@ def compose_key_vector(dtype, args, row, scratch):
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
     H, OUT, q_ranks, k_ranks = args.num_heads, args.num_output_heads, args.q_ranks, args.k_ranks
     gate = args.q_gate + size * row * OUT
-    source, target = args.q_source + size * row * q_ranks * H, args.q_target + size * row * q_ranks * OUT
+    source, target = (
+        args.q_source + size * row * q_ranks * H,
+        args.q_target + size * row * q_ranks * OUT,
+    )
     x, y, key_source = scratch
     key_target, key_gate = key_source + step * k_ranks * H, key_source + step * k_ranks * (H + OUT)
     for o in range(OUT):
@@ -144,11 +155,15 @@ def compose_key_vector(dtype, args, row, scratch):
         for r in range(q_ranks):
             a = dot_with_scalars(dtype, x, source + size * r * H, head_begin, head_end)
             for o in range(output_begin, output_end):
-                accumulate_product(dtype, y + step * o, a, splat(load_scalar(dtype, target + size * (r * OUT + o))))
+                accumulate_product(
+                    dtype, y + step * o, a, splat(load_scalar(dtype, target + size * (r * OUT + o)))
+                )
         for r in range(k_ranks):
             a = dot_with_vectors(dtype, x, key_source + step * r * H, head_begin, head_end)
             for o in range(output_begin, output_end):
-                accumulate_product(dtype, y + step * o, a, load_vector(dtype, key_target + step * (r * OUT + o)))
+                accumulate_product(
+                    dtype, y + step * o, a, load_vector(dtype, key_target + step * (r * OUT + o))
+                )
 
 
 @extending.register_jitable
@@ -158,7 +173,12 @@ def head_mixing_forward(dtype, args, item, scratch):
     H, OUT, T, S = args.num_heads, args.num_output_heads, args.num_queries, args.num_keys
     tiles = -(-S // KEY_TILE_SIZE)
     b, begin = item // tiles, item % tiles * KEY_TILE_SIZE
-    x, y, keys, count = scratch, scratch + step * H, scratch + step * (H + OUT), min(KEY_TILE_SIZE, S - begin)
+    x, y, keys, count = (
+        scratch,
+        scratch + step * H,
+        scratch + step * (H + OUT),
+        min(KEY_TILE_SIZE, S - begin),
+    )
     load_key_factors(dtype, args, keys, b, begin)
     for t in range(T):
         inputs = args.input + size * ((b * H * T + t) * S + begin)
@@ -167,11 +187,13 @@ def head_mixing_forward(dtype, args, item, scratch):
         prefetch_rows(dtype, inputs + size * S, size * T * S, H, count)
         prefetch_rows(dtype, outputs, size * T * S, OUT, count)
         for c in range(0, count, SIMD_WIDTH):
-            compose_key_vector(dtype, args, b * T + t, (x + size * c, y + size * c, keys + size * c))
+            compose_key_vector(
+                dtype, args, b * T + t, (x + size * c, y + size * c, keys + size * c)
+            )
         copy_rows(dtype, (outputs, size * T * S), (y, step), OUT, count)
 
 
-# --- Backward pass -------------------------------------------------------------------------------------
+# --- Backward pass --------------------------------------------------------------------------------
 
 
 @njit
@@ -198,7 +220,9 @@ def backward_own_heads(dtype, args, row, scratch):
 
 @njit
 def backward_query_ranks(dtype, args, row, heads, scratch):
-    """Compute the gradients of the query's low-rank term; those of its factors stay vectors, summed over keys later."""
+    """Compute the gradients of the query's low-rank term; those of its factors stay vectors, summed
+    over keys later.
+    """
     x, _, d_x, _, sums = scratch
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
     H, OUT, ranks = args.num_heads, args.num_output_heads, args.q_ranks
@@ -212,10 +236,16 @@ def backward_query_ranks(dtype, args, row, heads, scratch):
         d_source = sums + size * SIMD_WIDTH * (OUT + r * H)
         d_target = sums + size * SIMD_WIDTH * (OUT + ranks * H + r * OUT)
         for o in range(output_begin, output_end):
-            accumulate_product(dtype, d_target + size * SIMD_WIDTH * o, load_vector(dtype, g + step * o), a)
+            accumulate_product(
+                dtype, d_target + size * SIMD_WIDTH * o, load_vector(dtype, g + step * o), a
+            )
         for h in range(head_begin, head_end):
-            accumulate_product(dtype, d_x + step * h, d_a, splat(load_scalar(dtype, source + size * h)))
-            accumulate_product(dtype, d_source + size * SIMD_WIDTH * h, load_vector(dtype, x + step * h), d_a)
+            accumulate_product(
+                dtype, d_x + step * h, d_a, splat(load_scalar(dtype, source + size * h))
+            )
+            accumulate_product(
+                dtype, d_source + size * SIMD_WIDTH * h, load_vector(dtype, x + step * h), d_a
+            )
 
 
 @njit
@@ -231,10 +261,16 @@ def backward_key_ranks(dtype, args, heads, scratch):
         a = dot_with_vectors(dtype, x, keys + at_source, head_begin, head_end)
         d_a = dot_with_vectors(dtype, g, keys + at_target, output_begin, output_end)
         for o in range(output_begin, output_end):
-            accumulate_product(dtype, d_keys + at_target + step * o, load_vector(dtype, g + step * o), a)
+            accumulate_product(
+                dtype, d_keys + at_target + step * o, load_vector(dtype, g + step * o), a
+            )
         for h in range(head_begin, head_end):
-            accumulate_product(dtype, d_x + step * h, d_a, load_vector(dtype, keys + at_source + step * h))
-            accumulate_product(dtype, d_keys + at_source + step * h, load_vector(dtype, x + step * h), d_a)
+            accumulate_product(
+                dtype, d_x + step * h, d_a, load_vector(dtype, keys + at_source + step * h)
+            )
+            accumulate_product(
+                dtype, d_keys + at_source + step * h, load_vector(dtype, x + step * h), d_a
+            )
 
 
 @njit
@@ -243,14 +279,21 @@ def sum_query_factor_grads(dtype, args, row, sums):
     size, vector = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * SIMD_WIDTH
     H, OUT, ranks = args.num_heads, args.num_output_heads, args.q_ranks
     for n in range(OUT):
-        store_value(args.d_q_gate + size * (row * OUT + n), reduce_sum(load_vector(dtype, sums + vector * n)))
+        store_value(
+            args.d_q_gate + size * (row * OUT + n),
+            reduce_sum(load_vector(dtype, sums + vector * n)),
+        )
     for n in range(ranks * H):
         store_value(
-            args.d_q_source + size * (row * ranks * H + n), reduce_sum(load_vector(dtype, sums + vector * (OUT + n)))
+            args.d_q_source + size * (row * ranks * H + n),
+            reduce_sum(load_vector(dtype, sums + vector * (OUT + n))),
         )
     sums += vector * (OUT + ranks * H)
     for n in range(ranks * OUT):
-        store_value(args.d_q_target + size * (row * ranks * OUT + n), reduce_sum(load_vector(dtype, sums + vector * n)))
+        store_value(
+            args.d_q_target + size * (row * ranks * OUT + n),
+            reduce_sum(load_vector(dtype, sums + vector * n)),
+        )
 
 
 @njit
@@ -259,7 +302,11 @@ def backward_query(dtype, args, b, t, begin, scratch):
     x, keys, d_x, d_keys, sums = scratch
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
     H, OUT, T, S = args.num_heads, args.num_output_heads, args.num_queries, args.num_keys
-    offset, count, row_stride = size * ((b * H * T + t) * S + begin), min(KEY_TILE_SIZE, S - begin), size * T * S
+    offset, count, row_stride = (
+        size * ((b * H * T + t) * S + begin),
+        min(KEY_TILE_SIZE, S - begin),
+        size * T * S,
+    )
     grad = args.grad + size * ((b * OUT * T + t) * S + begin)
     copy_rows(dtype, (x, step), (args.input + offset, row_stride), H, count)
     copy_rows(dtype, (x + step * H, step), (grad, row_stride), OUT, count)

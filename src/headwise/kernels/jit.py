@@ -1,8 +1,9 @@
-"""Compile kernels with Numba into functions that take the address of their arguments, and keep them on disk.
+"""Compile kernels with Numba into functions that take the address of their arguments, and keep them
+on disk.
 
-Reading a field is one 64-bit load from a fixed offset. Tensors are their addresses, int64. Machine code is kept in the
-user's cache folder, by the contents of the source files: checkouts and environments with equal kernels share it, and
-the installed package is never written to.
+Reading a field is one 64-bit load from a fixed offset. Tensors are their addresses, int64. Machine
+code is kept in the user's cache folder, by the contents of the source files: checkouts and
+environments with equal kernels share it, and the installed package is never written to.
 
 `launch` imports this module when it first compiles a kernel.
 """
@@ -33,7 +34,7 @@ from .memory_guard import DEBUG_KERNELS
 from .memory_pointer import INT64, memory_pointer
 from .simd import fetch_and_increment, intrinsic, load_int64, storage_type, store_value
 
-# --- Pointers to argument records ----------------------------------------------------------------------
+# --- Pointers to argument records -----------------------------------------------------------------
 
 
 class ArgsPointer(types.Type):
@@ -68,7 +69,9 @@ class ArgsAttribute(AttributeTemplate):
 def _load_field(context: Any, builder: Any, pointer: ArgsPointer, address: Any, name: str) -> Any:
     field = pointer.fields[name]
     word = ir.DoubleType() if field.kind == "float" else INT64
-    return builder.load(memory_pointer(builder, _build_field_address(builder, address, field.index), word))
+    return builder.load(
+        memory_pointer(builder, _build_field_address(builder, address, field.index), word)
+    )
 
 
 def _build_field_address(builder: Any, address: Any, index: int) -> Any:
@@ -100,7 +103,12 @@ def _store_arg(typing: Any, args: Any, name: Any, value: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         word = context.cast(builder, values[2], value, types.int64)
-        builder.store(word, memory_pointer(builder, _build_field_address(builder, values[0], index), INT64, "writes"))
+        builder.store(
+            word,
+            memory_pointer(
+                builder, _build_field_address(builder, values[0], index), INT64, "writes"
+            ),
+        )
         return context.get_dummy_value()
 
     return types.void(args, name, value), code
@@ -122,7 +130,9 @@ def _args_num_words(typing: Any, args: Any) -> Any:
     return types.int64(args), lambda context, builder, signature, values: INT64(len(args.fields))
 
 
-args_from_address: Any = _args_from_address  # typed Any: intrinsics are called without their first parameter
+args_from_address: Any = (
+    _args_from_address  # typed Any: intrinsics are called without their first parameter
+)
 args_field_address: Any = _args_field_address
 store_arg: Any = _store_arg
 
@@ -135,7 +145,7 @@ def copy_args(args, target):
     return _args_at(args, target)
 
 
-# --- Compiled kernels on disk --------------------------------------------------------------------------
+# --- Compiled kernels on disk ---------------------------------------------------------------------
 
 FOLDER_PREFIX = "headwise-kernels-"
 MAX_UNCHANGED_DAYS = 30  # after which the kernels of another version are deleted
@@ -147,12 +157,15 @@ def _hash_kernel_sources() -> int:
     return 1 + int(sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12], 16)
 
 
-# A changed source file makes another cache folder. Numba's key holds the constants of a closure, and so this one.
+# A changed source file makes another cache folder. Numba's key holds the constants of a closure,
+# and so this one.
 KERNEL_SOURCE_HASH = _hash_kernel_sources()
 
 
 def _cache_folders() -> Iterator[Path]:
-    """Yield the folders that may hold compiled kernels: the user's, then one that lasts as long as this process."""
+    """Yield the folders that may hold compiled kernels: the user's, then one that lasts as long as
+    this process.
+    """
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(chosen)
     with suppress(RuntimeError):  # no home folder
@@ -210,12 +223,16 @@ class KernelCacheImpl(CompileResultCacheImpl):
 
 
 class KernelCache(FunctionCache):
-    """A cache that is left out where it fails: a full disk, or a damaged file, must not end a call."""
+    """A cache that is left out where it fails: a full disk, or a damaged file,
+    must not end a call.
+    """
 
     _impl_class = KernelCacheImpl
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled code, or None; a damaged index is emptied, so that the code can be written again."""
+        """Return the compiled code, or None; a damaged index is emptied, so that the code can be
+        written again.
+        """
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # unpickling a damaged file may raise anything
@@ -233,13 +250,17 @@ class KernelCache(FunctionCache):
             STATE.warn_without_cache()
 
 
-# --- Compilation ---------------------------------------------------------------------------------------
+# --- Compilation ----------------------------------------------------------------------------------
 
 ENTRY_SIGNATURE = (types.int64,), types.void
 
 
 def compile_kernel(
-    function: Callable[..., None], record_name: str, name: str, dtype_name: str, only_from_disk: bool = False
+    function: Callable[..., None],
+    record_name: str,
+    name: str,
+    dtype_name: str,
+    only_from_disk: bool = False,
 ) -> Any:
     """Compile a kernel; with the name of a dtype, its first argument is that storage type.
 
@@ -262,9 +283,15 @@ def compile_kernel(
 
 
 def compile_work_items(
-    function: Callable[..., None], record_name: str, name: str, dtype_name: str, only_from_disk: bool = False
+    function: Callable[..., None],
+    record_name: str,
+    name: str,
+    dtype_name: str,
+    only_from_disk: bool = False,
 ) -> Any:
-    """Compile what every thread runs: take a scratch buffer, then call the kernel for work items until none is left."""
+    """Compile what every thread runs: take a scratch buffer, then call the kernel for work items
+    until none is left.
+    """
     source_hash = KERNEL_SOURCE_HASH
 
     def entry(address):
@@ -292,10 +319,11 @@ class _KernelOnDisk(CFunc):
 
 
 def _compile_entry_point(entry: Any, name: str, only_from_disk: bool) -> Any:
-    # Numba numbers the cache entries of one function name, and two processes may give two kernels one number:
-    # a name of its own for every kernel avoids that.
+    # Numba numbers the cache entries of one function name, and two processes may give two kernels
+    # one number: a name of its own for every kernel avoids that.
     entry.__qualname__ = name
-    # Debug builds contain addresses of this process, and the hash does not cover the sources of other packages.
+    # Debug builds contain addresses of this process, and the hash does not cover the sources of
+    # other packages.
     is_cached = name.startswith(f"{__package__}.") and not DEBUG_KERNELS
     kernel: Any = (_KernelOnDisk if only_from_disk else CFunc)(entry, ENTRY_SIGNATURE, {}, {})
     try:

@@ -1,18 +1,20 @@
-"""Argument records: the typed interface between a torch operation and its kernel. Works without Numba.
+"""Argument records: the typed interface between a torch operation and its kernel. Works without
+Numba.
 
-A kernel takes one address, that of its argument record. A record is a class with one annotated field per argument:
+A kernel takes one address, that of its argument record. A record is a class with one annotated
+field per argument:
 
     class ScaleArgs(KernelArgs):
         x: TensorArg = None  # in the kernel: the address of its first element
         count: int = 0
         factor: float = 0.0
 
-The operation builds it by keyword, `ScaleArgs.make(x=x, count=x.numel(), factor=2.0)`; the kernel reads `args.x`,
-`args.count` and `args.factor` (see `jit`). In memory every field is one 64-bit word, in the order of
-declaration. Fields that a call leaves out are 0.
+The operation builds it by keyword, `ScaleArgs.make(x=x, count=x.numel(), factor=2.0)`; the kernel
+reads `args.x`, `args.count` and `args.factor` (see `jit`). In memory every field is one 64-bit
+word, in the order of declaration. Fields that a call leaves out are 0.
 
-A record keeps its tensors alive, and this module is the only one that takes their addresses. `check_tensors` compares
-each tensor with its annotation: device, dtype and memory layout.
+A record keeps its tensors alive, and this module is the only one that takes their addresses.
+`check_tensors` compares each tensor with its annotation: device, dtype and memory layout.
 """
 
 from __future__ import annotations
@@ -31,13 +33,18 @@ SCRATCH_WORD, SCRATCH_BYTES_WORD = 3, 4  # in `ParallelKernelArgs`
 
 
 class TensorLayout(NamedTuple):
-    """Dtype and strides of a tensor argument; dtype None is the dtype that the kernel is compiled for."""
+    """Dtype and strides of a tensor argument; dtype None is the dtype that the kernel is compiled
+    for.
+    """
 
     dtype: torch.dtype | str | None
-    strides: str = "contiguous"  # or "last": the last axis has stride 1; or "any". Other fields then hold the strides
+    # or "last": the last axis has stride 1; or "any". Other fields then hold the strides
+    strides: str = "contiguous"
 
     def expected_dtype(self, storage_dtype: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype of the tensor, in a kernel that is compiled for a storage dtype; None if that may be any."""
+        """Return the dtype of the tensor, in a kernel that is compiled for a storage dtype; None if
+        that may be any.
+        """
         if self.dtype == "compute":
             if storage_dtype is None:  # a kernel for every dtype, which does not read this tensor
                 return None
@@ -58,10 +65,15 @@ class TensorLayout(NamedTuple):
         return f"has strides {tensor.stride()} for shape {list(tensor.shape)}"
 
 
-# Annotations of fields. A tensor's field is the address of its first element in the kernel, 0 without a tensor.
-TensorArg = Annotated[Tensor | None, TensorLayout(None)]  # contiguous, in the dtype that the kernel is compiled for
+# Annotations of fields. A tensor's field is the address of its first element in the kernel, 0
+# without a tensor.
+TensorArg = Annotated[
+    Tensor | None, TensorLayout(None)
+]  # contiguous, in the dtype that the kernel is compiled for
 StridedArg = Annotated[Tensor | None, TensorLayout(None, "last")]
-ComputeArg = Annotated[Tensor | None, TensorLayout("compute")]  # float64 if stored in float64, else float32
+ComputeArg = Annotated[
+    Tensor | None, TensorLayout("compute")
+]  # float64 if stored in float64, else float32
 StridedComputeArg = Annotated[Tensor | None, TensorLayout("compute", "any")]
 Float32Arg = Annotated[Tensor | None, TensorLayout(torch.float32)]
 StridedFloat32Arg = Annotated[Tensor | None, TensorLayout(torch.float32, "any")]
@@ -69,7 +81,9 @@ Float64Arg = Annotated[Tensor | None, TensorLayout(torch.float64)]
 Int64Arg = Annotated[Tensor | None, TensorLayout(torch.int64)]
 Int32Arg = Annotated[Tensor | None, TensorLayout(torch.int32)]
 BoolArg = Annotated[Tensor | None, TensorLayout(torch.bool)]
-TableArg = Annotated[Tensor | array | None, TensorLayout(torch.int64)]  # may also be an array of int64
+TableArg = Annotated[
+    Tensor | array | None, TensorLayout(torch.int64)
+]  # may also be an array of int64
 
 
 class MemoryRange(NamedTuple):
@@ -84,14 +98,20 @@ def _memory_range(name: str, memory: Tensor | array) -> MemoryRange:
     begin, itemsize = address_of(memory), memory.itemsize
     if isinstance(memory, array):
         return MemoryRange(name, begin, begin + itemsize * len(memory))
-    last_offset = sum((n - 1) * stride for n, stride in zip(memory.shape, memory.stride(), strict=True))
+    last_offset = sum(
+        (n - 1) * stride for n, stride in zip(memory.shape, memory.stride(), strict=True)
+    )
     return MemoryRange(
-        f"{name} {list(memory.shape)}", begin, begin + itemsize * (last_offset + 1) * (memory.numel() > 0)
+        f"{name} {list(memory.shape)}",
+        begin,
+        begin + itemsize * (last_offset + 1) * (memory.numel() > 0),
     )
 
 
 class ArgField(NamedTuple):
-    """One field of a record: its place in memory and, for a tensor, its place in `KernelArgs.tensors`."""
+    """One field of a record: its place in memory and, for a tensor, its place in
+    `KernelArgs.tensors`.
+    """
 
     index: int  # word of the record
     kind: str  # "int", "float", "tensor" or "table"
@@ -128,8 +148,12 @@ def address_of(memory: Tensor | array | None) -> int:
 
 
 def matrix_table(matrices: Sequence[Tensor]) -> array:
-    """Return an array of pairs: the address of each matrix and its number of rows; the caller keeps them alive."""
-    return array("q", [word for matrix in matrices for word in (matrix.data_ptr(), matrix.shape[0])])
+    """Return an array of pairs: the address of each matrix and its number of rows; the caller keeps
+    them alive.
+    """
+    return array(
+        "q", [word for matrix in matrices for word in (matrix.data_ptr(), matrix.shape[0])]
+    )
 
 
 def _make_field(annotation: Any, index: int, slot: int) -> ArgField:
@@ -142,8 +166,8 @@ def _make_field(annotation: Any, index: int, slot: int) -> ArgField:
 def _generate_make(record: type[KernelArgs]) -> Callable[..., Any]:
     """Return `KernelArgs.make` of a record, generated like the methods of dataclasses.
 
-    It runs before every call of a kernel. A loop over the fields takes longer than a small kernel, and so does calling
-    a class with many keywords.
+    It runs before every call of a kernel. A loop over the fields takes longer than a small kernel,
+    and so does calling a class with many keywords.
     """
     fields = record.fields
     defaults = {"int": "0", "float": "0.0", "tensor": "None", "table": "None"}
@@ -180,13 +204,15 @@ def _generate_make(record: type[KernelArgs]) -> Callable[..., Any]:
 class KernelArgs:
     """Base class of argument records; subclasses declare fields (see the top of this module).
 
-    `class Args(KernelArgs, is_checked=False)` leaves out `check_tensors` in normal builds: for operations whose few
-    microseconds count, and which have checked their tensors before.
+    `class Args(KernelArgs, is_checked=False)` leaves out `check_tensors` in normal builds: for
+    operations whose few microseconds count, and which have checked their tensors before.
     """
 
     __slots__ = ("address", "tensors", "words")
     fields: ClassVar[dict[str, ArgField]] = {}
-    layouts: ClassVar[dict[str, TensorLayout]] = {}  # of the tensor fields, in the order of `tensors`
+    layouts: ClassVar[
+        dict[str, TensorLayout]
+    ] = {}  # of the tensor fields, in the order of `tensors`
     tensor_places: ClassVar[dict[str, tuple[int, int]]] = {}  # slots and words of the tensor fields
     dtypes_by_storage: ClassVar[dict[torch.dtype | None, list[tuple[int, torch.dtype | None]]]] = {}
     is_checked: ClassVar[bool] = True
@@ -194,19 +220,29 @@ class KernelArgs:
     records: ClassVar[dict[str, type[KernelArgs]]] = {}  # all records by name
     words: array  # the record in memory
     address: int  # its address
-    tensors: list[Any]  # the tensors of the record, which it keeps alive; the kernel may read addresses in a table, too
+    tensors: list[
+        Any
+        # the tensors of the record, which it keeps alive; the kernel may read addresses in a table,
+        # too
+    ]
 
     def __init_subclass__(cls, is_checked: bool = True) -> None:
         cls.is_checked, cls.fields, cls.layouts = is_checked, dict(cls.fields), dict(cls.layouts)
         cls.dtypes_by_storage = {}
         annotations = get_type_hints(cls, include_extras=True)
         for name in get_annotations(cls):
-            field = cls.fields[name] = _make_field(annotations[name], len(cls.fields), len(cls.layouts))
+            field = cls.fields[name] = _make_field(
+                annotations[name], len(cls.fields), len(cls.layouts)
+            )
             if field.layout is not None:
                 cls.layouts[name] = field.layout
             setattr(cls, name, _Word(field))
-        tensor_fields = {name: field for name, field in cls.fields.items() if field.kind == "tensor"}
-        cls.tensor_places = {name: (field.slot, field.index) for name, field in tensor_fields.items()}
+        tensor_fields = {
+            name: field for name, field in cls.fields.items() if field.kind == "tensor"
+        }
+        cls.tensor_places = {
+            name: (field.slot, field.index) for name, field in tensor_fields.items()
+        }
         cls.make = staticmethod(_generate_make(cls))
         cls.records[cls.record_name()] = cls
 
@@ -236,13 +272,19 @@ class KernelArgs:
         """Raise ValueError for a tensor that differs from its field's annotation."""
         tensors = self.tensors
         for slot, dtype in self.expected_dtypes(storage_dtype):
-            tensor = tensors[slot]  # the common case first: `problem` takes longer than some kernels
-            if tensor is not None and not (tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu):
+            tensor = tensors[
+                slot
+            ]  # the common case first: `problem` takes longer than some kernels
+            if tensor is not None and not (
+                tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu
+            ):
                 self.check_each_tensor(storage_dtype)
                 return
 
     @classmethod
-    def expected_dtypes(cls, storage_dtype: torch.dtype | None) -> list[tuple[int, torch.dtype | None]]:
+    def expected_dtypes(
+        cls, storage_dtype: torch.dtype | None
+    ) -> list[tuple[int, torch.dtype | None]]:
         """Return the tensor fields' places in the list of tensors, and their dtypes."""
         if storage_dtype not in cls.dtypes_by_storage:
             cls.dtypes_by_storage[storage_dtype] = [
@@ -256,13 +298,18 @@ class KernelArgs:
         """Raise ValueError for the first tensor that differs from its field's annotation."""
         for (name, layout), tensor in zip(self.layouts.items(), self.tensors, strict=False):
             if isinstance(tensor, Tensor) and (problem := layout.problem(tensor, storage_dtype)):
-                raise ValueError(f"cannot run a kernel with {type(self).__name__}: {name} {problem}")
+                raise ValueError(
+                    f"cannot run a kernel with {type(self).__name__}: {name} {problem}"
+                )
 
     def memory_ranges(self) -> list[MemoryRange]:
         """Return the memory that the kernel may read and write."""
         size = self.words.itemsize * len(self.words)
         ranges = [MemoryRange(type(self).__name__, self.address, self.address + size)]
-        names = [*self.layouts, *(f"tensors[{n}]" for n in range(len(self.layouts), len(self.tensors)))]
+        names = [
+            *self.layouts,
+            *(f"tensors[{n}]" for n in range(len(self.layouts), len(self.tensors))),
+        ]
         return ranges + [
             _memory_range(name, memory)
             for name, memory in zip(names, self.tensors, strict=True)
@@ -271,7 +318,9 @@ class KernelArgs:
 
 
 class ParallelKernelArgs(KernelArgs):
-    """Header of the records of kernels that several threads run; `launch` allocates the scratch buffers."""
+    """Header of the records of kernels that several threads run; `launch` allocates the scratch
+    buffers.
+    """
 
     next_item: int = 0  # counters: the next work item, the next thread
     next_thread: int = 0

@@ -6,14 +6,16 @@ For each head h, its key head g and the block's keys j, with running maximum m, 
     m' = max(m, max_j s),  p[j] = exp(s[j] - m'),  l = l exp(m - m') + sum_j p[j]
     o = o exp(m - m') + sum_j p[j] (* value scale) v[j, g]
 
-In plain PyTorch one block is `s = q @ k.T`, `p = torch.exp(s - m_new)`, `o = o * torch.exp(m - m_new) + p @ v`.
+In plain PyTorch one block is `s = q @ k.T`, `p = torch.exp(s - m_new)`, `o = o * torch.exp(m -
+m_new) + p @ v`.
 
-Loop order, for scores and for values: four keys at a time in storage order, key heads, up to four query heads of
-the group, channels in vectors of 16. Each key and value is read from memory once for all query heads of its group.
-Keys may be anywhere in memory: a block holds one address per key. While four keys are read, later ones are prefetched.
+Loop order, for scores and for values: four keys at a time in storage order, key heads, up to four
+query heads of the group, channels in vectors of 16. Each key and value is read from memory once for
+all query heads of its group. Keys may be anywhere in memory: a block holds one address per key.
+While four keys are read, later ones are prefetched.
 
-The scratch buffer holds the addresses of two blocks (the current and the next), the scores of all heads, one rescaling
-factor per head and one vector for partial loads.
+The scratch buffer holds the addresses of two blocks (the current and the next), the scores of all
+heads, one rescaling factor per head and one vector for partial loads.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ from .simd import (
 
 extending.register_jitable(hash_table_size)
 
-# --- Scores and weighted values of a block -------------------------------------------------------------
+# --- Scores and weighted values of a block --------------------------------------------------------
 
-KEYS_OFFSET, VALUES_OFFSET, SCALES_OFFSET, COLUMNS_OFFSET, NEXT_BLOCK_OFFSET = (8 * KV_BLOCK_SIZE * n for n in range(5))
+KEYS_OFFSET, VALUES_OFFSET, SCALES_OFFSET, COLUMNS_OFFSET, NEXT_BLOCK_OFFSET = (
+    8 * KV_BLOCK_SIZE * n for n in range(5)
+)
 SCORES_OFFSET = 2 * NEXT_BLOCK_OFFSET
 KV_PREFETCH_BYTES = 12 * 2**10  # prefetch distance, about one memory latency
 KEYS_PER_STEP = 4  # keys, or values, that are processed together
@@ -66,7 +70,8 @@ def load_row_tail(dtype, address, count, scratch):
     store_value(scratch, splat(as_compute_scalar(dtype, 0.0)))
     for n in range(count):
         store_value(
-            scratch + compute_itemsize(dtype) * n, load_storage_scalar(dtype, address + storage_itemsize(dtype) * n)
+            scratch + compute_itemsize(dtype) * n,
+            load_storage_scalar(dtype, address + storage_itemsize(dtype) * n),
         )
     return load_vector(dtype, scratch)
 
@@ -83,7 +88,10 @@ def fma_4_keys_4_heads(dtype, x, q, offsets, a):
 
     `offsets` holds the bytes from the first head to the second and to the fourth.
     """
-    first, second = fma_4_keys(x, load_vector(dtype, q), a[0]), fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1])
+    first, second = (
+        fma_4_keys(x, load_vector(dtype, q), a[0]),
+        fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1]),
+    )
     return (
         first,
         second,
@@ -105,7 +113,9 @@ def load_4_keys(dtype, keys, offset):
 
 @njit
 def load_4_keys_partial(dtype, keys, offset, bounds, scratch):
-    """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not read."""
+    """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not
+    read.
+    """
     count, num_keys = bounds
     a = load_row_tail(dtype, keys[0] + offset, count, scratch)
     b = load_row_tail(dtype, keys[1] + offset, count if num_keys > 1 else 0, scratch)
@@ -127,7 +137,9 @@ def key_addresses(keys, offset):
 
 @njit_inline
 def qk_4_heads(dtype, q, keys, bounds, scratch, to):
-    """Compute the scores of four keys with four query heads, or with three, where the last is computed twice."""
+    """Compute the scores of four keys with four query heads, or with three, where the last is
+    computed twice.
+    """
     dim, num_keys, heads = bounds
     zero = splat(as_compute_scalar(dtype, 0.0))
     zeros = (zero, zero, zero, zero)
@@ -137,10 +149,15 @@ def qk_4_heads(dtype, q, keys, bounds, scratch, to):
     step = compute_itemsize(dtype) * round_up_to_simd(dim)
     steps = step, step * (heads - 1)
     for n in range(0, full, SIMD_WIDTH):
-        x, q_channels = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), q + compute_itemsize(dtype) * n
+        x, q_channels = (
+            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
+            q + compute_itemsize(dtype) * n,
+        )
         a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        x = load_4_keys_partial(
+            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+        )
         q_channels = q + compute_itemsize(dtype) * n
         a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
     scores = reduce_sum_16(a)
@@ -155,7 +172,10 @@ def qk_1_head(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with one query head."""
     dim, num_keys, _ = bounds
     zero = splat(as_compute_scalar(dtype, 0.0))
-    a, full = (zero, zero, zero, zero), dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
+    a, full = (
+        (zero, zero, zero, zero),
+        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
+    )
     for n in range(0, full, SIMD_WIDTH):
         a = fma_4_keys(
             load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
@@ -163,7 +183,9 @@ def qk_1_head(dtype, q, keys, bounds, scratch, to):
             a,
         )
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        x = load_4_keys_partial(
+            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+        )
         a = fma_4_keys(x, load_vector(dtype, q + compute_itemsize(dtype) * n), a)
     store_value(to, reduce_sum(a[0]))
     store_value(to + compute_itemsize(dtype), reduce_sum(a[1]))
@@ -173,7 +195,9 @@ def qk_1_head(dtype, q, keys, bounds, scratch, to):
 
 @njit
 def heads_per_step(num_remaining):
-    """Return the number of heads to process together: four or three, else one, as two together are slower."""
+    """Return the number of heads to process together: four or three, else one, as two together are
+    slower.
+    """
     return min(num_remaining, 4) if num_remaining > 2 else 1
 
 
@@ -181,29 +205,41 @@ def heads_per_step(num_remaining):
 def qk_head_group(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with all query heads of a group."""
     dim, num_keys, group_size = bounds
-    h, score_stride, step = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE, compute_itemsize(dtype) * round_up_to_simd(dim)
+    h, score_stride, step = (
+        0,
+        compute_itemsize(dtype) * KV_BLOCK_SIZE,
+        compute_itemsize(dtype) * round_up_to_simd(dim),
+    )
     while h < group_size:
         heads = heads_per_step(group_size - h)
         if heads > 1:
-            qk_4_heads(dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h)
+            qk_4_heads(
+                dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h
+            )
         else:
-            qk_1_head(dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h)
+            qk_1_head(
+                dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h
+            )
         h += heads
 
 
 @njit
 def prefetch_distance(args, itemsize):
-    """Return the number of keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one block."""
+    """Return the number of keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one
+    block.
+    """
     bytes_per_step = KEYS_PER_STEP * args.num_kv_heads * itemsize * (args.dim + args.vdim) // 2
-    return min(KEYS_PER_STEP * ((KV_PREFETCH_BYTES + bytes_per_step - 1) // bytes_per_step), KV_BLOCK_SIZE)
+    return min(
+        KEYS_PER_STEP * ((KV_PREFETCH_BYTES + bytes_per_step - 1) // bytes_per_step), KV_BLOCK_SIZE
+    )
 
 
 @njit
 def prefetch_targets(i, current_keys, next_keys):
     """Return the keys to prefetch while the current four are processed.
 
-    The result is their address list, their number, the bytes of one head, the bytes to the next head, and whether
-    the keys are contiguous in memory.
+    The result is their address list, their number, the bytes of one head, the bytes to the next
+    head, and whether the keys are contiguous in memory.
     """
     addresses, count, head_bytes, head_stride, groups = current_keys
     if i >= count:
@@ -213,19 +249,24 @@ def prefetch_targets(i, current_keys, next_keys):
     is_contiguous = (
         num_keys > 0
         and head_stride == head_bytes
-        and load_int64(addresses + 8 * (num_keys - 1)) - load_int64(addresses) == (num_keys - 1) * groups * head_bytes
+        and load_int64(addresses + 8 * (num_keys - 1)) - load_int64(addresses)
+        == (num_keys - 1) * groups * head_bytes
     )
     return addresses, num_keys, head_bytes, head_stride, is_contiguous
 
 
 @njit_inline
 def prefetch_head(g, groups, keys):
-    """Prefetch one head's share of some keys: in storage order if they are contiguous, else the head's own bytes."""
+    """Prefetch one head's share of some keys: in storage order if they are contiguous, else the
+    head's own bytes.
+    """
     addresses, num_keys, head_bytes, head_stride, is_contiguous = keys
     if is_contiguous:
         begin = load_int64(addresses) + g * KEYS_PER_STEP * head_bytes
         end = load_int64(addresses) + num_keys * groups * head_bytes
-        for line in range(begin, min(begin + KEYS_PER_STEP * head_bytes, end), 4 * CACHE_LINE_BYTES):
+        for line in range(
+            begin, min(begin + KEYS_PER_STEP * head_bytes, end), 4 * CACHE_LINE_BYTES
+        ):
             prefetch_l1(line)
             prefetch_l1(line + CACHE_LINE_BYTES)
             prefetch_l1(line + 2 * CACHE_LINE_BYTES)
@@ -239,29 +280,54 @@ def prefetch_head(g, groups, keys):
 
 @njit
 def qk_block(dtype, args, q, scratch, count):
-    """Compute the scores of a block for all heads, four keys at a time; prefetch later keys, then values."""
+    """Compute the scores of a block for all heads, four keys at a time; prefetch later keys, then
+    values.
+    """
     heads, groups, dim = args.num_heads, args.num_kv_heads, args.dim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     step = compute_itemsize(dtype) * round_up_to_simd(dim)
     k_head = args.k_head_stride
-    tail = scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads))
+    tail = (
+        scratch
+        + SCORES_OFFSET
+        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads))
+    )
     distance = prefetch_distance(args, storage_itemsize(dtype))
     current_keys = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
-    next_values = (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * args.vdim, args.v_head_stride, groups)
+    next_values = (
+        scratch + VALUES_OFFSET,
+        count,
+        storage_itemsize(dtype) * args.vdim,
+        args.v_head_stride,
+        groups,
+    )
     for i in range(0, count, KEYS_PER_STEP):
-        scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
+        scores, num_keys = (
+            scratch + SCORES_OFFSET + compute_itemsize(dtype) * i,
+            min(KEYS_PER_STEP, count - i),
+        )
         targets = prefetch_targets(i + distance, current_keys, next_values)
         for g in range(groups):
             prefetch_head(g, groups, targets)
             keys, h = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head), g * group_size
-            qk_head_group(dtype, q + step * h, keys, (dim, num_keys, group_size), tail, scores + score_stride * h)
+            qk_head_group(
+                dtype,
+                q + step * h,
+                keys,
+                (dim, num_keys, group_size),
+                tail,
+                scores + score_stride * h,
+            )
 
 
 @njit_inline
 def load_4_weights(dtype, scores):
     """Load the weights of four keys for one head, each broadcast to a vector."""
-    a, b = splat(load_scalar(dtype, scores)), splat(load_scalar(dtype, scores + compute_itemsize(dtype)))
+    a, b = (
+        splat(load_scalar(dtype, scores)),
+        splat(load_scalar(dtype, scores + compute_itemsize(dtype))),
+    )
     return (
         a,
         b,
@@ -308,10 +374,15 @@ def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
     )
     step = (step, heads)
     for n in range(0, full, SIMD_WIDTH):
-        x, outputs = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), to + compute_itemsize(dtype) * n
+        x, outputs = (
+            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
+            to + compute_itemsize(dtype) * n,
+        )
         accumulate_4_values_4_heads(dtype, outputs, step, x, p)
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        x = load_4_keys_partial(
+            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+        )
         outputs = to + compute_itemsize(dtype) * n
         accumulate_4_values_4_heads(dtype, outputs, step, x, p)
 
@@ -320,13 +391,21 @@ def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
 def pv_1_head(dtype, scores, keys, bounds, scratch, to):
     """Add four weighted values to the output of one head."""
     dim, num_keys, _ = bounds
-    p, full = load_4_weights(dtype, scores), dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
+    p, full = (
+        load_4_weights(dtype, scores),
+        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
+    )
     for n in range(0, full, SIMD_WIDTH):
         accumulate_4_values(
-            dtype, to + compute_itemsize(dtype) * n, load_4_keys(dtype, keys, storage_itemsize(dtype) * n), p
+            dtype,
+            to + compute_itemsize(dtype) * n,
+            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
+            p,
         )
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        x = load_4_keys_partial(
+            dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+        )
         accumulate_4_values(dtype, to + compute_itemsize(dtype) * n, x, p)
 
 
@@ -338,15 +417,31 @@ def pv_head_group(dtype, scores, keys, bounds, scratch, output):
     while h < group_size:
         heads = heads_per_step(group_size - h)
         if heads > 1:
-            pv_4_heads(dtype, scores + score_stride * h, keys, (dim, num_keys, heads), scratch, (to + step * h, step))
+            pv_4_heads(
+                dtype,
+                scores + score_stride * h,
+                keys,
+                (dim, num_keys, heads),
+                scratch,
+                (to + step * h, step),
+            )
         else:
-            pv_1_head(dtype, scores + score_stride * h, keys, (dim, num_keys, heads), scratch, to + step * h)
+            pv_1_head(
+                dtype,
+                scores + score_stride * h,
+                keys,
+                (dim, num_keys, heads),
+                scratch,
+                to + step * h,
+            )
         h += heads
 
 
 @njit
 def rescale_output(dtype, args, factors, part):
-    """Multiply the outputs by their rescaling factors, for heads whose running maximum has grown."""
+    """Multiply the outputs by their rescaling factors, for heads whose running
+    maximum has grown.
+    """
     vdim = args.vdim
     for h in range(args.num_heads):
         factor = load_scalar(dtype, factors + compute_itemsize(dtype) * h)
@@ -361,7 +456,9 @@ def rescale_output(dtype, args, factors, part):
 
 @njit
 def pv_block(dtype, args, scratch, part, count, next_count):
-    """Add the weighted values of a block to the outputs of all heads; prefetch later values, then the next keys."""
+    """Add the weighted values of a block to the outputs of all heads; prefetch later values, then
+    the next keys.
+    """
     heads, groups, dim = args.num_heads, args.num_kv_heads, args.vdim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
@@ -380,17 +477,25 @@ def pv_block(dtype, args, scratch, part, count, next_count):
     )
     rescale_output(dtype, args, factors, part)
     for i in range(0, count, KEYS_PER_STEP):
-        scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
+        scores, num_keys = (
+            scratch + SCORES_OFFSET + compute_itemsize(dtype) * i,
+            min(KEYS_PER_STEP, count - i),
+        )
         targets = prefetch_targets(i + distance, current_values, next_keys)
         for g in range(groups):
             prefetch_head(g, groups, targets)
             keys, h = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head), g * group_size
             pv_head_group(
-                dtype, scores + score_stride * h, keys, (dim, num_keys, group_size), tail, (part + step * h, step)
+                dtype,
+                scores + score_stride * h,
+                keys,
+                (dim, num_keys, group_size),
+                tail,
+                (part + step * h, step),
             )
 
 
-# --- Score transforms and softmax of a block -----------------------------------------------------------
+# --- Score transforms and softmax of a block ------------------------------------------------------
 
 
 @njit
@@ -437,8 +542,13 @@ def add_bias_to_head(dtype, x, bias, key_stride, scratch, count):
             ),
         )
     for i in range(full, count):
-        addend = load_scalar(dtype, bias + load_int64(scratch + COLUMNS_OFFSET + 8 * i) * key_stride)
-        store_value(x + compute_itemsize(dtype) * i, load_scalar(dtype, x + compute_itemsize(dtype) * i) + addend)
+        addend = load_scalar(
+            dtype, bias + load_int64(scratch + COLUMNS_OFFSET + 8 * i) * key_stride
+        )
+        store_value(
+            x + compute_itemsize(dtype) * i,
+            load_scalar(dtype, x + compute_itemsize(dtype) * i) + addend,
+        )
 
 
 @njit
@@ -460,7 +570,10 @@ def add_bias(dtype, args, row, scratch, count):
 def online_softmax(dtype, args, scratch, part, count):
     """Replace scores by exp(score - running maximum); update maxima, sums and rescaling factors."""
     factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * args.num_heads * KV_BLOCK_SIZE
-    step, minus_inf = compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2), as_compute_scalar(dtype, -math.inf)
+    step, minus_inf = (
+        compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
+        as_compute_scalar(dtype, -math.inf),
+    )
     for h in range(args.num_heads):
         x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
         max_and_sum = part + step * (h + 1) - 2 * compute_itemsize(dtype)
@@ -474,9 +587,14 @@ def online_softmax(dtype, args, scratch, part, count):
         shift = (
             new_max if new_max > minus_inf else as_compute_scalar(dtype, 0.0)
         )  # if all scores are -inf, every weight is exp(-inf) = 0
-        factor, sums = as_compute_scalar(dtype, math.exp(old_max - shift)), splat(as_compute_scalar(dtype, 0.0))
+        factor, sums = (
+            as_compute_scalar(dtype, math.exp(old_max - shift)),
+            splat(as_compute_scalar(dtype, 0.0)),
+        )
         for c in range(0, count, SIMD_WIDTH):
-            weights = vec_exp(vec_sub(load_vector(dtype, x + compute_itemsize(dtype) * c), splat(shift)))
+            weights = vec_exp(
+                vec_sub(load_vector(dtype, x + compute_itemsize(dtype) * c), splat(shift))
+            )
             store_value(x + compute_itemsize(dtype) * c, weights)
             sums = vec_add(sums, weights)
         store_value(max_and_sum, new_max)

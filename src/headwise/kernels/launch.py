@@ -1,15 +1,19 @@
-"""Run kernels in torch's OpenMP thread pool. This module, and every operation built on it, works without Numba.
+"""Run kernels in torch's OpenMP thread pool. This module, and every operation built on it, works
+without Numba.
 
-Two OpenMP runtimes in one process wait for work by spinning, each on the cores of the other. The kernels therefore
-start no threads of their own: they run in the runtime that torch has loaded, through the entry point that compilers
-call (`GOMP_parallel`, part of the interface of GNU's and LLVM's runtimes).
+Two OpenMP runtimes in one process wait for work by spinning, each on the cores of the other. The
+kernels therefore start no threads of their own: they run in the runtime that torch has loaded,
+through the entry point that compilers call (`GOMP_parallel`, part of the interface of GNU's and
+LLVM's runtimes).
 
-A kernel takes one address: that of its argument record (`kernel_args`). A `ParallelKernelSet` splits a kernel into work
-items. Each thread takes the next item from an atomic counter until none is left, and has a scratch buffer of its own.
-The result of an item never depends on the thread that computes it.
+A kernel takes one address: that of its argument record (`kernel_args`). A `ParallelKernelSet`
+splits a kernel into work items. Each thread takes the next item from an atomic counter until none
+is left, and has a scratch buffer of its own. The result of an item never depends on the thread that
+computes it.
 
-Numba is imported, and a kernel compiled, when the kernel is first used (`compilation` chooses the process).
-`kernel_problem` returns why that is not possible on this machine; the backends and parts then use torch operations.
+Numba is imported, and a kernel compiled, when the kernel is first used (`compilation` chooses the
+process). `kernel_problem` returns why that is not possible on this machine; the backends and parts
+then use torch operations.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ from .memory_guard import DEBUG_KERNELS, run_checked
 
 SIMD_WIDTH = 16  # elements per vector
 CACHE_LINE_BYTES = 64
-COMPUTE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}  # computed in without conversion
+COMPUTE_DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+}  # computed in without conversion
 
 
 def round_up_to_simd(count: int) -> int:
@@ -38,7 +45,7 @@ def round_up_to_simd(count: int) -> int:
     return (count + SIMD_WIDTH - 1) // SIMD_WIDTH * SIMD_WIDTH
 
 
-# --- Availability --------------------------------------------------------------------------------------
+# --- Availability ---------------------------------------------------------------------------------
 
 
 _IMPORT_PROBLEMS: list[str | None] = []  # one entry, once Numba was tried
@@ -55,7 +62,9 @@ def _import_problem() -> str | None:
 
 
 def kernel_problem() -> str | None:
-    """Return why kernels cannot be compiled here, as a property of the backend that needs them; None if they can."""
+    """Return why kernels cannot be compiled here, as a property of the backend that needs them;
+    None if they can.
+    """
     if STATE.policy == "off":
         return "needs Numba kernels, which HEADWISE_KERNELS=off disables"
     if not _IMPORT_PROBLEMS:
@@ -71,13 +80,15 @@ def has_kernels() -> bool:
     return kernel_problem() is None
 
 
-# --- Threads -------------------------------------------------------------------------------------------
+# --- Threads --------------------------------------------------------------------------------------
 
 OPENMP_LIBRARIES = ("libgomp*.so*", "libomp*.so*", "libiomp5*.so*", "libomp*.dylib")
 
 
 def _find_openmp() -> ctypes.CDLL | None:
-    """Load the OpenMP runtime that is shipped with torch; None if there is none or it lacks `GOMP_parallel`."""
+    """Load the OpenMP runtime that is shipped with torch; None if there is none or it lacks
+    `GOMP_parallel`.
+    """
     root = Path(torch.__file__).parent
     paths = [
         path
@@ -89,7 +100,12 @@ def _find_openmp() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(str(paths[0]))
     try:
-        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        library.GOMP_parallel.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+        ]
     except AttributeError:  # the runtime of another compiler, without this entry point
         return None
     library.GOMP_parallel.restype = None
@@ -100,7 +116,9 @@ OPENMP_RUNTIME = _find_openmp()
 
 
 def max_threads() -> int:
-    """Return the number of threads that a kernel may use: torch's, or 1 if its OpenMP runtime cannot be called."""
+    """Return the number of threads that a kernel may use: torch's, or 1 if its OpenMP runtime
+    cannot be called.
+    """
     return torch.get_num_threads() if OPENMP_RUNTIME is not None else 1
 
 
@@ -117,25 +135,31 @@ def num_threads_for(num_items: int) -> int:
     return max(1, min(num_items, max_threads()))
 
 
-# --- Kernels by name -----------------------------------------------------------------------------------
+# --- Kernels by name ------------------------------------------------------------------------------
 
 
 KernelFunction = str | Callable[..., None]  # a kernel, or its name in the module of its set
 
 
 class KernelSet:
-    """The kernels of one module, each compiled per storage dtype on first use; each takes its argument record.
+    """The kernels of one module, each compiled per storage dtype on first use; each takes its
+    argument record.
 
-    `KernelSet("varlen_attention_kernel", dtypes, forward=("varlen_forward", VarlenArgs))` names a module of this
-    package, which is imported by the first call, its functions, which are decorated with `register_jitable`, and their
-    argument records.
+    `KernelSet("varlen_attention_kernel", dtypes, forward=("varlen_forward", VarlenArgs))` names a
+    module of this package, which is imported by the first call, its functions, which are decorated
+    with `register_jitable`, and their argument records.
     """
 
     def __init__(
-        self, module: str, dtype_names: dict[torch.dtype, str], **functions: tuple[KernelFunction, type[KernelArgs]]
+        self,
+        module: str,
+        dtype_names: dict[torch.dtype, str],
+        **functions: tuple[KernelFunction, type[KernelArgs]],
     ) -> None:
         self.module, self.dtype_names, self.functions = module, dtype_names, functions
-        self.compiled_functions: dict[tuple[str, torch.dtype | None], Any] = {}  # kept alive with their addresses
+        self.compiled_functions: dict[
+            tuple[str, torch.dtype | None], Any
+        ] = {}  # kept alive with their addresses
         self.usable_dtypes: set[torch.dtype | None] = set()
 
     @property
@@ -148,11 +172,15 @@ class KernelSet:
         return f"{self.module}:{'+'.join(self.functions)}:{self._dtype_name(dtype)}"
 
     def is_usable(self, dtype: torch.dtype | None = None) -> bool:
-        """Return True if a call may use these kernels: they are compiled, or the call compiles them.
+        """Return True if a call may use these kernels: they are compiled, or the call compiles
+        them.
 
-        If not, the caller uses torch operations, and a background process compiles the kernels for later calls.
+        If not, the caller uses torch operations, and a background process compiles the kernels for
+        later calls.
         """
-        if torch.compiler.is_compiling():  # the compiled graph runs later, and then compiles its kernels
+        if (
+            torch.compiler.is_compiling()
+        ):  # the compiled graph runs later, and then compiles its kernels
             return has_kernels()
         return dtype in self.usable_dtypes or (has_kernels() and self._is_compiled_or_may_be(dtype))
 
@@ -161,10 +189,17 @@ class KernelSet:
         if all((name, dtype) in self.compiled_functions for name in self.functions):
             self.usable_dtypes.add(dtype)
         elif STATE.policy == "wait":
-            self.usable_dtypes.add(dtype)  # later calls skip this check; `run` compiles missing kernels
+            self.usable_dtypes.add(
+                dtype
+            )  # later calls skip this check; `run` compiles missing kernels
         elif STATE.is_running(task):
             return False
-        elif STATE.policy == "auto" and not DEBUG_KERNELS and task not in STATE.failed and not self._load_all(dtype):
+        elif (
+            STATE.policy == "auto"
+            and not DEBUG_KERNELS
+            and task not in STATE.failed
+            and not self._load_all(dtype)
+        ):
             STATE.start(task)
             return task in STATE.failed
         return True
@@ -192,7 +227,9 @@ class KernelSet:
         compiled = self.compiled_functions.get((name, dtype)) or self.compiled_function(name, dtype)
         if DEBUG_KERNELS:
             kernel = f"{name} of {self.module}"
-            run_checked(kernel, dtype, args, lambda: run_in_threads(compiled, args.address, threads))
+            run_checked(
+                kernel, dtype, args, lambda: run_in_threads(compiled, args.address, threads)
+            )
             return
         if args.is_checked and dtype is not None:
             args.check_tensors(dtype)
@@ -213,25 +250,43 @@ class KernelSet:
         """Import the kernels' module and return the Python function of a kernel."""
         function = self.functions[name][0]
         return (
-            getattr(import_module(f"{__package__}.{self.module}"), function) if isinstance(function, str) else function
+            getattr(import_module(f"{__package__}.{self.module}"), function)
+            if isinstance(function, str)
+            else function
         )
 
     def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
-        """Return the compiled entry point of a kernel, whose only argument is the address of its record."""
-        jit, record_name = import_module(f"{__package__}.jit"), self.functions[name][1].record_name()
-        return jit.compile_kernel(self.load_function(name), record_name, name, dtype_name, only_from_disk)
+        """Return the compiled entry point of a kernel, whose only argument is the address of its
+        record.
+        """
+        jit, record_name = (
+            import_module(f"{__package__}.jit"),
+            self.functions[name][1].record_name(),
+        )
+        return jit.compile_kernel(
+            self.load_function(name), record_name, name, dtype_name, only_from_disk
+        )
 
 
 class ParallelKernelSet(KernelSet):
-    """Kernels that compute one work item: they get their record, the item's number and a scratch buffer."""
+    """Kernels that compute one work item: they get their record, the item's number and a scratch
+    buffer.
+    """
 
     def launch(self, name: str, dtype: torch.dtype, args: ParallelKernelArgs) -> None:
-        """Run the `args.num_items` work items, with a scratch buffer of `args.scratch_bytes` for each thread."""
+        """Run the `args.num_items` work items, with a scratch buffer of `args.scratch_bytes` for
+        each thread.
+        """
         threads = num_threads_for(args.num_items)
         args.allocate_scratch(threads)
         self.run(name, dtype, args, threads)
 
     def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
         """Return the compiled function that every thread runs."""
-        jit, record_name = import_module(f"{__package__}.jit"), self.functions[name][1].record_name()
-        return jit.compile_work_items(self.load_function(name), record_name, name, dtype_name, only_from_disk)
+        jit, record_name = (
+            import_module(f"{__package__}.jit"),
+            self.functions[name][1].record_name(),
+        )
+        return jit.compile_work_items(
+            self.load_function(name), record_name, name, dtype_name, only_from_disk
+        )

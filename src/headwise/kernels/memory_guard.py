@@ -1,9 +1,11 @@
-"""Debug build of the kernels: every load and store is checked against the memory of the current call.
+"""Debug build of the kernels: every load and store is checked against the memory of the current
+call.
 
-Set HEADWISE_DEBUG_KERNELS=1 before headwise is imported; it is meant for tests. Compiled kernels then compare each
-address with the ranges of the call's tensors, scratch buffers and argument record. An access outside goes to a spare
-buffer instead, and `run_checked` raises RuntimeError when the kernel returns. Prefetches are not checked, as they
-cannot fault. Kernels run about ten times slower and are not cached on disk. Calls run one at a time.
+Set HEADWISE_DEBUG_KERNELS=1 before headwise is imported; it is meant for tests. Compiled kernels
+then compare each address with the ranges of the call's tensors, scratch buffers and argument
+record. An access outside goes to a spare buffer instead, and `run_checked` raises RuntimeError when
+the kernel returns. Prefetches are not checked, as they cannot fault. Kernels run about ten times
+slower and are not cached on disk. Calls run one at a time.
 
 Without the variable the compiled code contains none of this.
 """
@@ -29,7 +31,9 @@ NUM_RANGES_WORD, NUM_ERRORS_WORD, ADDRESS_WORD, SIZE_WORD, ACCESS_WORD, FIRST_RA
 
 
 class GuardMemory:
-    """The table of allowed ranges, whose address is part of the compiled code, and the spare buffer."""
+    """The table of allowed ranges, whose address is part of the compiled code, and the spare
+    buffer.
+    """
 
     def __init__(self) -> None:
         self.table = (ctypes.c_int64 * (FIRST_RANGE_WORD + 2 * MAX_RANGES))()
@@ -59,13 +63,23 @@ class BadAccess(NamedTuple):
 
     def describe(self, ranges: list[MemoryRange]) -> str:
         """Return where the access is, relative to the nearest range."""
-        nearest = min(ranges, key=lambda memory: max(memory.begin - self.address, self.address - memory.end + 1, 0))
+        nearest = min(
+            ranges,
+            key=lambda memory: max(memory.begin - self.address, self.address - memory.end + 1, 0),
+        )
         offset, length = self.address - nearest.begin, nearest.end - nearest.begin
-        return f"{self.access} {self.size} bytes at offset {offset} of {nearest.name}, which has {length} bytes"
+        return (
+            f"{self.access} {self.size} bytes at offset {offset} of {nearest.name}, which has "
+            f"{length} bytes"
+        )
 
 
-def run_checked(kernel: str, dtype: torch.dtype | None, args: KernelArgs, run: Callable[[], None]) -> None:
-    """Call `run`, which runs a kernel with these arguments; raise RuntimeError if it leaves their memory."""
+def run_checked(
+    kernel: str, dtype: torch.dtype | None, args: KernelArgs, run: Callable[[], None]
+) -> None:
+    """Call `run`, which runs a kernel with these arguments; raise RuntimeError if it leaves their
+    memory.
+    """
     args.check_each_tensor(dtype)
     ranges = args.memory_ranges()
     if len(ranges) > MAX_RANGES:
@@ -73,10 +87,15 @@ def run_checked(kernel: str, dtype: torch.dtype | None, args: KernelArgs, run: C
     with GUARD_MEMORY.lock:
         table = GUARD_MEMORY.table
         for n, memory in enumerate(ranges):
-            table[FIRST_RANGE_WORD + 2 * n], table[FIRST_RANGE_WORD + 2 * n + 1] = memory.begin, memory.end
+            table[FIRST_RANGE_WORD + 2 * n], table[FIRST_RANGE_WORD + 2 * n + 1] = (
+                memory.begin,
+                memory.end,
+            )
         table[NUM_RANGES_WORD], table[NUM_ERRORS_WORD] = len(ranges), 0
         run()
         num_errors = table[NUM_ERRORS_WORD]
         error = BadAccess(table[ADDRESS_WORD], table[SIZE_WORD], ACCESSES[table[ACCESS_WORD]])
     if num_errors:
-        raise RuntimeError(f"kernel {kernel} ({dtype}) {error.describe(ranges)} ({num_errors} such accesses)")
+        raise RuntimeError(
+            f"kernel {kernel} ({dtype}) {error.describe(ranges)} ({num_errors} such accesses)"
+        )

@@ -1,4 +1,6 @@
-"""Pointers of all loads and stores in kernels; the debug build checks the memory behind them (see `memory_guard`)."""
+"""Pointers of all loads and stores in kernels; the debug build checks the memory behind them (see
+`memory_guard`).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ INT64 = ir.IntType(64)
 
 
 def memory_pointer(
-    builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, access: str = "reads", size: ir.Value | None = None
+    builder: ir.IRBuilder,
+    address: ir.Value,
+    kind: ir.Type,
+    access: str = "reads",
+    size: ir.Value | None = None,
 ) -> Any:
-    """Return a pointer to a value of type `kind` at an address; the debug build checks `size` bytes there."""
+    """Return a pointer to a value of type `kind` at an address; the debug build checks `size` bytes
+    there.
+    """
     if DEBUG_KERNELS:
         check = _address_check(builder.module)
         size = INT64(llvm_itemsize(kind)) if size is None else size
@@ -46,7 +54,9 @@ def llvm_itemsize(kind: Any) -> int:
 
 
 def _address_check(module: Any) -> Any:
-    """Return the LLVM function (address, size, access) -> address: the given one, or that of the spare buffer."""
+    """Return the LLVM function (address, size, access) -> address: the given one, or that of the
+    spare buffer.
+    """
     name = "headwise_checked_address"
     if name in module.globals:
         return module.globals[name]
@@ -56,13 +66,25 @@ def _address_check(module: Any) -> Any:
     address, size, access = function.args
     entry, search, compare, advance, inside, outside, report, trap, redirect = (
         function.append_basic_block(block)
-        for block in ("entry", "search", "compare", "advance", "inside", "outside", "report", "trap", "redirect")
+        for block in (
+            "entry",
+            "search",
+            "compare",
+            "advance",
+            "inside",
+            "outside",
+            "report",
+            "trap",
+            "redirect",
+        )
     )
     builder = ir.IRBuilder(entry)
 
     def word(index: Any) -> Any:
         offset = builder.mul(index, INT64(8))
-        return builder.inttoptr(builder.add(INT64(GUARD_MEMORY.table_address), offset), INT64.as_pointer())
+        return builder.inttoptr(
+            builder.add(INT64(GUARD_MEMORY.table_address), offset), INT64.as_pointer()
+        )
 
     num_ranges = builder.load(word(INT64(NUM_RANGES_WORD)))
     end = builder.add(address, size)
@@ -82,7 +104,9 @@ def _address_check(module: Any) -> Any:
     builder.position_at_end(inside)
     builder.ret(address)
     builder.position_at_end(outside)
-    builder.cbranch(builder.icmp_signed("==", size, INT64(0)), inside, report)  # a masked store of no element
+    builder.cbranch(
+        builder.icmp_signed("==", size, INT64(0)), inside, report
+    )  # a masked store of no element
     builder.position_at_end(report)
     num_errors = builder.atomic_rmw("add", word(INT64(NUM_ERRORS_WORD)), INT64(1), "acq_rel")
     with builder.if_then(builder.icmp_signed("==", num_errors, INT64(0))):

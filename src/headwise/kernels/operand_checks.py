@@ -1,14 +1,14 @@
 """Checks of the operands of an operation, before their addresses reach a kernel.
 
-A kernel reads and writes memory by address and checks nothing. So every operation names the axes and dtypes of its
-tensors once, and checks each call:
+A kernel reads and writes memory by address and checks nothing. So every operation names the axes
+and dtypes of its tensors once, and checks each call:
 
     CHECKS = OperandChecks("scale_rows", x=FLOAT + "R C", factors=FLOAT + "R", rows="int64: N")
     CHECKS.check(x, factors, rows)      # same sizes for same letters, dtypes, memory that is there
     check_indices("scale_rows", "rows", rows, x.shape[0])
 
-The dispatcher of torch resolves tensors with the negative or conjugate bit, and tensors of zeros without memory;
-`autograd_guards.can_skip_dispatcher` sends such tensors there.
+The dispatcher of torch resolves tensors with the negative or conjugate bit, and tensors of zeros
+without memory; `autograd_guards.can_skip_dispatcher` sends such tensors there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-FLOAT = "float32 float64: "  # dtypes of the first operand of most operations; the others have the same
+FLOAT = (
+    "float32 float64: "  # dtypes of the first operand of most operations; the others have the same
+)
 
 
 class Operand(NamedTuple):
-    """One tensor of an operation: its axes, its dtypes (empty for that of the first operand), and how many there are.
+    """One tensor of an operation: its axes, its dtypes (empty for that of the first operand), and
+    how many there are.
 
-    `count` is "" for one, "?" for one or none, and "+" for any number of tensors at the end of the call.
+    `count` is "" for one, "?" for one or none, and "+" for any number of tensors at the end of the
+    call.
     """
 
     name: str
@@ -35,13 +39,19 @@ class Operand(NamedTuple):
 
     @staticmethod
     def parse(name: str, form: str) -> Operand:
-        """Return the operand that a form such as "int64: 1|B T 2" describes; a form ends in ? or +, or in neither.
+        """Return the operand that a form such as "int64: 1|B T 2" describes; a form ends in ? or +,
+        or in neither.
 
         An axis is a letter, a number, a choice of two, or * for any size.
         """
         count = form[-1] if form[-1] in "?+" else ""
         dtypes, _, axes = form.removesuffix(count).rpartition(":")
-        return Operand(name, tuple(axes.split()), tuple(getattr(torch, dtype) for dtype in dtypes.split()), count)
+        return Operand(
+            name,
+            tuple(axes.split()),
+            tuple(getattr(torch, dtype) for dtype in dtypes.split()),
+            count,
+        )
 
     def matches_shape(self, shape: torch.Size, sizes: dict[str, int]) -> bool:
         """Return whether a shape fits the axes; writes the sizes of new letters."""
@@ -51,13 +61,18 @@ class Operand(NamedTuple):
             choices = axis.split("|")
             if axis.isalpha():
                 choices = [str(sizes.setdefault(axis, size))]
-            if axis != "*" and str(size) not in [str(sizes.get(choice, choice)) for choice in choices]:
+            if axis != "*" and str(size) not in [
+                str(sizes.get(choice, choice)) for choice in choices
+            ]:
                 return False
         return True
 
     def expected(self, dtypes: tuple[torch.dtype, ...], sizes: dict[str, int]) -> str:
         """Return dtypes and shape as text, with the sizes that are known."""
-        axes = ["|".join(str(sizes.get(choice, choice)) for choice in axis.split("|")) for axis in self.axes]
+        axes = [
+            "|".join(str(sizes.get(choice, choice)) for choice in axis.split("|"))
+            for axis in self.axes
+        ]
         return f"{' or '.join(str(dtype) for dtype in dtypes)} [{', '.join(axes)}]"
 
 
@@ -87,7 +102,9 @@ class OperandChecks:
         if operands[-1].count == "+":
             operands = operands + [operands[-1]] * (len(tensors) - len(operands))
         if len(tensors) != len(operands):
-            refuse_operands(self.operation, f"there are {len(tensors)} tensors", f"give {len(operands)}")
+            refuse_operands(
+                self.operation, f"there are {len(tensors)} tensors", f"give {len(operands)}"
+            )
         self._check_shapes(operands, tensors)
         self._check_memory(operands, tensors)
         raise AssertionError("every tensor fits")
@@ -111,18 +128,23 @@ class OperandChecks:
                 continue
             name = f"{operand.name} {list(tensor.shape)}"
             if not tensor.is_cpu:
-                refuse_operands(self.operation, f"{name} is on {tensor.device}", "give a tensor on the CPU")
+                refuse_operands(
+                    self.operation, f"{name} is on {tensor.device}", "give a tensor on the CPU"
+                )
             size, needed = tensor.untyped_storage().nbytes(), _end_in_storage(tensor)
             if size < needed:
                 fact = f"{name} needs {needed} bytes of a storage of {size}"
                 refuse_operands(self.operation, fact, "give a tensor whose storage was not resized")
 
 
-def _generate_check(operands: Sequence[Operand], refuse: Callable[..., NoReturn]) -> Callable[..., None]:
-    """Return the function `OperandChecks.check`, generated like the methods of dataclasses; it calls `refuse`.
+def _generate_check(
+    operands: Sequence[Operand], refuse: Callable[..., NoReturn]
+) -> Callable[..., None]:
+    """Return the function `OperandChecks.check`, generated like the methods of dataclasses; it
+    calls `refuse`.
 
-    It runs before every call of a kernel. A loop over operands and axes takes longer than a small kernel. For
-    `x=FLOAT + "R C", factors="R?"` it is:
+    It runs before every call of a kernel. A loop over operands and axes takes longer than a small
+    kernel. For `x=FLOAT + "R C", factors="R?"` it is:
 
         def check(*tensors):
             try:
@@ -137,7 +159,9 @@ def _generate_check(operands: Sequence[Operand], refuse: Callable[..., NoReturn]
             if not fits:
                 refuse(*tensors)
     """
-    names = ", ".join(f"*{operand.name}s" if operand.count == "+" else operand.name for operand in operands)
+    names = ", ".join(
+        f"*{operand.name}s" if operand.count == "+" else operand.name for operand in operands
+    )
     lines, letters = [], set[str]()
     for operand in operands:
         lines += _operand_lines(operand, operands[0].name, letters)
@@ -155,7 +179,9 @@ def _generate_check(operands: Sequence[Operand], refuse: Callable[..., NoReturn]
 
 
 def _operand_lines(operand: Operand, first: str, letters: set[str]) -> Iterator[str]:
-    """Yield the statements that check one operand; adds its letters, which are variables of the statements."""
+    """Yield the statements that check one operand; adds its letters, which are variables of the
+    statements.
+    """
     name, indent = operand.name, "    " if operand.count else ""
     names, conditions = [], list[str]()
     for n, axis in enumerate(operand.axes):
@@ -164,8 +190,12 @@ def _operand_lines(operand: Operand, first: str, letters: set[str]) -> Iterator[
         if is_new:
             letters.add(axis)
         elif axis != "*" and not is_new:
-            conditions.append("(" + " or ".join(f"axis{n} == {choice}" for choice in axis.split("|")) + ")")
-    conditions.append(f"{name}.dtype in {name}_dtypes" if operand.dtypes else f"{name}.dtype is {first}.dtype")
+            conditions.append(
+                "(" + " or ".join(f"axis{n} == {choice}" for choice in axis.split("|")) + ")"
+            )
+    conditions.append(
+        f"{name}.dtype in {name}_dtypes" if operand.dtypes else f"{name}.dtype is {first}.dtype"
+    )
     contiguous = f"{name}.is_contiguous() and not {name}.storage_offset()"
     end = f"({name}.nbytes if {contiguous} else end_in_storage({name}))"
     conditions += [f"{name}.is_cpu", f"{name}.untyped_storage().nbytes() >= {end}"]
@@ -176,7 +206,9 @@ def _operand_lines(operand: Operand, first: str, letters: set[str]) -> Iterator[
 
 
 def _end_in_storage(tensor: Tensor) -> int:
-    """Return the number of bytes from the begin of a tensor's storage to the end of its last element."""
+    """Return the number of bytes from the begin of a tensor's storage to the end of its last
+    element.
+    """
     last = int(tensor.storage_offset())
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if not size:
@@ -202,7 +234,9 @@ def check_indices(operation: str, name: str, table: Tensor, end: int) -> None:
     if table.numel():
         low, high = (int(bound) for bound in table.aminmax())
         if low < 0 or high >= end:
-            refuse_operands(operation, f"{name} holds {low} to {high}", f"give numbers from 0 to {end - 1}")
+            refuse_operands(
+                operation, f"{name} holds {low} to {high}", f"give numbers from 0 to {end - 1}"
+            )
 
 
 def check_ranges(operation: str, name: str, begin: Tensor, count: Tensor, end: int) -> None:
@@ -216,13 +250,21 @@ def check_ranges(operation: str, name: str, begin: Tensor, count: Tensor, end: i
     if bool(is_outside.any()):
         n = int(is_outside.nonzero()[0])
         refuse_operands(
-            operation, f"{name} holds {int(count[n])} numbers from {int(begin[n])}", f"give ranges within 0 to {end}"
+            operation,
+            f"{name} holds {int(count[n])} numbers from {int(begin[n])}",
+            f"give ranges within 0 to {end}",
         )
 
 
-# --- Operations of `flash_attention` ----------------------------------------------------------------------
+# --- Operations of `flash_attention` --------------------------------------------------------------
 
-TENSOR_FORMS = {"q": FLOAT + "B T H K", "k": "B S G K", "v": "B S G V", "out": "B T H V?", "lse": "B T H?"}
+TENSOR_FORMS = {
+    "q": FLOAT + "B T H K",
+    "k": "B S G K",
+    "v": "B S G V",
+    "out": "B T H V?",
+    "lse": "B T H?",
+}
 GRAD_FORM = "B T H V?"
 GATHERED_CHECKS = OperandChecks(
     "gathered_attention",
@@ -232,7 +274,9 @@ GATHERED_CHECKS = OperandChecks(
     key_ranges="int64: 1|B T 2",
     work_items="int64: * 6",
 )
-FLASH_CHECKS = OperandChecks("flash_attention", **TENSOR_FORMS, grad=GRAD_FORM, ends="int64: 1|B T 2?")
+FLASH_CHECKS = OperandChecks(
+    "flash_attention", **TENSOR_FORMS, grad=GRAD_FORM, ends="int64: 1|B T 2?"
+)
 
 
 def _with_saved(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -251,10 +295,13 @@ def check_flash_operands(tensors: Sequence[Tensor], ends: Tensor | None) -> None
         check_indices("flash_attention", "ends", ends, tensors[1].shape[1] + 1)
 
 
-def check_gathered_operands(tensors: Sequence[Tensor], tables: Sequence[Tensor], max_rows: int | None = None) -> None:
+def check_gathered_operands(
+    tensors: Sequence[Tensor], tables: Sequence[Tensor], max_rows: int | None = None
+) -> None:
     """Raise ValueError for tensors that do not fit each other, or tables that point outside them.
 
-    `tables` holds query rows, key ranges and work items; an item of a forward pass has at most `max_rows` rows.
+    `tables` holds query rows, key ranges and work items; an item of a forward pass has at most
+    `max_rows` rows.
     """
     name = GATHERED_CHECKS.operation
     GATHERED_CHECKS.check(*_with_saved(tensors), *tables)
@@ -273,5 +320,9 @@ def check_gathered_operands(tensors: Sequence[Tensor], tables: Sequence[Tensor],
         return
     num_parts, remainder = divmod(len(items), max(1, kv_rows))
     if num_parts < 1 or remainder:
-        refuse_operands(name, f"there are {len(items)} work items", f"give a multiple of {kv_rows} key heads of rows")
+        refuse_operands(
+            name,
+            f"there are {len(items)} work items",
+            f"give a multiple of {kv_rows} key heads of rows",
+        )
     check_indices(name, "column 5 of work_items", part, num_parts)

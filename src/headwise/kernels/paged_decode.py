@@ -5,11 +5,12 @@ For row b and head h, with g = h // (H / G) and the keys j that the spans of row
     s[j] = scale * q[b, h] . k[j, g]                  (* key scale, then softcap, then + bias)
     o[b, h] = sum_j softmax(s)[j] v[j, g]             lse[b, h] = log sum_j exp(s[j])
 
-`attend_paged_reference` computes this in plain PyTorch: it gathers the pages and keeps all scores. The kernel reads
-pages in place. One call runs two kernels: `plan` (see `split_kv_schedule`) splits the keys of every row into
-chunks of 256 and groups rows that share a prefix, then all threads of the pool run `attend` (see
-`paged_decode_kernel`): for each work item, for each block of 64 keys: scores, online softmax, weighted values. The last
-thread to finish a row combines its splits (Flash-Decoding).
+`attend_paged_reference` computes this in plain PyTorch: it gathers the pages and keeps all scores.
+The kernel reads pages in place. One call runs two kernels: `plan` (see `split_kv_schedule`) splits
+the keys of every row into chunks of 256 and groups rows that share a prefix, then all threads of
+the pool run `attend` (see `paged_decode_kernel`): for each work item, for each block of 64 keys:
+scores, online softmax, weighted values. The last thread to finish a row combines its splits
+(Flash-Decoding).
 
 Kernels read memory by address, so shapes, dtypes and spans are checked here first.
 """
@@ -42,7 +43,10 @@ from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
 from .operand_checks import OperandChecks, check_groups, refuse_operands
 from .small_batch_ops import is_small_batch, scale_to_float32
 
-KV_BLOCK_SIZE, KV_SPLIT_SIZE = 64, 256  # keys per block; keys per split, the unit of work of a thread
+KV_BLOCK_SIZE, KV_SPLIT_SIZE = (
+    64,
+    256,
+)  # keys per block; keys per split, the unit of work of a thread
 PLAN_ENTRY_FIELDS = 7  # int64 per entry of the plan
 MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix together
 
@@ -50,15 +54,15 @@ MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix togeth
 class PagedDecodeArgs(ParallelKernelArgs):
     """Arguments of the kernels `plan` and `attend`; strides count bytes.
 
-    A key is at `k + page x k_page_stride + head x k_head_stride + slot x k_slot_stride`; values and scales are stored
-    by the same rule. The bias of a key is at
-    `bias + row x bias_row_stride + head x bias_head_stride + column x bias_key_stride`.
-    `num_items` is the number of threads before planning, and that of work items afterwards.
+    A key is at `k + page x k_page_stride + head x k_head_stride + slot x k_slot_stride`; values and
+    scales are stored by the same rule. The bias of a key is at `bias + row x bias_row_stride + head
+    x bias_head_stride + column x bias_key_stride`. `num_items` is the number of threads before
+    planning, and that of work items afterwards.
     """
 
-    max_splits: int = (
-        0  # before planning the maximum number of splits, afterwards the maximum number of rows that share a prefix
-    )
+    # before planning the maximum number of splits, afterwards the maximum number of rows that share
+    # a prefix
+    max_splits: int = 0
     q: ComputeArg = None  # [B, H, dim padded], already scaled
     k: StridedArg = None
     v: StridedArg = None
@@ -70,13 +74,20 @@ class PagedDecodeArgs(ParallelKernelArgs):
     softcap: float = 0.0
     out: ComputeArg = None  # [B, H, V]
     lse: ComputeArg = None  # [B, H]
-    plan: Int64Arg = None  # plan entries (see `split_kv_schedule`), at most 4 per split, then the five tables below
+    # plan entries (see `split_kv_schedule`), at most 4 per split, then the five tables below
+    plan: Int64Arg = None
     work_items: int = 0  # address of [items + 1]: first plan entry of each work item
-    split_starts: int = 0  # address of [splits, 3]: span, slot, whether an earlier row's work item reads it too
+    split_starts: int = (
+        0  # address of [splits, 3]: span, slot, whether an earlier row's work item reads it too
+    )
     row_splits: int = 0  # address of [B, 3]: first split, number of splits, splits done
-    row_order: int = 0  # address of [B, 3]: row, keys shared with the previous row in this order, keys
+    row_order: int = (
+        0  # address of [B, 3]: row, keys shared with the previous row in this order, keys
+    )
     page_hash_table: int = 0  # address of a hash table from first page to row, -1 if empty
-    partial_outputs: ComputeArg = None  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
+    partial_outputs: ComputeArg = (
+        None  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
+    )
     batch: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -109,15 +120,28 @@ class SpanSearchArgs(KernelArgs):
 
 
 def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int = 0) -> int:
-    """Return the scratch bytes per thread: addresses of two blocks, scores and factors by head, one vector.
+    """Return the scratch bytes per thread: addresses of two blocks, scores and factors by head, one
+    vector.
 
-    If several rows read a shared prefix together, it also holds their queries and partial outputs, `qv_width` elements
-    per head, and a copy of the argument record.
+    If several rows read a shared prefix together, it also holds their queries and partial outputs,
+    `qv_width` elements per head, and a copy of the argument record.
     """
-    lists, record = 2 * 4 * 8 * KV_BLOCK_SIZE, WORD_BYTES * (len(PagedDecodeArgs.fields) + 1) if rows > 1 else 0
+    lists, record = (
+        2 * 4 * 8 * KV_BLOCK_SIZE,
+        WORD_BYTES * (len(PagedDecodeArgs.fields) + 1) if rows > 1 else 0,
+    )
     heads *= rows
-    numbers = heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH + (heads * qv_width if rows > 1 else 0)
-    return (lists + numbers * itemsize + record + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+    numbers = (
+        heads * KV_BLOCK_SIZE
+        + round_up_to_simd(heads)
+        + SIMD_WIDTH
+        + (heads * qv_width if rows > 1 else 0)
+    )
+    return (
+        (lists + numbers * itemsize + record + CACHE_LINE_BYTES - 1)
+        // CACHE_LINE_BYTES
+        * CACHE_LINE_BYTES
+    )
 
 
 def num_kv_splits(keys: int) -> int:
@@ -138,15 +162,26 @@ def hash_table_size(batch: int) -> int:
     return count
 
 
-KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
-PAGED_DECODE_KERNELS = KernelSet("paged_decode_kernel", KV_STORAGE_DTYPES, attend=("run_work_items", PagedDecodeArgs))
+KV_STORAGE_DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.int8: "int8",
+}
+PAGED_DECODE_KERNELS = KernelSet(
+    "paged_decode_kernel", KV_STORAGE_DTYPES, attend=("run_work_items", PagedDecodeArgs)
+)
 SCHEDULE_KERNELS = KernelSet(
-    "split_kv_schedule", {}, plan=("plan_split_kv", PagedDecodeArgs), search=("search_invalid_span", SpanSearchArgs)
+    "split_kv_schedule",
+    {},
+    plan=("plan_split_kv", PagedDecodeArgs),
+    search=("search_invalid_span", SpanSearchArgs),
 )
 
 
 def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
-    """Return the index of the first nonempty span that exceeds the pages or their slots; -1 if all are valid.
+    """Return the index of the first nonempty span that exceeds the pages or their slots; -1 if all
+    are valid.
 
     >>> import torch
     >>> find_invalid_span(torch.tensor([[[1, 0, 4], [9, 2, 2], [1, 0, 5]]]), pages=2, slots=4)
@@ -154,19 +189,24 @@ def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
     """
     spans = spans_BN3.contiguous()
     args = SpanSearchArgs.make(
-        spans=spans, num_spans=spans.numel() // 3, num_pages=pages, page_size=slots, first_invalid=-1
+        spans=spans,
+        num_spans=spans.numel() // 3,
+        num_pages=pages,
+        page_size=slots,
+        first_invalid=-1,
     )
     SCHEDULE_KERNELS.run("search", None, args)
     return args.first_invalid
 
 
-# --- The operation `headwise::paged_decode` ------------------------------------------------------------------
+# --- The operation `headwise::paged_decode` -------------------------------------------------------
 
 
 class PagedDecodeOptions(NamedTuple):
     """Optional inputs of `attend_paged`.
 
-    - `bias` [B or 1, H or 1, N x S] is added to the score of the key in each column; -inf masks the key.
+    - `bias` [B or 1, H or 1, N x S] is added to the score of the key in each column; -inf masks the
+      key.
     - `sink` [H] adds one score per head that has no value (attention sinks, 2508.10925).
     - `k_scale` and `v_scale` [P, G, S], float32, multiply the keys and values of int8 pages.
     - `softcap` limits scores to +-softcap by tanh (2408.00118); 0 turns it off.
@@ -206,26 +246,35 @@ def attend_paged(
     scale: float,
     options: PagedDecodeOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
-    """Return o [B, H, V], the attention of one query per row and head over paged keys, and the log-sum-exp [B, H].
+    """Return o [B, H, V], the attention of one query per row and head over paged keys, and the
+    log-sum-exp [B, H].
 
-    `k_PGSK` and `v_PGSV` are P pages with S slots for each of G key heads, in any strides whose last is 1.
-    `PagePool.views[layer]["k"]` has this layout, and a dense cache [B, S, G, K] has it when transposed: one page per
-    row. H is a multiple of G, and neighbouring heads share a key head. V may differ from K.
+    `k_PGSK` and `v_PGSV` are P pages with S slots for each of G key heads, in any strides whose
+    last is 1. `PagePool.views[layer]["k"]` has this layout, and a dense cache [B, S, G, K] has it
+    when transposed: one page per row. H is a multiple of G, and neighbouring heads share a key
+    head. V may differ from K.
 
-    `spans_BN3` (int64) is the block table. Its entry (b, n) is `page, begin, end`: row b attends to slots begin to end
-    - 1 of that page. A page may occur in several rows. A span with begin >= end is empty, and a row with only empty
-    spans returns zeros. Spans are read in order, and the column of a key in `bias` is n x S + its slot. Keys of a
-    prefix that several rows share are read once for all of them, in blocks. Without a table, row b attends to all of
-    page b.
+    `spans_BN3` (int64) is the block table. Its entry (b, n) is `page, begin, end`: row b attends to
+    slots begin to end
+    - 1 of that page. A page may occur in several rows. A span with begin >= end is empty, and a row
+      with only empty
+    spans returns zeros. Spans are read in order, and the column of a key in `bias` is n x S + its
+    slot. Keys of a prefix that several rows share are read once for all of them, in blocks. Without
+    a table, row b attends to all of page b.
 
-    The query has the dtype of the pages (float32 or bfloat16 for int8 pages), and so has the output. Sums are float32,
-    or float64 for float64 pages. The result of a row depends neither on the number of threads nor on other rows, bit
-    for bit. Gradients for the query, pages, bias and sink come from a second pass in plain operations, which stores
-    all scores.
+    The query has the dtype of the pages (float32 or bfloat16 for int8 pages), and so has the
+    output. Sums are float32, or float64 for float64 pages. The result of a row depends neither on
+    the number of threads nor on other rows, bit for bit. Gradients for the query, pages, bias and
+    sink come from a second pass in plain operations, which stores all scores.
 
     >>> import torch
-    >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
-    >>> table = torch.tensor([[[3, 0, 4], [1, 0, 2]], [[3, 0, 4], [0, 0, 0]]])  # six keys and four; page 3 is shared
+    >>> k, v = (
+    ...     torch.randn(5, 2, 4, 16),
+    ...     torch.randn(5, 2, 4, 16),
+    ... )  # five pages of four slots, two key heads
+    >>> table = torch.tensor(
+    ...     [[[3, 0, 4], [1, 0, 2]], [[3, 0, 4], [0, 0, 0]]]
+    ... )  # six keys and four; page 3 is shared
     >>> o, lse = attend_paged(torch.randn(2, 6, 16), k, v, table, scale=0.25)
     >>> o.shape, lse.shape
     (torch.Size([2, 6, 16]), torch.Size([2, 6]))
@@ -233,11 +282,20 @@ def attend_paged(
     if reason := _unsupported_reasons(q_BHK, k_PGSK, v_PGSV, spans_BN3, options):
         raise ValueError(reason)
     if is_under_functorch():
-        return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, options=options)
+        return attend_paged_reference(
+            q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, options=options
+        )
     if not (SCHEDULE_KERNELS.is_usable() and PAGED_DECODE_KERNELS.is_usable(k_PGSK.dtype)):
         valid_spans = None if spans_BN3 is None else _check_spans(spans_BN3, k_PGSK)
-        _check_bounds(q_BHK, k_PGSK, 1 if valid_spans is None else valid_spans.shape[1], _options_to_tensors(options))
-        return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, valid_spans, scale=scale, options=options)
+        _check_bounds(
+            q_BHK,
+            k_PGSK,
+            1 if valid_spans is None else valid_spans.shape[1],
+            _options_to_tensors(options),
+        )
+        return attend_paged_reference(
+            q_BHK, k_PGSK, v_PGSV, valid_spans, scale=scale, options=options
+        )
     compute_dtype = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
     option_tensors, table = _options_to_tensors(options), () if spans_BN3 is None else (spans_BN3,)
     run = (
@@ -254,39 +312,72 @@ def attend_paged(
     return o.to(q_BHK.dtype), lse
 
 
-def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, options: PagedDecodeOptions) -> str:
-    """Return why the inputs do not fit the kernel, or an empty string; the kernel itself checks no bounds."""
+def _unsupported_reasons(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, options: PagedDecodeOptions
+) -> str:
+    """Return why the inputs do not fit the kernel, or an empty string; the kernel itself checks no
+    bounds.
+    """
     if (q.dim(), k.dim(), v.dim()) != (3, 4, 4):
-        return f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} axes; give [B, H, K], [P, G, S, K], [P, G, S, V]"
+        return (
+            f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} axes; give [B, H, K], [P, G, S, K], "
+            "[P, G, S, V]"
+        )
     (rows, heads, dim), page_shape = q.shape, k.shape
     if heads % page_shape[1] or dim != page_shape[3] or page_shape[:3] != v.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
-        return f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a multiple of G"
+        return (
+            f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a "
+            "multiple of G"
+        )
     if not q.is_floating_point():
         return f"the queries are {q.dtype}; give floating-point numbers"
-    if k.dtype not in KV_DTYPES or k.dtype != v.dtype or (k.dtype == torch.int8) == (options.k_scale is None):
-        return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KV_DTYPES}, int8 with scales"
+    if (
+        k.dtype not in KV_DTYPES
+        or k.dtype != v.dtype
+        or (k.dtype == torch.int8) == (options.k_scale is None)
+    ):
+        return (
+            f"keys are {k.dtype}, values {v.dtype}; give both in one of {KV_DTYPES}, int8 with "
+            "scales"
+        )
     if spans is None:
-        return "" if rows == page_shape[0] else f"there are {rows} rows and {page_shape[0]} pages; give spans"
+        return (
+            ""
+            if rows == page_shape[0]
+            else f"there are {rows} rows and {page_shape[0]} pages; give spans"
+        )
     if spans.dtype != torch.int64 or spans.shape[::2] != (rows, 3):
         return f"spans are {spans.dtype} {list(spans.shape)}; give int64 [{rows}, N, 3]"
     return ""
 
 
 def _options_to_tensors(options: PagedDecodeOptions) -> list[Tensor]:
-    """Return the tensor options; empty tensors stand for missing ones, as an operation's list cannot hold None."""
+    """Return the tensor options; empty tensors stand for missing ones, as an operation's list
+    cannot hold None.
+    """
     return [EMPTY_TENSOR if t is None else t for t in options[:4]]
 
 
 @torch.library.custom_op("headwise::paged_decode", mutates_args=(), device_types="cpu")
 def _attend_paged_op(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor], softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor | None,
+    option_tensors: Sequence[Tensor],
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     return _launch_paged_decode(q, k, v, spans, option_tensors, softcap)
 
 
 def _launch_paged_decode(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor], softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor | None,
+    option_tensors: Sequence[Tensor],
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     _check_operands(q, k, v, spans, option_tensors)
     (batch, heads, dim), (_, num_kv_heads, page_size, vdim), itemsize = q.shape, v.shape, q.itemsize
@@ -334,20 +425,33 @@ def _launch_paged_decode(
     return out, lse
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError for tensors that do not fit each other; `_block_table` and `_check_bounds` check the numbers."""
+def _check_operands(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor]
+) -> None:
+    """Raise ValueError for tensors that do not fit each other; `_block_table` and `_check_bounds`
+    check the numbers.
+    """
     CHECKS.check(q, k, v, spans)
     check_groups("paged_decode", q.shape[1], k.shape[1])
-    if k.dtype != v.dtype or q.dtype != (torch.float64 if k.dtype == torch.float64 else torch.float32):
+    if k.dtype != v.dtype or q.dtype != (
+        torch.float64 if k.dtype == torch.float64 else torch.float32
+    ):
         fact = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
-        refuse_operands("paged_decode", fact, "give k and v in one dtype and q in float32, or all in float64")
+        refuse_operands(
+            "paged_decode", fact, "give k and v in one dtype and q in float32, or all in float64"
+        )
     if spans is None and len(q) != len(k):
         refuse_operands("paged_decode", f"there are {len(q)} rows and {len(k)} pages", "give spans")
     if any(t.numel() for t in option_tensors) or k.dtype == torch.int8:
         OPTION_CHECKS.check(*(t if t.numel() else None for t in option_tensors))
         if len({k.dtype == torch.int8, *(t.numel() > 0 for t in option_tensors[2:])}) > 1:
-            fact = f"k and v are {k.dtype} and have {sum(t.numel() > 0 for t in option_tensors[2:])} scales"
-            refuse_operands("paged_decode", fact, "give both scales for int8, none for other dtypes")
+            fact = (
+                f"k and v are {k.dtype} and have "
+                f"{sum(t.numel() > 0 for t in option_tensors[2:])} scales"
+            )
+            refuse_operands(
+                "paged_decode", fact, "give both scales for int8, none for other dtypes"
+            )
 
 
 def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:
@@ -364,11 +468,15 @@ def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | a
 
 
 def _invalid_span_message(span: list[int], k: Tensor) -> str:
-    return f"spans hold {span}; give page, begin, end within {k.shape[0]} pages of {k.shape[2]} slots"
+    return (
+        f"spans hold {span}; give page, begin, end within {k.shape[0]} pages of {k.shape[2]} slots"
+    )
 
 
 def _check_spans(spans: Tensor, k: Tensor) -> Tensor:
-    """Return the spans with page 0 for empty ones; raise ValueError if one exceeds the pages. Uses torch operations."""
+    """Return the spans with page 0 for empty ones; raise ValueError if one exceeds the pages. Uses
+    torch operations.
+    """
     page, begin, end = spans.unbind(-1)
     is_empty = begin >= end
     is_valid = is_empty | ((begin >= 0) & (end <= k.shape[2]) & (page >= 0) & (page < k.shape[0]))
@@ -378,21 +486,35 @@ def _check_spans(spans: Tensor, k: Tensor) -> Tensor:
 
 
 def _check_bounds(q: Tensor, k: Tensor, num_spans: int, option_tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError for options that do not fit; at run time, as a compiled graph only knows the sizes then."""
-    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, option_tensors
+    """Raise ValueError for options that do not fit; at run time, as a compiled graph only knows the
+    sizes then.
+    """
+    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = (
+        q.shape,
+        k.shape,
+        option_tensors,
+    )
     full_shape = rows, heads, num_spans * slots
-    if bias.numel() and any(n not in (1, size) for n, size in zip(bias.shape, full_shape, strict=True)):
+    if bias.numel() and any(
+        n not in (1, size) for n, size in zip(bias.shape, full_shape, strict=True)
+    ):
         raise ValueError(
-            f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(full_shape)}; axes of size 1 broadcast"
+            f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(full_shape)}; axes of "
+            "size 1 broadcast"
         )
     if sink.numel() not in (0, heads):
         raise ValueError(f"there are {sink.numel()} sinks; give one for each of {heads} heads")
-    if any(t.numel() and (t.shape != (pages, groups, slots) or t.dtype != torch.float32) for t in scales):
+    if any(
+        t.numel() and (t.shape != (pages, groups, slots) or t.dtype != torch.float32)
+        for t in scales
+    ):
         descriptions = ", ".join(f"{t.dtype} {list(t.shape)}" for t in scales)
         raise ValueError(f"scales are {descriptions}; give float32 [{pages}, {groups}, {slots}]")
 
 
-def _set_options(args: PagedDecodeArgs, option_tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+def _set_options(
+    args: PagedDecodeArgs, option_tensors: Sequence[Tensor], dtype: torch.dtype
+) -> None:
     """Write the tensor options into the kernel arguments."""
     bias, sink, k_scale, v_scale = option_tensors
     if bias.numel():
@@ -406,7 +528,9 @@ def _set_options(args: PagedDecodeArgs, option_tensors: Sequence[Tensor], dtype:
         if k_scale.stride() != v_scale.stride():
             k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
         args.k_scale, args.v_scale = k_scale, v_scale
-        args.scale_page_stride, args.scale_head_stride, args.scale_slot_stride = (4 * n for n in k_scale.stride())
+        args.scale_page_stride, args.scale_head_stride, args.scale_slot_stride = (
+            4 * n for n in k_scale.stride()
+        )
 
 
 def _pad_channels(q: Tensor) -> Tensor:
@@ -426,8 +550,12 @@ def _fake_attend_paged(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Ten
 
 
 @register_flop_formula(torch.ops.headwise.paged_decode)
-def _flops(q: Any, k: Any, v: Any, spans: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count both products over every slot of the table; how many slots the spans skip is only known from the data."""
+def _flops(
+    q: Any, k: Any, v: Any, spans: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Count both products over every slot of the table; how many slots the spans skip is only known
+    from the data.
+    """
     return 2 * q[0] * q[1] * (1 if spans is None else spans[1]) * k[2] * (q[2] + v[3])
 
 
@@ -440,25 +568,41 @@ def attend_paged_reference(
     scale: float,
     options: PagedDecodeOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attend_paged` in plain PyTorch: gathers every slot of the table and keeps all scores."""
+    """Compute `attend_paged` in plain PyTorch: gathers every slot of the table and keeps all
+    scores.
+    """
     compute_dtype = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
     o, lse = _attend_paged_reference(
-        q_BHK.to(compute_dtype) * scale, k_PGSK, v_PGSV, spans_BN3, _options_to_tensors(options), options.softcap
+        q_BHK.to(compute_dtype) * scale,
+        k_PGSK,
+        v_PGSV,
+        spans_BN3,
+        _options_to_tensors(options),
+        options.softcap,
     )
     return o.to(q_BHK.dtype), lse
 
 
 def _attend_paged_reference(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor], softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor | None,
+    option_tensors: Sequence[Tensor],
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     if spans is None:
         row = torch.arange(len(q), device=k.device)
-        spans = torch.stack([row, torch.zeros_like(row), torch.full_like(row, k.shape[2])], -1)[:, None]
+        spans = torch.stack([row, torch.zeros_like(row), torch.full_like(row, k.shape[2])], -1)[
+            :, None
+        ]
     bias, sink, k_scale, v_scale = option_tensors
     slot = torch.arange(k.shape[2], device=k.device)
     allowed = ((slot >= spans[..., 1:2]) & (slot < spans[..., 2:3])).flatten(1)[:, None]
     # Slots outside the spans may hold NaN or inf, and 0 x NaN is NaN in gradients: zero them first.
-    page_lists = (_gather_pages(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
+    page_lists = (
+        _gather_pages(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale))
+    )
     keys, values = (t.masked_fill(~allowed[..., None], 0.0) for t in page_lists)
     group_size = q.shape[1] // k.shape[1]
     s_BHS = (q.unflatten(1, (-1, group_size)) @ keys.transpose(-1, -2)).flatten(1, 2)
@@ -468,7 +612,9 @@ def _attend_paged_reference(
         s_BHS, allowed = s_BHS + bias.to(q.dtype), allowed & (bias != -torch.inf)
     s_BHS = s_BHS.masked_fill(~allowed, -torch.inf)
     scores_and_sink = (
-        s_BHS if not sink.numel() else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
+        s_BHS
+        if not sink.numel()
+        else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
     )
     log_sums = scores_and_sink.logsumexp(-1)
     w_BHS = (s_BHS - log_sums.masked_fill(log_sums == -torch.inf, 0.0)[..., None]).exp()
@@ -489,13 +635,20 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     """Differentiate the plain PyTorch form, which is computed again."""
     q, k, v, spans, *option_tensors = ctx.saved_tensors
-    needs_grad, create_graph = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
+    needs_grad, create_graph = (
+        [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]],
+        torch.is_grad_enabled(),
+    )
     leaves = [
-        t.view_as(t) if create_graph and needs else t.detach().requires_grad_(needs)  # a view does not share hooks
+        t.view_as(t)
+        if create_graph and needs
+        else t.detach().requires_grad_(needs)  # a view does not share hooks
         for t, needs in zip([q, k, v, *option_tensors], needs_grad, strict=True)
     ]
     with torch.enable_grad():
-        outputs = _attend_paged_reference(leaves[0], leaves[1], leaves[2], spans, leaves[3:], ctx.softcap)
+        outputs = _attend_paged_reference(
+            leaves[0], leaves[1], leaves[2], spans, leaves[3:], ctx.softcap
+        )
     differentiable_leaves = [t for t in leaves if t.requires_grad]
     output_grads = zip(outputs, (o_grad, lse_grad), strict=True)
     differentiable_outputs, grads = zip(
@@ -503,7 +656,11 @@ def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[
     )  # lse ignores values
     leaf_grads = iter(
         torch.autograd.grad(
-            differentiable_outputs, differentiable_leaves, grads, allow_unused=True, create_graph=create_graph
+            differentiable_outputs,
+            differentiable_leaves,
+            grads,
+            allow_unused=True,
+            create_graph=create_graph,
         )
     )
     input_grads = [next(leaf_grads) if t.requires_grad else None for t in leaves]

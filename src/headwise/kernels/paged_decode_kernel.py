@@ -1,19 +1,22 @@
 """Kernel `attend` of paged decode: work items of one row, or of several rows that share a prefix.
 
-For the splits n of a row, with maximum m_n, sum l_n and unnormalised output o_n of each (Flash-Decoding):
+For the splits n of a row, with maximum m_n, sum l_n and unnormalised output o_n of each
+(Flash-Decoding):
 
     m = max_n m_n,   l = sum_n l_n exp(m_n - m),   o = sum_n o_n exp(m_n - m) / l,   lse = m + log l
 
-A sink adds exp(sink - m) to l, but not to lse. In plain PyTorch: `attend_paged_reference` of `paged_decode`.
+A sink adds exp(sink - m) to l, but not to lse. In plain PyTorch: `attend_paged_reference` of
+`paged_decode`.
 
-Loop order: every thread takes work items; for each plan entry of the item, for each block of 64 keys: scores, score
-transforms, online softmax, weighted values (`kv_block_attention`), with the next block prefetched. The thread that
-finishes the last split of a row combines its splits.
+Loop order: every thread takes work items; for each plan entry of the item, for each block of 64
+keys: scores, score transforms, online softmax, weighted values (`kv_block_attention`), with the
+next block prefetched. The thread that finishes the last split of a row combines its splits.
 
-For a shared prefix (Hydragen, 2402.05099) the query heads of all rows that share a key head are stacked, [G, rows,
-heads per group], as if they were the heads of one row: their queries are copied to the scratch buffer, and their
-partial outputs are copied back to each row afterwards. There the loop over heads is outside the loop over keys, so that
-one head of a block stays in the cache while all stacked query heads read it, four at a time.
+For a shared prefix (Hydragen, 2402.05099) the query heads of all rows that share a key head are
+stacked, [G, rows, heads per group], as if they were the heads of one row: their queries are copied
+to the scratch buffer, and their partial outputs are copied back to each row afterwards. There the
+loop over heads is outside the loop over keys, so that one head of a block stays in the cache while
+all stacked query heads read it, four at a time.
 """
 
 from __future__ import annotations
@@ -81,22 +84,33 @@ def prefetch_key_lines(keys, head, position, lines):
 def prefetch_lines_per_step(count, head_bytes, group_size, keys):
     """Return how many cache lines to prefetch per step.
 
-    With this many, one head of `count` keys is in the cache by the time all heads of a group have processed `keys`
-    others.
+    With this many, one head of `count` keys is in the cache by the time all heads of a group have
+    processed `keys` others.
     """
-    steps = (group_size + KEYS_PER_STEP - 1) // KEYS_PER_STEP * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
+    steps = (
+        (group_size + KEYS_PER_STEP - 1)
+        // KEYS_PER_STEP
+        * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
+    )
     return (count * ((head_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES) + steps - 1) // steps
 
 
 @njit
 def qk_shared_block(dtype, args, q, scratch, count):
-    """Compute the scores of a block, one key head after the other; prefetch the next head, or the first value head."""
+    """Compute the scores of a block, one key head after the other; prefetch the next head, or the
+    first value head.
+    """
     heads, groups, dim = args.num_heads, args.num_kv_heads, args.dim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     step = compute_itemsize(dtype) * round_up_to_simd(dim)
     k_head = args.k_head_stride
-    tail, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)), 0
+    tail, h = (
+        scratch
+        + SCORES_OFFSET
+        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)),
+        0,
+    )
     position = 0, 0
     while h < heads:
         g = h // group_size
@@ -104,7 +118,10 @@ def qk_shared_block(dtype, args, q, scratch, count):
         num_heads = heads_per_step((g + 1) * group_size - h)
         position = position if h > g * group_size else (0, 0)
         next_keys = scratch + (VALUES_OFFSET if is_last else KEYS_OFFSET), count
-        next_head = (0 if is_last else (g + 1) * k_head, storage_itemsize(dtype) * (args.vdim if is_last else dim))
+        next_head = (
+            0 if is_last else (g + 1) * k_head,
+            storage_itemsize(dtype) * (args.vdim if is_last else dim),
+        )
         lines = prefetch_lines_per_step(count, next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
             position = prefetch_key_lines(next_keys, next_head, position, lines)
@@ -120,7 +137,9 @@ def qk_shared_block(dtype, args, q, scratch, count):
 
 @njit
 def pv_shared_block(dtype, args, scratch, part, count, next_count):
-    """Add the weighted values of a block, one head after the other; prefetch the next head, or the following keys."""
+    """Add the weighted values of a block, one head after the other; prefetch the next head, or the
+    following keys.
+    """
     heads, groups, dim = args.num_heads, args.num_kv_heads, args.vdim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
@@ -139,7 +158,10 @@ def pv_shared_block(dtype, args, scratch, part, count, next_count):
             scratch + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if is_last else VALUES_OFFSET),
             next_count if is_last else count,
         )
-        next_head = (0 if is_last else (g + 1) * v_head, storage_itemsize(dtype) * (args.dim if is_last else dim))
+        next_head = (
+            0 if is_last else (g + 1) * v_head,
+            storage_itemsize(dtype) * (args.dim if is_last else dim),
+        )
         lines = prefetch_lines_per_step(next_keys[1], next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
             position = prefetch_key_lines(next_keys, next_head, position, lines)
@@ -156,7 +178,11 @@ def pv_shared_block(dtype, args, scratch, part, count, next_count):
 @njit
 def add_bias_shared(dtype, args, shared, scratch, count):
     """Add each row's bias to its scores; the rows have the same columns."""
-    groups, key_stride, order = args.num_kv_heads, args.bias_key_stride, args.row_order + 24 * shared[0]
+    groups, key_stride, order = (
+        args.num_kv_heads,
+        args.bias_key_stride,
+        args.row_order + 24 * shared[0],
+    )
     group_size = args.num_heads // groups // shared[1]
     for h in range(args.num_heads):
         row = load_int64(order + 24 * (h // group_size % shared[1]))
@@ -177,14 +203,22 @@ def copy_vector(dtype, to, source, count):
     """Copy `count` elements, 16 at a time."""
     full = count // SIMD_WIDTH * SIMD_WIDTH
     for n in range(0, full, SIMD_WIDTH):
-        store_value(to + compute_itemsize(dtype) * n, load_vector(dtype, source + compute_itemsize(dtype) * n))
+        store_value(
+            to + compute_itemsize(dtype) * n,
+            load_vector(dtype, source + compute_itemsize(dtype) * n),
+        )
     for n in range(full, count):
-        store_value(to + compute_itemsize(dtype) * n, load_scalar(dtype, source + compute_itemsize(dtype) * n))
+        store_value(
+            to + compute_itemsize(dtype) * n,
+            load_scalar(dtype, source + compute_itemsize(dtype) * n),
+        )
 
 
 @njit
 def load_shared_rows(dtype, args, entry_address, q, part):
-    """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split has been begun."""
+    """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split
+    has been begun.
+    """
     heads, groups, dim = args.num_heads, args.num_kv_heads, round_up_to_simd(args.dim)
     order = args.row_order + 24 * load_int64(entry_address)
     rows = load_int64(entry_address + 8)
@@ -215,7 +249,9 @@ def store_shared_rows(dtype, args, entry_address, part):
     rows = load_int64(entry_address + 8)
     group_size = heads // groups
     for m in range(rows):
-        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * m)) + load_int64(entry_address + 40)
+        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * m)) + load_int64(
+            entry_address + 40
+        )
         to = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
         for g in range(groups):
             copy_vector(
@@ -233,14 +269,19 @@ def init_partial_output(dtype, args, part):
     step = compute_itemsize(dtype) * (round_up_to_simd(vdim) + 2)
     for h in range(args.num_heads):
         for c in range(0, vdim, SIMD_WIDTH):
-            store_value(part + step * h + compute_itemsize(dtype) * c, splat(as_compute_scalar(dtype, 0.0)))
-        store_value(part + step * (h + 1) - 2 * compute_itemsize(dtype), as_compute_scalar(dtype, -math.inf))
+            store_value(
+                part + step * h + compute_itemsize(dtype) * c, splat(as_compute_scalar(dtype, 0.0))
+            )
+        store_value(
+            part + step * (h + 1) - 2 * compute_itemsize(dtype), as_compute_scalar(dtype, -math.inf)
+        )
         store_value(part + step * (h + 1) - compute_itemsize(dtype), as_compute_scalar(dtype, 0.0))
 
 
 @njit
 def make_shared_args(dtype, args, rows, scratch):
-    """Return scratch addresses of the stacked queries and of the partial outputs, and a copy of the argument record.
+    """Return scratch addresses of the stacked queries and of the partial outputs, and a copy of the
+    argument record.
 
     In the copy `num_heads` is rows x heads.
     """
@@ -293,7 +334,7 @@ def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
     store_shared_rows(dtype, args, entry_address, part)
 
 
-# --- Splits of one row, their combination, and the entry point -----------------------------------------
+# --- Splits of one row, their combination, and the entry point ------------------------------------
 
 
 @njit
@@ -336,7 +377,9 @@ def attend_split(dtype, args, entry, next_entry, scratch):
 @njit
 def finite_max(dtype, row_max):
     """Return the maximum to subtract from scores, or 0 if all of them are -inf."""
-    return row_max if row_max > as_compute_scalar(dtype, -math.inf) else as_compute_scalar(dtype, 0.0)
+    return (
+        row_max if row_max > as_compute_scalar(dtype, -math.inf) else as_compute_scalar(dtype, 0.0)
+    )
 
 
 @njit
@@ -354,13 +397,18 @@ def combine_channels(dtype, part, splits, factor):
 
 @njit
 def store_channels(dtype, to, a, count, scratch):
-    """Store up to 16 channels; a partial vector goes through `scratch`, whose 16 elements are no longer needed."""
+    """Store up to 16 channels; a partial vector goes through `scratch`, whose 16 elements are no
+    longer needed.
+    """
     if count >= SIMD_WIDTH:
         store_value(to, a)
         return
     store_value(scratch, a)
     for d in range(count):
-        store_value(to + compute_itemsize(dtype) * d, load_scalar(dtype, scratch + compute_itemsize(dtype) * d))
+        store_value(
+            to + compute_itemsize(dtype) * d,
+            load_scalar(dtype, scratch + compute_itemsize(dtype) * d),
+        )
 
 
 @njit
@@ -375,7 +423,9 @@ def combine_splits(dtype, args, row):
         part, split_stride = args.partial_outputs + (first * heads + h) * step, heads * step
         row_max, exp_sum = minus_inf, as_compute_scalar(dtype, 0.0)
         for n in range(count):
-            row_max = max(row_max, load_scalar(dtype, part + n * split_stride + step - 2 * itemsize))
+            row_max = max(
+                row_max, load_scalar(dtype, part + n * split_stride + step - 2 * itemsize)
+            )
         for n in range(count):
             max_and_sum = part + n * split_stride + step - 2 * itemsize
             exp_sum += load_scalar(dtype, max_and_sum + itemsize) * as_compute_scalar(
@@ -406,7 +456,10 @@ def combine_splits(dtype, args, row):
                 dtype,
                 to + itemsize * c,
                 combine_channels(
-                    dtype, part + itemsize * c, (split_stride, count, step - 2 * itemsize - itemsize * c), normaliser
+                    dtype,
+                    part + itemsize * c,
+                    (split_stride, count, step - 2 * itemsize - itemsize * c),
+                    normaliser,
                 ),
                 vdim - c,
                 part,
@@ -421,8 +474,13 @@ def first_plan_entry(args, item):
 
 @extending.register_jitable
 def run_work_items(dtype, args):
-    """Kernel `attend`, run by every thread: process work items until none remains, and combine complete rows."""
-    scratch = args.scratch + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
+    """Kernel `attend`, run by every thread: process work items until none remains, and combine
+    complete rows.
+    """
+    scratch = (
+        args.scratch
+        + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
+    )
     row_splits = args.row_splits
     order = args.row_order
     item = fetch_and_increment(args_field_address(args, "next_item"))
@@ -440,6 +498,8 @@ def run_work_items(dtype, args):
             entry += 1
         for order_index in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
             row = load_int64(order + 24 * order_index)
-            if fetch_and_increment(row_splits + 24 * row + 16) + 1 == load_int64(row_splits + 24 * row + 8):
+            if fetch_and_increment(row_splits + 24 * row + 16) + 1 == load_int64(
+                row_splits + 24 * row + 8
+            ):
                 combine_splits(dtype, args, row)
         item = next_item

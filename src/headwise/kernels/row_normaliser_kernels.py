@@ -4,20 +4,22 @@ Softmax of a row s over its allowed keys:
 
     w = exp(s - max s) / sum exp(s - max s)
 
-In plain PyTorch `s.masked_fill(~allowed, -torch.inf).softmax(-1)`, with zeros for rows without allowed keys.
+In plain PyTorch `s.masked_fill(~allowed, -torch.inf).softmax(-1)`, with zeros for rows without
+allowed keys.
 
 Entmax with x = (alpha - 1)(s - max s), the gradient g of w, and the slope u = w^(2 - alpha):
 
     w = max(x - tau, 0)^(1 / (alpha - 1)),  with tau such that sum w = 1
     ds = u * (g - sum(u * g) / sum(u));   with values: o = w v,  dv = w^T do,  g = do v^T
 
-The largest x is 0, so tau lies in [-1, 0) and only keys with x > -1 can have weight. These candidates are compacted
-into a short list, on which Newton's method finds tau. In plain PyTorch: `_entmax_by_bisection` of `parts.entmax`, which
-finds tau by bisection and returns `(x - tau).clamp(min=0) ** (1 / (alpha - 1))`.
+The largest x is 0, so tau lies in [-1, 0) and only keys with x > -1 can have weight. These
+candidates are compacted into a short list, on which Newton's method finds tau. In plain PyTorch:
+`_entmax_by_bisection` of `parts.entmax`, which finds tau by bisection and returns `(x -
+tau).clamp(min=0) ** (1 / (alpha - 1))`.
 
-Loop order: one work item is 8 rows. A thread copies each row to its scratch buffer, which fits the nearest cache, and
-makes all passes over it there, 16 keys at a time. Entmax backward with values: one work item is all rows that read one
-value head, so that only one thread adds to its gradients.
+Loop order: one work item is 8 rows. A thread copies each row to its scratch buffer, which fits the
+nearest cache, and makes all passes over it there, 16 keys at a time. Entmax backward with values:
+one work item is all rows that read one value head, so that only one thread adds to its gradients.
 """
 
 from __future__ import annotations
@@ -56,15 +58,23 @@ from .simd import (
 
 @njit
 def load_row(dtype, args, row, scratch):
-    """Copy a row of scores to the scratch buffer, -inf at masked keys and after the end; return its maximum or NaN.
+    """Copy a row of scores to the scratch buffer, -inf at masked keys and after the end; return its
+    maximum or NaN.
 
     The result is NaN if an allowed score is NaN or +inf.
     """
     size, S, T = simd.compute_itemsize(dtype), args.num_keys, args.num_queries
     minus_inf = simd.as_compute_scalar(dtype, -math.inf)
-    inf, zero = splat(simd.as_compute_scalar(dtype, math.inf)), splat(simd.as_compute_scalar(dtype, 0))
+    inf, zero = (
+        splat(simd.as_compute_scalar(dtype, math.inf)),
+        splat(simd.as_compute_scalar(dtype, 0)),
+    )
     nan_sum, nan = zero, splat(simd.as_compute_scalar(dtype, math.nan))
-    source, maxima, end = args.scores + size * row * S, splat(minus_inf), S // SIMD_WIDTH * SIMD_WIDTH
+    source, maxima, end = (
+        args.scores + size * row * S,
+        splat(minus_inf),
+        S // SIMD_WIDTH * SIMD_WIDTH,
+    )
     mask = args.mask
     if mask:
         batch = row // (args.num_heads * T)
@@ -118,21 +128,33 @@ def softmax_of_row(dtype, args, row, scratch):
 @extending.register_jitable
 def softmax_kernel(dtype, args, item, scratch):
     """Softmax of the rows of one work item."""
-    for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+    for row in range(
+        item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)
+    ):
         softmax_of_row(dtype, args, row, scratch)
 
 
-# --- Entmax: candidates of a row, tau and weights ------------------------------------------------------
+# --- Entmax: candidates of a row, tau and weights -------------------------------------------------
 
 MAX_SOLVER_STEPS = 200  # Newton takes 5 to 12 steps, bisection as many as the dtype has bits
-SUM_BLOCK_SIZE = 16 * SIMD_WIDTH  # partial sums of this size limit rounding errors when many values are equal
+SUM_BLOCK_SIZE = (
+    16 * SIMD_WIDTH
+)  # partial sums of this size limit rounding errors when many values are equal
 
 
 @njit
 def row_list_addresses(dtype, args, scratch):
-    """Return the addresses of the scratch lists: row, candidates, slopes, gradients, key indices."""
+    """Return the addresses of the scratch lists: row, candidates, slopes,
+    gradients, key indices.
+    """
     list_bytes = simd.compute_itemsize(dtype) * (round_up_to_simd(args.num_keys) + SIMD_WIDTH)
-    return scratch, scratch + list_bytes, scratch + 2 * list_bytes, scratch + 3 * list_bytes, scratch + 4 * list_bytes
+    return (
+        scratch,
+        scratch + list_bytes,
+        scratch + 2 * list_bytes,
+        scratch + 3 * list_bytes,
+        scratch + 4 * list_bytes,
+    )
 
 
 @njit
@@ -146,9 +168,15 @@ def collect_candidates(dtype, source_list, count, bound, target_list):
     for c in range(0, count, SIMD_WIDTH):
         x = load_vector(dtype, source + size * c)
         num_found += compress_store(
-            x, splat(bound), source_indices + 4 * c, candidates + size * num_found, indices + 4 * num_found
+            x,
+            splat(bound),
+            source_indices + 4 * c,
+            candidates + size * num_found,
+            indices + 4 * num_found,
         )
-    num_found = min(num_found, count)  # if values are NaN, the padding passes the comparison as well
+    num_found = min(
+        num_found, count
+    )  # if values are NaN, the padding passes the comparison as well
     store_value(candidates + size * num_found, splat(simd.as_compute_scalar(dtype, -math.inf)))
     return num_found
 
@@ -167,7 +195,8 @@ def entmax_power(dtype, r, alpha):
 
 @njit
 def entmax_sum_and_slope(dtype, candidates, count, tau, alpha):
-    """Return the sum of max(x - tau, 0)^(1 / (alpha - 1)), and the sum of its terms divided by x - tau.
+    """Return the sum of max(x - tau, 0)^(1 / (alpha - 1)), and the sum of its terms divided by x -
+    tau.
 
     The second is (1 - alpha) times the derivative of the first in tau.
     """
@@ -177,20 +206,26 @@ def entmax_sum_and_slope(dtype, candidates, count, tau, alpha):
         block_slopes, block_weights = zero, zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
             w, slope = entmax_power(
-                dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
+                dtype,
+                vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero),
+                alpha,
             )
             block_slopes, block_weights = vec_add(block_slopes, slope), vec_add(block_weights, w)
-        slope_sums, weight_sums = vec_add(slope_sums, block_slopes), vec_add(weight_sums, block_weights)
+        slope_sums, weight_sums = (
+            vec_add(slope_sums, block_slopes),
+            vec_add(weight_sums, block_weights),
+        )
     return reduce_sum(weight_sums), reduce_sum(slope_sums)
 
 
 @njit
 def solve_tau(dtype, candidates, count, alpha):
-    """Return the tau for which the sum is 1, by Newton's method on the norm of order 1 / (alpha - 1), from tau = -1.
+    """Return the tau for which the sum is 1, by Newton's method on the norm of order 1 / (alpha -
+    1), from tau = -1.
 
-    Up to alpha = 2 the norm is convex, and the steps approach from below. Beyond, a step may leave the bracket between
-    the largest tau known to be too low and the smallest too high. In that case, or if a step is more than half as long
-    as the one before, the bracket is halved.
+    Up to alpha = 2 the norm is convex, and the steps approach from below. Beyond, a step may leave
+    the bracket between the largest tau known to be too low and the smallest too high. In that case,
+    or if a step is more than half as long as the one before, the bracket is halved.
     """
     one, half = simd.as_compute_scalar(dtype, 1), simd.as_compute_scalar(dtype, 0.5)
     low, high, tau, last_step = -one, simd.as_compute_scalar(dtype, 0), -one, one
@@ -201,10 +236,16 @@ def solve_tau(dtype, candidates, count, alpha):
         else:
             high = tau
         previous_tau = tau
-        tau = tau + (weight_sum - simd.as_compute_scalar(dtype, weight_sum ** (one + one - alpha))) / slope
+        tau = (
+            tau
+            + (weight_sum - simd.as_compute_scalar(dtype, weight_sum ** (one + one - alpha)))
+            / slope
+        )
         if tau == previous_tau:
             break
-        if not low < tau < high or (alpha > one + one and abs(tau - previous_tau) > half * last_step):
+        if not low < tau < high or (
+            alpha > one + one and abs(tau - previous_tau) > half * last_step
+        ):
             tau = low + half * (high - low)
             if not low < tau < high:
                 break
@@ -214,7 +255,9 @@ def solve_tau(dtype, candidates, count, alpha):
 
 @njit
 def compute_entmax_weights(dtype, lists, count, tau, alpha):
-    """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau gives NaN weights."""
+    """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau
+    gives NaN weights.
+    """
     size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
     candidates, slopes = lists
     weight_sums = zero
@@ -222,7 +265,9 @@ def compute_entmax_weights(dtype, lists, count, tau, alpha):
         block_weights = zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
             w, slope = entmax_power(
-                dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
+                dtype,
+                vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero),
+                alpha,
             )
             if tau != tau:
                 w, slope = splat(tau), splat(tau)
@@ -232,7 +277,9 @@ def compute_entmax_weights(dtype, lists, count, tau, alpha):
         weight_sums = vec_add(weight_sums, block_weights)
     weight_sum = splat(reduce_sum(weight_sums))
     for c in range(0, count, SIMD_WIDTH):
-        store_value(candidates + size * c, vec_div(load_vector(dtype, candidates + size * c), weight_sum))
+        store_value(
+            candidates + size * c, vec_div(load_vector(dtype, candidates + size * c), weight_sum)
+        )
 
 
 @njit
@@ -241,11 +288,12 @@ def scale_scores(dtype, scratch, S, row_max, alpha):
     size, factor = simd.compute_itemsize(dtype), alpha - simd.as_compute_scalar(dtype, 1)
     for c in range(0, S, SIMD_WIDTH):
         store_value(
-            scratch + size * c, vec_mul(vec_sub(load_vector(dtype, scratch + size * c), splat(row_max)), splat(factor))
+            scratch + size * c,
+            vec_mul(vec_sub(load_vector(dtype, scratch + size * c), splat(row_max)), splat(factor)),
         )
 
 
-# --- Entmax of rows, forward and backward --------------------------------------------------------------
+# --- Entmax of rows, forward and backward ---------------------------------------------------------
 
 VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 
@@ -253,27 +301,40 @@ VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 @njit
 def scatter_row(dtype, to, S, entries, count):
     """Write a row of zeros with the list's values at their key indices."""
-    size, zero, (candidates, indices) = simd.compute_itemsize(dtype), simd.as_compute_scalar(dtype, 0), entries
+    size, zero, (candidates, indices) = (
+        simd.compute_itemsize(dtype),
+        simd.as_compute_scalar(dtype, 0),
+        entries,
+    )
     end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
         store_value(to + size * c, splat(zero))
     for c in range(end, S):
         store_value(to + size * c, zero)
     for n in range(count):
-        store_value(to + size * load_int32(indices + 4 * n), load_scalar(dtype, candidates + size * n))
+        store_value(
+            to + size * load_int32(indices + 4 * n), load_scalar(dtype, candidates + size * n)
+        )
 
 
 @njit
 def gather_weighted_values(dtype, values, width, to, entries, count):
     """Write the sum of the listed values, times their weights."""
-    size, zero, (candidates, indices) = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0)), entries
+    size, zero, (candidates, indices) = (
+        simd.compute_itemsize(dtype),
+        splat(simd.as_compute_scalar(dtype, 0)),
+        entries,
+    )
     vector_bytes = size * SIMD_WIDTH
     for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
         a0, a1, a2, a3 = zero, zero, zero, zero
         for n in range(count):
             w = splat(load_scalar(dtype, candidates + size * n))
             v = values + size * (load_int32(indices + 4 * n) * width + c)
-            a0, a1 = fma(w, load_vector(dtype, v), a0), fma(w, load_vector(dtype, v + vector_bytes), a1)
+            a0, a1 = (
+                fma(w, load_vector(dtype, v), a0),
+                fma(w, load_vector(dtype, v + vector_bytes), a1),
+            )
             a2 = fma(w, load_vector(dtype, v + 2 * vector_bytes), a2)
             a3 = fma(w, load_vector(dtype, v + 3 * vector_bytes), a3)
         store_value(to + size * c, a0)
@@ -296,9 +357,13 @@ def head_of_row(args, row):
 
 @njit
 def value_address(dtype, args, row, values):
-    """Return the address of the value head that a row reads, among all values or their gradients."""
+    """Return the address of the value head that a row reads, among all values
+    or their gradients.
+    """
     batch = row // (args.num_heads * args.num_queries)
-    head = batch * args.num_value_heads + load_int64(args.value_head_of_head + 8 * head_of_row(args, row))
+    head = batch * args.num_value_heads + load_int64(
+        args.value_head_of_head + 8 * head_of_row(args, row)
+    )
     return values + simd.compute_itemsize(dtype) * head * args.num_keys * args.value_dim
 
 
@@ -313,7 +378,9 @@ def entmax_forward_row(dtype, args, row, scratch):
     tau, count = zero, 0
     if row_max != simd.as_compute_scalar(dtype, -math.inf):
         scale_scores(dtype, row_scores, S, row_max, alpha)
-        count = collect_candidates(dtype, (row_scores, args.key_indices), S, -one, (candidates, indices))
+        count = collect_candidates(
+            dtype, (row_scores, args.key_indices), S, -one, (candidates, indices)
+        )
         tau = solve_tau(dtype, candidates, count, alpha) if row_max == row_max else row_max
         count = collect_candidates(dtype, (candidates, indices), count, tau, (candidates, indices))
         compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
@@ -322,7 +389,9 @@ def entmax_forward_row(dtype, args, row, scratch):
     store_value(row_state + size, tau)
     if args.values:
         values = value_address(dtype, args, row, args.values)
-        gather_weighted_values(dtype, values, V, args.output + size * V * row, (candidates, indices), count)
+        gather_weighted_values(
+            dtype, values, V, args.output + size * V * row, (candidates, indices), count
+        )
     else:
         scatter_row(dtype, args.output + size * S * row, S, (candidates, indices), count)
 
@@ -331,18 +400,28 @@ def entmax_forward_row(dtype, args, row, scratch):
 def grad_of_weights(dtype, args, row, lists, count):
     """Write the gradients of the listed weights; with values, also add to the values' gradients."""
     size, (candidates, grads, indices) = simd.compute_itemsize(dtype), lists
-    store_value(grads + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(dtype, 0)))
+    store_value(
+        grads + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(dtype, 0))
+    )
     if args.values == 0:
         grad = args.grad + size * args.num_keys * row
         for n in range(count):
-            store_value(grads + size * n, load_scalar(dtype, grad + size * load_int32(indices + 4 * n)))
+            store_value(
+                grads + size * n, load_scalar(dtype, grad + size * load_int32(indices + 4 * n))
+            )
         return
     width = args.value_dim
     grad = args.grad + size * width * row
-    values, d_values = value_address(dtype, args, row, args.values), value_address(dtype, args, row, args.d_values)
+    values, d_values = (
+        value_address(dtype, args, row, args.values),
+        value_address(dtype, args, row, args.d_values),
+    )
     for n in range(count):
         offset = size * load_int32(indices + 4 * n) * width
-        w, products = splat(load_scalar(dtype, candidates + size * n)), splat(simd.as_compute_scalar(dtype, 0))
+        w, products = (
+            splat(load_scalar(dtype, candidates + size * n)),
+            splat(simd.as_compute_scalar(dtype, 0)),
+        )
         for c in range(0, size * width, size * SIMD_WIDTH):
             g = load_vector(dtype, grad + c)
             products = fma(g, load_vector(dtype, values + offset + c), products)
@@ -352,11 +431,20 @@ def grad_of_weights(dtype, args, row, lists, count):
 
 @njit
 def entmax_backward_row(dtype, args, row, scratch):
-    """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of d alpha."""
+    """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of
+    d alpha.
+    """
     size, S = simd.compute_itemsize(dtype), args.num_keys
     row_scores, candidates, slopes, grads, indices = row_list_addresses(dtype, args, scratch)
-    row_state, alpha = args.row_state + size * ROW_STATE_SIZE * row, args.alpha + size * head_of_row(args, row)
-    alpha, row_max, tau = load_scalar(dtype, alpha), load_scalar(dtype, row_state), load_scalar(dtype, row_state + size)
+    row_state, alpha = (
+        args.row_state + size * ROW_STATE_SIZE * row,
+        args.alpha + size * head_of_row(args, row),
+    )
+    alpha, row_max, tau = (
+        load_scalar(dtype, alpha),
+        load_scalar(dtype, row_state),
+        load_scalar(dtype, row_state + size),
+    )
     zero = splat(simd.as_compute_scalar(dtype, 0))
     count = 0
     mean = simd.as_compute_scalar(dtype, 0)
@@ -364,7 +452,9 @@ def entmax_backward_row(dtype, args, row, scratch):
     if row_max != simd.as_compute_scalar(dtype, -math.inf):
         load_row(dtype, args, row, row_scores)
         scale_scores(dtype, row_scores, S, row_max, alpha)
-        count = collect_candidates(dtype, (row_scores, args.key_indices), S, tau, (candidates, indices))
+        count = collect_candidates(
+            dtype, (row_scores, args.key_indices), S, tau, (candidates, indices)
+        )
         compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
         grad_of_weights(dtype, args, row, (candidates, grads, indices), count)
         slope_sums, grad_sums = zero, zero
@@ -378,7 +468,10 @@ def entmax_backward_row(dtype, args, row, scratch):
     for c in range(0, count, SIMD_WIDTH):
         store_value(
             grads + size * c,
-            vec_mul(load_vector(dtype, slopes + size * c), vec_sub(load_vector(dtype, grads + size * c), splat(mean))),
+            vec_mul(
+                load_vector(dtype, slopes + size * c),
+                vec_sub(load_vector(dtype, grads + size * c), splat(mean)),
+            ),
         )
     scatter_row(dtype, args.output + size * S * row, S, (grads, indices), count)
     store_value(args.d_alpha + size * row, d_alpha)
@@ -397,21 +490,33 @@ def grad_alpha_of_row(dtype, lists, count, alpha, mean):
     for c in range(0, count, SIMD_WIDTH):
         w, g = load_vector(dtype, candidates + size * c), load_vector(dtype, grads + size * c)
         w_log_w = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
-        grad_sum, log_grad_sum, log_sum = fma(w, g, grad_sum), fma(w_log_w, g, log_grad_sum), vec_add(log_sum, w_log_w)
-    grad_sum, log_grad_sum, log_sum = reduce_sum(grad_sum), reduce_sum(log_grad_sum), reduce_sum(log_sum)
+        grad_sum, log_grad_sum, log_sum = (
+            fma(w, g, grad_sum),
+            fma(w_log_w, g, log_grad_sum),
+            vec_add(log_sum, w_log_w),
+        )
+    grad_sum, log_grad_sum, log_sum = (
+        reduce_sum(grad_sum),
+        reduce_sum(log_grad_sum),
+        reduce_sum(log_sum),
+    )
     return ((grad_sum - mean) / (alpha - one) - log_grad_sum + mean * log_sum) / (alpha - one)
 
 
 @extending.register_jitable
 def entmax_forward_kernel(dtype, args, item, scratch):
     """Entmax of the rows of one work item."""
-    for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+    for row in range(
+        item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)
+    ):
         entmax_forward_row(dtype, args, row, scratch)
 
 
 @njit
 def entmax_backward_head(dtype, args, item, scratch):
-    """Backward pass of all rows that read one value head, so that only this thread adds to its gradients."""
+    """Backward pass of all rows that read one value head, so that only this thread adds to its
+    gradients.
+    """
     H, T, G = args.num_heads, args.num_queries, args.num_value_heads
     for h in range(H):
         if load_int64(args.value_head_of_head + 8 * h) == item % G:
@@ -425,5 +530,7 @@ def entmax_backward_kernel(dtype, args, item, scratch):
     if args.values:
         entmax_backward_head(dtype, args, item, scratch)
     else:
-        for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+        for row in range(
+            item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)
+        ):
             entmax_backward_row(dtype, args, row, scratch)

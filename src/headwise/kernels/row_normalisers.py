@@ -1,12 +1,13 @@
 """Masked softmax and entmax over rows of scores, as torch operations with gradients.
 
-`masked_softmax(s, allowed)` equals `s.masked_fill(~allowed, -inf).softmax(-1)`, except that a row without allowed keys
-is zero rather than NaN. `masked_entmax` computes alpha-entmax (1905.05702) with one alpha per head:
+`masked_softmax(s, allowed)` equals `s.masked_fill(~allowed, -inf).softmax(-1)`, except that a row
+without allowed keys is zero rather than NaN. `masked_entmax` computes alpha-entmax (1905.05702)
+with one alpha per head:
 
     w[j] = max((alpha - 1) s[j] - tau, 0) ^ (1 / (alpha - 1)),  with tau such that sum_j w[j] = 1
 
-alpha = 2 is sparsemax, alpha -> 1 softmax. With values it returns w @ v and never stores w, whose entries are mostly
-zero. `row_normaliser_kernels` holds the kernels and their loop order.
+alpha = 2 is sparsemax, alpha -> 1 softmax. With values it returns w @ v and never stores w, whose
+entries are mostly zero. `row_normaliser_kernels` holds the kernels and their loop order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class RowNormaliserArgs(ParallelKernelArgs):
     """Kernel arguments of softmax and entmax. A work item is a few rows; strides count elements."""
 
     scores: TensorArg = None  # [B, H, T, S]
-    output: TensorArg = None  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
+    output: TensorArg = (
+        None  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
+    )
     mask: BoolArg = None  # [1 or B, 1, 1 or T, S]; None if every key is allowed
     mask_row_stride: int = 0  # to the next row of the batch, and to the next query
     mask_query_stride: int = 0
@@ -41,10 +44,14 @@ class RowNormaliserArgs(ParallelKernelArgs):
     num_queries: int = 0  # T
     num_keys: int = 0  # S
     num_rows: int = 0  # B H T
-    key_indices: Int32Arg = None  # 0, 1, 2, ... for each key; this field and the following ones are used by entmax only
+    key_indices: Int32Arg = (
+        None  # 0, 1, 2, ... for each key; this field and the following ones are used by entmax only
+    )
     alpha: TensorArg = None  # [H]
     row_state: TensorArg = None  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
-    values: TensorArg = None  # [B, G, S, V], V padded to whole vectors; None to return the weights themselves
+    values: TensorArg = (
+        None  # [B, G, S, V], V padded to whole vectors; None to return the weights themselves
+    )
     value_head_of_head: Int64Arg = None  # [H]: the value head that each head reads
     num_value_heads: int = 0  # G
     value_dim: int = 0  # V
@@ -64,7 +71,9 @@ ENTMAX_KERNELS = ParallelKernelSet(
 )
 MASK_FORM = "bool: 1|B 1 1|T 1|S"
 SOFTMAX_CHECKS = OperandChecks("masked_softmax", s=FLOAT + "B H T S", allowed=MASK_FORM)
-SOFTMAX_BACKWARD_CHECKS = OperandChecks("masked_softmax_backward", w=FLOAT + "B H T S", grad="B H T S")
+SOFTMAX_BACKWARD_CHECKS = OperandChecks(
+    "masked_softmax_backward", w=FLOAT + "B H T S", grad="B H T S"
+)
 ENTMAX_CHECKS = OperandChecks(
     "masked_entmax",
     s=FLOAT + "B H T S",
@@ -77,7 +86,9 @@ ENTMAX_CHECKS = OperandChecks(
 
 
 def can_use_kernels(s_BHTS: Tensor, kernels: KernelSet) -> bool:
-    """Return True if these kernels may run on the scores: float32 or float64 on the CPU, outside torch.func."""
+    """Return True if these kernels may run on the scores: float32 or float64 on the CPU, outside
+    torch.func.
+    """
     if s_BHTS.device.type != "cpu" or s_BHTS.dtype not in COMPUTE_DTYPES or is_under_functorch():
         return False
     return kernels.is_usable(s_BHTS.dtype)
@@ -91,13 +102,17 @@ def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
     """
     SOFTMAX_CHECKS.check(s, allowed)
     w = s.new_empty(s.shape)
-    SOFTMAX_KERNELS.launch("softmax", s.dtype, _score_args(s, allowed, num_lists=1).replace(output=w))
+    SOFTMAX_KERNELS.launch(
+        "softmax", s.dtype, _score_args(s, allowed, num_lists=1).replace(output=w)
+    )
     return w
 
 
 @torch.library.custom_op("headwise::masked_softmax_backward", mutates_args=(), device_types="cpu")
 def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
-    """Return the gradient of the scores; it is zero for rows without allowed keys, as their weights are."""
+    """Return the gradient of the scores; it is zero for rows without allowed keys, as their weights
+    are.
+    """
     SOFTMAX_BACKWARD_CHECKS.check(w, grad)
     return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype)
 
@@ -106,27 +121,37 @@ def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
 def masked_entmax(
     s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the entmax of s [B, H, T, S] over allowed [1 or B, 1, 1 or T, S], with one alpha per head.
+    """Return the entmax of s [B, H, T, S] over allowed [1 or B, 1, 1 or T, S], with one alpha per
+    head.
 
-    With values v [B, G, S, V] it returns the weighted values [B, H, T, V] instead, where head h reads
-    v[:, value_heads[h]]. The second output, [B, H, T, 2], holds each row's maximum and tau, from which the backward
-    pass recomputes the row.
+    With values v [B, G, S, V] it returns the weighted values [B, H, T, V] instead, where head h
+    reads v[:, value_heads[h]]. The second output, [B, H, T, 2], holds each row's maximum and tau,
+    from which the backward pass recomputes the row.
     """
     _check_entmax_operands(s, allowed, alpha, v, value_heads)
-    args, row_state = _entmax_args(s, allowed, alpha, v, value_heads), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
+    args, row_state = (
+        _entmax_args(s, allowed, alpha, v, value_heads),
+        s.new_empty(*s.shape[:3], ROW_STATE_SIZE),
+    )
     output = s.new_empty(*s.shape[:3], s.shape[3] if v is None else args.value_dim)
     ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=row_state))
     return output if v is None else _unpad_channels(output, v), row_state
 
 
 @torch.library.custom_op("headwise::masked_entmax_backward", mutates_args=(), device_types="cpu")
-def masked_entmax_backward(grad: Tensor, tensors: Sequence[Tensor], value_heads: Sequence[int]) -> list[Tensor]:
-    """Return the gradients of the scores, of alpha and, if there are any, of the values (1905.05702, 1909.00015).
+def masked_entmax_backward(
+    grad: Tensor, tensors: Sequence[Tensor], value_heads: Sequence[int]
+) -> list[Tensor]:
+    """Return the gradients of the scores, of alpha and, if there are any, of the values
+    (1905.05702, 1909.00015).
 
-    `tensors` holds the scores, the allowed keys, alpha, the row state of the forward pass and optionally the values.
+    `tensors` holds the scores, the allowed keys, alpha, the row state of the forward pass and
+    optionally the values.
     """
     s, allowed, alpha, row_state, *values = tensors
-    _check_entmax_operands(s, allowed, alpha, values[0] if values else None, value_heads, row_state, grad)
+    _check_entmax_operands(
+        s, allowed, alpha, values[0] if values else None, value_heads, row_state, grad
+    )
     args = _entmax_args(s, allowed, alpha, values[0] if values else None, value_heads)
     d_scores, d_alpha = s.new_empty(s.shape), s.new_empty(s.shape[:3])
     args = args.replace(output=d_scores, row_state=row_state.contiguous(), d_alpha=d_alpha)
@@ -134,27 +159,43 @@ def masked_entmax_backward(grad: Tensor, tensors: Sequence[Tensor], value_heads:
         ENTMAX_KERNELS.launch("backward", s.dtype, args.replace(grad=grad.contiguous()))
         return [d_scores, d_alpha.sum((0, 2))]
     d_values = s.new_zeros(*values[0].shape[:3], args.value_dim)
-    # A work item is all rows that read one value head, so that only one thread adds to its gradients.
-    args = args.replace(num_items=len(s) * args.num_value_heads, grad=_pad_channels(grad), d_values=d_values)
+    # A work item is all rows that read one value head, so that only one thread adds to its
+    # gradients.
+    args = args.replace(
+        num_items=len(s) * args.num_value_heads, grad=_pad_channels(grad), d_values=d_values
+    )
     ENTMAX_KERNELS.launch("backward", s.dtype, args)
     return [d_scores, d_alpha.sum((0, 2)), _unpad_channels(d_values, values[0])]
 
 
 def _check_entmax_operands(
-    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int], *state: Tensor
+    s: Tensor,
+    allowed: Tensor,
+    alpha: Tensor,
+    v: Tensor | None,
+    value_heads: Sequence[int],
+    *state: Tensor,
 ) -> None:
-    """Raise ValueError for tensors that do not fit each other; `state` is row state and gradient of a backward pass."""
+    """Raise ValueError for tensors that do not fit each other; `state` is row state and gradient of
+    a backward pass.
+    """
     ENTMAX_CHECKS.check(s, allowed, alpha, v, *(state or (None, None)))
-    if v is not None and (len(value_heads) != s.shape[1] or not set(value_heads) <= set(range(v.shape[1]))):
+    if v is not None and (
+        len(value_heads) != s.shape[1] or not set(value_heads) <= set(range(v.shape[1]))
+    ):
         fact = f"value_heads is {list(value_heads)}"
-        refuse_operands("masked_entmax", fact, f"give {s.shape[1]} numbers from 0 to {v.shape[1] - 1}")
+        refuse_operands(
+            "masked_entmax", fact, f"give {s.shape[1]} numbers from 0 to {v.shape[1] - 1}"
+        )
     width = s.shape[3] if v is None else v.shape[3]
     if state and state[1].shape[3] != width:
         refuse_operands("masked_entmax", f"grad is {list(state[1].shape)}", f"give [..., {width}]")
 
 
 def _score_args(s: Tensor, allowed: Tensor, num_lists: int) -> RowNormaliserArgs:
-    """Return the arguments of softmax, without its output; a scratch buffer holds `num_lists` rows."""
+    """Return the arguments of softmax, without its output; a scratch buffer
+    holds `num_lists` rows.
+    """
     (_, heads, queries, keys), num_rows = s.shape, s.shape[:3].numel()
     mask = allowed.expand(*allowed.shape[:3], keys).contiguous()
     return RowNormaliserArgs.make(
@@ -192,7 +233,9 @@ def _entmax_args(
 def _pad_channels(v: Tensor) -> Tensor:
     """Return v contiguous, with its channels padded to whole vectors."""
     padding = -v.shape[-1] % SIMD_WIDTH
-    return (F.pad(v, (0, padding)) if padding else v).contiguous()  # F.pad may return permuted strides
+    return (
+        F.pad(v, (0, padding)) if padding else v
+    ).contiguous()  # F.pad may return permuted strides
 
 
 def _unpad_channels(t: Tensor, v: Tensor) -> Tensor:
@@ -205,7 +248,9 @@ def _(s: Tensor, allowed: Tensor) -> Tensor:
 
 
 @masked_entmax.register_fake
-def _(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _(
+    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     width = s.shape[3] if v is None else v.shape[3]
     return s.new_empty(*s.shape[:3], width), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
 
@@ -250,7 +295,9 @@ masked_entmax.register_autograd(_entmax_autograd_backward, setup_context=_save_e
 
 @register_flop_formula(torch.ops.headwise.masked_entmax)
 def _entmax_flops(s: Any, allowed: Any, alpha: Any, v: Any, value_heads: Any, **kwargs: Any) -> int:
-    """Count the full product of weights and values; which weights are zero is only known from the data."""
+    """Count the full product of weights and values; which weights are zero is only known from the
+    data.
+    """
     return 0 if v is None else 2 * s[0] * s[1] * s[2] * s[3] * v[3]
 
 

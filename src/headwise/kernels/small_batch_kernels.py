@@ -7,14 +7,16 @@
     silu_and_multiply_kernel    y = gate / (1 + exp(-gate)) * up
     scale_to_float32_kernel     y = x * factor
 
-In plain PyTorch: `x.float() @ W.float().T`; `F.rms_norm(x, (width,), w + offset, eps)`; `f * torch.cat([x1 * cos - x2 *
-sin, x2 * cos + x1 * sin], -1)` with `x1, x2 = x.chunk(2, -1)`; `F.silu(gate) * up`; `x.float() * factor`.
+In plain PyTorch: `x.float() @ W.float().T`; `F.rms_norm(x, (width,), w + offset, eps)`; `f *
+torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)` with `x1, x2 = x.chunk(2, -1)`;
+`F.silu(gate) * up`; `x.float() * factor`.
 
-Loop order of the GEMV kernel: blocks of matrix rows (handed out to threads), tiles of four rows, tiles of four tokens,
-then k in steps of 32. Each matrix is read once, in storage order, and prefetched in that order. Every thread packs the
-tokens into its scratch buffer in float32. Each y[m, n] is summed in one fixed order, independent of other tokens
-and of the number of threads. It is no `gemm`: both operands are read along k, where `gemm` reads rows of one of them.
-The elementwise kernels loop over rows, then over 16 channels at a time.
+Loop order of the GEMV kernel: blocks of matrix rows (handed out to threads), tiles of four rows,
+tiles of four tokens, then k in steps of 32. Each matrix is read once, in storage order, and
+prefetched in that order. Every thread packs the tokens into its scratch buffer in float32. Each
+y[m, n] is summed in one fixed order, independent of other tokens and of the number of threads. It
+is no `gemm`: both operands are read along k, where `gemm` reads rows of one of them. The
+elementwise kernels loop over rows, then over 16 channels at a time.
 """
 
 from __future__ import annotations
@@ -55,14 +57,18 @@ from .simd import (
 from .small_batch_ops import GEMV_STEP, GEMV_TILE_SIZE
 
 GEMV_PREFETCH_BYTES = 8192  # prefetch distance ahead of the current tile
-# Each matrix is read once a pass, so that on AMD's processors its lines need not pass through the second-level cache.
-# Intel's processors then read memory four times as slowly (6 instead of 27 GB/s on an Emerald Rapids core).
-prefetch_weights = prefetch_nontemporal if this_machine().processor.startswith("AMD") else prefetch_l2
+# Each matrix is read once a pass, so that on AMD's processors its lines need not pass through the
+# second-level cache. Intel's processors then read memory four times as slowly (6 instead of 27 GB/s
+# on an Emerald Rapids core).
+prefetch_weights = (
+    prefetch_nontemporal if this_machine().processor.startswith("AMD") else prefetch_l2
+)
 
 
 @njit
 def pack_tokens(dtype, args, scratch):
-    """Pack tokens into the scratch buffer, in tiles of T = min(M, 4) tokens, in the order in which the products read.
+    """Pack tokens into the scratch buffer, in tiles of T = min(M, 4) tokens, in the order in which
+    the products read.
 
     A tile is [K / 32, T, 32], then the last 16 channels [T, 16] if K % 32 is 16.
     """
@@ -73,7 +79,9 @@ def pack_tokens(dtype, args, scratch):
         token, to = args.x + storage_itemsize(dtype) * width * m, tile + 2 * CACHE_LINE_BYTES * row
         for c in range(0, full, GEMV_STEP):
             store_value(to, load_bf16_even(dtype, token + storage_itemsize(dtype) * c))
-            store_value(to + CACHE_LINE_BYTES, load_bf16_odd(dtype, token + storage_itemsize(dtype) * c))
+            store_value(
+                to + CACHE_LINE_BYTES, load_bf16_odd(dtype, token + storage_itemsize(dtype) * c)
+            )
             to += 2 * CACHE_LINE_BYTES * tile_size
         if full < width:
             store_value(
@@ -84,8 +92,15 @@ def pack_tokens(dtype, args, scratch):
 
 @njit
 def fma_4_rows(part, x, a):
-    """Multiply 16 channels of four matrix rows with those of one token and add them to the sums `a`."""
-    return fma(part[0], x, a[0]), fma(part[1], x, a[1]), fma(part[2], x, a[2]), fma(part[3], x, a[3])
+    """Multiply 16 channels of four matrix rows with those of one token and add them to the sums
+    `a`.
+    """
+    return (
+        fma(part[0], x, a[0]),
+        fma(part[1], x, a[1]),
+        fma(part[2], x, a[2]),
+        fma(part[3], x, a[3]),
+    )
 
 
 @njit
@@ -108,13 +123,23 @@ def load_4_rows(dtype, w):
 @njit
 def load_4_rows_tail(dtype, w):
     """Load the last 16 channels of each of four rows."""
-    return load_storage(dtype, w[0]), load_storage(dtype, w[1]), load_storage(dtype, w[2]), load_storage(dtype, w[3])
+    return (
+        load_storage(dtype, w[0]),
+        load_storage(dtype, w[1]),
+        load_storage(dtype, w[2]),
+        load_storage(dtype, w[3]),
+    )
 
 
 @njit
 def advance_addresses(addresses, offset):
     """Add one offset, `offset`, to four addresses."""
-    return addresses[0] + offset, addresses[1] + offset, addresses[2] + offset, addresses[3] + offset
+    return (
+        addresses[0] + offset,
+        addresses[1] + offset,
+        addresses[2] + offset,
+        addresses[3] + offset,
+    )
 
 
 @njit
@@ -151,7 +176,11 @@ def dot_4_rows_1_token(dtype, w, x, y, shape, prefetch_address):
     for _ in range(width // GEMV_STEP):
         prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
-        a = fma_4_rows(odd, load_vector(dtype, x + CACHE_LINE_BYTES), fma_4_rows(even, load_vector(dtype, x), a))
+        a = fma_4_rows(
+            odd,
+            load_vector(dtype, x + CACHE_LINE_BYTES),
+            fma_4_rows(even, load_vector(dtype, x), a),
+        )
         w = advance_addresses(w, step_bytes)
         x = x + stride
         prefetch_address = prefetch_address + GEMV_TILE_SIZE * step_bytes
@@ -164,8 +193,8 @@ def dot_4_rows_1_token(dtype, w, x, y, shape, prefetch_address):
 def dot_4_rows_4_tokens(dtype, w, x, y, shape, prefetch_address):
     """Compute the dot products of four rows with four tokens.
 
-    `x` holds the addresses of the packed tokens and those of their last 16 channels. Nothing is prefetched if
-    `prefetch_address` is 0.
+    `x` holds the addresses of the packed tokens and those of their last 16 channels. Nothing is
+    prefetched if `prefetch_address` is 0.
     """
     width, stride, step = shape
     prefetch_step = GEMV_TILE_SIZE * storage_itemsize(dtype) * GEMV_STEP if prefetch_address else 0
@@ -216,7 +245,9 @@ def four_offsets(first, count, stride):
 
 @njit
 def multiply_block(dtype, args, block, scratch, next_block):
-    """Multiply a block of rows of one matrix with all tokens; prefetch from the address `next_block`."""
+    """Multiply a block of rows of one matrix with all tokens; prefetch from the address
+    `next_block`.
+    """
     w, rows, y = block
     tokens, width, step = args.num_tokens, args.width, storage_itemsize(dtype) * args.num_rows
     tile_size = min(tokens, GEMV_TILE_SIZE)
@@ -239,7 +270,12 @@ def multiply_block(dtype, args, block, scratch, next_block):
                 advance_addresses(four_offsets(0, rest, CACHE_LINE_BYTES), tail + tile),
             )
             dot_4_rows_4_tokens(
-                dtype, rows_w, x, to, (width, token_stride, four_offsets(m, tokens, step)), prefetch_address
+                dtype,
+                rows_w,
+                x,
+                to,
+                (width, token_stride, four_offsets(m, tokens, step)),
+                prefetch_address,
             )
             prefetch_address = 0  # the first tile of tokens has prefetched all rows
 
@@ -255,24 +291,38 @@ def find_block(dtype, args, block):
         rows = load_int64(matrix + 8)
     first = block * rows_per_block
     w = load_int64(matrix) + first * storage_itemsize(dtype) * args.width
-    return w, min(rows_per_block, rows - first), args.y + storage_itemsize(dtype) * (rows_before + first)
+    return (
+        w,
+        min(rows_per_block, rows - first),
+        args.y + storage_itemsize(dtype) * (rows_before + first),
+    )
 
 
 @extending.register_jitable
 def run_gemv(dtype, args):
     """Entry point of every thread: pack the tokens, then take blocks of rows until none is left."""
-    scratch = args.scratch + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
+    scratch = (
+        args.scratch
+        + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
+    )
     pack_tokens(dtype, args, scratch)
     num_blocks, item = args.num_items, fetch_and_increment(args_field_address(args, "next_item"))
     while item < num_blocks:
-        next_item, block = fetch_and_increment(args_field_address(args, "next_item")), find_block(dtype, args, item)
+        next_item, block = (
+            fetch_and_increment(args_field_address(args, "next_item")),
+            find_block(dtype, args, item),
+        )
         multiply_block(
-            dtype, args, block, scratch, find_block(dtype, args, next_item)[0] if next_item < num_blocks else block[0]
+            dtype,
+            args,
+            block,
+            scratch,
+            find_block(dtype, args, next_item)[0] if next_item < num_blocks else block[0],
         )
         item = next_item
 
 
-# --- Elementwise kernels, which run in the calling thread ----------------------------------------------
+# --- Elementwise kernels, which run in the calling thread -----------------------------------------
 
 
 @extending.register_jitable
@@ -300,8 +350,14 @@ def cos_sin_tables(dtype, position, frequency, pairs, factor, cos_sin):
     double = simd.storage_type("float64")
     for c in range(pairs):
         angle = position * load_scalar(double, frequency + 8 * c)
-        store_value(cos_sin + compute_itemsize(dtype) * c, as_compute_scalar(dtype, math.cos(angle) * factor))
-        store_value(cos_sin + compute_itemsize(dtype) * (pairs + c), as_compute_scalar(dtype, math.sin(angle) * factor))
+        store_value(
+            cos_sin + compute_itemsize(dtype) * c,
+            as_compute_scalar(dtype, math.cos(angle) * factor),
+        )
+        store_value(
+            cos_sin + compute_itemsize(dtype) * (pairs + c),
+            as_compute_scalar(dtype, math.sin(angle) * factor),
+        )
 
 
 @njit
@@ -322,17 +378,27 @@ def rotate_head(dtype, x, y, width, pairs, cos_sin):
 @extending.register_jitable
 def rotary_kernel(dtype, args):
     """Kernel of `apply_rotary`."""
-    tokens, heads, width, pairs, cos_sin = args.tokens, args.heads, args.width, args.pairs, args.cos_sin
+    tokens, heads, width, pairs, cos_sin = (
+        args.tokens,
+        args.heads,
+        args.width,
+        args.pairs,
+        args.cos_sin,
+    )
     head_bytes, position_stride = storage_itemsize(dtype) * width, args.position_batch_stride
     for t in range(tokens):
         for b in range(args.batch):
             if b == 0 or position_stride:
                 position = load_int64(args.position + b * position_stride + 8 * t)
-                cos_sin_tables(dtype, position, args.frequency, pairs, args.attention_factor, cos_sin)
+                cos_sin_tables(
+                    dtype, position, args.frequency, pairs, args.attention_factor, cos_sin
+                )
             x = args.x + b * args.x_batch_stride + t * args.x_token_stride
             y = args.y + (b * tokens + t) * heads * head_bytes
             for h in range(heads):
-                rotate_head(dtype, x + h * args.x_head_stride, y + h * head_bytes, width, pairs, cos_sin)
+                rotate_head(
+                    dtype, x + h * args.x_head_stride, y + h * head_bytes, width, pairs, cos_sin
+                )
 
 
 @extending.register_jitable
@@ -340,13 +406,22 @@ def silu_and_multiply_kernel(dtype, args):
     """Kernel of `silu_and_multiply`."""
     row_bytes, one = storage_itemsize(dtype) * args.width, splat(as_compute_scalar(dtype, 1.0))
     for m in range(args.rows):
-        gate, up, y = args.gate + m * args.gate_row_stride, args.up + m * args.up_row_stride, args.y + m * row_bytes
+        gate, up, y = (
+            args.gate + m * args.gate_row_stride,
+            args.up + m * args.up_row_stride,
+            args.y + m * row_bytes,
+        )
         for c in range(0, row_bytes, storage_itemsize(dtype) * SIMD_WIDTH):
             x = load_storage(dtype, gate + c)
             e = vec_exp(
-                vec_sub(splat(as_compute_scalar(dtype, 0.0)), vec_max(x, splat(as_compute_scalar(dtype, -88.0))))
+                vec_sub(
+                    splat(as_compute_scalar(dtype, 0.0)),
+                    vec_max(x, splat(as_compute_scalar(dtype, -88.0))),
+                )
             )  # e^-x overflows for x < -88
-            store_storage(dtype, y + c, vec_mul(vec_div(x, vec_add(one, e)), load_storage(dtype, up + c)))
+            store_storage(
+                dtype, y + c, vec_mul(vec_div(x, vec_add(one, e)), load_storage(dtype, up + c))
+            )
 
 
 @extending.register_jitable
@@ -355,5 +430,6 @@ def scale_to_float32_kernel(dtype, args):
     x, y, factor = args.x, args.y, splat(as_compute_scalar(dtype, args.factor))
     for c in range(0, args.count, SIMD_WIDTH):
         store_value(
-            y + compute_itemsize(dtype) * c, vec_mul(load_storage(dtype, x + storage_itemsize(dtype) * c), factor)
+            y + compute_itemsize(dtype) * c,
+            vec_mul(load_storage(dtype, x + storage_itemsize(dtype) * c), factor),
         )

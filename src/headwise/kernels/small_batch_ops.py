@@ -1,12 +1,14 @@
-"""Operations on a few tokens: matrix products (GEMV), RMSNorm, rotary embedding, SwiGLU and scaling.
+"""Operations on a few tokens: matrix products (GEMV), RMSNorm, rotary embedding, SwiGLU and
+scaling.
 
-`multiply_small_batch(x, [W1, W2, ...])` equals `torch.cat([x @ W.T for W in (W1, W2, ...)], 1)`, with float32 sums:
+`multiply_small_batch(x, [W1, W2, ...])` equals `torch.cat([x @ W.T for W in (W1, W2, ...)], 1)`,
+with float32 sums:
 
     y[m, n] = sum_k x[m, k] W[n, k]
 
-The elementwise kernels run in the calling thread. In plain PyTorch they are `rms_norm`: `F.rms_norm(x, (width,), weight
-+ offset, eps)`; `apply_rotary`: rotation of channel pairs (c, c + pairs); `silu_and_multiply`: `F.silu(gate) * up`;
-`scale_to_float32`: `x.float() * factor`.
+The elementwise kernels run in the calling thread. In plain PyTorch they are `rms_norm`:
+`F.rms_norm(x, (width,), weight + offset, eps)`; `apply_rotary`: rotation of channel pairs (c, c +
+pairs); `silu_and_multiply`: `F.silu(gate) * up`; `scale_to_float32`: `x.float() * factor`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ GEMV_STEP = 2 * SIMD_WIDTH  # channels of a row that one step reads
 
 
 class GemvArgs(ParallelKernelArgs, is_checked=False):
-    """Arguments of the GEMV; a work item is a block of rows of one matrix, the scratch buffer holds packed tokens."""
+    """Arguments of the GEMV; a work item is a block of rows of one matrix, the scratch buffer holds
+    packed tokens.
+    """
 
     rows_per_block: int = 0  # matrix rows that a thread takes at a time
     x: TensorArg = None  # [M, K]
@@ -56,24 +60,33 @@ class GemvArgs(ParallelKernelArgs, is_checked=False):
 
 GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", GemvArgs))
 
-# --- The operation `headwise::small_batch_matmul` --------------------------------------------------------------------
+# --- The operation `headwise::small_batch_matmul` -------------------------------------------------
 
-BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
-PACKED_TOKEN_BYTES = (this_machine().cache_bytes(2) or 2**20) // 2  # of the tokens that are multiplied at a time
+BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = (
+    2,
+    2**19,
+)  # minimum number of blocks per thread; maximum bytes of a block
+PACKED_TOKEN_BYTES = (
+    this_machine().cache_bytes(2) or 2**20
+) // 2  # of the tokens that are multiplied at a time
 GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K", matrix="* K+")
 
 
 def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return x W^T for tokens x [M, K] and each of several matrices W [N, K], side by side: [M, all N together].
+    """Return x W^T for tokens x [M, K] and each of several matrices W [N, K], side by side: [M, all
+    N together].
 
-    All tensors are float32 or all bfloat16, the matrices are contiguous, and K is a multiple of 16; sums are float32.
-    The result of a token depends neither on other tokens nor on the number of threads, bit for bit.
+    All tensors are float32 or all bfloat16, the matrices are contiguous, and K is a multiple of 16;
+    sums are float32. The result of a token depends neither on other tokens nor on the number of
+    threads, bit for bit.
 
     >>> multiply_small_batch(torch.ones(2, 16), [torch.eye(16)[:1], torch.ones(2, 16)]).tolist()
     [[1.0, 16.0, 16.0], [1.0, 16.0, 16.0]]
     """
     return (
-        _launch_gemv(x_MK, matrices) if can_skip_dispatcher(x_MK, *matrices) else _small_batch_matmul_op(x_MK, matrices)
+        _launch_gemv(x_MK, matrices)
+        if can_skip_dispatcher(x_MK, *matrices)
+        else _small_batch_matmul_op(x_MK, matrices)
     )
 
 
@@ -92,7 +105,11 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     num_rows, count = sum([matrix.shape[0] for matrix in matrices]), _tokens_per_pass(width)
     if width % SIMD_WIDTH or not width or not num_rows:
         fact = f"{len(matrices)} matrices have {num_rows} rows of {width} channels"
-        refuse_operands("small_batch_matmul", fact, f"give at least one row and a multiple of {SIMD_WIDTH} channels")
+        refuse_operands(
+            "small_batch_matmul",
+            fact,
+            f"give at least one row and a multiple of {SIMD_WIDTH} channels",
+        )
     y = x_MK.new_empty(num_tokens, num_rows)
     if num_tokens <= count:
         _run_gemv(x_MK, matrices, y)
@@ -103,7 +120,9 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _tokens_per_pass(width: int) -> int:
-    """Return how many tokens are multiplied at a time: packed in float32, they fill half of the second-level cache."""
+    """Return how many tokens are multiplied at a time: packed in float32, they fill half of the
+    second-level cache.
+    """
     return max(1, PACKED_TOKEN_BYTES // (4 * max(width, 1) * GEMV_TILE_SIZE)) * GEMV_TILE_SIZE
 
 
@@ -115,7 +134,9 @@ def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
     num_rows, threads = sum(table[1::2]), launch.max_threads()
     scratch_bytes = 4 * width * (-(-num_tokens // tile_size) * tile_size)
     rows_per_block = _rows_per_block(num_rows, width * x_MK.itemsize, threads)
-    num_blocks = sum([-(-num_rows_of_matrix // rows_per_block) for num_rows_of_matrix in table[1::2]])
+    num_blocks = sum(
+        [-(-num_rows_of_matrix // rows_per_block) for num_rows_of_matrix in table[1::2]]
+    )
     threads = min(num_blocks, threads)
     args = GemvArgs.make(
         num_items=num_blocks,
@@ -134,7 +155,9 @@ def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
 
 
 def _rows_per_block(num_rows: int, row_bytes: int, threads: int) -> int:
-    """Return the number of rows per block: long blocks are read faster, short ones balance the threads better."""
+    """Return the number of rows per block: long blocks are read faster, short ones balance the
+    threads better.
+    """
     count = min(-(-num_rows // (BLOCKS_PER_THREAD * threads)), max(1, MAX_BLOCK_BYTES // row_bytes))
     return -(-count // GEMV_TILE_SIZE) * GEMV_TILE_SIZE
 
@@ -145,7 +168,9 @@ def _fake_small_batch_matmul(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor
 
 
 @register_flop_formula(torch.ops.headwise.small_batch_matmul)
-def _small_batch_matmul_flops(x: Any, matrices: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _small_batch_matmul_flops(
+    x: Any, matrices: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     return 2 * x[0] * x[1] * sum(matrix[0] for matrix in matrices)
 
 
@@ -159,9 +184,11 @@ def _small_batch_matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, list[Ten
     return dy @ torch.cat(matrices), [part.T @ x for part in parts]
 
 
-_small_batch_matmul_op.register_autograd(_small_batch_matmul_backward, setup_context=_save_for_backward)
+_small_batch_matmul_op.register_autograd(
+    _small_batch_matmul_backward, setup_context=_save_for_backward
+)
 
-# --- Elementwise operations on a few tokens, one kernel call each --------------------------------------
+# --- Elementwise operations on a few tokens, one kernel call each ---------------------------------
 
 
 class RmsNormArgs(KernelArgs, is_checked=False):
@@ -183,7 +210,9 @@ class RotaryArgs(KernelArgs, is_checked=False):
     y: TensorArg = None
     position: Int64Arg = None  # [batch or 1, tokens]
     frequency: Float64Arg = None  # [pairs]
-    cos_sin: TableArg = None  # scratch: cosines and sines of one token, [2, pairs] in the dtype for computing
+    cos_sin: TableArg = (
+        None  # scratch: cosines and sines of one token, [2, pairs] in the dtype for computing
+    )
     batch: int = 0
     tokens: int = 0
     heads: int = 0
@@ -236,8 +265,8 @@ SCALE_CHECKS = OperandChecks("scale_to_float32", x="float32 bfloat16: * * *")
 def is_small_batch(x: Tensor, *others: Tensor) -> bool:
     """Return True if the kernels support these tensors and are faster than torch for them.
 
-    That is: at most as many elements as the take-over point (beyond it torch's threads pay off), in whole vectors, one
-    dtype that the kernels know, and a call that can skip the dispatcher.
+    That is: at most as many elements as the take-over point (beyond it torch's threads pay off), in
+    whole vectors, one dtype that the kernels know, and a call that can skip the dispatcher.
     """
     return (
         0 < x.numel() <= takeover_size("elementwise")
@@ -262,18 +291,26 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     _check_vectors("rms_norm", width)
     weight = None if weight is None else weight.contiguous()
     y = torch.empty_like(x)
-    args = RmsNormArgs.make(x=x, y=y, weight=weight, rows=x.numel() // width, width=width, eps=eps, offset=offset)
+    args = RmsNormArgs.make(
+        x=x, y=y, weight=weight, rows=x.numel() // width, width=width, eps=eps, offset=offset
+    )
     SMALL_BATCH_KERNELS.run("rms_norm", x.dtype, args)
     return y
 
 
-def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attention_factor: float) -> Tensor:
+def apply_rotary(
+    x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attention_factor: float
+) -> Tensor:
     """Rotate channels c and c + pairs of each head by position x frequency[c] (RoPE, 2104.09864).
 
-    Angles are float64. The rotated channels are multiplied by `attention_factor`; channels beyond the pairs are copied.
+    Angles are float64. The rotated channels are multiplied by `attention_factor`; channels beyond
+    the pairs are copied.
 
     >>> apply_rotary(
-    ...     torch.ones(1, 1, 1, 32), torch.tensor([[1]]), torch.full((16,), torch.pi, dtype=torch.float64), 2.0
+    ...     torch.ones(1, 1, 1, 32),
+    ...     torch.tensor([[1]]),
+    ...     torch.full((16,), torch.pi, dtype=torch.float64),
+    ...     2.0,
     ... )[0, 0, 0, ::16].tolist()
     [-2.0, -2.0]
     """
@@ -281,7 +318,11 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
     (batch, tokens, heads, width), pairs = x_BTHK.shape, frequency.numel()
     if 2 * pairs > width or width % SIMD_WIDTH or pairs % SIMD_WIDTH or x_BTHK.stride(3) != 1:
         fact = f"{pairs} pairs rotate {width} channels with stride {x_BTHK.stride(3)}"
-        refuse_operands("apply_rotary", fact, f"give multiples of {SIMD_WIDTH}, at most half as many pairs, stride 1")
+        refuse_operands(
+            "apply_rotary",
+            fact,
+            f"give multiples of {SIMD_WIDTH}, at most half as many pairs, stride 1",
+        )
     y = x_BTHK.new_empty(x_BTHK.shape)
     batch_stride, token_stride, head_stride, _ = x_BTHK.stride()
     args = RotaryArgs.make(
@@ -306,7 +347,8 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
 
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up (SwiGLU, 2002.05202) for two tensors of one shape, whose rows may be strided.
+    """Return silu(gate) * up (SwiGLU, 2002.05202) for two tensors of one shape, whose rows may be
+    strided.
 
     >>> silu_and_multiply(torch.full((1, 16), 100.0), torch.full((1, 16), 2.0))[0, 0].item()
     200.0
@@ -338,7 +380,9 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
     _check_vectors("scale_to_float32", x_BHK.shape[2])
     x = x_BHK.contiguous()
     y = x.new_empty(x.shape, dtype=torch.float32)
-    SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor))
+    SMALL_BATCH_KERNELS.run(
+        "scale_to_float32", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor)
+    )
     return y
 
 
@@ -349,4 +393,6 @@ def _flatten_rows(x: Tensor) -> Tensor:
 
 def _check_vectors(operation: str, width: int) -> None:
     if width % SIMD_WIDTH:
-        refuse_operands(operation, f"rows have {width} channels", f"give a multiple of {SIMD_WIDTH}")
+        refuse_operands(
+            operation, f"rows have {width} channels", f"give a multiple of {SIMD_WIDTH}"
+        )

@@ -1,20 +1,22 @@
 """Work planning for paged decode: split the keys of every row and find prefixes that rows share.
 
-The keys of a row are cut into splits of 256 (`KV_SPLIT_SIZE`), as in Flash-Decoding. Rows whose block tables begin
-with equal spans share these keys, which are read once for all rows (Hydragen, 2402.05099; ChunkAttention, 2402.15220).
-For this, rows are ordered so that each follows one with which it shares the longest prefix, as in a traversal of a
-prefix tree. Rows that read a block of keys together are then adjacent, whatever they share with other rows.
+The keys of a row are cut into splits of 256 (`KV_SPLIT_SIZE`), as in Flash-Decoding. Rows whose
+block tables begin with equal spans share these keys, which are read once for all rows (Hydragen,
+2402.05099; ChunkAttention, 2402.15220). For this, rows are ordered so that each follows one with
+which it shares the longest prefix, as in a traversal of a prefix tree. Rows that read a block of
+keys together are then adjacent, whatever they share with other rows.
 
-Where a row's splits and blocks end does not depend on other rows, and so neither does its result. For row b with n[b]
-keys, split i and the block of 64 keys at position p of its keys:
+Where a row's splits and blocks end does not depend on other rows, and so neither does its result.
+For row b with n[b] keys, split i and the block of 64 keys at position p of its keys:
 
     splits of b = ceil(n[b] / 256),   split i = keys 256 i to min(256 (i + 1), n[b])
-    rows b and c read the block together if spans[b] and spans[c] are equal up to the end of the block
+    rows b and c read the block together if spans[b] and spans[c] are equal up to the end of the
+    block
 
-Loop order of the `plan` kernel, which runs in one thread: order the rows, cut each row, then for each row and split
-make one work item: the plan entries of this split for all rows that read it together. It computes no tensor. In plain
-PyTorch, the keys that a row's entries name, in order, are `torch.cat([k[page, :, begin:end] for page, begin, end in
-spans[b]], 1)`.
+Loop order of the `plan` kernel, which runs in one thread: order the rows, cut each row, then for
+each row and split make one work item: the plan entries of this split for all rows that read it
+together. It computes no tensor. In plain PyTorch, the keys that a row's entries name, in order, are
+`torch.cat([k[page, :, begin:end] for page, begin, end in spans[b]], 1)`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,20 @@ from __future__ import annotations
 from numba import extending, njit
 
 from .jit import store_arg
-from .kv_block_attention import COLUMNS_OFFSET, KEYS_OFFSET, NEXT_BLOCK_OFFSET, SCALES_OFFSET, VALUES_OFFSET
-from .paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE, MAX_ROWS_TOGETHER, PLAN_ENTRY_FIELDS, hash_table_size
+from .kv_block_attention import (
+    COLUMNS_OFFSET,
+    KEYS_OFFSET,
+    NEXT_BLOCK_OFFSET,
+    SCALES_OFFSET,
+    VALUES_OFFSET,
+)
+from .paged_decode import (
+    KV_BLOCK_SIZE,
+    KV_SPLIT_SIZE,
+    MAX_ROWS_TOGETHER,
+    PLAN_ENTRY_FIELDS,
+    hash_table_size,
+)
 from .simd import load_int64, store_value
 
 PLAN_ENTRY_BYTES = (
@@ -48,8 +62,14 @@ def count_shared_spans(args, row, other_row, n):
 
 @njit
 def find_row_with_page(args, row):
-    """Return True if an earlier row begins with the same page; otherwise add this row to the hash table."""
-    hash_table, last, step = args.page_hash_table, hash_table_size(args.batch) - 1, 24 * args.num_spans
+    """Return True if an earlier row begins with the same page; otherwise add this row to the hash
+    table.
+    """
+    hash_table, last, step = (
+        args.page_hash_table,
+        hash_table_size(args.batch) - 1,
+        24 * args.num_spans,
+    )
     page = load_int64(args.spans + step * row)
     n = page & last
     while load_int64(hash_table + 8 * n) >= 0:
@@ -62,7 +82,9 @@ def find_row_with_page(args, row):
 
 @njit
 def order_rows_by_prefix(args):
-    """Insert each row after one with which it shares the most spans, and store the number of shared spans."""
+    """Insert each row after one with which it shares the most spans, and store the number of shared
+    spans.
+    """
     order = args.row_order
     for n in range(hash_table_size(args.batch)):
         store_value(args.page_hash_table + 8 * n, -1)
@@ -72,7 +94,9 @@ def order_rows_by_prefix(args):
             order_index, num_shared = 1, count_shared_spans(args, row, load_int64(order), 0)
         while order_index < row and load_int64(order + 24 * order_index + 8) >= num_shared:
             if load_int64(order + 24 * order_index + 8) == num_shared:
-                num_shared = count_shared_spans(args, row, load_int64(order + 24 * order_index), num_shared)
+                num_shared = count_shared_spans(
+                    args, row, load_int64(order + 24 * order_index), num_shared
+                )
             order_index += 1
         for n in range(row, order_index, -1):
             store_value(order + 24 * n, load_int64(order + 24 * n - 24))
@@ -85,8 +109,8 @@ def order_rows_by_prefix(args):
 def split_row(args, order_index, n):
     """Write where each split of the row at `order_index` begins, from split number n on.
 
-    Also replaces the row's count of shared spans by its shared keys, and stores its number of keys. Returns the next
-    split number; a row without keys has one split.
+    Also replaces the row's count of shared spans by its shared keys, and stores its number of keys.
+    Returns the next split number; a row without keys has one split.
     """
     entry, starts, num_keys, num_shared = args.row_order + 24 * order_index, args.split_starts, 0, 0
     count, spans = args.num_spans, load_int64(entry + 8)
@@ -110,16 +134,26 @@ def split_row(args, order_index, n):
 
 @njit
 def shares_block_with_previous(args, order_index, begin):
-    """Return True if the row at `order_index` has the same block of keys from `begin` on as the row before it."""
+    """Return True if the row at `order_index` has the same block of keys from `begin` on as the row
+    before it.
+    """
     entry = args.row_order + 24 * order_index
     end = min(begin + KV_BLOCK_SIZE, load_int64(entry + 16))
-    return begin < end <= load_int64(entry + 8) and end == min(begin + KV_BLOCK_SIZE, load_int64(entry - 8))
+    return begin < end <= load_int64(entry + 8) and end == min(
+        begin + KV_BLOCK_SIZE, load_int64(entry - 8)
+    )
 
 
 @njit
 def append_plan_entry(args, entry, row_range, position, split_position):
-    """Write a plan entry: the rows that read it, its first key and number of keys, its split. Return the next index."""
-    (order_index, rows), (n, slot, count), (split, is_first_block) = row_range, position, split_position
+    """Write a plan entry: the rows that read it, its first key and number of keys, its split.
+    Return the next index.
+    """
+    (order_index, rows), (n, slot, count), (split, is_first_block) = (
+        row_range,
+        position,
+        split_position,
+    )
     address = args.plan + PLAN_ENTRY_BYTES * entry
     store_value(address, order_index)
     store_value(address + 8, rows)
@@ -133,7 +167,9 @@ def append_plan_entry(args, entry, row_range, position, split_position):
 
 @njit
 def shares_whole_split(args, order_index, rows, begin):
-    """Return True if `rows` rows from `order_index` on share the whole split that begins at key `begin`."""
+    """Return True if `rows` rows from `order_index` on share the whole split that begins at key
+    `begin`.
+    """
     order = args.row_order
     end = min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * order_index + 16))
     for other_index in range(order_index + 1, order_index + rows):
@@ -175,14 +211,22 @@ def plan_split_by_sharing(args, entry, order_index, rows, split):
             first_index = order_index + first
             num_rows = 1
             num_keys = load_int64(order + 24 * (order_index + first) + 16)
-            while first + num_rows < rows and shares_block_with_previous(args, first_index + num_rows, begin):
+            while first + num_rows < rows and shares_block_with_previous(
+                args, first_index + num_rows, begin
+            ):
                 num_rows += 1
             if begin < num_keys:
                 row = load_int64(order + 24 * first_index)
-                n, slot = advance_position(args, row, split_start(args, row, split), begin - KV_SPLIT_SIZE * split)
+                n, slot = advance_position(
+                    args, row, split_start(args, row, split), begin - KV_SPLIT_SIZE * split
+                )
                 position = n, slot, min(KV_BLOCK_SIZE, num_keys - begin)
                 entry = append_plan_entry(
-                    args, entry, (first_index, num_rows), position, (split, 1 if begin == KV_SPLIT_SIZE * split else 0)
+                    args,
+                    entry,
+                    (first_index, num_rows),
+                    position,
+                    (split, 1 if begin == KV_SPLIT_SIZE * split else 0),
                 )
             first += num_rows
     return entry
@@ -190,14 +234,21 @@ def plan_split_by_sharing(args, entry, order_index, rows, split):
 
 @njit
 def max_rows_together(args, num_splits):
-    """Return the maximum number of rows per work item: fewer if threads would be idle. This changes no result."""
+    """Return the maximum number of rows per work item: fewer if threads would be idle. This changes
+    no result.
+    """
     threads = args.num_items
-    return MAX_ROWS_TOGETHER if threads == 1 else max(1, min(MAX_ROWS_TOGETHER, num_splits // (2 * threads)))
+    return (
+        MAX_ROWS_TOGETHER
+        if threads == 1
+        else max(1, min(MAX_ROWS_TOGETHER, num_splits // (2 * threads)))
+    )
 
 
 @njit
 def count_rows_sharing_block(args, order_index, begin, max_rows):
-    """Return the number of rows from `order_index` on that read the block at `begin` together, at most `max_rows`.
+    """Return the number of rows from `order_index` on that read the block at `begin` together, at
+    most `max_rows`.
 
     The last rows are divided evenly rather than leaving a small remainder.
     """
@@ -213,8 +264,13 @@ def count_rows_sharing_block(args, order_index, begin, max_rows):
 
 @njit
 def plan_shared_split(args, entry, order_index, split, max_rows):
-    """Write the plan entries of one split for a row and the following rows that share its first block."""
-    order, rows = args.row_order, count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows)
+    """Write the plan entries of one split for a row and the following rows that share its first
+    block.
+    """
+    order, rows = (
+        args.row_order,
+        count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows),
+    )
     for other_index in range(order_index + 1, order_index + rows):
         first = load_int64(args.row_splits + 24 * load_int64(order + 24 * other_index))
         store_value(args.split_starts + 24 * (first + split) + 16, 1)
@@ -222,7 +278,9 @@ def plan_shared_split(args, entry, order_index, split, max_rows):
         entry = plan_split_by_sharing(args, entry, order_index, rows, split)
     else:
         n, slot = split_start(args, load_int64(order + 24 * order_index), split)
-        count = min(KV_SPLIT_SIZE, load_int64(order + 24 * order_index + 16) - KV_SPLIT_SIZE * split)
+        count = min(
+            KV_SPLIT_SIZE, load_int64(order + 24 * order_index + 16) - KV_SPLIT_SIZE * split
+        )
         entry = append_plan_entry(args, entry, (order_index, rows), (n, slot, count), (split, 1))
     store_arg(args, "max_splits", max(args.max_splits, rows))
     return entry
@@ -230,7 +288,9 @@ def plan_shared_split(args, entry, order_index, split, max_rows):
 
 @njit
 def lay_out_plan_tables(args):
-    """Write the addresses of the plan's tables into the kernel arguments, sized for `args.max_splits` splits."""
+    """Write the addresses of the plan's tables into the kernel arguments, sized for
+    `args.max_splits` splits.
+    """
     max_splits, batch, begin = args.max_splits, args.batch, args.plan
     store_arg(args, "work_items", begin + PLAN_ENTRY_BYTES * 4 * max_splits)
     store_arg(args, "split_starts", args.work_items + 8 * (max_splits + 1))
@@ -242,12 +302,17 @@ def lay_out_plan_tables(args):
 
 @extending.register_jitable
 def plan_split_kv(args):
-    """Kernel `plan`: cut the keys of every row into splits and make the work items that threads take."""
+    """Kernel `plan`: cut the keys of every row into splits and make the work items that threads
+    take.
+    """
     lay_out_plan_tables(args)
     order, n, entry, item = args.row_order, 0, 0, 0
     order_rows_by_prefix(args)
     for order_index in range(args.batch):
-        row_split, end = args.row_splits + 24 * load_int64(order + 24 * order_index), split_row(args, order_index, n)
+        row_split, end = (
+            args.row_splits + 24 * load_int64(order + 24 * order_index),
+            split_row(args, order_index, n),
+        )
         store_value(row_split, n)
         store_value(row_split + 8, end - n)
         store_value(row_split + 16, 0)
@@ -288,26 +353,37 @@ def fill_block_addresses(args, row, n, slot, scratch, count):
 
 @njit
 def prepare_next_block(args, entry, scratch):
-    """Write the addresses of the first block of the next plan entry, for prefetching; return its number of keys."""
+    """Write the addresses of the first block of the next plan entry, for prefetching; return its
+    number of keys.
+    """
     if entry < 0:
         return 0
     entry_address = args.plan + PLAN_ENTRY_BYTES * entry
     row = load_int64(args.row_order + 24 * load_int64(entry_address))
     count = min(load_int64(entry_address + 32), KV_BLOCK_SIZE)
     fill_block_addresses(
-        args, row, load_int64(entry_address + 16), load_int64(entry_address + 24), scratch + NEXT_BLOCK_OFFSET, count
+        args,
+        row,
+        load_int64(entry_address + 16),
+        load_int64(entry_address + 24),
+        scratch + NEXT_BLOCK_OFFSET,
+        count,
     )
     return count
 
 
-# --- Check of the block table -------------------------------------------------------------------------
+# --- Check of the block table ---------------------------------------------------------------------
 
 
 @extending.register_jitable
 def search_invalid_span(args):
-    """Kernel of `find_invalid_span`: goes from the last span to the first, so that the first invalid one remains."""
+    """Kernel of `find_invalid_span`: goes from the last span to the first, so that the first
+    invalid one remains.
+    """
     for n in range(args.num_spans - 1, -1, -1):
         span = args.spans + 24 * n
         page, begin, end = load_int64(span), load_int64(span + 8), load_int64(span + 16)
-        if begin < end and (begin < 0 or end > args.page_size or page < 0 or page >= args.num_pages):
+        if begin < end and (
+            begin < 0 or end > args.page_size or page < 0 or page >= args.num_pages
+        ):
             store_arg(args, "first_invalid", n)

@@ -5,8 +5,8 @@ For each sequence, with its queries q, keys k and values v of one head:
     w = softmax(scale * q k^T)        o = w v        (causal: query t reads keys 0 to t)
 
 In plain PyTorch this is one `F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal,
-enable_gqa=True)` per sequence, on transposed tensors. Queries and keys of a sequence may come from different places, as
-in cross-attention.
+enable_gqa=True)` per sequence, on transposed tensors. Queries and keys of a sequence may come from
+different places, as in cross-attention.
 
 `varlen_attention_kernel` holds the kernels and their loop order.
 """
@@ -29,8 +29,12 @@ from .operand_checks import FLOAT, OperandChecks, check_groups, check_indices, c
 class VarlenArgs(ParallelKernelArgs):
     """Kernel arguments; strides count bytes. A work item is one sequence and one key head."""
 
-    sequences: Int64Arg = None  # [sequences, 4]: first query, number of queries, first key, number of keys
-    q: StridedArg = None  # [tokens, num_kv_heads x group_size, dim], with its token and head strides
+    sequences: Int64Arg = (
+        None  # [sequences, 4]: first query, number of queries, first key, number of keys
+    )
+    q: StridedArg = (
+        None  # [tokens, num_kv_heads x group_size, dim], with its token and head strides
+    )
     q_token_stride: int = 0
     q_head_stride: int = 0
     k: StridedArg = None  # [tokens, num_kv_heads, dim]
@@ -45,14 +49,18 @@ class VarlenArgs(ParallelKernelArgs):
     vdim: int = 0
     scale: float = 0.0
     causal: int = 0  # 1 if query t of a sequence reads only keys 0 to t
-    output: TensorArg = None  # forward the output [tokens, heads, vdim]; backward the gradient of the queries
+    output: TensorArg = (
+        None  # forward the output [tokens, heads, vdim]; backward the gradient of the queries
+    )
     grad: TensorArg = None  # [tokens, heads, vdim]
     d_k: TensorArg = None  # [tokens, num_kv_heads, dim]
     d_v: TensorArg = None  # [tokens, num_kv_heads, vdim]
 
 
 def varlen_scratch_size(max_length: int, dim: int, vdim: int) -> int:
-    """Return the scratch elements per thread: key indices, transposed keys and values, weights and their gradients."""
+    """Return the scratch elements per thread: key indices, transposed keys and values, weights and
+    their gradients.
+    """
     padded_length = -(-max_length // SIMD_WIDTH) * SIMD_WIDTH
     return SIMD_WIDTH + padded_length * (dim + vdim + 2 * max_length)
 
@@ -64,25 +72,34 @@ VARLEN_KERNELS = ParallelKernelSet(
     backward=("varlen_backward", VarlenArgs),
 )
 
-# --- The operation `headwise::varlen_attention` -------------------------------------------------------------------
+# --- The operation `headwise::varlen_attention` ---------------------------------------------------
 
 SequenceTable = tuple[Tensor, int]
 CHECKS = OperandChecks(
-    "varlen_attention", q=FLOAT + "N H K", k="M G K", v="M G V", sequences="int64: * 4", grad="N H V?"
+    "varlen_attention",
+    q=FLOAT + "N H K",
+    k="M G K",
+    v="M G V",
+    sequences="int64: * 4",
+    grad="N H V?",
 )
 
 
 @torch.library.custom_op("headwise::varlen_attention", mutates_args=(), device_types="cpu")
-def attend_varlen(qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float) -> Tensor:
-    """Return o [N, H, V], attention within each packed sequence, for q [N, H, K], k [M, G, K] and v [M, G, V].
+def attend_varlen(
+    qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float
+) -> Tensor:
+    """Return o [N, H, V], attention within each packed sequence, for q [N, H, K], k [M, G, K] and v
+    [M, G, V].
 
-    `sequences` [N, 4] holds for each sequence its first query, the number of queries, its first key and the number of
-    keys; no number of queries or keys exceeds `max_length`. If `causal`, query t of a sequence reads its keys 0 to t.
+    `sequences` [N, 4] holds for each sequence its first query, the number of queries, its first key
+    and the number of keys; no number of queries or keys exceeds `max_length`. If `causal`, query t
+    of a sequence reads its keys 0 to t.
 
     >>> ones = torch.ones(3, 1, 16)
-    >>> attend_varlen([ones, ones, ones.cumsum(0)], torch.tensor([[0, 1, 0, 1], [1, 2, 1, 2]]), 2, True, 1.0)[
-    ...     :, 0, 0
-    ... ].tolist()
+    >>> attend_varlen(
+    ...     [ones, ones, ones.cumsum(0)], torch.tensor([[0, 1, 0, 1], [1, 2, 1, 2]]), 2, True, 1.0
+    ... )[:, 0, 0].tolist()
     [1.0, 2.0, 2.5]
     """
     _check_operands(qkv, sequences, max_length, None)
@@ -104,17 +121,24 @@ def attend_varlen_backward(
     args = _make_args(padded, (sequences, max_length), causal, scale)
     args = args.replace(output=d_q, grad=_pad_rows(grad).contiguous(), d_k=d_k, d_v=d_v)
     VARLEN_KERNELS.launch("backward", d_q.dtype, args)
-    return [d if d.shape == t.shape else d[..., : t.shape[2]].contiguous() for d, t in zip(grads, qkv, strict=True)]
+    return [
+        d if d.shape == t.shape else d[..., : t.shape[2]].contiguous()
+        for d, t in zip(grads, qkv, strict=True)
+    ]
 
 
-def _check_operands(qkv: list[Tensor], sequences: Tensor, max_length: int, grad: Tensor | None) -> None:
+def _check_operands(
+    qkv: list[Tensor], sequences: Tensor, max_length: int, grad: Tensor | None
+) -> None:
     """Raise ValueError for tensors that do not fit each other, or sequences outside them."""
     CHECKS.check(*qkv, sequences, grad)
     check_groups("varlen_attention", qkv[0].shape[1], qkv[1].shape[1])
     first_query, queries, first_key, keys = sequences.unbind(1)
     check_ranges("varlen_attention", "sequences", first_query, queries, len(qkv[0]))
     check_ranges("varlen_attention", "sequences", first_key, keys, len(qkv[1]))
-    check_indices("varlen_attention", "the lengths of sequences", sequences[:, 1::2], max_length + 1)
+    check_indices(
+        "varlen_attention", "the lengths of sequences", sequences[:, 1::2], max_length + 1
+    )
 
 
 def _pad_rows(t: Tensor) -> Tensor:
@@ -124,7 +148,9 @@ def _pad_rows(t: Tensor) -> Tensor:
     return t if t.stride(2) == 1 else t.contiguous()
 
 
-def _make_args(qkv: list[Tensor], sequence_table: SequenceTable, causal: bool, scale: float) -> VarlenArgs:
+def _make_args(
+    qkv: list[Tensor], sequence_table: SequenceTable, causal: bool, scale: float
+) -> VarlenArgs:
     """Return the kernel arguments of a call, without the tensors that the kernel writes."""
     (sequences, max_length), (q, k, v) = sequence_table, qkv
     itemsize, num_kv_heads = q.itemsize, k.shape[1]
@@ -156,7 +182,9 @@ def _(qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale
 
 
 @attend_varlen_backward.register_fake
-def _(grad: Tensor, qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float) -> list[Tensor]:
+def _(
+    grad: Tensor, qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float
+) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in qkv]
 
 

@@ -5,13 +5,14 @@ For the queries q, keys k and values v of one sequence and head, and the gradien
     w = softmax(scale q k^T),  o = w v                     causal: query t reads keys 0 to t
     dv = w^T g,  du = g v^T,  ds = scale w * (du - rowsum(w * du)),  dq = ds k,  dk = ds^T q
 
-In plain PyTorch, for one sequence: `o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
-enable_gqa=True)` and `dq, dk, dv = torch.autograd.grad(o, (q, k, v), g)`.
+In plain PyTorch, for one sequence: `o = F.scaled_dot_product_attention(q, k, v, is_causal=causal,
+scale=scale, enable_gqa=True)` and `dq, dk, dv = torch.autograd.grad(o, (q, k, v), g)`.
 
-Loop order: one work item is one sequence and one key head, whose queries and keys fit the nearest caches. It transposes
-the keys into the scratch buffer, then loops over the query heads of the group; each of these makes its products by
-`gemm`. The kernel reads and writes rows in place: nothing is grouped or padded by sequence. All scores of a head are
-kept at once, and computed again in the backward pass.
+Loop order: one work item is one sequence and one key head, whose queries and keys fit the nearest
+caches. It transposes the keys into the scratch buffer, then loops over the query heads of the
+group; each of these makes its products by `gemm`. The kernel reads and writes rows in place:
+nothing is grouped or padded by sequence. All scores of a head are kept at once, and computed again
+in the backward pass.
 """
 
 from __future__ import annotations
@@ -45,25 +46,40 @@ from .simd import (
 @njit
 def transpose_rows(dtype, to, source, step, rows, width):
     """Write rows as columns, padded with zeros to whole vectors."""
-    size, column_bytes = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * round_up_to_simd(rows)
+    size, column_bytes = (
+        simd.compute_itemsize(dtype),
+        simd.compute_itemsize(dtype) * round_up_to_simd(rows),
+    )
     for c in range(width if rows else 0):
-        store_value(to + column_bytes * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(dtype, 0)))
+        store_value(
+            to + column_bytes * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(dtype, 0))
+        )
         for n in range(rows):
-            store_value(to + column_bytes * c + size * n, load_scalar(dtype, source + step * n + size * c))
+            store_value(
+                to + column_bytes * c + size * n, load_scalar(dtype, source + step * n + size * c)
+            )
 
 
 @njit
 def softmax_scores(dtype, args, scores, indices, queries, keys):
     """Replace products x by weights, softmax(scale * x) over the keys that each query may read."""
     size, padded_keys = simd.compute_itemsize(dtype), round_up_to_simd(keys)
-    minus_inf, scale = simd.as_compute_scalar(dtype, -math.inf), splat(simd.as_compute_scalar(dtype, args.scale))
+    minus_inf, scale = (
+        simd.as_compute_scalar(dtype, -math.inf),
+        splat(simd.as_compute_scalar(dtype, args.scale)),
+    )
     index = load_vector(dtype, indices)
     for t in range(queries):
         count = min(t + 1, keys) if args.causal else keys
         maxima, sums = splat(minus_inf), splat(simd.as_compute_scalar(dtype, 0))
         for c in range(0, padded_keys, SIMD_WIDTH):
             limit = splat(simd.as_compute_scalar(dtype, count - c))
-            score = select_below(index, limit, vec_mul(load_vector(dtype, scores + size * c), scale), splat(minus_inf))
+            score = select_below(
+                index,
+                limit,
+                vec_mul(load_vector(dtype, scores + size * c), scale),
+                splat(minus_inf),
+            )
             store_value(scores + size * c, score)
             maxima = vec_max(maxima, score)
         row_max = reduce_max(maxima)
@@ -95,13 +111,18 @@ def softmax_backward(dtype, args, weights, grads, queries, keys):
         for c in range(begin, begin + size * padded_keys, size * SIMD_WIDTH):
             store_value(
                 grads + c,
-                vec_mul(vec_mul(load_vector(dtype, weights + c), scale), vec_sub(load_vector(dtype, grads + c), mean)),
+                vec_mul(
+                    vec_mul(load_vector(dtype, weights + c), scale),
+                    vec_sub(load_vector(dtype, grads + c), mean),
+                ),
             )
 
 
 @njit
 def sequence_of_item(args, item):
-    """Return first query, number of queries, first key, number of keys and key head of a work item."""
+    """Return first query, number of queries, first key, number of keys and key
+    head of a work item.
+    """
     groups = args.num_kv_heads
     sequence = args.sequences + 32 * (item // groups)
     return (
@@ -120,13 +141,22 @@ def recompute_weights(dtype, args, q, scratch, sequence):
     _, queries, _, count, _ = sequence
     size, dim, padded_keys = simd.compute_itemsize(dtype), args.dim, round_up_to_simd(count)
     a = (q, args.q_token_stride, size)
-    gemm(dtype, (weights, size * padded_keys), a, (keys, size * padded_keys), (queries, padded_keys, dim), False)
+    gemm(
+        dtype,
+        (weights, size * padded_keys),
+        a,
+        (keys, size * padded_keys),
+        (queries, padded_keys, dim),
+        False,
+    )
     softmax_scores(dtype, args, weights, indices, queries, count)
 
 
 @extending.register_jitable
 def varlen_forward(dtype, args, item, indices):
-    """Forward kernel: one sequence and the query heads of one key head; scores, softmax, weighted values."""
+    """Forward kernel: one sequence and the query heads of one key head; scores, softmax, weighted
+    values.
+    """
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     group_size, output_stride = args.group_size, size * vdim * args.num_kv_heads * args.group_size
     fill_indices(dtype, indices)
@@ -142,7 +172,14 @@ def varlen_forward(dtype, args, item, indices):
         to = args.output + output_stride * first + size * vdim * h
         recompute_weights(dtype, args, q, (indices, keys, weights), sequence)
         shape = queries, vdim, count
-        gemm(dtype, (to, output_stride), (weights, row_bytes, size), (v, args.v_token_stride), shape, False)
+        gemm(
+            dtype,
+            (to, output_stride),
+            (weights, row_bytes, size),
+            (v, args.v_token_stride),
+            shape,
+            False,
+        )
 
 
 @njit
@@ -158,7 +195,11 @@ def backward_head(dtype, args, h, scratch, sequence):
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     indices, keys, values = scratch
     first, queries, begin, count, g = sequence
-    row_bytes, groups, group_size = size * round_up_to_simd(count), args.num_kv_heads, args.group_size
+    row_bytes, groups, group_size = (
+        size * round_up_to_simd(count),
+        args.num_kv_heads,
+        args.group_size,
+    )
     weights = values + row_bytes * vdim
     weight_grads, accumulate = weights + row_bytes * queries, h > g * group_size
     q = args.q + args.q_token_stride * first + args.q_head_stride * h
@@ -176,12 +217,26 @@ def backward_head(dtype, args, h, scratch, sequence):
     )
     to = args.d_v + size * vdim * (groups * begin + g)
     shape = count, vdim, queries
-    gemm(dtype, (to, size * vdim * groups), (weights, size, row_bytes), (grad, step), shape, accumulate)
+    gemm(
+        dtype,
+        (to, size * vdim * groups),
+        (weights, size, row_bytes),
+        (grad, step),
+        shape,
+        accumulate,
+    )
     softmax_backward(dtype, args, weights, weight_grads, queries, count)
     output_stride = size * dim * groups * group_size
     to = args.output + output_stride * first + size * dim * h
     shape = queries, dim, count
-    gemm(dtype, (to, output_stride), (weight_grads, row_bytes, size), (k, args.k_token_stride), shape, False)
+    gemm(
+        dtype,
+        (to, output_stride),
+        (weight_grads, row_bytes, size),
+        (k, args.k_token_stride),
+        shape,
+        False,
+    )
     to = args.d_k + size * dim * (groups * begin + g)
     gemm(
         dtype,
@@ -195,7 +250,9 @@ def backward_head(dtype, args, h, scratch, sequence):
 
 @extending.register_jitable
 def varlen_backward(dtype, args, item, indices):
-    """Backward kernel: one sequence and the query heads of one key head; weights again, then all gradients."""
+    """Backward kernel: one sequence and the query heads of one key head; weights again, then all
+    gradients.
+    """
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     group_size = args.group_size
     fill_indices(dtype, indices)

@@ -1,4 +1,6 @@
-"""Runs of document 003, sections 4 and 5: attention beside RNN and CNN, its variants, and the listing."""
+"""Runs of document 003, sections 4 and 5: attention beside RNN and CNN, its variants, and the
+listing.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,41 @@ from ..presets import design, from_toml
 from .attention_mechanism import gru_steps
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_curves
-from .measured_layers import largest_difference, make_layer, sample, table_beside_convolution, table_beside_recurrence
+from .measured_layers import (
+    largest_difference,
+    make_layer,
+    sample,
+    table_beside_convolution,
+    table_beside_recurrence,
+)
 
 __all__ = ["table_beside_convolution", "table_beside_recurrence"]  # runs of this document's tables
 
 
 def compare_with_recurrence(*, tokens: int = 4096, model: int = 512) -> Outcome:
-    """Sequential steps, path lengths and FLOPs of self-attention and a GRU; attention costs less up to n = d."""
-    layers = {layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers}
+    """Sequential steps, path lengths and FLOPs of self-attention and a GRU; attention costs less up
+    to n = d.
+    """
+    layers = {
+        layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers
+    }
     attention, gru = layers["self-attention"], layers["GRU"]
-    numbers = {"attention_serial": attention.serial, "gru_serial": gru.serial, "attention_path": attention.path}
+    numbers = {
+        "attention_serial": attention.serial,
+        "gru_serial": gru.serial,
+        "attention_path": attention.path,
+    }
     numbers |= {"gru_path": gru.path, "attention_flops": attention.flops, "gru_flops": gru.flops}
     numbers |= {"dearer": gru.dearer or 0, "tokens": tokens, "model": model}
     return judge_condition(attention.flops > gru.flops, (gru.dearer or 1) <= 1, **numbers)
 
 
 def stream_of_keys(*, rescale: bool = True) -> Outcome:
-    """Keys and values read once, one after the other, with a running maximum: equal to attention in any order.
+    """Keys and values read once, one after the other, with a running maximum: equal to attention in
+    any order.
 
-    The states of a GRU depend on the order; attention does not. `rescale` corrects the sums when the maximum grows.
+    The states of a GRU depend on the order; attention does not. `rescale` corrects the sums when
+    the maximum grows.
     """
     q, k, v = sample(1, 5), sample(2, 11, 5), sample(3, 11, 3)
     whole = attend(q[None], k, v)[0][0]
@@ -48,7 +66,9 @@ def stream_of_keys(*, rescale: bool = True) -> Outcome:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gru = nn.GRU(5, 5).double()
-    changed = largest_difference(gru_steps(gru, k)[-1].detach(), gru_steps(gru, k.flip(0))[-1].detach())
+    changed = largest_difference(
+        gru_steps(gru, k)[-1].detach(), gru_steps(gru, k.flip(0))[-1].detach()
+    )
     random_access = max(streamed, permuted) > 1e-12
     return judge(random_access, streamed=streamed, permuted=permuted, gru=changed)
 
@@ -65,21 +85,31 @@ def _stream(q: Tensor, k: Tensor, v: Tensor, rescale: bool) -> Tensor:
 
 
 def inductive_bias(*, pattern: str = "full()") -> Outcome:
-    """Attention commutes with every permutation of the tokens; a convolution commutes with shifts alone."""
-    layer, x, kernel = make_layer(design(model=8, heads=2, pattern=pattern)), sample(1, 7, 8), sample(2, 8, 8, 3)
+    """Attention commutes with every permutation of the tokens; a convolution commutes with shifts
+    alone.
+    """
+    layer, x, kernel = (
+        make_layer(design(model=8, heads=2, pattern=pattern)),
+        sample(1, 7, 8),
+        sample(2, 8, 8, 3),
+    )
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
 
     def convolve(x: Tensor) -> Tensor:
         return F.conv1d(F.pad(x.T[None], (1, 1), mode="circular"), kernel)[0].T
 
-    attention = largest_difference(layer(x[None, order])[0].detach(), layer(x[None])[0, order].detach())
+    attention = largest_difference(
+        layer(x[None, order])[0].detach(), layer(x[None])[0, order].detach()
+    )
     convolution = largest_difference(convolve(x[order]), convolve(x)[order])
     shifted = largest_difference(convolve(x.roll(2, 0)), convolve(x).roll(2, 0))
     return judge(attention > 1e-9, attention=attention, convolution=convolution, shifted=shifted)
 
 
 def shared_by_positions(*, pattern: str = "full()") -> Outcome:
-    """Parameters for 10 and 10,000 tokens, and the derivative of one output by another token's input."""
+    """Parameters for 10 and 10,000 tokens, and the derivative of one output by another token's
+    input.
+    """
     spec = design(model=16, heads=2, pattern=pattern)
     layer, x = make_layer(spec), sample(1, 5, 16)
     jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
@@ -88,16 +118,21 @@ def shared_by_positions(*, pattern: str = "full()") -> Outcome:
 
 
 def receptive_field(*, kernel: int = 3, tokens: int = 4096) -> Outcome:
-    """Layers until the first token reaches the last: a convolution, a dilated one, and attention."""
+    """Layers until the first token reaches the last: a convolution, a dilated
+    one, and attention.
+    """
     sizes = LayerSizes(tokens, 512, kernel=kernel)
     layers = {layer.name: layer.path for layer in ComplexityTable.from_sizes(sizes).layers}
     numbers = {"convolution": layers["convolution"], "dilated": layers["dilated convolution"]}
     attention = layers["self-attention"]
-    return judge(numbers["convolution"] > attention == 1, **numbers, attention=attention, tokens=tokens)
+    return judge(
+        numbers["convolution"] > attention == 1, **numbers, attention=attention, tokens=tokens
+    )
 
 
 def linear_attention(*, spread: float = 1.0) -> Outcome:
-    """Linear attention with elu features beside softmax attention, a Performer, and the blockwise algorithm.
+    """Linear attention with elu features beside softmax attention, a Performer, and the blockwise
+    algorithm.
 
     `spread` scales queries and keys; at 0 all weights are uniform.
     """
@@ -132,10 +167,11 @@ normaliser = {{part = "Sum"}}"""
 
 
 def performer_errors(*, samples: int = 16, draws: tuple[int, ...] = DRAWS) -> dict[int, float]:
-    """Root mean square of ||o - o_exact|| / ||o_exact|| over samples of FAVOR+ features, for each number of them.
+    """Root mean square of ||o - o_exact|| / ||o_exact|| over samples of FAVOR+ features, for each
+    number of them.
 
-    Queries and keys of 32 random tokens have a quarter of the usual scale; at the usual one, means of so few features
-    have heavy tails.
+    Queries and keys of 32 random tokens have a quarter of the usual scale; at the usual one, means
+    of so few features have heavy tails.
     """
     x, plain = sample(1, 1, 32, 16), make_layer(design(model=16, heads=2))
     weights = plain.state_dict()
@@ -147,13 +183,18 @@ def performer_errors(*, samples: int = 16, draws: tuple[int, ...] = DRAWS) -> di
         for seed in range(samples):
             layer = Attention(from_toml(PERFORMER.format(draws=count, seed=seed))).double()
             layer.load_state_dict(weights, strict=False)  # all but the directions of the features
-            squares.append(float((layer.head_outputs(x).detach() - exact).square().sum() / exact.square().sum()))
+            squares.append(
+                float(
+                    (layer.head_outputs(x).detach() - exact).square().sum() / exact.square().sum()
+                )
+            )
         errors[count] = math.sqrt(sum(squares) / samples)
     return errors
 
 
 def performer_curve(*, draws: tuple[int, ...] = DRAWS, repeated: bool = False) -> Outcome:
-    """The slope of the error of a Performer over its number of features, both logarithmic; -1/2 for samples.
+    """The slope of the error of a Performer over its number of features, both logarithmic; -1/2 for
+    samples.
 
     `repeated` features are copies of the first ones, which estimate nothing more.
     """
@@ -161,12 +202,21 @@ def performer_curve(*, draws: tuple[int, ...] = DRAWS, repeated: bool = False) -
     errors |= dict.fromkeys(draws, errors[draws[0]]) if repeated else {}
     xs, ys = ([math.log(number) for number in numbers] for numbers in (errors, errors.values()))
     middle = sum(xs) / len(xs)
-    slope = sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
-    numbers = {"few": draws[0], "error_few": errors[draws[0]], "many": draws[-1], "error_many": errors[draws[-1]]}
+    slope = sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum(
+        (x - middle) ** 2 for x in xs
+    )
+    numbers = {
+        "few": draws[0],
+        "error_few": errors[draws[0]],
+        "many": draws[-1],
+        "error_many": errors[draws[-1]],
+    }
     outcome = judge(-0.6 < slope < -0.4, **numbers, slope=slope)
     line = {count: errors[draws[0]] * (draws[0] / count) ** 0.5 for count in draws}
     named = [("measured", errors), ("1 / sqrt(m)", line)]
-    return Outcome(outcome.verdict, outcome.numbers, draw_curves(named, "random features m", "relative error"))
+    return Outcome(
+        outcome.verdict, outcome.numbers, draw_curves(named, "random features m", "relative error")
+    )
 
 
 def sparse_pairs(*, pattern: str = "window(64)") -> Outcome:
@@ -187,9 +237,15 @@ def _required_core(pattern: str, tokens: int) -> int:
 
 
 def linear_growth(*, layer: str = "linear") -> Outcome:
-    """Growth of the FLOPs of a layer of `headwise cost --complexity` when the length doubles from 65,536."""
+    """Growth of the FLOPs of a layer of `headwise cost --complexity` when the length doubles from
+    65,536.
+    """
     flops = [
-        next(row.flops for row in ComplexityTable.from_sizes(LayerSizes(tokens, 64)).layers if row.name == layer)
+        next(
+            row.flops
+            for row in ComplexityTable.from_sizes(LayerSizes(tokens, 64)).layers
+            if row.name == layer
+        )
         for tokens in (65536, 131072)
     ]
     return judge(flops[1] / flops[0] < 2.05, growth=flops[1] / flops[0])
@@ -206,19 +262,27 @@ def listing_on_visible_rows(*, fill: float = -1e9, largest: float = 1.0) -> Outc
     equal = largest_difference(_listing(q, k, v, mask, fill)[0], attend(q, k, v, mask)[0])
     mask[0, 1] = False
     theirs, ours = _listing(q, k, v, mask, fill), attend(q, k, v, mask)[0]
-    numbers = {"visible": equal, "weight": float(theirs[1][0, 1, 0]), "ours": float(ours[0, 1].abs().max())}
+    numbers = {
+        "visible": equal,
+        "weight": float(theirs[1][0, 1, 0]),
+        "ours": float(ours[0, 1].abs().max()),
+    }
     return judge_condition(equal < 1e-12, abs(numbers["weight"]) < 1e-12, **numbers)
 
 
 def _listing(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, fill: float) -> tuple[Tensor, Tensor]:
     """Output and weights by the five steps of the listing."""
-    scores = torch.matmul(q, k.transpose(-2, -1)) / torch.sqrt(torch.tensor(q.size(-1), dtype=q.dtype))
+    scores = torch.matmul(q, k.transpose(-2, -1)) / torch.sqrt(
+        torch.tensor(q.size(-1), dtype=q.dtype)
+    )
     weights = F.softmax(scores.masked_fill(mask == 0, fill), dim=-1)
     return torch.matmul(weights, v), weights
 
 
 def masking_constant(*, fill: float = -1e9) -> Outcome:
-    """Four faults of a finite masking constant: float16, a fully masked row, lost differences, a very low score."""
+    """Four faults of a finite masking constant: float16, a fully masked row, lost differences, a
+    very low score.
+    """
     try:
         torch.zeros(2, dtype=torch.float16).masked_fill(torch.tensor([True, False]), fill)
         half = "no error"
@@ -228,16 +292,26 @@ def masking_constant(*, fill: float = -1e9) -> Outcome:
     ours = attend(torch.zeros(1, 2), torch.zeros(4, 2), torch.ones(4, 2), torch.zeros(1, 4))[0]
     added = torch.tensor([1.0, 30.0]) + fill
     low = torch.tensor([-2e9, 0.0]).masked_fill(torch.tensor([False, True]), fill).softmax(-1)
-    numbers = {"uniform": float(row[0]), "ours": float(ours.abs().max()), "kept": float(added[1] - added[0])}
+    numbers = {
+        "uniform": float(row[0]),
+        "ours": float(ours.abs().max()),
+        "kept": float(added[1] - added[0]),
+    }
     faultless = half == "no error" and not numbers["uniform"] > 0 and float(low[1]) == 0.0
     return judge(faultless, half=half, masked_weight=float(low[1]), **numbers)
 
 
 def scale_tensor(*, as_tensor: bool = True) -> Outcome:
-    """Tensor operations of the scaling step with a tensor that is made in each call, and with a number."""
+    """Tensor operations of the scaling step with a tensor that is made in each call, and with a
+    number.
+    """
     scores, calls = sample(1, 7, 7), _CountCalls()
     with calls:
-        divided = scores / torch.sqrt(torch.tensor(64, dtype=torch.float32)) if as_tensor else scores / math.sqrt(64)
+        divided = (
+            scores / torch.sqrt(torch.tensor(64, dtype=torch.float32))
+            if as_tensor
+            else scores / math.sqrt(64)
+        )
     difference = largest_difference(divided, scores / 8)
     return judge(calls.count <= 1, operations=calls.count, difference=difference)
 
@@ -264,7 +338,9 @@ def separate_value_length(*, keys: int = 11, values: int = 7) -> Outcome:
 
 
 def half_precision(*, dtype: torch.dtype = torch.float16) -> Outcome:
-    """Error of softmax weights over 4,096 keys when scores and sums are in half precision, and in float32."""
+    """Error of softmax weights over 4,096 keys when scores and sums are in half precision, and in
+    float32.
+    """
     scores = sample(1, 64, 4096)
     exact = scores.softmax(-1)
     exponentials = scores.to(dtype).exp()
@@ -273,10 +349,17 @@ def half_precision(*, dtype: torch.dtype = torch.float16) -> Outcome:
         total = total + column  # rounded to dtype after every key
     low = exponentials / total[:, None]
     single = scores.float().softmax(-1)
-    errors = {name: float(((w.double() - exact) / exact).abs().max()) for name, w in (("low", low), ("single", single))}
+    errors = {
+        name: float(((w.double() - exact) / exact).abs().max())
+        for name, w in (("low", low), ("single", single))
+    }
     large = math.isinf(float(torch.tensor(12.0).to(dtype).exp()))
-    bound = 10.0 ** math.ceil(math.log10(errors["single"]))  # the digits of a rounding error differ between machines
-    return judge(errors["low"] < 100 * errors["single"], low=errors["low"], bound=bound, overflow=str(large))
+    bound = 10.0 ** math.ceil(
+        math.log10(errors["single"])
+    )  # the digits of a rounding error differ between machines
+    return judge(
+        errors["low"] < 100 * errors["single"], low=errors["low"], bound=bound, overflow=str(large)
+    )
 
 
 def gradient_checkpointing(*, recompute: bool = True) -> Outcome:
@@ -294,7 +377,9 @@ def gradient_checkpointing(*, recompute: bool = True) -> Outcome:
 
 
 def half_of_the_encoding(*, halves: str = "sine") -> Outcome:
-    """Error of writing PE(pos + 5) as a linear map of PE(pos): with sines alone, and with sines and cosines."""
+    """Error of writing PE(pos + 5) as a linear map of PE(pos): with sines alone, and with sines and
+    cosines.
+    """
     table = sinusoidal_table(torch.arange(64), 16)
     errors = {"sine": _shift_error(table[:, ::2]), "both": _shift_error(table)}
     return judge(errors[halves] < 1e-9, **errors)
@@ -307,7 +392,9 @@ def _shift_error(table: Tensor, shift: int = 5) -> float:
 
 
 def rotary_scores(*, rotary: bool = True) -> Outcome:
-    """Spread of the scores at equal distance, when all tokens are equal: rotary and sinusoidal positions."""
+    """Spread of the scores at equal distance, when all tokens are equal: rotary and sinusoidal
+    positions.
+    """
     modifiers = 'modifiers = [{part = "Rotary"}]' if rotary else ""
     layer = make_layer(from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\n{modifiers}"))
     x = sample(1, 1, 1, 16).expand(1, 9, 16)
@@ -329,20 +416,28 @@ def log_sum_exp(*, largest: float = 1000.0) -> Outcome:
 
 
 def relative_positions(*, absolute: bool = False) -> Outcome:
-    """Change of the outputs if all tokens move by 100 positions: a bias by distance in the scores, or sinusoids."""
+    """Change of the outputs if all tokens move by 100 positions: a bias by distance in the scores,
+    or sinusoids.
+    """
     modifiers = "" if absolute else 'modifiers = [{part = "Alibi"}]'
-    layer = make_layer(from_toml(f'model = 16\nheads = {{q = 2, dim = 8}}\npattern = "causal()"\n{modifiers}'))
+    layer = make_layer(
+        from_toml(f'model = 16\nheads = {{q = 2, dim = 8}}\npattern = "causal()"\n{modifiers}')
+    )
     x, outputs = sample(1, 1, 9, 16), []
     for start in (0, 100):
         positions = torch.arange(start, start + 9)
         tokens = SequenceInfo(positions[None], torch.zeros(1, 9, dtype=torch.long))
-        outputs.append(layer(x + sinusoidal_table(positions, 16) if absolute else x, sequence=tokens).detach())
+        outputs.append(
+            layer(x + sinusoidal_table(positions, 16) if absolute else x, sequence=tokens).detach()
+        )
     change = largest_difference(*outputs)
     return judge(change < 1e-12, change=change)
 
 
 def order_of_attention(*, model: int = 512) -> Outcome:
-    """Growth of the FLOPs of self-attention when the length doubles from 64, and from 65,536, at this width."""
+    """Growth of the FLOPs of self-attention when the length doubles from 64, and from 65,536, at
+    this width.
+    """
     growth = {}
     for tokens in (64, 65536):
         flops = [
@@ -350,11 +445,15 @@ def order_of_attention(*, model: int = 512) -> Outcome:
             for length in (tokens, 2 * tokens)
         ]
         growth[f"from_{tokens}"] = flops[1] / flops[0]
-    return judge_condition(growth["from_65536"] > 3.8, growth["from_64"] > 3.8, **growth, model=model)
+    return judge_condition(
+        growth["from_65536"] > 3.8, growth["from_64"] > 3.8, **growth, model=model
+    )
 
 
 def saved_for_backward(*, fused: bool = True) -> Outcome:
-    """Numbers that autograd keeps of attention of one head of 16 channels: written out, and by one fused call."""
+    """Numbers that autograd keeps of attention of one head of 16 channels: written out, and by one
+    fused call.
+    """
     numbers: dict[str, float] = {}
     for name, is_fused in (("written", False), ("fused", fused)):
         counts = [_count_saved_numbers(tokens, is_fused) for tokens in (256, 512)]

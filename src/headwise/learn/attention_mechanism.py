@@ -1,4 +1,6 @@
-"""Runs of document 003, sections 1 to 3: look-up by content, the formula and its steps, several heads, and RNNs."""
+"""Runs of document 003, sections 1 to 3: look-up by content, the formula and its steps, several
+heads, and RNNs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ __all__ = ["gradient_of_softmax", "score_variance"]
 
 
 def content_lookup(*, scale: float = 200.0, repeated_key: bool = False) -> Outcome:
-    """Query a store with its own unit keys: error of the value at the usual scale, and at a large scale."""
+    """Query a store with its own unit keys: error of the value at the usual scale, and at a large
+    scale.
+    """
     keys, values = F.normalize(sample(1, 6, 8), dim=-1), sample(2, 6, 3)
     if repeated_key:
         keys[1] = keys[0]
@@ -35,7 +39,9 @@ def content_lookup(*, scale: float = 200.0, repeated_key: bool = False) -> Outco
 
 
 def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
-    """Pairs of tokens with a nonzero derivative in one layer: attention, and a convolution of 3 tokens."""
+    """Pairs of tokens with a nonzero derivative in one layer: attention, and a convolution of 3
+    tokens.
+    """
     layer = make_layer(design(model=4, heads=2, pattern=pattern))
     kernel = sample(3, 4, 4, 3)
 
@@ -50,12 +56,16 @@ def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
     pairs = {name: int((size > 0).sum()) for name, size in sizes.items()}
     outcome = judge(pairs["attention"] == tokens**2, **pairs, all=tokens**2)
     names = ("self-attention", "convolution")
-    figure = draw_matrices([(name, size.tolist()) for name, size in zip(names, sizes.values(), strict=True)])
+    figure = draw_matrices(
+        [(name, size.tolist()) for name, size in zip(names, sizes.values(), strict=True)]
+    )
     return Outcome(outcome.verdict, outcome.numbers, figure)
 
 
 def attention_formula(*, power: float = 0.5) -> Outcome:
-    """hw.attend against softmax(Q K^T / d_k^power) V written out, with n = 7 queries and m = 13 keys."""
+    """hw.attend against softmax(Q K^T / d_k^power) V written out, with n = 7 queries and m = 13
+    keys.
+    """
     q, k, v = sample(1, 7, 5), sample(2, 13, 5), sample(3, 13, 3)
     weights = torch.exp(q @ k.T / 5**power)
     written = weights / weights.sum(-1, keepdim=True) @ v
@@ -69,7 +79,9 @@ WORDS = ("我", "爱", "你")
 
 
 def five_steps(*, power: float = 0.5) -> Outcome:
-    """Scores, scaling, mask, softmax and weighted sum of three tokens, step by step, against hw.attend."""
+    """Scores, scaling, mask, softmax and weighted sum of three tokens, step by step, against
+    hw.attend.
+    """
     q = torch.tensor([[1.0, 0.0], [0.5, 1.0], [0.0, 2.0]], dtype=torch.float64)
     k = torch.tensor([[2.0, 1.0], [0.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     v = torch.tensor([[1.0, 2.0], [3.0, 0.0], [5.0, 4.0]], dtype=torch.float64)
@@ -80,16 +92,28 @@ def five_steps(*, power: float = 0.5) -> Outcome:
     output = weights @ v
     difference = largest_difference(output, attend(q, k, v, causal=True)[0])
     row_sum = float(weights.sum(-1).max())
-    steps = [("1 QK^T", scores), ("2 / √d_k", scaled), ("3 mask", masked), ("4 softmax", weights), ("5 · V", output)]
+    steps = [
+        ("1 QK^T", scores),
+        ("2 / √d_k", scaled),
+        ("3 mask", masked),
+        ("4 softmax", weights),
+        ("5 · V", output),
+    ]
     figure = draw_matrices([(name, matrix.tolist()) for name, matrix in steps], WORDS)
-    numbers = {"score_21": float(scores[1, 0]), "scaled_21": float(scaled[1, 0]), "weight_21": float(weights[1, 0])}
+    numbers = {
+        "score_21": float(scores[1, 0]),
+        "scaled_21": float(scaled[1, 0]),
+        "weight_21": float(weights[1, 0]),
+    }
     numbers |= {"output_2": ", ".join(f"{number:.4f}" for number in output[1].tolist())}
     outcome = judge(difference < 1e-12, **numbers, row_sum=row_sum, difference=difference)
     return Outcome(outcome.verdict, outcome.numbers, figure)
 
 
 def causal_mask(*, pattern: str = "causal()", changed: int = 5) -> Outcome:
-    """Change of the outputs before and from a position on, when the tokens from there on are replaced."""
+    """Change of the outputs before and from a position on, when the tokens from there on are
+    replaced.
+    """
     layer, x = make_layer(design(model=12, heads=3, pattern=pattern)), sample(2, 1, 9, 12)
     other = torch.cat([x[:, :changed], sample(3, 1, 9 - changed, 12)], 1)
     difference = (layer(x) - layer(other)).abs().detach()
@@ -98,7 +122,9 @@ def causal_mask(*, pattern: str = "causal()", changed: int = 5) -> Outcome:
 
 
 def multi_head_formula(*, own_projection: bool = True) -> Outcome:
-    """Concat(head_1 .. head_h) W^O with W_i^Q, W_i^K, W_i^V per head, against hw.Attention, with d_v = 5."""
+    """Concat(head_1 .. head_h) W^O with W_i^Q, W_i^K, W_i^V per head, against hw.Attention, with
+    d_v = 5.
+    """
     model, heads, dim, vdim = 12, 3, 4, 5
     layer, x = make_layer(design(model=model, heads=heads, dim=dim, vdim=vdim)), sample(1, 7, model)
     state = layer.state_dict()
@@ -115,7 +141,9 @@ def multi_head_formula(*, own_projection: bool = True) -> Outcome:
 
 
 def cost_by_heads(*, width: int | None = None, tokens: int = 512) -> Outcome:
-    """Parameters, FLOPs and numbers in the score tensor for 1 to 32 heads at d = 512; `width` fixes d_k."""
+    """Parameters, FLOPs and numbers in the score tensor for 1 to 32 heads at d = 512; `width` fixes
+    d_k.
+    """
     numbers: dict[str, int] = {}
     for heads in (1, 8, 32):
         spec = design(model=512, heads=heads, dim=width)
@@ -123,15 +151,23 @@ def cost_by_heads(*, width: int | None = None, tokens: int = 512) -> Outcome:
         work = costs.self_attention_work(spec, batch=1, queries=tokens)
         numbers[f"flops_{heads}"] = costs.required_flops(spec, work)
         numbers[f"scores_{heads}"] = heads * tokens**2
-    equal = all(len({numbers[f"{name}_{heads}"] for heads in (1, 8, 32)}) == 1 for name in ("params", "flops"))
+    equal = all(
+        len({numbers[f"{name}_{heads}"] for heads in (1, 8, 32)}) == 1
+        for name in ("params", "flops")
+    )
     return judge(equal, **numbers)
 
 
 def additive_attention(*, bias: float = 1.0) -> Outcome:
-    """v^T tanh(W_q q + W_k k + b) of Bahdanau, against the scores of headwise; `bias` multiplies b."""
+    """v^T tanh(W_q q + W_k k + b) of Bahdanau, against the scores of headwise;
+    `bias` multiplies b.
+    """
     spec = from_toml('model = 12\nheads = {q = 3, dim = 4}\nsimilarity = {part = "Additive"}')
     layer, x = make_layer(spec, scale=0.5), sample(1, 1, 5, 12)
-    state, q, k = layer.state_dict(), *(_project(layer.state_dict()[f"project.{side}"], x) for side in "qk")
+    state, q, k = (
+        layer.state_dict(),
+        *(_project(layer.state_dict()[f"project.{side}"], x) for side in "qk"),
+    )
     v, b = state["similarity.v"], state["similarity.bias"] * bias
     hidden = torch.tanh(q[:, :, :, None] + k[:, :, None] + b[:, None, None])
     weights = (hidden * v[:, None, None]).sum(-1).softmax(-1)
@@ -147,7 +183,9 @@ def _project(weight: Tensor, x_BTD: Tensor, heads: int = 3) -> Tensor:
 
 
 def fixed_vector(*, steps: int = 12, width: int = 4, decoder_steps: int = 12) -> Outcome:
-    """Rank of the derivative of what a decoder receives by all source vectors: one state, or attention contexts."""
+    """Rank of the derivative of what a decoder receives by all source vectors: one state, or
+    attention contexts.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gru = nn.GRU(width, width, batch_first=True).double()
@@ -156,7 +194,9 @@ def fixed_vector(*, steps: int = 12, width: int = 4, decoder_steps: int = 12) ->
     contexts = torch.func.jacrev(lambda v: attend(queries, x, v)[0])(x)
     fixed = _rank(state.reshape(width, -1))
     free = _rank(contexts.reshape(decoder_steps * width, -1))
-    return judge(fixed <= width < free, fixed=fixed, attention=free, source=steps * width, width=width)
+    return judge(
+        fixed <= width < free, fixed=fixed, attention=free, source=steps * width, width=width
+    )
 
 
 def _rank(matrix: Tensor) -> int:
@@ -178,21 +218,32 @@ def gru_steps(gru: nn.GRU, x_TD: Tensor) -> Tensor:
 
 
 def gradient_by_distance(*, update_bias: float = 0.0, tokens: int = 41) -> Outcome:
-    """Derivative of the last output by the first and by the last but one input: a GRU at its start, and attention."""
+    """Derivative of the last output by the first and by the last but one input: a GRU at its start,
+    and attention.
+    """
     width = 16
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         gru = nn.GRU(width, width).double()
-        dict(gru.named_parameters())["bias_ih_l0"][width : 2 * width] += update_bias  # a gate near 1 copies the state
+        dict(gru.named_parameters())["bias_ih_l0"][width : 2 * width] += (
+            update_bias  # a gate near 1 copies the state
+        )
     layer, x = make_layer(design(model=width, heads=2)), sample(1, tokens, width)
     recurrent = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x).norm(dim=(0, 2)).detach()
     attention = torch.func.jacrev(lambda x: layer(x[None])[0, -1])(x).norm(dim=(0, 2)).detach()
-    numbers = {"gru": float(recurrent[0] / recurrent[-2]), "attention": float(attention[0] / attention[-2])}
-    return judge(numbers["gru"] < 1e-3 and numbers["attention"] > 0.05, **numbers, distance=tokens - 1)
+    numbers = {
+        "gru": float(recurrent[0] / recurrent[-2]),
+        "attention": float(attention[0] / attention[-2]),
+    }
+    return judge(
+        numbers["gru"] < 1e-3 and numbers["attention"] > 0.05, **numbers, distance=tokens - 1
+    )
 
 
 def parallel_equals_sequential(*, pattern: str = "causal()") -> Outcome:
-    """All positions in one call, against one call per position with a KV cache; and the steps that a GRU needs."""
+    """All positions in one call, against one call per position with a KV cache; and the steps that
+    a GRU needs.
+    """
     layer, x = make_layer(design(model=12, heads=3, pattern=pattern)), sample(1, 1, 9, 12)
     whole = layer(x).detach()
     steps = torch.cat([layer(x[:, : t + 1])[:, -1:].detach() for t in range(9)], 1)
@@ -201,19 +252,29 @@ def parallel_equals_sequential(*, pattern: str = "causal()") -> Outcome:
 
 
 def only_attention(*, feed_forward: bool = True) -> Outcome:
-    """Shares of attention and feed-forward layers in the parameters of the Transformer (base), and its recurrences."""
+    """Shares of attention and feed-forward layers in the parameters of the Transformer (base), and
+    its recurrences.
+    """
     model = read_model_spec("transformer-base")
     terms = parameter_terms(model).terms
-    layers = [term for term in terms if "*" in term.name and (feed_forward or ".feed" not in term.name)]
+    layers = [
+        term for term in terms if "*" in term.name and (feed_forward or ".feed" not in term.name)
+    ]
     total = sum(term.value for term in layers)
     feed = sum(term.value for term in layers if ".feed." in term.name) / total
-    attention = sum(term.value for term in layers if ".attention." in term.name or ".cross." in term.name) / total
+    attention = (
+        sum(term.value for term in layers if ".attention." in term.name or ".cross." in term.name)
+        / total
+    )
     recurrent = sum(spec.is_recurrent for _, spec in model.attention_specs())
-    return judge_condition(recurrent == 0, feed == 0, feed=feed, attention=attention, recurrent=recurrent)
+    return judge_condition(
+        recurrent == 0, feed == 0, feed=feed, attention=attention, recurrent=recurrent
+    )
 
 
 def sources_by_step(*, uniform: bool = False) -> Outcome:
-    """Source tokens with the largest weight over the steps of the bundled translator's decoder, in each cross head.
+    """Source tokens with the largest weight over the steps of the bundled translator's decoder, in
+    each cross head.
 
     With `uniform` weights, every step attends to all of them alike.
     """
@@ -225,11 +286,21 @@ def sources_by_step(*, uniform: bool = False) -> Outcome:
             counts.append(len(set(rows.argmax(-1).tolist())))
             steps, source = weights.shape
     fewest, most, mean = min(counts), max(counts), sum(counts) / len(counts)
-    return judge(fewest > 1, fewest=fewest, most=most, mean=mean, steps=steps, source=source, heads=len(counts))
+    return judge(
+        fewest > 1,
+        fewest=fewest,
+        most=most,
+        mean=mean,
+        steps=steps,
+        source=source,
+        heads=len(counts),
+    )
 
 
 def pretrained_models(*, models: Sequence[ModelSpec] | None = None) -> Outcome:
-    """Layers of BERT (base) and GPT-2 with attention, those with a recurrence, and the sides that a token sees."""
+    """Layers of BERT (base) and GPT-2 with attention, those with a recurrence, and the sides that a
+    token sees.
+    """
     specs = [read_model_spec(name) for name in ("bert-base", "gpt2")] if models is None else models
     layers = [block for spec in specs for stack in spec.stacks for block in stack.layers]
     attending = sum(block.attention is not None for block in layers)

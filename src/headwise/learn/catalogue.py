@@ -1,5 +1,6 @@
-"""`Entry`, one formula, table, figure, listing or claim of a source document, `Result`, what its run found, and the
-catalogue of all entries, which reads the text files beside the code, joins them with the runs, and finds topics.
+"""`Entry`, one formula, table, figure, listing or claim of a source document, `Result`, what its
+run found, and the catalogue of all entries, which reads the text files beside the code, joins them
+with the runs, and finds topics.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Text:
-    """One text in both languages; `{name}` is replaced by a number of the run, or by a list of several.
+    """One text in both languages; `{name}` is replaced by a number of the run, or by a list of
+    several.
 
     >>> Text("{n} keys", "{n} 个键").fill("zh", {"n": 3})
     '3 个键'
@@ -54,21 +56,29 @@ class Text:
     def fill(self, language: str, numbers: Mapping[str, Number]) -> str:
         """The text in one language, with the numbers filled in."""
         if language not in LANGUAGES:
-            raise ValueError(f"there is no language {language!r}; use one of {', '.join(LANGUAGES)}")
+            raise ValueError(
+                f"there is no language {language!r}; use one of {', '.join(LANGUAGES)}"
+            )
         with use_language(language):
-            shown = {name: _Shown(value) if isinstance(value, float) else value for name, value in numbers.items()}
+            shown = {
+                name: _Shown(value) if isinstance(value, float) else value
+                for name, value in numbers.items()
+            }
             return (self.zh if language == "zh" else self.en).format_map(shown)
 
 
 class ItemList(str):
-    """Items of a list, separated by a comma and a space; a Chinese text separates them by its own comma."""
+    """Items of a list, separated by a comma and a space; a Chinese text separates them by its own
+    comma.
+    """
 
     def __format__(self, spec: str) -> str:
         return join_items(self.split(", "))
 
 
 class _Shown(float):
-    """A number of a text; rounding errors are printed as <1e-12, because their digits differ between machines.
+    """A number of a text; rounding errors are printed as <1e-12, because their digits differ
+    between machines.
 
     >>> f"{_Shown(2e-16):.0e}, {_Shown(2e-3):.0e}"
     '<1e-12, 2e-03'
@@ -80,7 +90,9 @@ class _Shown(float):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Numbers of one run, the verdict that follows from them, and a figure as SVG if there is one."""
+    """Numbers of one run, the verdict that follows from them, and a figure as
+    SVG if there is one.
+    """
 
     verdict: Verdict
     numbers: Mapping[str, Number] = field(default_factory=dict)
@@ -114,7 +126,8 @@ def judge(holds: bool, **numbers: Number) -> Outcome:
 def judge_condition(holds: bool, holds_without: bool, **numbers: Number) -> Outcome:
     """An outcome for a statement that needs a condition: it must hold with the condition.
 
-    `holds_without` is whether it also holds where the condition is broken; then the condition is not needed.
+    `holds_without` is whether it also holds where the condition is broken; then the condition is
+    not needed.
     """
     if not holds:
         return Outcome(Verdict.WRONG, numbers)
@@ -131,9 +144,10 @@ UNEXPECTED = Text(
 class Entry:
     """One statement of a document, quoted in Chinese, with what is run to check it.
 
-    `verdict` is the expected verdict, and `reason` its reason with placeholders for the numbers of the run. `rows` are
-    ids of errata (C1.4) and of demands (B12). `run` is None for facts about a cited paper, which have nothing to
-    compute. `study` is the study that tests the statement by training.
+    `verdict` is the expected verdict, and `reason` its reason with placeholders for the numbers of
+    the run. `rows` are ids of errata (C1.4) and of demands (B12). `run` is None for facts about a
+    cited paper, which have nothing to compute. `study` is the study that tests the statement by
+    training.
     """
 
     id: str
@@ -173,18 +187,28 @@ class Entry:
             listed = ItemList(", ".join(f"{name} = {value}" for name, value in numbers.items()))
             text, numbers = UNEXPECTED, {"expected": self.verdict.value, "numbers": listed}
         return Result(
-            outcome.numbers, outcome.verdict, text.fill("en", numbers), text.fill("zh", numbers), outcome.figure
+            outcome.numbers,
+            outcome.verdict,
+            text.fill("en", numbers),
+            text.fill("zh", numbers),
+            outcome.figure,
         )
 
 
-# --- The catalogue -----------------------------------------------------------------------------------------
+# --- The catalogue --------------------------------------------------------------------------------
 
 FOLDER = Path(__file__).parent
 # The modules of each document, in reading order; beside each is a .toml file with its texts.
 MODULES = {
     "000": ("self_attention_basics",),
     "001": ("parameters_and_scaling",),
-    "002": ("multi_head_idea", "multi_head_analysis", "multi_head_code", "head_variants", "cited_papers"),
+    "002": (
+        "multi_head_idea",
+        "multi_head_analysis",
+        "multi_head_code",
+        "head_variants",
+        "cited_papers",
+    ),
     "003": ("attention_mechanism", "attention_comparison", "misconceptions"),
     "004": ("kernel_lookup",),
 }
@@ -250,7 +274,8 @@ def load_entries() -> list[Entry]:
 
 
 def find_entries(name: str) -> list[Entry]:
-    """The entries of a document (003), a topic (softmax-scale), a section (003-7), a row (C1.4), or "errata".
+    """The entries of a document (003), a topic (softmax-scale), a section (003-7), a row (C1.4), or
+    "errata".
 
     >>> [entry.id for entry in find_entries("C4.3")]
     ['004-1b']
@@ -267,7 +292,12 @@ def find_entries(name: str) -> list[Entry]:
     ]
     if chosen:
         return chosen
-    names = [*MODULES, "errata", *dict.fromkeys(entry.topic for entry in entries), *(entry.id for entry in entries)]
+    names = [
+        *MODULES,
+        "errata",
+        *dict.fromkeys(entry.topic for entry in entries),
+        *(entry.id for entry in entries),
+    ]
     names += [row for entry in entries for row in entry.rows]
     hint = suggest(target, names)
     if not hint.startswith("did you mean"):

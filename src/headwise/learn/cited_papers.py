@@ -1,4 +1,6 @@
-"""Runs of document 002, section 0xFF: claims of its references, on random layers and the bundled translator."""
+"""Runs of document 002, section 0xFF: claims of its references, on random layers and the bundled
+translator.
+"""
 
 from __future__ import annotations
 
@@ -42,29 +44,40 @@ def mean_divergence(expected: Tensor, changed: Tensor) -> float:
     return float((expected.exp() * (expected - changed)).sum(-1).mean())
 
 
-# --- Masks and layer normalisation against rank collapse -------------------------------------------------
+# --- Masks and layer normalisation against rank collapse ------------------------------------------
 
 
 def residual_after_layers(pattern: str, *, norm: bool, layers: int = 16) -> float:
-    """||X - 1 x^T|| / ||X|| of 32 random tokens after layers of attention alone, without residual connections."""
+    """||X - 1 x^T|| / ||X|| of 32 random tokens after layers of attention alone, without residual
+    connections.
+    """
     x = sample(0, 32, 64)
     for number in range(layers):
-        x = make_layer(design(model=64, heads=1, pattern=pattern), seed=number + 1)(x[None])[0].detach()
+        x = make_layer(design(model=64, heads=1, pattern=pattern), seed=number + 1)(x[None])[
+            0
+        ].detach()
         x = F.layer_norm(x, (64,)) if norm else x
     return rank_one_residual(x)
 
 
 def rank_collapse(*, local: str = "window(5)") -> Outcome:
-    """Similarity of all tokens after 16 layers of full, causal and local attention, also with layer normalisation."""
+    """Similarity of all tokens after 16 layers of full, causal and local attention, also with layer
+    normalisation.
+    """
     patterns = {"full": "full()", "causal": "causal()", "local": local}
     plain = {name: residual_after_layers(pattern, norm=False) for name, pattern in patterns.items()}
-    normed = {f"{name}_norm": residual_after_layers(pattern, norm=True) for name, pattern in patterns.items()}
+    normed = {
+        f"{name}_norm": residual_after_layers(pattern, norm=True)
+        for name, pattern in patterns.items()
+    }
     collapsed = plain["full"] < plain["causal"] < 1e-3 and normed["causal_norm"] < 1e-3
     return judge(collapsed and plain["local"] > 100 * plain["causal"], **plain, **normed)
 
 
 def rank_of_trained_states(*, trained: bool = True) -> Outcome:
-    """Effective rank and mean cosine of encoder states after the last layer, beside a randomly initialised model."""
+    """Effective rank and mean cosine of encoder states after the last layer, beside a randomly
+    initialised model.
+    """
     net, inputs = read_translator()
     random = build(net.spec, seed=0).double().eval()
     numbers: dict[str, float] = {}
@@ -74,7 +87,10 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
             unit = states / states.norm(dim=1, keepdim=True)
             shares.append(float(effective_rank(states[None])[0]) / min(states.shape))
             cosines.append(float((unit @ unit.T).sum() - len(unit)) / (len(unit) * (len(unit) - 1)))
-        numbers |= {f"rank_{name}": sum(shares) / len(shares), f"cosine_{name}": sum(cosines) / len(cosines)}
+        numbers |= {
+            f"rank_{name}": sum(shares) / len(shares),
+            f"cosine_{name}": sum(cosines) / len(cosines),
+        }
     name = "trained" if trained else "random"
     return judge(numbers[f"rank_{name}"] > 0.7 and numbers[f"cosine_{name}"] > 0.05, **numbers)
 
@@ -82,17 +98,21 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
 def _encoder_states(net: Transformer, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
     """States [tokens, model] after the last encoder layer, before the final norm."""
     states = list[Tensor]()
-    hook = net.get_submodule("encoder.norm").register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
+    hook = net.get_submodule("encoder.norm").register_forward_pre_hook(
+        lambda _, args: states.append(args[0][0])
+    )
     output_log_probs(net, inputs)
     hook.remove()
     return states
 
 
-# --- Conversion of trained attention ---------------------------------------------------------------------
+# --- Conversion of trained attention --------------------------------------------------------------
 
 
 def collaborative_without_retraining(*, share: float = 0.5) -> Outcome:
-    """Divergence of the translator's outputs when its cross-attentions share a query-key space of fewer channels."""
+    """Divergence of the translator's outputs when its cross-attentions share a query-key space of
+    fewer channels.
+    """
     net, inputs = read_translator()
     expected = output_log_probs(net, inputs)
     width = next(spec.model for _, spec in net.spec.attention_specs())
@@ -105,14 +125,17 @@ def collaborative_without_retraining(*, share: float = 0.5) -> Outcome:
 
 
 def pooled_heads(*, most: int = 3, least: int = 1) -> Outcome:
-    """Divergence of the translator with fewer key-value heads: means of groups, or the first head of each group."""
+    """Divergence of the translator with fewer key-value heads: means of groups, or the first head
+    of each group.
+    """
     net, inputs = read_translator()
     expected = output_log_probs(net, inputs)
     numbers: dict[str, float] = {"uniform": math.log(expected.shape[-1])}
     for name, kv in (("most", most), ("least", least)):
         pooled = convert(net, kv)
         changes = {
-            site: AttentionChange(layer.spec, _first_heads(net, site, kv)) for site, layer in pooled.layers.items()
+            site: AttentionChange(layer.spec, _first_heads(net, site, kv))
+            for site, layer in pooled.layers.items()
         }
         first = replace_attentions(net, changes)
         numbers[f"mean_{name}"] = mean_divergence(expected, output_log_probs(pooled.after, inputs))
@@ -122,7 +145,9 @@ def pooled_heads(*, most: int = 3, least: int = 1) -> Outcome:
 
 
 def _first_heads(net: Transformer, site: str, kv: int) -> dict[str, Tensor]:
-    """The weights of a layer with the keys and values of the first head of each group of neighbours."""
+    """The weights of a layer with the keys and values of the first head of each group of
+    neighbours.
+    """
     weights = dict(net.get_submodule(site).state_dict())
     for name in ("project.k", "project.v"):
         heads = weights[name].unflatten(0, (6, -1))
@@ -131,7 +156,9 @@ def _first_heads(net: Transformer, site: str, kv: int) -> dict[str, Tensor]:
 
 
 def aligned_heads(*, align: str = "both") -> Outcome:
-    """Divergence of the translator with half of its key-value heads, pooled as they are and after an alignment."""
+    """Divergence of the translator with half of its key-value heads, pooled as they are and after
+    an alignment.
+    """
     net, inputs = read_translator()
     expected = output_log_probs(net, inputs)
     numbers: dict[str, float] = {}
@@ -139,15 +166,19 @@ def aligned_heads(*, align: str = "both") -> Outcome:
         result = convert(net, Pool(kv=3, align=choice), PAIRS)
         numbers[name] = mean_divergence(expected, output_log_probs(result.after, inputs))
         if result.equivalent is not None:
-            numbers["before"] = mean_divergence(expected, output_log_probs(result.equivalent, inputs))
+            numbers["before"] = mean_divergence(
+                expected, output_log_probs(result.equivalent, inputs)
+            )
     return judge(numbers["aligned"] < 0.5 * numbers["plain"], **numbers)
 
 
-# --- Channels, depth, sparsity, and removed heads --------------------------------------------------------
+# --- Channels, depth, sparsity, and removed heads -------------------------------------------------
 
 
 def channels_by_distance(*, trained: bool = True) -> Outcome:
-    """Correlation of each channel's product q k with the distance, in the translator's encoder: Vig's neuron view."""
+    """Correlation of each channel's product q k with the distance, in the translator's encoder:
+    Vig's neuron view.
+    """
     net, inputs = read_translator()
     net = net if trained else build(net.spec, seed=0).double().eval()
     of_channel = torch.stack([_distance_correlations(net, layer, inputs) for layer in range(3)])
@@ -167,7 +198,9 @@ def channels_by_distance(*, trained: bool = True) -> Outcome:
 
 
 def _distance_correlations(net: Transformer, layer: int, inputs: list[dict[str, Tensor]]) -> Tensor:
-    """Correlation [head, channel] of q[t] k[s] with |t - s|, over all pairs of tokens of all texts."""
+    """Correlation [head, channel] of q[t] k[s] with |t - s|, over all pairs of
+    tokens of all texts.
+    """
     attention, states = net.get_submodule(f"encoder.{layer}.attention"), list[Tensor]()
     hook = attention.register_forward_pre_hook(lambda _, args: states.append(args[0]))
     output_log_probs(net, inputs)
@@ -187,29 +220,42 @@ def _distance_correlations(net: Transformer, layer: int, inputs: list[dict[str, 
 
 
 def gradient_ratio(depth: int, *, cross: bool, scaled: bool, seed: int) -> float:
-    """Norm of the gradient before the first post-norm layer over that before the last, at the start."""
+    """Norm of the gradient before the first post-norm layer over that before the last, at the
+    start.
+    """
     width, x, memory = 32, sample(seed, 2, 16, 32).requires_grad_(), sample(seed + 50, 2, 4, 32)
     states, spec = [x], design(model=width, heads=4)
     for number in range(1, depth + 1):
         own, source = Attention(spec).double(), Attention(spec).double()
-        feed = nn.Sequential(nn.Linear(width, 128, bias=False), nn.ReLU(), nn.Linear(128, width, bias=False)).double()
+        feed = nn.Sequential(
+            nn.Linear(width, 128, bias=False), nn.ReLU(), nn.Linear(128, width, bias=False)
+        ).double()
         generator = torch.Generator().manual_seed(1000 * seed + number)
         depth_scaled_init((own, source, feed), depth=number if scaled else 1, generator=generator)
         y = F.layer_norm(states[-1] + own(states[-1]), (width,))
         y = F.layer_norm(y + source(y, source=memory), (width,)) if cross else y
         states.append(F.layer_norm(y + feed(y), (width,)))
-    first, last = torch.autograd.grad((states[-1] * sample(seed + 7, 2, 16, width)).sum(), (states[0], states[-2]))
+    first, last = torch.autograd.grad(
+        (states[-1] * sample(seed + 7, 2, 16, width)).sum(), (states[0], states[-2])
+    )
     return float(first.norm() / last.norm())
 
 
 def gradients_of_deep_layers(*, depth: int = 12) -> Outcome:
-    """Geometric means over 5 initialisations of `gradient_ratio`, for encoders and decoders, usual and depth-scaled."""
+    """Geometric means over 5 initialisations of `gradient_ratio`, for encoders and decoders, usual
+    and depth-scaled.
+    """
     numbers = {}
     for stack, cross in (("encoder", False), ("decoder", True)):
         for init, scaled in (("usual", False), ("scaled", True)):
-            ratios = [gradient_ratio(depth, cross=cross, scaled=scaled, seed=seed) for seed in range(5)]
+            ratios = [
+                gradient_ratio(depth, cross=cross, scaled=scaled, seed=seed) for seed in range(5)
+            ]
             numbers[f"{stack}_{init}"] = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    vanishes = {stack: numbers[f"{stack}_usual"] < 0.5 < numbers[f"{stack}_scaled"] for stack in ("encoder", "decoder")}
+    vanishes = {
+        stack: numbers[f"{stack}_usual"] < 0.5 < numbers[f"{stack}_scaled"]
+        for stack in ("encoder", "decoder")
+    }
     return judge_condition(vanishes["decoder"], vanishes["encoder"], **numbers, depth=depth)
 
 
@@ -226,7 +272,9 @@ def density_by_alpha(*, alphas: tuple[float, ...] = (1.0, 1.5, 2.0)) -> Outcome:
 
 
 def heads_removed_alone(*, limit: float = 0.1) -> Outcome:
-    """Divergence of the translator without one head, for each head, and without all but one head of a layer."""
+    """Divergence of the translator without one head, for each head, and without all but one head of
+    a layer.
+    """
     net, inputs = read_translator()
     expected = output_log_probs(net, inputs)
 
@@ -234,11 +282,16 @@ def heads_removed_alone(*, limit: float = 0.1) -> Outcome:
         with ablate(net, heads):
             return mean_divergence(expected, output_log_probs(net, inputs))
 
-    alone, best_single = list[float](), list[float]()  # of every head; of the best head of every layer by itself
+    alone, best_single = (
+        list[float](),
+        list[float](),
+    )  # of every head; of the best head of every layer by itself
     for site in (name for name, module in net.named_modules() if isinstance(module, Attention)):
         heads = [(site, head) for head in range(6)]
         alone += [divergence_without(head) for head in heads]
-        best_single.append(min(divergence_without(*(other for other in heads if other != head)) for head in heads))
+        best_single.append(
+            min(divergence_without(*(other for other in heads if other != head)) for head in heads)
+        )
     below = sum(change < limit for change in alone)
     return judge(
         below > len(alone) / 2,

@@ -1,6 +1,8 @@
-"""One document as an HTML page that needs no network: quotes, verdicts, reasons with numbers, and figures.
+"""One document as an HTML page that needs no network: quotes, verdicts, reasons with numbers, and
+figures.
 
-Also the errata of all documents as rows: claim, correction with the numbers of the run, reference and command.
+Also the errata of all documents as rows: claim, correction with the numbers of the run, reference
+and command.
 """
 
 from __future__ import annotations
@@ -19,14 +21,21 @@ from .entry_text import MARKS, Words, describe_study, plain_formula
 
 STYLE_FILE = Path(__file__).with_name("document_page.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-CLASSES = {Verdict.HOLDS: "holds", Verdict.HOLDS_IF: "condition", Verdict.WRONG: "wrong", Verdict.NOT_RUN: "small"}
+CLASSES = {
+    Verdict.HOLDS: "holds",
+    Verdict.HOLDS_IF: "condition",
+    Verdict.WRONG: "wrong",
+    Verdict.NOT_RUN: "small",
+}
 
 
 DOCUMENT_PAGES = FolderKind("folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html",))
 
 
 def font_note(language: str) -> str:
-    """A note on what to install if this machine has no font for Chinese quotes and figures; empty if it has one."""
+    """A note on what to install if this machine has no font for Chinese quotes and figures; empty
+    if it has one.
+    """
     return Words(language).phrase("font") if find_undrawable(SAMPLE) else ""
 
 
@@ -45,12 +54,22 @@ def render_document(document: Document, language: str) -> str:
         [
             "<!doctype html>",
             f'<html lang="{language}">',
-            '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+            (
+                '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
+                'initial-scale=1">'
+            ),
             f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">',
-            f'<meta name="color-scheme" content="light dark"><title>{title} · headwise learn</title>',
+            (
+                f'<meta name="color-scheme" content="light dark"><title>{title} · headwise '
+                "learn</title>"
+            ),
             f"<style>\n{STYLE_FILE.read_text(encoding='utf-8')}</style></head>",
             f"<body><main><h1>{title}</h1>",
-            *(f'<p lang="{name}" class="note">{escape(note)}</p>' for name in LANGUAGES if (note := font_note(name))),
+            *(
+                f'<p lang="{name}" class="note">{escape(note)}</p>'
+                for name in LANGUAGES
+                if (note := font_note(name))
+            ),
             "<nav>",
             *(_link(entry, result, words) for entry, result in results),
             "</nav>",
@@ -68,7 +87,10 @@ def _link(entry: Entry, result: Result, words: Words) -> str:
 
 def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
     rows = f"<span>{escape(words.items(entry.rows))}</span>" if entry.rows else ""
-    verdict = f'<span class="verdict {CLASSES[result.verdict]}">{escape(words.verdict(result.verdict))}</span>'
+    verdict = (
+        '<span class="verdict '
+        f'{CLASSES[result.verdict]}">{escape(words.verdict(result.verdict))}</span>'
+    )
     yield f'<article id="{entry.id}"><header><h2>{entry.id}</h2><span>{escape(words.kind(entry))}</span>'
     yield f"{verdict}{rows}</header>"
     yield f'<blockquote lang="zh">{escape(plain_formula(entry.quote_zh))}</blockquote>'
@@ -82,7 +104,9 @@ def _article(entry: Entry, result: Result, words: Words) -> Iterator[str]:
         if text:
             yield f'<p class="small">{escape(words.label(name) + text)}</p>'
     if entry.study:
-        yield from (f'<p class="small">{escape(text)}</p>' for text in describe_study(entry.study, words))
+        yield from (
+            f'<p class="small">{escape(text)}</p>' for text in describe_study(entry.study, words)
+        )
     yield f'<p class="small">{escape(words.label("command"))}<code>{escape(entry.command)}</code></p></article>'
 
 
@@ -91,7 +115,11 @@ def _paragraphs(reason: str) -> Iterator[str]:
     rows: list[str] = []
     for line in [*reason.splitlines(), ""]:
         if " | " in line:
-            rows.append("<tr>" + "".join(f"<td>{escape(cell.strip())}</td>" for cell in line.split(" | ")) + "</tr>")
+            rows.append(
+                "<tr>"
+                + "".join(f"<td>{escape(cell.strip())}</td>" for cell in line.split(" | "))
+                + "</tr>"
+            )
             continue
         if rows:
             yield f'<div class="scroll"><table>{"".join(rows)}</table></div>'
@@ -100,7 +128,7 @@ def _paragraphs(reason: str) -> Iterator[str]:
             yield f"<p>{escape(line)}</p>"
 
 
-# --- Errata: a page of the documentation ---------------------------------------------------------------
+# --- Errata: a page of the documentation ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,10 +140,14 @@ class Erratum:
     result: Result
 
     def cells(self, language: str) -> tuple[str, str, str, str, str]:
-        """Id, claim, correction, reference and command; lines of a correction are joined by `<br>`."""
+        """Id, claim, correction, reference and command; lines of a correction
+        are joined by `<br>`.
+        """
         claim = self.entry.line.fill(language, {})
         with use_language(language):
-            reason = "<br>".join(_as_sentence(line) for line in self.result.reason(language).splitlines())
+            reason = "<br>".join(
+                _as_sentence(line) for line in self.result.reason(language).splitlines()
+            )
         reference = Words(language).reference(self.entry) or "-"
         return self.id, claim, reason, reference, f"`headwise learn {self.id}`"
 

@@ -1,4 +1,6 @@
-"""Text of documents and entries for a terminal, in English or Chinese, with the claims of stored studies."""
+"""Text of documents and entries for a terminal, in English or Chinese, with the claims of stored
+studies.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from ..translation.language import join_clauses, join_items, localise, use_langu
 from ..translation.terminal_text import align_table, pad, wrap
 from .catalogue import Document, Entry, Result, Verdict, list_topics
 
-MARKS = {Verdict.HOLDS: "[+]", Verdict.HOLDS_IF: "[~]", Verdict.WRONG: "[x]", Verdict.NOT_RUN: "[ ]"}
+MARKS = {
+    Verdict.HOLDS: "[+]",
+    Verdict.HOLDS_IF: "[~]",
+    Verdict.WRONG: "[x]",
+    Verdict.NOT_RUN: "[ ]",
+}
 
 
 PHRASES = {
@@ -30,7 +37,8 @@ PHRASES = {
     "no_run": "no stored run here; run",
     "stored": "stored run",
     "again": "to run it again:",
-    "font": "No font with Chinese characters is installed, so quotes and figures may show boxes in their place. "
+    "font": "No font with Chinese characters is installed, so quotes and figures may show boxes "
+    "in their place. "
     "Install one, as the package fonts-noto-cjk, and open the page again.",
 }
 
@@ -57,7 +65,10 @@ class Words:
     def reference(self, entry: Entry) -> str:
         """The cited papers and their parts."""
         with use_language(self.language):
-            papers = (join_clauses(map(localise, paper.split(", "))) for paper in entry.reference.split("; "))
+            papers = (
+                join_clauses(map(localise, paper.split(", ")))
+                for paper in entry.reference.split("; ")
+            )
             return join_clauses(papers, "; ")
 
     def phrase(self, name: str) -> str:
@@ -88,7 +99,10 @@ LATEX = (
     (re.compile(r"\\begin\{bmatrix\} (.*?) \\end\{bmatrix\}"), r"[\1]"),
     (re.compile(r" & "), "  "),
     (re.compile(r"\\(?:left|right|quad ?)"), ""),
-    (re.compile(r"\\(alpha|cdot|dots|sim|sin|sum|times)(?![a-z])"), lambda match: SYMBOLS[match[1]]),
+    (
+        re.compile(r"\\(alpha|cdot|dots|sim|sin|sum|times)(?![a-z])"),
+        lambda match: SYMBOLS[match[1]],
+    ),
 )
 SYMBOLS = {
     "alpha": "\u03b1",
@@ -127,10 +141,17 @@ def _wrap_paragraph(paragraph: str, indent: str) -> list[str]:
 
 
 def format_entry(entry: Entry, result: Result, language: str) -> str:
-    """One entry: its quote, the statement, the verdict and the reason with the numbers of the run."""
+    """One entry: its quote, the statement, the verdict and the reason with the
+    numbers of the run.
+    """
     words = Words(language)
     rows = f"  {words.items(entry.rows)}" if entry.rows else ""
-    lines = [f"{MARKS[result.verdict]} {entry.id}  {words.kind(entry)}  {words.verdict(result.verdict)}{rows}"]
+    lines = [
+        (
+            f"{MARKS[result.verdict]} {entry.id}  {words.kind(entry)}  "
+            f"{words.verdict(result.verdict)}{rows}"
+        )
+    ]
     lines += wrap_page(f"「{plain_formula(entry.quote_zh)}」", indent="    ")
     lines += wrap_page(entry.line.fill(language, {}), indent="    ")
     lines += wrap_page(align_table(result.reason(language)), indent="    > ")
@@ -143,17 +164,26 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     if entry.see:
         lines += wrap_page(f"{words.label('see')}{entry.see}", indent="    ")
     if entry.study:
-        lines += [line for text in describe_study(entry.study, words) for line in wrap_page(text, indent="    ")]
+        lines += [
+            line
+            for text in describe_study(entry.study, words)
+            for line in wrap_page(text, indent="    ")
+        ]
     return "\n".join(lines)
 
 
 def describe_study(study: str, words: Words) -> list[str]:
-    """The claims of the last stored run of a study with its folder, or that there is none; and the command."""
+    """The claims of the last stored run of a study with its folder, or that there is none; and the
+    command.
+    """
     title, command, runs = words.label("study"), study_command(study), find_study_runs(study)
     if not runs:
         return [f"{title}{words.phrase('no_run')} {command}"]
     with use_language(words.language):
-        stored = [f"{title}{words.phrase('stored')} {runs[0].folder}", f"{words.phrase('again')} {command}"]
+        stored = [
+            f"{title}{words.phrase('stored')} {runs[0].folder}",
+            f"{words.phrase('again')} {command}",
+        ]
         head = join_clauses(stored, "; ")
     return [head, *(f"- {claim}" for claim in runs[0].claims)]
 
@@ -181,7 +211,15 @@ def format_overview(documents: Sequence[Document], language: str) -> str:
         lines.append(f"  {document.id}  {document.title.fill(language, {})}")
         lines.append(f"       {_count_verdicts(document.entries, words)}")
     topics = list_topics([entry for document in documents for entry in document.entries])
-    lines += ["", words.phrase("topics"), "", *wrap(words.items(topics), indent="  "), "", words.phrase("start"), ""]
+    lines += [
+        "",
+        words.phrase("topics"),
+        "",
+        *wrap(words.items(topics), indent="  "),
+        "",
+        words.phrase("start"),
+        "",
+    ]
     lines += [f"  headwise learn {name}" for name in ("003", "softmax-scale", "C1.4")]
     return "\n".join(lines)
 
@@ -189,11 +227,13 @@ def format_overview(documents: Sequence[Document], language: str) -> str:
 def _count_verdicts(entries: Iterable[Entry], words: Words) -> str:
     counts = Counter(entry.verdict for entry in entries)
     with use_language(words.language):
-        listed = join_clauses(f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict])
+        listed = join_clauses(
+            f"{counts[verdict]} {words.verdict(verdict)}" for verdict in Verdict if counts[verdict]
+        )
     return f"{counts.total()} {words.label('entries')}{listed}"
 
 
-# --- Stored runs of studies ----------------------------------------------------------------------------
+# --- Stored runs of studies -----------------------------------------------------------------------
 
 STUDIES = Path("runs/studies")  # where headwise study writes, under the current folder
 CLAIMS = "## What can be claimed"
@@ -218,7 +258,9 @@ def study_command(study: str) -> str:
 
 def find_study_runs(study: str, folder: Path = STUDIES) -> Sequence[StudyRun]:
     """The stored runs of a study at any scale, the most recent first."""
-    reports = [path for path in folder.glob(f"{study}-*/report/report.md") if _names_study(path, study)]
+    reports = [
+        path for path in folder.glob(f"{study}-*/report/report.md") if _names_study(path, study)
+    ]
     reports.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return [StudyRun(path.parent.parent, _read_claims(path)) for path in reports]
 

@@ -1,4 +1,6 @@
-"""Runs of document 002, section 4: overlapping heads, mixture of heads, and dynamically composed heads."""
+"""Runs of document 002, section 4: overlapping heads, mixture of heads, and dynamically composed
+heads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .parameters_and_scaling import change_by_other_heads
 
 
 def overlapping_heads(*, overlap: int = 1) -> Outcome:
-    """Channels of the projected queries that each head uses, and those of the concatenated outputs."""
+    """Channels of the projected queries that each head uses, and those of the
+    concatenated outputs.
+    """
     heads = f"heads = {{q = 3, dim = 4, vdim = {4 + 2 * overlap}}}"
     text = f'model = 12\n{heads}\nproject = {{part = "Overlapping", overlap = {overlap}}}'
     layer, x, probe = make_layer(from_toml(text)), sample(1, 1, 5, 12), Probe("q")
@@ -31,35 +35,48 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
     width = layer.head_outputs(x).shape[-1] * 3
     columns = layer.state_dict()["output.o"].shape
     outcome = judge(used > 4, used=used, own=4, concat=width, w_o=f"{columns[1]} x {columns[0]}")
-    return Outcome(outcome.verdict, outcome.numbers, draw_matrices(list(influence_of_heads().items()), ("0", "1", "2")))
+    return Outcome(
+        outcome.verdict,
+        outcome.numbers,
+        draw_matrices(list(influence_of_heads().items()), ("0", "1", "2")),
+    )
 
 
-# Ways of combining heads, each as the lines that differ from multi-head attention with 3 heads of 4 channels.
+# Ways of combining heads, each as the lines that differ from multi-head attention with 3 heads of 4
+# channels.
 COMPOSITIONS = {
     "MHA": "",
     "MOHSA": 'project = {part = "Overlapping", overlap = 1}',
     "collaborative": 'project = {part = "Collaborative", width = 6}',
-    "talking heads": 'modifiers = [{part = "TalkingHeads", on = "scores"}, {part = "TalkingHeads", on = "weights"}]',
+    "talking heads": (
+        'modifiers = [{part = "TalkingHeads", on = "scores"}, {part = '
+        '"TalkingHeads", on = "weights"}]'
+    ),
     "DCMHA": 'modifiers = [{part = "Dynamic", on = "scores"}, {part = "Dynamic", on = "weights"}]',
 }
 
 
 def influence_of_heads() -> dict[str, list[list[float]]]:
-    """How the output of each head (row) depends on the key channels of each head (column), as shares of a row.
+    """How the output of each head (row) depends on the key channels of each head (column), as
+    shares of a row.
 
-    It is the norm of the derivatives of a head's output by the rows of W_K that belong to a head in plain multi-head
-    attention; random weights, 7 tokens of width 12.
+    It is the norm of the derivatives of a head's output by the rows of W_K that belong to a head in
+    plain multi-head attention; random weights, 7 tokens of width 12.
     """
     tables: dict[str, list[list[float]]] = {}
     for name, lines in COMPOSITIONS.items():
         vdim = ", vdim = 6" if name == "MOHSA" else ""
         layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4{vdim}}}\n{lines}"))
         x = sample(1, 1, 7, 12)
-        weight = next(parameter for key, parameter in layer.named_parameters() if key == "project.k")
+        weight = next(
+            parameter for key, parameter in layer.named_parameters() if key == "project.k"
+        )
         rows = []
         for head in range(3):
             outputs = layer.head_outputs(x)[0, :, head]
-            (gradient,) = torch.autograd.grad(outputs, weight, sample(2 + head, *outputs.shape), retain_graph=True)
+            (gradient,) = torch.autograd.grad(
+                outputs, weight, sample(2 + head, *outputs.shape), retain_graph=True
+            )
             norms = gradient.flatten(1).norm(dim=1).split(gradient.shape[0] // 3)
             shares = torch.stack([each.norm() for each in norms])
             rows.append((shares / shares.sum()).tolist())
@@ -68,13 +85,17 @@ def influence_of_heads() -> dict[str, list[list[float]]]:
 
 
 def heads_do_not_exchange(*, modifiers: str = "") -> Outcome:
-    """Change of the first head's output when queries and keys of the other heads are replaced, relative to it."""
+    """Change of the first head's output when queries and keys of the other heads are replaced,
+    relative to it.
+    """
     change = change_by_other_heads(modifiers)
     return judge(change == 0, change=change)
 
 
 def router_parameters(*, router: str = "learned") -> Outcome:
-    """Parameters of a mixture of heads beyond those of MHA, at d = 512 with 8 heads, 2 of them always active."""
+    """Parameters of a mixture of heads beyond those of MHA, at d = 512 with 8 heads, 2 of them
+    always active.
+    """
     text = f'modifiers = [{{part = "Routed", always = 2, active = 3, router = "{router}"}}]'
     spec = from_toml(f"model = 512\nheads = {{q = 8, dim = 64}}\n{text}")
     plain = costs.count_parameters(design(model=512, heads=8))
@@ -83,16 +104,22 @@ def router_parameters(*, router: str = "learned") -> Outcome:
 
 
 def active_heads(*, active: int = 3) -> Outcome:
-    """Heads with a nonzero output for each token of a mixture of 8 heads, 2 always active and `active` chosen."""
+    """Heads with a nonzero output for each token of a mixture of 8 heads, 2 always active and
+    `active` chosen.
+    """
     text = f'modifiers = [{{part = "Routed", always = 2, active = {active}}}]'
-    layer, x = make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}")), sample(1, 1, 9, 32)
+    layer, x = (
+        make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}")),
+        sample(1, 1, 9, 32),
+    )
     counts = (layer.head_outputs(x).detach().abs().amax(-1) > 0).sum(-1)[0]
     fewest, most = int(counts.min()), int(counts.max())
     return judge(fewest == most < 8, fewest=fewest, most=most, heads=8)
 
 
 def balance_loss(*, collapsed: bool = True) -> Outcome:
-    """Sum of P_i f_i over 6 routed heads, of which 3 are chosen: even routing, and tokens that choose the same heads.
+    """Sum of P_i f_i over 6 routed heads, of which 3 are chosen: even routing, and tokens that
+    choose the same heads.
 
     P_i is the mean probability of head i, f_i the fraction of tokens that chose it.
     """
@@ -110,18 +137,25 @@ def _balance(scores: Tensor) -> float:
 
 
 def composition_cost(*, dynamic: bool = True) -> Outcome:
-    """Parameters and FLOPs that dynamic composition adds to MHA at d = 2560 with 32 heads, and its share."""
+    """Parameters and FLOPs that dynamic composition adds to MHA at d = 2560 with 32 heads, and its
+    share.
+    """
     plain = design(model=2560, heads=32, pattern="causal()")
     spec = design(preset="dcmha", model=2560, heads=32) if dynamic else plain
     counts = [costs.count_parameters(each) for each in (plain, spec)]
-    flops = [costs.required_flops(s, costs.self_attention_work(s, batch=1, queries=2048)) for s in (plain, spec)]
+    flops = [
+        costs.required_flops(s, costs.self_attention_work(s, batch=1, queries=2048))
+        for s in (plain, spec)
+    ]
     share, work = counts[1] / counts[0] - 1, flops[1] / flops[0] - 1
     return judge(share < 0.02, share=share, flops=work, identity=_without_dynamic_terms())
 
 
 def _without_dynamic_terms() -> float:
     """Difference of dynamic composition from MHA if all its maps are 0: the identity remains."""
-    spec = from_toml('model = 12\nheads = {q = 3, dim = 4}\nmodifiers = [{part = "Dynamic", static = "full"}]')
+    spec = from_toml(
+        'model = 12\nheads = {q = 3, dim = 4}\nmodifiers = [{part = "Dynamic", static = "full"}]'
+    )
     layer, plain, x = make_layer(spec), make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
     state = {
         name: torch.zeros_like(weight) if name.startswith("dynamic.") else weight
@@ -136,16 +170,23 @@ def low_rank_scores(*, mixed: bool = True) -> Outcome:
     q, k = sample(1, 3, 11, 5), sample(2, 3, 11, 5)
     scores = q @ k.mT
     mixing = sample(3, 3, 3) if mixed else torch.eye(3, dtype=scores.dtype)
-    both = [int(torch.linalg.matrix_rank(each[0])) for each in (scores, torch.einsum("gh,hts->gts", mixing, scores))]
+    both = [
+        int(torch.linalg.matrix_rank(each[0]))
+        for each in (scores, torch.einsum("gh,hts->gts", mixing, scores))
+    ]
     return judge(both[0] == 5 < both[1], alone=both[0], mixed=both[1], tokens=11)
 
 
 def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
-    """Weights mixed over heads by P against h^2 heads with QK of j and OV of i, weighted by P_ij."""
+    """Weights mixed over heads by P against h^2 heads with QK of j and OV of i,
+    weighted by P_ij.
+    """
     text = 'modifiers = [{part = "TalkingHeads", on = "weights"}]'
     layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4}}\n{text}"))
     x, state = sample(1, 7, 12), layer.state_dict()
-    q, k, v = ((x @ state[f"project.{side}"].T).unflatten(-1, (3, 4)).transpose(0, 1) for side in "qkv")
+    q, k, v = (
+        (x @ state[f"project.{side}"].T).unflatten(-1, (3, 4)).transpose(0, 1) for side in "qkv"
+    )
     weights, blocks = (q @ k.mT / 2).softmax(-1), state["output.o"].split(4, 1)
     mixing = state["talking_heads.mixing"]
     used = [(i, j) for i in range(3) for j in range(3) if pairs or i == j]
@@ -166,9 +207,11 @@ def query_key_circuit(*, width: int = 4) -> Outcome:
 
 
 def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:
-    """x W_Q W_K^T z^T of a head of the bundled translator, against the scores that its layer computes.
+    """x W_Q W_K^T z^T of a head of the bundled translator, against the scores that its layer
+    computes.
 
-    A self-attention layer of the translator has rotary embeddings, so its scores depend on the distance too.
+    A self-attention layer of the translator has rotary embeddings, so its scores depend on the
+    distance too.
     """
     circuits = get_circuits(load_sample_model().double())[site]
     head, x = circuits.qk_circuit(0), sample(1, 7, circuits.spec.model)
@@ -178,23 +221,41 @@ def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:
     scores = (x @ head.left @ head.right @ other.T).detach() / math.sqrt(circuits.spec.heads.dim)
     computed = probe.tensors["scores"][0, 0].detach()
     difference = largest_difference(scores, computed) / float(computed.abs().max())
-    return judge(difference < 1e-12, difference=difference, model=circuits.spec.model, rank=head.left.shape[1])
+    return judge(
+        difference < 1e-12,
+        difference=difference,
+        model=circuits.spec.model,
+        rank=head.left.shape[1],
+    )
 
 
 def value_output_circuit(*, with_output: bool = True) -> Outcome:
-    """The largest error of a head's output against A x W_V W_O; without the output matrix, against A x W_V."""
-    layer, x, probe = make_layer(design(model=12, heads=3, vdim=12)), sample(1, 1, 7, 12), Probe("weights")
+    """The largest error of a head's output against A x W_V W_O; without the output matrix, against
+    A x W_V.
+    """
+    layer, x, probe = (
+        make_layer(design(model=12, heads=3, vdim=12)),
+        sample(1, 1, 7, 12),
+        Probe("weights"),
+    )
     only_first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)[:, None]
     written = layer.merge_heads(layer.head_outputs(x) * only_first)[0].detach()
     layer(x, probe=probe)
     state = layer.state_dict()
-    circuit = state["project.v"][:12].T @ state["output.o"][:, :12].T if with_output else state["project.v"][:12].T
-    difference = largest_difference(probe.tensors["weights"][0, 0].detach() @ x[0] @ circuit, written)
+    circuit = (
+        state["project.v"][:12].T @ state["output.o"][:, :12].T
+        if with_output
+        else state["project.v"][:12].T
+    )
+    difference = largest_difference(
+        probe.tensors["weights"][0, 0].detach() @ x[0] @ circuit, written
+    )
     return judge(difference < 1e-12, difference=difference)
 
 
 def exchange_within_a_token(*, step: str = "output") -> Outcome:
-    """Derivative of the output at a token by the heads' outputs at that token, and at others; for all of W_O.
+    """Derivative of the output at a token by the heads' outputs at that token, and at others; for
+    all of W_O.
 
     With `step` "attention", it is that of the whole layer by its inputs.
     """
@@ -211,7 +272,8 @@ def exchange_within_a_token(*, step: str = "output") -> Outcome:
 
 
 def two_stage_routing(*, stages: int = 2) -> Outcome:
-    """Gates of MoH written out, against the layer: the score of the head, and that of its kind, shared or routed.
+    """Gates of MoH written out, against the layer: the score of the head, and that of its kind,
+    shared or routed.
 
     With one of the `stages`, the score of the kind is left out.
     """
@@ -223,10 +285,16 @@ def two_stage_routing(*, stages: int = 2) -> Outcome:
     state, x = layer.state_dict(), sample(1, 1, 9, 32)
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     plain.requires_grad_(False)
-    shared, routed, kind = ((x @ state[f"routed.{name}"].T).softmax(-1) for name in ("shared", "router", "kind"))
+    shared, routed, kind = (
+        (x @ state[f"routed.{name}"].T).softmax(-1) for name in ("shared", "router", "kind")
+    )
     chosen = routed >= routed.sort(-1, descending=True).values[..., 2:3]
     routed = 3 * routed * chosen / (routed * chosen).sum(-1, keepdim=True)
     kind = 2 * kind if stages == 2 else torch.ones_like(kind)
     gates = torch.cat([2 * shared * kind[..., :1], routed * kind[..., 1:]], -1)
-    difference = largest_difference(gates[..., None] * plain.head_outputs(x), layer.head_outputs(x).detach())
-    return judge(difference < 1e-12, difference=difference, sum=float(gates.detach().sum(-1).mean()))
+    difference = largest_difference(
+        gates[..., None] * plain.head_outputs(x), layer.head_outputs(x).detach()
+    )
+    return judge(
+        difference < 1e-12, difference=difference, sum=float(gates.detach().sum(-1).mean())
+    )

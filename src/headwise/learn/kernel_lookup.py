@@ -17,7 +17,9 @@ from .measured_layers import largest_difference, make_layer, sample
 
 
 def between_neighbours(*, query: float = QUERY) -> Outcome:
-    """The value between the two neighbours: their mean, and linear interpolation at this query and at 56.5."""
+    """The value between the two neighbours: their mean, and linear interpolation at this query and
+    at 56.5.
+    """
     line = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, query)
     other = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, 56.5)
     mean = (VALUES[1] + VALUES[2]) / 2
@@ -32,7 +34,9 @@ def indices_of_neighbours(*, query: float = QUERY) -> Outcome:
 
 
 def distance_as_weight(*, power: float = 1.0) -> Outcome:
-    """|q - k|^power over its sum as a weight: with all keys, with two neighbours, at 56.5 and at a key."""
+    """|q - k|^power over its sum as a weight: with all keys, with two neighbours, at 56.5 and at a
+    key.
+    """
 
     def weights(query: float, keys: tuple[float, ...]) -> list[float]:
         return soft_lookup.normalise([abs(query - key) ** power for key in keys])
@@ -43,7 +47,9 @@ def distance_as_weight(*, power: float = 1.0) -> Outcome:
     numbers["unequal"] = _mean(weights(56.5, KEYS[1:]), VALUES[1:])
     if power > 0:
         numbers["at_key"] = _mean(weights(KEYS[0], KEYS), VALUES)
-    numbers["line"] = soft_lookup.look_up("line", soft_lookup.linear_interpolation_weights, 56.5).value
+    numbers["line"] = soft_lookup.look_up(
+        "line", soft_lookup.linear_interpolation_weights, 56.5
+    ).value
     numbers["inverse"] = soft_lookup.look_up("inverse", soft_lookup.inverse_distance_weights).value
     for width in soft_lookup.KERNEL_WIDTHS:
         answer = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width))
@@ -56,7 +62,9 @@ def _mean(weights: list[float], values: tuple[float, ...]) -> float:
 
 
 def query_at_every_key(*, keys: tuple[float, ...] = (51.0,), query: float = 51.0) -> Outcome:
-    """The distance weights if the query equals every key, and the weights of softmax for the same keys."""
+    """The distance weights if the query equals every key, and the weights of softmax for the same
+    keys.
+    """
     try:
         weights = soft_lookup.distance_weights(query, keys)
         distance = ItemList(", ".join(f"{weight:g}" for weight in weights))
@@ -69,11 +77,14 @@ def query_at_every_key(*, keys: tuple[float, ...] = (51.0,), query: float = 51.0
 def far_key_counts(*, width: float = 5.0) -> Outcome:
     """Weight of the key 51 and the estimate, with a Gaussian kernel of this width."""
     answer = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width))
-    return judge(answer.weights[0] > 0.01, weight=answer.weights[0], value=answer.value, width=width)
+    return judge(
+        answer.weights[0] > 0.01, weight=answer.weights[0], value=answer.value, width=width
+    )
 
 
 def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
-    """The kernel estimate as hw.attend with a bias, and the similarity Gaussian against a dot product of unit keys.
+    """The kernel estimate as hw.attend with a bias, and the similarity Gaussian against a dot
+    product of unit keys.
 
     Without `unit`, keys have different lengths.
     """
@@ -92,7 +103,10 @@ def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
 
 def _gaussian_layer_error(width: float) -> float:
     """Difference of a layer with similarity Gaussian from its formula."""
-    spec = from_toml(f'model = 8\nheads = {{q = 2, dim = 4}}\nsimilarity = {{part = "Gaussian", width = {width}}}')
+    spec = from_toml(
+        'model = 8\nheads = {q = 2, dim = 4}\nsimilarity = {part = "Gaussian", width = '
+        f"{width}}}"
+    )
     layer, x = make_layer(spec), sample(4, 1, 5, 8)
     q, k, v = (_split(x @ layer.state_dict()[f"project.{side}"].T) for side in "qkv")
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
@@ -105,14 +119,23 @@ def _split(x: Tensor) -> Tensor:
 
 
 def kernel_widths(*, narrow: float = 0.01, wide: float = 1e4) -> Outcome:
-    """Estimates at 56.9 for a very narrow and a very wide kernel: the nearest value, and the mean of all."""
-    near, far = (soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(w), 56.9).value for w in (narrow, wide))
+    """Estimates at 56.9 for a very narrow and a very wide kernel: the nearest value, and the mean
+    of all.
+    """
+    near, far = (
+        soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(w), 56.9).value
+        for w in (narrow, wide)
+    )
     mean = sum(VALUES) / len(VALUES)
-    return judge(abs(near - VALUES[1]) < 1e-6 and abs(far - mean) < 1e-6, near=near, far=far, mean=mean)
+    return judge(
+        abs(near - VALUES[1]) < 1e-6 and abs(far - mean) < 1e-6, near=near, far=far, mean=mean
+    )
 
 
 def order_of_the_product(*, row_vector: bool = False) -> Outcome:
-    """Whether V times alpha has fitting shapes, with V [n, d_v] and alpha [m, n]; a row vector of values fits."""
+    """Whether V times alpha has fitting shapes, with V [n, d_v] and alpha [m, n]; a row vector of
+    values fits.
+    """
     weights, values = sample(1, 5, 7).softmax(-1), sample(2, 7, 3)
     values = values.T if row_vector else values
     alpha = weights.T if row_vector else weights
@@ -126,15 +149,25 @@ def order_of_the_product(*, row_vector: bool = False) -> Outcome:
 
 def queries_and_keys(*, queries: int = 5, keys: int = 7) -> Outcome:
     """Attention of m queries over n keys: the shape of the weights, and the sum of a row."""
-    _, weights = attend(sample(1, queries, 4), sample(2, keys, 4), sample(3, keys, 3), need_weights=True)
+    _, weights = attend(
+        sample(1, queries, 4), sample(2, keys, 4), sample(3, keys, 3), need_weights=True
+    )
     assert weights is not None
     shape = " x ".join(map(str, weights.shape))
-    return judge(queries == keys, shape=shape, row_sum=float(weights.sum(-1).mean()), queries=queries, keys=keys)
+    return judge(
+        queries == keys,
+        shape=shape,
+        row_sum=float(weights.sum(-1).mean()),
+        queries=queries,
+        keys=keys,
+    )
 
 
 def weight_matrix(*, normaliser: str = "Softmax") -> Outcome:
     """Row i of alpha(Q, K) holds the weights of query i: they are positive and sum to 1."""
-    spec = from_toml(f'model = 8\nheads = {{q = 1, dim = 8}}\nnormaliser = {{part = "{normaliser}"}}')
+    spec = from_toml(
+        f'model = 8\nheads = {{q = 1, dim = 8}}\nnormaliser = {{part = "{normaliser}"}}'
+    )
     layer, x, source = make_layer(spec), sample(1, 1, 3, 8), sample(2, 1, 4, 8)
     ones = layer.head_outputs(x, source=source)
     state = layer.state_dict()
@@ -145,7 +178,9 @@ def weight_matrix(*, normaliser: str = "Softmax") -> Outcome:
 
 
 def one_source_or_two(*, other_source: bool = False) -> Outcome:
-    """Self-attention: queries, keys and values from one X, against the layer with X as its source."""
+    """Self-attention: queries, keys and values from one X, against the layer
+    with X as its source.
+    """
     layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 5, 12)
     source = sample(2, 1, 5, 12) if other_source else x
     difference = largest_difference(layer(x).detach(), layer(x, source=source).detach())

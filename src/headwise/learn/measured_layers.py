@@ -32,7 +32,9 @@ def sample(seed: int, *shape: int) -> Tensor:
 
 
 def make_layer(spec: AttentionSpec, seed: int = 0, scale: float | None = None) -> Attention:
-    """A layer in float64 whose weights are normal with deviation `scale` (default: 1/sqrt(inputs))."""
+    """A layer in float64 whose weights are normal with deviation `scale`
+    (default: 1/sqrt(inputs)).
+    """
     layer = Attention(spec).double().eval()
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
@@ -59,7 +61,8 @@ STEPS, BATCH, EVALUATED = 200, 64, 512
 NAMES = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
 
 
-# Both are filled when they are first needed, because the tables of two documents have the same cells.
+# Both are filled when they are first needed, because the tables of two documents have the same
+# cells.
 _reach: dict[str, LayerReach] = {}
 _cells: dict[str, Number] = {}
 
@@ -78,9 +81,17 @@ def measured_cells() -> Mapping[str, Number]:
 
 
 def _measure_cells() -> Mapping[str, Number]:
-    rounds = [measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS).layers for _ in range(ROUNDS)]
+    rounds = [
+        measure_scaling(LayerSizes(max(LENGTHS), MODEL_WIDTH), LENGTHS).layers
+        for _ in range(ROUNDS)
+    ]
     less, more = (_count_flops(length) for length in LENGTHS)
-    numbers: dict[str, Number] = {"tokens": TOKENS, "short": LENGTHS[0], "long": LENGTHS[1], "rounds": ROUNDS}
+    numbers: dict[str, Number] = {
+        "tokens": TOKENS,
+        "short": LENGTHS[0],
+        "long": LENGTHS[1],
+        "rounds": ROUNDS,
+    }
     for name, layer in _measure_reach().items():
         seconds = [layers[NAMES[name]] for layers in rounds]
         milliseconds = _with_range([1000 * short for short, _ in seconds], ".2g")
@@ -92,8 +103,16 @@ def _measure_cells() -> Mapping[str, Number]:
             "bytes": layer.state_bytes,
         }
         cells |= {f"gradient_{distance}": layer.gradients[distance] for distance in DISTANCES}
-        cells |= {"shift": layer.shift, "permutation": layer.permutation, "parameters": layer.parameters}
-        cells |= {"ms": milliseconds, "growth": growth, "work": more[NAMES[name]] / less[NAMES[name]]}
+        cells |= {
+            "shift": layer.shift,
+            "permutation": layer.permutation,
+            "parameters": layer.parameters,
+        }
+        cells |= {
+            "ms": milliseconds,
+            "growth": growth,
+            "work": more[NAMES[name]] / less[NAMES[name]],
+        }
         numbers |= {f"{row}_{name.lower()}": cell for row, cell in cells.items()}
     return numbers
 
@@ -109,11 +128,15 @@ def _with_range(values: Sequence[float], digits: str) -> str:
 
 def _count_flops(tokens: int) -> dict[str, int]:
     """FLOPs of the layers that are timed."""
-    return {layer.name: layer.flops for layer in ComplexityTable.from_sizes(LayerSizes(tokens, MODEL_WIDTH)).layers}
+    return {
+        layer.name: layer.flops
+        for layer in ComplexityTable.from_sizes(LayerSizes(tokens, MODEL_WIDTH)).layers
+    }
 
 
 def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
-    """The tables of 000 and of 003, 4.1: attention is global, parallel and without decay; an RNN local and serial.
+    """The tables of 000 and of 003, 4.1: attention is global, parallel and without decay; an RNN
+    local and serial.
 
     `local` is the layer that the claim of local dependencies is tested on.
     """
@@ -129,14 +152,17 @@ def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
 
 
 def table_beside_convolution(*, positions: bool = False) -> Outcome:
-    """The table of 003, 4.2: a convolution has a fixed field and a bias for shifts; attention has no strong bias.
+    """The table of 003, 4.2: a convolution has a fixed field and a bias for shifts; attention has
+    no strong bias.
 
     Attention has one if it commutes with every permutation; with `positions` it gets sinusoids.
     """
     layer, x = make_layer(design(model=WIDTH, heads=2)), sample(1, TOKENS, WIDTH)
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     errors = [
-        largest_difference(layer((x[order] + table)[None])[0].detach(), layer((x + table)[None])[0, order].detach())
+        largest_difference(
+            layer((x[order] + table)[None])[0].detach(), layer((x + table)[None])[0, order].detach()
+        )
         for table in (torch.zeros(()), sinusoidal_table(torch.arange(TOKENS), WIDTH))
     ]
     layers = _measure_reach()
@@ -146,13 +172,15 @@ def table_beside_convolution(*, positions: bool = False) -> Outcome:
     return judge(holds, **measured_cells(), explicit_attention=errors[1])
 
 
-# --- Extrapolation: trained on short sequences, tested on long ones ------------------------------------
+# --- Extrapolation: trained on short sequences, tested on long ones -------------------------------
 
 
 def table_of_lengths(*, steps: int = STEPS, marked_last: bool = False) -> Outcome:
-    """Accuracy at 16 tokens, the length of training, and at 64: name the value of the one token that is marked.
+    """Accuracy at 16 tokens, the length of training, and at 64: name the value of the one token
+    that is marked.
 
-    Training takes `steps`. With `marked_last`, the marked token is the last one, so that no layer needs any range.
+    Training takes `steps`. With `marked_last`, the marked token is the last one, so that no layer
+    needs any range.
     """
     numbers: dict[str, Number] = {"short": SHORT, "long": LONG, "chance": 1 / VALUES}
     with torch.random.fork_rng(devices=[]):
@@ -186,19 +214,27 @@ def _train(name: str, steps: int, marked_last: bool) -> dict[str, float]:
     with torch.no_grad():
         for row, tokens in (("short", SHORT), ("long", LONG)):
             x_BTC, goal_B = _marked_values(EVALUATED, tokens, marked_last)
-            cells[f"{row}_{name.lower()}"] = float((predict(x_BTC).argmax(-1) == goal_B).float().mean())
+            cells[f"{row}_{name.lower()}"] = float(
+                (predict(x_BTC).argmax(-1) == goal_B).float().mean()
+            )
     return cells
 
 
 def _apply(layer: nn.Module, x_BTD: Tensor) -> Tensor:
-    """Run a layer over a batch; those of `layer_reach` take one sequence, their inner layers several."""
+    """Run a layer over a batch; those of `layer_reach` take one sequence, their inner layers
+    several.
+    """
     if isinstance(layer, Attention):
         output = layer(x_BTD)
         assert isinstance(output, Tensor)
         return output
     inner = layer.inner
     assert isinstance(inner, nn.Module)
-    return inner(x_BTD.mT).mT if isinstance(inner, nn.Conv1d) else inner(x_BTD.transpose(0, 1))[0].transpose(0, 1)
+    return (
+        inner(x_BTD.mT).mT
+        if isinstance(inner, nn.Conv1d)
+        else inner(x_BTD.transpose(0, 1))[0].transpose(0, 1)
+    )
 
 
 def _marked_values(batch: int, tokens: int, marked_last: bool) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,6 @@
-"""Runs of document 003, sections 6 to 8: seven questions, five misconceptions, and further mechanisms."""
+"""Runs of document 003, sections 6 to 8: seven questions, five misconceptions, and further
+mechanisms.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ def _weights(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     return weights
 
 
-# --- Section 6: seven questions ------------------------------------------------------------------------
+# --- Section 6: seven questions -------------------------------------------------------------------
 
 
 def soft_addressing(*, sharp: float = 100.0) -> Outcome:
-    """Entropy of weights at a scale near 0 (an average), 1/sqrt(d_k), and `sharp` (a look-up), over 8 keys."""
+    """Entropy of weights at a scale near 0 (an average), 1/sqrt(d_k), and `sharp` (a look-up), over
+    8 keys.
+    """
     q, k = sample(1, 5, 4), sample(2, 8, 4)
     scales = (("average", 1e-12), ("soft", None), ("hard", sharp))
     weights = {name: _weights(q, k, scale) for name, scale in scales}
@@ -43,22 +47,31 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     ordered = abs(entropies["average"] - most) < 1e-9 and entropies["hard"] < 0.1 * most
     outcome = judge(ordered, **entropies, most=most)
     titles = ("scale near 0", "scale 1/sqrt(d_k)", f"scale {sharp:g}")
-    figure = draw_matrices([(title, rows.tolist()) for title, rows in zip(titles, weights.values(), strict=True)])
+    figure = draw_matrices(
+        [(title, rows.tolist()) for title, rows in zip(titles, weights.values(), strict=True)]
+    )
     return Outcome(outcome.verdict, outcome.numbers, figure)
 
 
 def square_root_of_width(*, exponent: float = 0.5) -> Outcome:
     """Standard deviation of scores over d_k^exponent, for d_k = 4, 64 and 1024."""
-    deviations = {f"std_{width}": float((sample_scores(width) / width**exponent).std()) for width in (4, 64, 1024)}
+    deviations = {
+        f"std_{width}": float((sample_scores(width) / width**exponent).std())
+        for width in (4, 64, 1024)
+    }
     return judge(max(deviations.values()) / min(deviations.values()) < 1.1, **deviations)
 
 
 def sum_or_concat(*, tied: bool = True) -> Outcome:
-    """Summing heads before one projection against concatenation with equal blocks of W_O, and the ranks of both.
+    """Summing heads before one projection against concatenation with equal blocks of W_O, and the
+    ranks of both.
 
-    The rank is of the linear map from the outputs of all heads to the output of the layer. `tied` repeats one block.
+    The rank is of the linear map from the outputs of all heads to the output of the layer. `tied`
+    repeats one block.
     """
-    summed = make_layer(from_toml('model = 12\nheads = {q = 3, dim = 4}\nmerge = {part = "SumHeads"}'))
+    summed = make_layer(
+        from_toml('model = 12\nheads = {q = 3, dim = 4}\nmerge = {part = "SumHeads"}')
+    )
     concat = make_layer(design(model=12, heads=3))
     state = summed.state_dict()
     block = state["output.o"]
@@ -71,28 +84,43 @@ def sum_or_concat(*, tied: bool = True) -> Outcome:
 
 
 def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
-    """Pairs of a sinusoid whose angle beyond the trained length was never seen: those with a longer period."""
+    """Pairs of a sinusoid whose angle beyond the trained length was never seen: those with a longer
+    period.
+    """
     periods = 2 * math.pi * 10000 ** (torch.arange(0, model, 2, dtype=torch.float64) / model)
     table = sinusoidal_table(torch.arange(2 * trained), model)
     trained_rows, beyond = table[:trained], table[trained:]
     nearest = torch.cdist(beyond, trained_rows).amin(-1)
     spacing = float((table[1] - table[0]).norm())
     unseen = int((periods > trained).sum())
-    return judge(unseen == 0, unseen=unseen, pairs=model // 2, distance=float(nearest[-1]), spacing=spacing)
+    return judge(
+        unseen == 0, unseen=unseen, pairs=model // 2, distance=float(nearest[-1]), spacing=spacing
+    )
 
 
 def cheaper_than_recurrence(*, tokens: int = 512, model: int = 512) -> Outcome:
-    """FLOPs and sequential steps of self-attention and a GRU at this length, and where attention becomes dearer."""
-    layers = {layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers}
+    """FLOPs and sequential steps of self-attention and a GRU at this length, and where attention
+    becomes dearer.
+    """
+    layers = {
+        layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers
+    }
     attention, gru = layers["self-attention"], layers["GRU"]
-    numbers = {"attention": attention.flops, "gru": gru.flops, "dearer": gru.dearer or 0, "serial": gru.serial}
+    numbers = {
+        "attention": attention.flops,
+        "gru": gru.flops,
+        "dearer": gru.dearer or 0,
+        "serial": gru.serial,
+    }
     return judge(attention.flops <= gru.flops, **numbers, tokens=tokens)
 
 
 def redundant_heads(*, trace_heads: bool = True) -> Outcome:
-    """Mean Jensen-Shannon divergence of pairs of heads in a layer of the bundled translator, beside chance.
+    """Mean Jensen-Shannon divergence of pairs of heads in a layer of the bundled translator, beside
+    chance.
 
-    For chance, the keys of the second head are permuted. Without `trace_heads`, six heads each attend to another token.
+    For chance, the keys of the second head are permuted. Without `trace_heads`, six heads each
+    attend to another token.
     """
     layers = _translator_weights() if trace_heads else [torch.eye(6, dtype=torch.float64)[:, None]]
     pairs, chance = [], []
@@ -100,17 +128,23 @@ def redundant_heads(*, trace_heads: bool = True) -> Outcome:
         for number, one in enumerate(heads):
             for other in heads[number + 1 :]:
                 pairs.append(_divergence(one, other))
-                order = torch.randperm(other.shape[-1], generator=torch.Generator().manual_seed(len(pairs)))
+                order = torch.randperm(
+                    other.shape[-1], generator=torch.Generator().manual_seed(len(pairs))
+                )
                 chance.append(_divergence(one, other[:, order]))
     mean, by_chance = sum(pairs) / len(pairs), sum(chance) / len(chance)
-    return judge(mean < 0.9 * by_chance, closest=min(pairs), mean=mean, chance=by_chance, pairs=len(pairs))
+    return judge(
+        mean < 0.9 * by_chance, closest=min(pairs), mean=mean, chance=by_chance, pairs=len(pairs)
+    )
 
 
 def _translator_weights() -> list[Tensor]:
     """Weights [head, query, key] of the layers of the bundled translator without a causal mask."""
     trace = load_sample_trace()
     return [
-        torch.stack([torch.as_tensor(trace.head_weights(layer.name, head)) for head in range(layer.heads)]).double()
+        torch.stack(
+            [torch.as_tensor(trace.head_weights(layer.name, head)) for head in range(layer.heads)]
+        ).double()
         for layer in trace.layers
         if not layer.calls[0].causal
     ]
@@ -121,19 +155,24 @@ def _divergence(one: Tensor, other: Tensor) -> float:
 
 
 def shared_query_key_dimensions(*, draws: int = 8, model: object = None) -> Outcome:
-    """Dimensions for 90 % of the squared singular values of the summed W_Q W_K^T, and of Gaussian weights."""
+    """Dimensions for 90 % of the squared singular values of the summed W_Q W_K^T, and of Gaussian
+    weights.
+    """
     net = load_sample_model() if model is None else model
     spectra = measure_qk_spectra(net, num_draws=draws)  # pyright: ignore[reportArgumentType] - a torch module
     shares = [layer.summed.dims / layer.summed.chance for layer in spectra]
     smallest = min(spectra, key=lambda layer: layer.summed.dims / layer.summed.chance).summed
     mean = sum(shares) / len(shares)
-    return judge(mean < 0.8, share=mean, dims=smallest.dims, chance=smallest.chance, layers=len(spectra))
+    return judge(
+        mean < 0.8, share=mean, dims=smallest.dims, chance=smallest.chance, layers=len(spectra)
+    )
 
 
 def one_changed_bit(*, normalised: bool = True) -> Outcome:
     """Largest change of the last output when one of n input bits flips, for n = 16 and 1,024.
 
-    Softmax weights sum to 1, so one token has a share of about 1/n (Hahn 2020). Without `normalised`, values are added.
+    Softmax weights sum to 1, so one token has a share of about 1/n (Hahn 2020). Without
+    `normalised`, values are added.
     """
     changes = {}
     for tokens in (16, 1024):
@@ -148,15 +187,18 @@ def one_changed_bit(*, normalised: bool = True) -> Outcome:
     return judge(factor < 8, **changes, factor=factor)
 
 
-# --- Section 7: five misconceptions --------------------------------------------------------------------
+# --- Section 7: five misconceptions ---------------------------------------------------------------
 
 
 def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
-    """Two queries over equal values: change of the weights, and whether outputs lie inside the range of the values.
+    """Two queries over equal values: change of the weights, and whether outputs lie inside the
+    range of the values.
 
     With normaliser "Sigmoid" the weights do not sum to 1, and outputs can leave the range.
     """
-    spec = from_toml(f'model = 8\nheads = {{q = 2, dim = 4}}\nnormaliser = {{part = "{normaliser}"}}')
+    spec = from_toml(
+        f'model = 8\nheads = {{q = 2, dim = 4}}\nnormaliser = {{part = "{normaliser}"}}'
+    )
     layer, source = make_layer(spec), sample(2, 1, 6, 8)
     one, other = sample(3, 1, 4, 8), sample(4, 1, 4, 8)
     weights = [_layer_weights(layer, x, source) for x in (one, other)]
@@ -165,7 +207,9 @@ def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
     outside = torch.maximum(outputs - values.amax(0), values.amin(0) - outputs).amax()
     changed, row_sum = largest_difference(*weights), float(weights[0].sum(-1).max())
     inside = float(outside) <= 1e-12 and abs(row_sum - 1) < 1e-9
-    return judge(changed > 1e-6 and not inside, changed=changed, row_sum=row_sum, outside=float(outside))
+    return judge(
+        changed > 1e-6 and not inside, changed=changed, row_sum=row_sum, outside=float(outside)
+    )
 
 
 def _layer_weights(layer: Attention, x: Tensor, source: Tensor) -> Tensor:
@@ -175,7 +219,8 @@ def _layer_weights(layer: Attention, x: Tensor, source: Tensor) -> Tensor:
 
 
 def not_an_ensemble(*, independent: bool = False) -> Outcome:
-    """concat(z) W_O against the sum of z_h W_O^h, and the gradient that one head gets from another head's output.
+    """concat(z) W_O against the sum of z_h W_O^h, and the gradient that one head gets from another
+    head's output.
 
     An ensemble would train each head alone: with `independent`, each head has a loss of its own.
     """
@@ -188,7 +233,9 @@ def not_an_ensemble(*, independent: bool = False) -> Outcome:
 
     def loss(o: Tensor) -> Tensor:
         if independent:
-            return torch.stack([((o[:, :, h] @ b.T - target) ** 2).sum() for h, b in enumerate(blocks)]).sum()
+            return torch.stack(
+                [((o[:, :, h] @ b.T - target) ** 2).sum() for h, b in enumerate(blocks)]
+            ).sum()
         return ((layer.merge_heads(o) - target) ** 2).sum()
 
     coupling = _coupling(loss, o)
@@ -207,7 +254,8 @@ def _coupling(loss: Callable[[Tensor], Tensor], o: Tensor) -> float:
 
 
 def unequal_lengths(*, queries: int = 7, keys: int = 13, modifiers: str = "") -> Outcome:
-    """Self-attention of several lengths with one layer, cross-attention of 7 to 13 tokens, and a padded batch.
+    """Self-attention of several lengths with one layer, cross-attention of 7 to 13 tokens, and a
+    padded batch.
 
     A modifier with a table of positions sets a longest length, which is an error beyond it.
     """
@@ -220,11 +268,18 @@ def unequal_lengths(*, queries: int = 7, keys: int = 13, modifiers: str = "") ->
     padded = layer(x, mask=mask)[:, :queries].detach()
     difference = largest_difference(padded, layer(x[:, :queries]).detach())
     works = cross == (1, queries, 12) and [shape[1] for shape in shapes] == [1, queries, keys]
-    return judge(not works, cross=f"{cross[1]} x {keys}", padded=difference, lengths=ItemList(f"1, {queries}, {keys}"))
+    return judge(
+        not works,
+        cross=f"{cross[1]} x {keys}",
+        padded=difference,
+        lengths=ItemList(f"1, {queries}, {keys}"),
+    )
 
 
 def order_without_positions(*, pattern: str = "full()", positions: bool = False) -> Outcome:
-    """ "I love you" and "you love I": the mean of the outputs with and without a causal mask or positions."""
+    """ "I love you" and "you love I": the mean of the outputs with and without a causal mask or
+    positions.
+    """
     embeddings: dict[str, Tensor] = dict(zip(("I", "love", "you"), sample(1, 3, 12), strict=True))
 
     def pooled(sentence: str, kind: str) -> Tensor:
@@ -238,24 +293,31 @@ def order_without_positions(*, pattern: str = "full()", positions: bool = False)
 
 
 def heads_need_not_divide(*, model: int = 10, heads: int = 3, width: int = 4) -> Outcome:
-    """A layer of width 10 with 3 heads of 4 channels: the shape of its output and its parameters."""
+    """A layer of width 10 with 3 heads of 4 channels: the shape of its output
+    and its parameters.
+    """
     spec = design(model=model, heads=heads, dim=width)
     shape = make_layer(spec)(sample(1, 1, 5, model)).shape
     works = shape[-1] == model and heads * width != model
-    return judge(not works, width=heads * width, model=model, parameters=costs.count_parameters(spec))
+    return judge(
+        not works, width=heads * width, model=model, parameters=costs.count_parameters(spec)
+    )
 
 
 def more_heads_cost_more(*, width: int | None = None) -> Outcome:
-    """Parameters, FLOPs and scores for 1 to 32 heads at d = 512; `width` fixes the width of a head."""
+    """Parameters, FLOPs and scores for 1 to 32 heads at d = 512; `width` fixes
+    the width of a head.
+    """
     numbers = cost_by_heads(width=width).numbers
     return judge(float(numbers["params_32"]) > float(numbers["params_1"]), **numbers)
 
 
-# --- Section 8: further mechanisms ---------------------------------------------------------------------
+# --- Section 8: further mechanisms ----------------------------------------------------------------
 
 
 def graph_edges(*, complete: bool = False) -> Outcome:
-    """Attention over the edges of a graph: allowed pairs, the influence of nodes that are no neighbours, Edges(all).
+    """Attention over the edges of a graph: allowed pairs, the influence of nodes that are no
+    neighbours, Edges(all).
 
     With `complete`, the graph has all edges.
     """
@@ -264,12 +326,15 @@ def graph_edges(*, complete: bool = False) -> Outcome:
     edges = every if complete else ring
     x = sample(1, 6, 8)
     layer, all_pairs, full = (
-        make_layer(design(model=8, heads=2, pattern=pattern)) for pattern in (_edges(edges), _edges(every), "full()")
+        make_layer(design(model=8, heads=2, pattern=pattern))
+        for pattern in (_edges(edges), _edges(every), "full()")
     )
     jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
     far = float(jacobian[:, 3].abs().max())
     difference = largest_difference(all_pairs(x[None]).detach(), full(x[None]).detach())
-    return judge(far < 1e-12 and difference < 1e-12, pairs=len(edges), far=far, difference=difference)
+    return judge(
+        far < 1e-12 and difference < 1e-12, pairs=len(edges), far=far, difference=difference
+    )
 
 
 def _edges(pairs: tuple[tuple[int, int], ...]) -> str:
@@ -277,13 +342,23 @@ def _edges(pairs: tuple[tuple[int, int], ...]) -> str:
 
 
 def long_patterns(*, window: int = 513) -> Outcome:
-    """Share of all pairs that Longformer and BigBird allow at 4,096 tokens, of FLOPs of scores and values."""
+    """Share of all pairs that Longformer and BigBird allow at 4,096 tokens, of FLOPs of scores and
+    values.
+    """
     shares = {}
     for name in ("longformer", "bigbird"):
-        options = {"pattern": f"window({window}, after={window // 2}) | global((0,))"} if name == "longformer" else {}
-        specs = [design(preset=name, model=64, heads=1, **options), design(model=64, heads=1, bias="qkvo")]
+        options = (
+            {"pattern": f"window({window}, after={window // 2}) | global((0,))"}
+            if name == "longformer"
+            else {}
+        )
+        specs = [
+            design(preset=name, model=64, heads=1, **options),
+            design(model=64, heads=1, bias="qkvo"),
+        ]
         flops = [
-            costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=4096)) - 8 * 4096 * 64 * 64
+            costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=4096))
+            - 8 * 4096 * 64 * 64
             for spec in specs
         ]
         shares[name] = flops[0] / flops[1]
@@ -291,7 +366,9 @@ def long_patterns(*, window: int = 513) -> Outcome:
 
 
 def width_for_each_head(*, heads: int = 64) -> Outcome:
-    """Rank of the scores of one head over 50 tokens of width 512, for 1 head, 8 heads and `heads`."""
+    """Rank of the scores of one head over 50 tokens of width 512, for 1 head, 8
+    heads and `heads`.
+    """
     x, numbers = sample(1, 50, 512), {}
     for name, count in (("h1", 1), ("h8", 8), ("many", heads)):
         w_q, w_k = (sample(seed, 512, 512 // count) for seed in (2, 3))

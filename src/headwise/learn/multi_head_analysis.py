@@ -1,4 +1,6 @@
-"""Runs of document 002, sections 2.3 to 2.7: cost, composition, and what heads of a trained model do."""
+"""Runs of document 002, sections 2.3 to 2.7: cost, composition, and what heads of a trained model
+do.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ from .parameters_and_scaling import robust_to_corrupted_heads
 __all__ = ["multi_head_formula", "redundant_heads", "robust_to_corrupted_heads"]
 
 
-# --- Section 2.3: arithmetic intensity -----------------------------------------------------------------
+# --- Section 2.3: arithmetic intensity ------------------------------------------------------------
 
 
 def intensity_below_one(*, group: int = 8, dtype_bytes: float = 2.0) -> Outcome:
-    """FLOPs per byte of a product of a 4096 x 4096 matrix with a vector, and of decoding with grouped queries.
+    """FLOPs per byte of a product of a 4096 x 4096 matrix with a vector, and of decoding with
+    grouped queries.
 
-    `group` is the number of query heads per key-value head, `dtype_bytes` the bytes of a number of weights and cache.
+    `group` is the number of query heads per key-value head, `dtype_bytes` the bytes of a number of
+    weights and cache.
     """
     numbers = {}
     for name, size in (("fp32", 4.0), ("bf16", 2.0), ("int8", 1.0), ("int4", 0.5)):
@@ -52,15 +56,27 @@ def intensity_below_one(*, group: int = 8, dtype_bytes: float = 2.0) -> Outcome:
 
 
 def batching_and_compute(*, batch: int = 512) -> Outcome:
-    """FLOPs per byte of a bf16 weight product with a batch of tokens, beside the ridge point of an H200."""
+    """FLOPs per byte of a bf16 weight product with a batch of tokens, beside the ridge point of an
+    H200.
+    """
     device = Device.from_name("h200")
     ridge, tokens = device.ridge_point("bf16"), device.compute_bound_tokens("bf16")
     intensity = {size: 2 * size / 2 for size in (64, batch)}
     cores = [_decode_intensity(rows) for rows in (1, batch)]
-    numbers = {"large": intensity[batch], "small": intensity[64], "ridge": ridge, "tokens": tokens, "core": cores[1]}
-    outcome = judge_condition(intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch)
+    numbers = {
+        "large": intensity[batch],
+        "small": intensity[64],
+        "ridge": ridge,
+        "tokens": tokens,
+        "core": cores[1],
+    }
+    outcome = judge_condition(
+        intensity[batch] > ridge, intensity[64] > ridge, **numbers, batch=batch
+    )
     per_byte = {rows: (2 * rows / 2, core) for rows, core in zip((1, batch), cores, strict=True)}
-    products = [f"batch {rows}: {product:g} FLOPs per byte" for rows, (product, _) in per_byte.items()]
+    products = [
+        f"batch {rows}: {product:g} FLOPs per byte" for rows, (product, _) in per_byte.items()
+    ]
     core = [f"batch {rows}: {core:g} FLOPs per byte" for rows, (_, core) in per_byte.items()]
     figure = draw_boxes(
         [
@@ -81,7 +97,9 @@ def _decode_intensity(batch: int) -> float:
 
 
 def share_of_cores(*, pattern: str = "causal()") -> Outcome:
-    """Share of scores and values in the FLOPs of a decode step at d = 4096, by length of the context."""
+    """Share of scores and values in the FLOPs of a decode step at d = 4096, by length of the
+    context.
+    """
     spec, numbers = design(model=4096, heads=32, pattern=pattern), dict[str, float]()
     for tokens in (512, 4096, 32768):
         work = costs.self_attention_work(spec, batch=1, queries=1, past=tokens - 1)
@@ -92,11 +110,13 @@ def share_of_cores(*, pattern: str = "causal()") -> Outcome:
 
 STORED_HEADS = Path(__file__).with_name("stored_heads.json")
 
-# --- Section 2.4: two heads ----------------------------------------------------------------------------
+# --- Section 2.4: two heads -----------------------------------------------------------------------
 
 
 def two_trained_heads(*, same: bool = False) -> Outcome:
-    """Two heads of one layer of MiniLM over "The cat sat on the mat.", from a stored run, with a figure."""
+    """Two heads of one layer of MiniLM over "The cat sat on the mat.", from a stored run, with a
+    figure.
+    """
     stored = read_stored_heads()
     pair = stored["two"][:1] * 2 if same else stored["two"]
     a, b = (torch.tensor(head["weights"], dtype=torch.float64) for head in pair)
@@ -104,24 +124,38 @@ def two_trained_heads(*, same: bool = False) -> Outcome:
     words = stored["words"][1:-1]
     previous = float(a.diagonal(-1).mean())
     repeated = float((b[0, 4] + b[4, 0]) / 2)  # "The" and "the"
-    numbers = {"one": pair[0]["head"], "other": pair[1]["head"], "divergence": divergence, "most": math.log(2)}
+    numbers = {
+        "one": pair[0]["head"],
+        "other": pair[1]["head"],
+        "divergence": divergence,
+        "most": math.log(2),
+    }
     outcome = judge(divergence > 0.1, **numbers, previous=previous, repeated=repeated)
     named = [(f"head {head['head']}", head["weights"]) for head in pair]
     return Outcome(outcome.verdict, outcome.numbers, draw_heads(named, words, words))
 
 
 def read_stored_heads() -> Any:
-    """Weights of heads of MiniLM over one sentence, and the heads left while pruning; see tools/learn_figures.py."""
+    """Weights of heads of MiniLM over one sentence, and the heads left while pruning; see
+    tools/learn_figures.py.
+    """
     return json.loads(STORED_HEADS.read_text(encoding="utf-8"))
 
 
 def gallery_of_heads(*, uniform: bool = False) -> Outcome:
-    """Four heads of MiniLM over one sentence, with what each class claims; `uniform` replaces the weights."""
+    """Four heads of MiniLM over one sentence, with what each class claims; `uniform` replaces the
+    weights.
+    """
     stored = read_stored_heads()
-    weights = {head["class"]: torch.tensor(head["weights"], dtype=torch.float64) for head in stored["gallery"]}
+    weights = {
+        head["class"]: torch.tensor(head["weights"], dtype=torch.float64)
+        for head in stored["gallery"]
+    }
     count = len(stored["words"])
     if uniform:
-        weights = {name: torch.full((count, count), 1 / count, dtype=torch.float64) for name in weights}
+        weights = {
+            name: torch.full((count, count), 1 / count, dtype=torch.float64) for name in weights
+        }
     words = weights["punctuation"][:, 1:-1]  # without the sinks [CLS] and [SEP]
     shares = {
         "broad": float(entropy(weights["broad"]).exp().mean()) / count,
@@ -130,29 +164,43 @@ def gallery_of_heads(*, uniform: bool = False) -> Outcome:
         "punctuation": float((words[:, -1] / words.sum(-1)).mean()),
     }
     chance = 1 / count
-    holds = shares["broad"] > 0.5 and all(shares[name] > 2 * chance for name in shares if name != "broad")
+    holds = shares["broad"] > 0.5 and all(
+        shares[name] > 2 * chance for name in shares if name != "broad"
+    )
     named = [
-        (f"{head['class']}: {head['site'].split('.')[1]}.{head['head']}", head["weights"]) for head in stored["gallery"]
+        (f"{head['class']}: {head['site'].split('.')[1]}.{head['head']}", head["weights"])
+        for head in stored["gallery"]
     ]
     outcome = judge(holds, **shares, chance=chance)
-    return Outcome(outcome.verdict, outcome.numbers, draw_heads(named, stored["words"], stored["words"]))
+    return Outcome(
+        outcome.verdict, outcome.numbers, draw_heads(named, stored["words"], stored["words"])
+    )
 
 
-# --- Section 2.5: collaborative heads ------------------------------------------------------------------
+# --- Section 2.5: collaborative heads -------------------------------------------------------------
 
 
 def collaborative_cost(*, heads: int = 8) -> Outcome:
-    """Parameters and FLOPs of scores of collaborative attention with a shared width d/2, and of MHA."""
-    specs = {"mha": design(model=512, heads=heads), "shared": design(preset="collaborative", model=512, heads=heads)}
+    """Parameters and FLOPs of scores of collaborative attention with a shared width d/2, and of
+    MHA.
+    """
+    specs = {
+        "mha": design(model=512, heads=heads),
+        "shared": design(preset="collaborative", model=512, heads=heads),
+    }
     numbers = {}
     for name, spec in specs.items():
         numbers[f"{name}_params"] = costs.count_parameters(spec)
-        numbers[f"{name}_flops"] = costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=2048))
+        numbers[f"{name}_flops"] = costs.required_flops(
+            spec, costs.self_attention_work(spec, batch=1, queries=2048)
+        )
     return judge(numbers["shared_flops"] < numbers["mha_flops"], **numbers)
 
 
 def third_of_the_dimensions(*, model: nn.Module | None = None) -> Outcome:
-    """Share of the dimensions of the summed W_Q W_K^T that holds 90 % of its energy: translator, Gaussian weights."""
+    """Share of the dimensions of the summed W_Q W_K^T that holds 90 % of its energy: translator,
+    Gaussian weights.
+    """
     spectra = measure_qk_spectra(load_sample_model() if model is None else model)
     share = sum(layer.summed.dims / layer.summed.most for layer in spectra) / len(spectra)
     chance = sum(layer.summed.chance / layer.summed.most for layer in spectra) / len(spectra)
@@ -160,7 +208,9 @@ def third_of_the_dimensions(*, model: nn.Module | None = None) -> Outcome:
 
 
 def concat_is_a_special_case(*, mixing: str = "blocks") -> Outcome:
-    """Collaborative attention with vectors m_i of zeros and ones, against MHA; `mixing` "ones" shares everything."""
+    """Collaborative attention with vectors m_i of zeros and ones, against MHA; `mixing` "ones"
+    shares everything.
+    """
     plain = make_layer(design(model=12, heads=3))
     text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "Collaborative", width = 12}'
     shared = make_layer(from_toml(text))
@@ -174,15 +224,22 @@ def concat_is_a_special_case(*, mixing: str = "blocks") -> Outcome:
     return judge(difference < 1e-12, difference=difference)
 
 
-# --- Section 2.6: what heads do ------------------------------------------------------------------------
+# --- Section 2.6: what heads do -------------------------------------------------------------------
 
 
 def heads_by_width(*, heads: int | None = None) -> Outcome:
-    """Rank correlation of width and number of heads in the published models; `heads` gives all of them that many."""
+    """Rank correlation of width and number of heads in the published models; `heads` gives all of
+    them that many.
+    """
     specs = [next(iter(read_model_spec(name).attention_specs()))[1] for name in PUBLISHED_MODELS]
     sizes = sorted((spec.model, heads or spec.heads.q) for spec in specs)
     correlation = _rank_correlation(*zip(*sizes, strict=True))
-    numbers = {"narrowest": sizes[0][0], "fewest": sizes[0][1], "widest": sizes[-1][0], "most": sizes[-1][1]}
+    numbers = {
+        "narrowest": sizes[0][0],
+        "fewest": sizes[0][1],
+        "widest": sizes[-1][0],
+        "most": sizes[-1][1],
+    }
     return judge(correlation > 0.5, models=len(sizes), correlation=correlation, **numbers)
 
 
@@ -197,39 +254,61 @@ def _rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def few_heads_attend_to_themselves(*, tied: bool = False) -> Outcome:
-    """Mean weight of a token on itself in random layers with 1 and 16 heads, over 32 tokens of width 64."""
+    """Mean weight of a token on itself in random layers with 1 and 16 heads, over 32 tokens of
+    width 64.
+    """
     numbers = {f"h{heads}": _self_weight(heads, tied) for heads in (1, 16)}
     return judge(numbers["h1"] > 2 * numbers["h16"], **numbers, chance=1 / 32)
 
 
 def _self_weight(heads: int, tied: bool) -> float:
     dim = 64 // heads
-    x, w_q, w_k = sample(1, 20, 1, 32, 64), sample(2, heads, 64, dim) / 8, sample(3, heads, 64, dim) / 8
+    x, w_q, w_k = (
+        sample(1, 20, 1, 32, 64),
+        sample(2, heads, 64, dim) / 8,
+        sample(3, heads, 64, dim) / 8,
+    )
     scores = (x @ w_q) @ (x @ (w_q if tied else w_k)).mT / math.sqrt(dim)
     return float(scores.softmax(-1).diagonal(0, -2, -1).mean())
 
 
 def _positional_shares() -> dict[tuple[str, int], list[float]]:
-    """R^2 of the weights explained by the offset alone, of each self-attention head of the translator, by layer."""
+    """R^2 of the weights explained by the offset alone, of each self-attention head of the
+    translator, by layer.
+    """
     layers: dict[tuple[str, int], list[float]] = {}
     for head in load_sample_table().heads:
         if head.kind == "attention":
-            layers.setdefault((head.stack, head.layer), []).append(head.measures["positional_share"].value)
+            layers.setdefault((head.stack, head.layer), []).append(
+                head.measures["positional_share"].value
+            )
     return layers
 
 
 def fixed_patterns(*, shares: Sequence[float] | None = None) -> Outcome:
     """Heads of the bundled translator whose weights the offset explains by more than half (R^2)."""
-    values = [share for layer in _positional_shares().values() for share in layer] if shares is None else list(shares)
+    values = (
+        [share for layer in _positional_shares().values() for share in layer]
+        if shares is None
+        else list(shares)
+    )
     fixed = sum(share > 0.5 for share in values)
-    return judge(fixed > len(values) / 2, fixed=fixed, heads=len(values), mean=sum(values) / len(values))
+    return judge(
+        fixed > len(values) / 2, fixed=fixed, heads=len(values), mean=sum(values) / len(values)
+    )
 
 
 def positions_by_depth(*, shares: Sequence[float] | None = None) -> Outcome:
-    """Mean positional share of the first and of the last layer of the translator's encoder and decoder."""
+    """Mean positional share of the first and of the last layer of the translator's encoder and
+    decoder.
+    """
     layers = _positional_shares()
     means = {key: sum(values) / len(values) for key, values in layers.items()}
-    numbers = {f"{stack}_{layer}": means[stack, layer] for stack in ("encoder", "decoder") for layer in (0, 2)}
+    numbers = {
+        f"{stack}_{layer}": means[stack, layer]
+        for stack in ("encoder", "decoder")
+        for layer in (0, 2)
+    }
     if shares is not None:
         numbers = dict(zip(numbers, shares, strict=True))
     rises = all(numbers[f"{stack}_2"] > numbers[f"{stack}_0"] for stack in ("encoder", "decoder"))
@@ -237,20 +316,28 @@ def positions_by_depth(*, shares: Sequence[float] | None = None) -> Outcome:
 
 
 def diversity_by_depth(*, reverse: bool = False) -> Outcome:
-    """Generalised Jensen-Shannon divergence of the heads of each encoder layer, over log h; `reverse` swaps layers."""
+    """Generalised Jensen-Shannon divergence of the heads of each encoder layer, over log h;
+    `reverse` swaps layers.
+    """
     trace, layers = load_sample_trace(), []
     for number in range(3):
         site = f"encoder.{number}.attention"
         count = trace.get_layer(site).heads
-        heads = torch.stack([torch.as_tensor(trace.head_weights(site, head)) for head in range(count)]).double()
+        heads = torch.stack(
+            [torch.as_tensor(trace.head_weights(site, head)) for head in range(count)]
+        ).double()
         spread = entropy(heads.mean(0)).mean() - entropy(heads).mean()
         layers.append(float(spread) / math.log(count))
     layers = layers[::-1] if reverse else layers
-    return judge(layers[0] > layers[1] > layers[2], first=layers[0], second=layers[1], third=layers[2])
+    return judge(
+        layers[0] > layers[1] > layers[2], first=layers[0], second=layers[1], third=layers[2]
+    )
 
 
 def left_or_right(*, alternate: bool = True) -> Outcome:
-    """A head whose largest weight alternates between both neighbours: share at left or right, and at one offset."""
+    """A head whose largest weight alternates between both neighbours: share at left or right, and
+    at one offset.
+    """
     offsets = [(-1 if position % 2 else 1) if alternate else -1 for position in range(1, 101)]
     either = sum(abs(offset) == 1 for offset in offsets) / 100
     fixed = max(offsets.count(offset) for offset in set(offsets)) / 100
@@ -258,12 +345,21 @@ def left_or_right(*, alternate: bool = True) -> Outcome:
 
 
 def heads_that_remain(*, remaining: int = 17, heads: int = 48) -> Outcome:
-    """Share of the heads that remain, and that are pruned; with a figure of the heads left in MiniLM, by class."""
+    """Share of the heads that remain, and that are pruned; with a figure of the heads left in
+    MiniLM, by class.
+    """
     pruned = read_stored_heads()["pruned"]
     counts = [column["classes"] for column in pruned["columns"]]
     left = [sum(column.values()) for column in counts]
-    place = min(range(len(left)), key=lambda number: abs(left[number] / left[0] - remaining / heads))
-    numbers = {"share": remaining / heads, "pruned": 1 - remaining / heads, "all": left[0], "left": left[place]}
+    place = min(
+        range(len(left)), key=lambda number: abs(left[number] / left[0] - remaining / heads)
+    )
+    numbers = {
+        "share": remaining / heads,
+        "pruned": 1 - remaining / heads,
+        "all": left[0],
+        "left": left[place],
+    }
     numbers |= {
         "drift": pruned["columns"][place]["drift"],
         "sinks": counts[place].get("sink", 0),
@@ -271,7 +367,9 @@ def heads_that_remain(*, remaining: int = 17, heads: int = 48) -> Outcome:
     }
     outcome = judge(abs(remaining / heads - 2 / 3) < 0.05, **numbers)
     axis = f"heads left by {pruned['order']}; letters and colours: class"
-    return Outcome(outcome.verdict, outcome.numbers, draw_columns(counts, [str(count) for count in left], axis))
+    return Outcome(
+        outcome.verdict, outcome.numbers, draw_columns(counts, [str(count) for count in left], axis)
+    )
 
 
 def gate_and_prune(*, gate: float = 0.0) -> Outcome:
@@ -286,29 +384,44 @@ def gate_and_prune(*, gate: float = 0.0) -> Outcome:
     return judge(difference < 1e-12, difference=difference, parameters=costs.count_parameters(spec))
 
 
-# --- Section 2.7: cost by the width of a head ----------------------------------------------------------
+# --- Section 2.7: cost by the width of a head -----------------------------------------------------
 
 
 def cost_by_width(*, with_model: bool = False) -> Outcome:
-    """FLOPs of scores and values for heads of 32 and 64 channels; `with_model` compares projections of d and 2 d."""
+    """FLOPs of scores and values for heads of 32 and 64 channels; `with_model` compares projections
+    of d and 2 d.
+    """
     flops = []
     for dim in (32, 64):
         spec = design(model=8 * dim if with_model else 512, heads=8, dim=dim)
         work = costs.self_attention_work(spec, batch=1, queries=2048)
         projections = 2 * 2048 * costs.count_parameters(spec)
         flops.append(projections if with_model else costs.required_flops(spec, work) - projections)
-    return judge(abs(flops[1] / flops[0] - 4) < 0.1, narrow=flops[0], wide=flops[1], growth=flops[1] / flops[0])
+    return judge(
+        abs(flops[1] / flops[0] - 4) < 0.1,
+        narrow=flops[0],
+        wide=flops[1],
+        growth=flops[1] / flops[0],
+    )
 
 
 def weight_on_oneself(*, times: float = 2.0) -> Outcome:
-    """Self-attention heads of the translator whose weight on the token itself is at most `times` that of chance."""
-    heads = [head.measures["self"] for head in load_sample_table().heads if head.kind == "attention"]
+    """Self-attention heads of the translator whose weight on the token itself is at most `times`
+    that of chance.
+    """
+    heads = [
+        head.measures["self"] for head in load_sample_table().heads if head.kind == "attention"
+    ]
     modest = sum(measure.value <= times * measure.chance for measure in heads)
-    return judge(modest < len(heads) / 2, modest=modest, heads=len(heads), most=max(m.value for m in heads))
+    return judge(
+        modest < len(heads) / 2, modest=modest, heads=len(heads), most=max(m.value for m in heads)
+    )
 
 
 def third_tokens(*, layers: int = 2) -> Outcome:
-    """Change of log(weight of key 0 / weight of key 1) when token 3 changes, in the first and in the last layer."""
+    """Change of log(weight of key 0 / weight of key 1) when token 3 changes, in the first and in
+    the last layer.
+    """
     first, second = (make_layer(design(model=12, heads=1), seed=seed) for seed in (1, 2))
     x, changes = sample(1, 1, 5, 12), []
     other = x.clone()

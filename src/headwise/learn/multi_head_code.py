@@ -1,4 +1,6 @@
-"""Runs of document 002, section 3: the listing of multi-head attention, its eight steps, and how it is called."""
+"""Runs of document 002, section 3: the listing of multi-head attention, its eight steps, and how it
+is called.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ from .measured_layers import largest_difference, make_layer, sample
 __all__ = ["causal_mask", "cross_attention", "one_source_or_two"]
 
 Shape = tuple[int, ...]
-ALIGNMENT = ("alignment input", "alignment target")  # 1 - AER of the row that reads, or predicts, a target word
+ALIGNMENT = (
+    "alignment input",
+    "alignment target",
+)  # 1 - AER of the row that reads, or predicts, a target word
 
 
 class HarvardAttention(nn.Module):
-    """Four linear maps of d_model, h heads, and -1e9 for masked scores, as the listing describes them."""
+    """Four linear maps of d_model, h heads, and -1e9 for masked scores, as the listing describes
+    them.
+    """
 
     def __init__(self, heads: int, model: int) -> None:
         super().__init__()
@@ -37,8 +44,12 @@ class HarvardAttention(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(model, model) for _ in range(4))
         self.double()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The output [batch, seq_len, d_model]; the mask [batch, 1 or T, S] is alike for all heads."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """The output [batch, seq_len, d_model]; the mask [batch, 1 or T, S] is
+        alike for all heads.
+        """
         batch, inputs = query.shape[0], (query, key, value)
         q, k, v = (
             linear(x).view(batch, -1, self.heads, self.dim).transpose(1, 2)
@@ -47,7 +58,12 @@ class HarvardAttention(nn.Module):
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.dim)
         if mask is not None:
             scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
-        z = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(batch, -1, self.heads * self.dim)
+        z = (
+            (scores.softmax(-1) @ v)
+            .transpose(1, 2)
+            .contiguous()
+            .view(batch, -1, self.heads * self.dim)
+        )
         return self.linears[3](z)
 
 
@@ -60,7 +76,9 @@ def _same_weights(listing: HarvardAttention, heads: int) -> MultiHeadAttention:
 
 
 def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
-    """The listing against hw.nn.MultiHeadAttention with its weights: rows with a visible key, and a row without."""
+    """The listing against hw.nn.MultiHeadAttention with its weights: rows with a visible key, and a
+    row without.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         listing = HarvardAttention(heads, 12)
@@ -74,9 +92,18 @@ def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
 
 
 def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
-    """The shapes of the eight steps as the document numbers them, against those that hw.walk finds in a real layer."""
+    """The shapes of the eight steps as the document numbers them, against those that hw.walk finds
+    in a real layer.
+    """
     shapes = [step.shape for step in walk(design(model=512, heads=heads), batch=5, tokens=10).steps]
-    claimed: list[Shape] = [(5, 10, 512), (5, 10, 8, 64), (5, 8, 10, 64), (5, 8, 10, 10), (5, 10, 8, 64), (5, 10, 512)]
+    claimed: list[Shape] = [
+        (5, 10, 512),
+        (5, 10, 8, 64),
+        (5, 8, 10, 64),
+        (5, 8, 10, 10),
+        (5, 10, 8, 64),
+        (5, 10, 512),
+    ]
     num_matched, place = 0, 0
     for shape in claimed:
         later = [number for number in range(place, len(shapes)) if shapes[number] == shape]
@@ -98,17 +125,27 @@ def _walk_figure() -> str:
         part = slice(2 * head, 2 * head + 2)
         weights = (q[:, part] @ k[:, part].T / math.sqrt(2)).softmax(-1)
         outputs.append(weights @ v[:, part])
-        named += [(f"2-3 Q head {head}", q[:, part]), (f"4 A head {head}", weights), (f"4 Z head {head}", outputs[-1])]
+        named += [
+            (f"2-3 Q head {head}", q[:, part]),
+            (f"4 A head {head}", weights),
+            (f"4 Z head {head}", outputs[-1]),
+        ]
     z = torch.cat(outputs, -1)
     named += [("5-7 concat", z), ("8 concat W_O", z @ state["output.o"].T)]
     return draw_matrices([(name, matrix.tolist()) for name, matrix in named])
 
 
 def three_or_many_matrices(*, blocks: str = "columns") -> Outcome:
-    """Queries by one large matrix and view, and by one small matrix per head; `blocks` says how it is cut."""
+    """Queries by one large matrix and view, and by one small matrix per head; `blocks` says how it
+    is cut.
+    """
     x, w_q = sample(1, 7, 12), sample(2, 12, 12)
     large = (x @ w_q).view(7, 3, 4)
-    columns = list(range(12)) if blocks == "columns" else [head + 3 * n for head in range(3) for n in range(4)]
+    columns = (
+        list(range(12))
+        if blocks == "columns"
+        else [head + 3 * n for head in range(3) for n in range(4)]
+    )
     small = torch.stack([x @ w_q[:, columns[4 * head : 4 * head + 4]] for head in range(3)], 1)
     difference = largest_difference(large, small)
     return judge(difference > 1e-12, difference=difference)
@@ -121,7 +158,9 @@ def eight_dimensions(*, width: int = 64) -> Outcome:
 
 
 def three_or_four_axes(*, transpose: bool = True) -> Outcome:
-    """Attention on [B, h, T, d_k] against [B h, T, d_k]; without `transpose`, heads and tokens are mixed up."""
+    """Attention on [B, h, T, d_k] against [B h, T, d_k]; without `transpose`, heads and tokens are
+    mixed up.
+    """
     q, k, v = (sample(seed, 2, 7, 3, 4) for seed in (1, 2, 3))
     four = [t.transpose(1, 2) for t in (q, k, v)]
     three = [(t.transpose(1, 2) if transpose else t).reshape(6, 7, 4) for t in (q, k, v)]
@@ -131,7 +170,9 @@ def three_or_four_axes(*, transpose: bool = True) -> Outcome:
 
 
 def merged_tensor(*, tokens: int = 10) -> Outcome:
-    """Shapes of the scores and of the head outputs that step 5 transposes, for d = 512 and 8 heads."""
+    """Shapes of the scores and of the head outputs that step 5 transposes, for
+    d = 512 and 8 heads.
+    """
     steps = walk(design(model=512, heads=8), batch=5, tokens=tokens).steps
     scores = next(step.shape for step in steps if step.shape == (5, 8, tokens, tokens))
     last = max(number for number, step in enumerate(steps) if step.shape == scores)
@@ -147,11 +188,15 @@ def contiguous_copies(*, transposed: bool = False) -> Outcome:
         tensor.contiguous().untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         for tensor in (x, x.transpose(1, 2))
     ]
-    return judge(copies[1] if transposed else copies[0], contiguous=str(copies[0]), transposed=str(copies[1]))
+    return judge(
+        copies[1] if transposed else copies[0], contiguous=str(copies[0]), transposed=str(copies[1])
+    )
 
 
 def shape_of_the_mask(*, width: int = 12) -> Outcome:
-    """Whether a mask [B, T, d_model] fits the scores [B, h, T, S] of 5 tokens, and one of [B, 1, S]."""
+    """Whether a mask [B, T, d_model] fits the scores [B, h, T, S] of 5 tokens, and one of [B, 1,
+    S].
+    """
     layer, x = MultiHeadAttention(12, 3).double(), sample(1, 2, 5, 12)
     shape = layer(x, x, x, torch.ones(2, 1, 5)).shape
     try:
@@ -163,12 +208,19 @@ def shape_of_the_mask(*, width: int = 12) -> Outcome:
 
 
 def encoder_layer(*, same: bool = True) -> Outcome:
-    """query = key = value = x in hw.nn.MultiHeadAttention, against the layer of headwise called with x."""
+    """query = key = value = x in hw.nn.MultiHeadAttention, against the layer of headwise called
+    with x.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         ours = MultiHeadAttention(12, 3, bias=False).double()
     layer = make_layer(design(model=12, heads=3))
-    names = {"project.q": ours.query, "project.k": ours.key, "project.v": ours.value, "output.o": ours.output}
+    names = {
+        "project.q": ours.query,
+        "project.k": ours.key,
+        "project.v": ours.value,
+        "output.o": ours.output,
+    }
     layer.load_state_dict({name: linear.weight.detach() for name, linear in names.items()})
     x = sample(1, 1, 7, 12)
     other = x if same else sample(2, 1, 7, 12)
@@ -177,16 +229,22 @@ def encoder_layer(*, same: bool = True) -> Outcome:
 
 
 def output_shape(*, with_output: bool = True) -> Outcome:
-    """Shapes of input, concatenated heads and output of a layer with d_v = 5; without W_O the heads are the output."""
+    """Shapes of input, concatenated heads and output of a layer with d_v = 5; without W_O the heads
+    are the output.
+    """
     layer, x = make_layer(design(model=12, heads=3, vdim=5)), sample(1, 2, 5, 12)
     heads = layer.head_outputs(x).flatten(-2).detach()
     output = layer(x).detach() if with_output else heads
-    shapes = {name: " x ".join(map(str, each.shape)) for name, each in (("input", x), ("heads", heads))}
+    shapes = {
+        name: " x ".join(map(str, each.shape)) for name, each in (("input", x), ("heads", heads))
+    }
     return judge(output.shape == x.shape, **shapes)
 
 
 def one_product_or_many(*, heads: int = 8) -> Outcome:
-    """Time of the attention of 5 rows of 10 tokens of width 512 with all heads at once, and head by head in a loop."""
+    """Time of the attention of 5 rows of 10 tokens of width 512 with all heads at once, and head by
+    head in a loop.
+    """
     x = sample(1, 5, 10, 512).float()
     matrices = [sample(seed, 512, 512).float() / 23 for seed in (2, 3, 4)]
 
@@ -206,7 +264,13 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
     with _CountedProducts() as loop:
         difference = largest_difference(expected, in_a_loop())
     ratio, products = _time_ratio(in_a_loop, at_once), loop.count / whole.count
-    return judge(products > 1 and ratio > 1, ratio=ratio, difference=difference, heads=heads, products=products)
+    return judge(
+        products > 1 and ratio > 1,
+        ratio=ratio,
+        difference=difference,
+        heads=heads,
+        products=products,
+    )
 
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
@@ -214,7 +278,9 @@ def _weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _time_ratio(run: Callable[[], Tensor], other: Callable[[], Tensor], repeats: int = 60) -> float:
-    """Processor time of the fastest of several runs over that of another call; the two alternate."""
+    """Processor time of the fastest of several runs over that of another call;
+    the two alternate.
+    """
     fastest = {run: math.inf, other: math.inf}
     for call in (run, other) * repeats:
         start = time.process_time_ns()
@@ -235,7 +301,9 @@ class _CountedProducts(TorchDispatchMode):
 
 
 def cross_heads_align(*, role: str = "cross") -> Outcome:
-    """Heads of the bundled translator's cross-attention that align words, by the stored measurement."""
+    """Heads of the bundled translator's cross-attention that align words, by the stored
+    measurement.
+    """
     table = load_sample_table()
     heads = [head for head in table.heads if head.site.endswith(role)]
     aligned = [head for head in heads if any(one.name == "alignment" for one in head.classes)]
@@ -246,8 +314,15 @@ def cross_heads_align(*, role: str = "cross") -> Outcome:
 
 
 def places_of_attention(*, model: str = "transformer-base") -> Outcome:
-    """Attention sublayers in a layer of the first and of the last stack of a model, and in the whole model."""
+    """Attention sublayers in a layer of the first and of the last stack of a model, and in the
+    whole model.
+    """
     spec = read_model_spec(model)
-    counts = [[sum(each is not None for each in (b.attention, b.cross)) for b in stack.layers] for stack in spec.stacks]
+    counts = [
+        [sum(each is not None for each in (b.attention, b.cross)) for b in stack.layers]
+        for stack in spec.stacks
+    ]
     encoder, decoder = counts[0][0], counts[-1][0]
-    return judge((encoder, decoder) == (1, 2), encoder=encoder, decoder=decoder, all=sum(map(sum, counts)))
+    return judge(
+        (encoder, decoder) == (1, 2), encoder=encoder, decoder=decoder, all=sum(map(sum, counts))
+    )

@@ -1,4 +1,6 @@
-"""Runs of document 002, sections 0 to 2.2: why several heads, weights, biases, W_O, sub-spaces and sparsity."""
+"""Runs of document 002, sections 0 to 2.2: why several heads, weights, biases, W_O, sub-spaces and
+sparsity.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ __all__ = ["equal_widths_needed", "parallel_equals_sequential"]
 
 
 def embedding_in_pieces(*, cut: bool = False) -> Outcome:
-    """Channels of the input that the query of one of 4 heads depends on; `cut` gives each head its own channels."""
+    """Channels of the input that the query of one of 4 heads depends on; `cut` gives each head its
+    own channels.
+    """
     weight = sample(1, 4, 3, 12)
     if cut:
         for head in range(4):
@@ -39,9 +43,15 @@ def embedding_in_pieces(*, cut: bool = False) -> Outcome:
 
 
 def large_diagonal(*, tied: bool = False) -> Outcome:
-    """Diagonal of Q K^T / sqrt(d_k) beside the rest, for random W_Q and W_K, and for W_Q = W_K; 64 tokens."""
+    """Diagonal of Q K^T / sqrt(d_k) beside the rest, for random W_Q and W_K, and for W_Q = W_K; 64
+    tokens.
+    """
     numbers = _diagonal(tied)
-    equal = {f"tied_{name}": value for name, value in _diagonal(True).items() if name in ("mean", "weight")}
+    equal = {
+        f"tied_{name}": value
+        for name, value in _diagonal(True).items()
+        if name in ("mean", "weight")
+    }
     return judge(numbers["mean"] > 3 * numbers["spread"], **numbers, **equal, uniform=1 / 64)
 
 
@@ -75,7 +85,9 @@ def sizes_of_the_paper(*, heads: int = 8, model: int = 512) -> Outcome:
 
 
 def llama_listing(*, bias: str = "") -> Outcome:
-    """Parameters of the attention of Llama 3 8B by the shapes of the listing, against the layer of headwise."""
+    """Parameters of the attention of Llama 3 8B by the shapes of the listing, against the layer of
+    headwise.
+    """
     dim, heads, kv, width = 4096, 32, 8, 128
     listed = 2 * dim * heads * width + 2 * dim * kv * width
     spec = design(model=dim, heads=heads, kv=kv, bias=bias)
@@ -86,16 +98,24 @@ def llama_listing(*, bias: str = "") -> Outcome:
 def heads_over_ranks(*, ranks: int = 16, kv_heads: int = 8, heads: int = 32) -> Outcome:
     """n_kv_heads // model_parallel and the repetitions n_rep, for 8 and for `ranks` ranks."""
     local = {8: kv_heads // 8, ranks: kv_heads // ranks}
-    numbers = {"at_8": local[8], "at_many": local[ranks], "ranks": ranks, "q_at_many": heads // ranks}
+    numbers = {
+        "at_8": local[8],
+        "at_many": local[ranks],
+        "ranks": ranks,
+        "q_at_many": heads // ranks,
+    }
     return judge_condition(local[8] > 0, local[ranks] > 0, **numbers)
 
 
 def capacity_of_one_head(*, width: int | None = None) -> Outcome:
-    """Parameters of one head and of 8 at d = 512, the share of zero weights, and ranks of summed score matrices.
+    """Parameters of one head and of 8 at d = 512, the share of zero weights, and ranks of summed
+    score matrices.
 
     With `width`, every head has this width.
     """
-    one, eight = (costs.count_parameters(design(model=512, heads=heads, dim=width)) for heads in (1, 8))
+    one, eight = (
+        costs.count_parameters(design(model=512, heads=heads, dim=width)) for heads in (1, 8)
+    )
     weight = make_layer(design(model=64, heads=1)).state_dict()["project.q"]
     x = sample(1, 100, 64)
     rank = int(torch.linalg.matrix_rank((x @ sample(2, 64, 8)) @ (x @ sample(3, 64, 8)).T))
@@ -113,7 +133,8 @@ def equal_importance(*, equal: bool = False) -> Outcome:
         state = layer.state_dict()
         names = [f"project.{side}" for side in "qkv"]
         layer.load_state_dict(
-            {name: state[name][:4].repeat(4, 1) for name in names} | {"output.o": state["output.o"][:, :4].repeat(1, 4)}
+            {name: state[name][:4].repeat(4, 1) for name in names}
+            | {"output.o": state["output.o"][:, :4].repeat(1, 4)}
         )
     o = layer.head_outputs(x).detach()
     blocks = layer.state_dict()["output.o"].split(4, 1)
@@ -126,13 +147,18 @@ def equal_importance(*, equal: bool = False) -> Outcome:
 
 def shape_of_w_o(*, vdim: int | None = None) -> Outcome:
     """Rows and columns of W_O with d_v = d/h, and with d_v = 5."""
-    shapes = [tuple(reversed(design(model=12, heads=3, vdim=size).shapes()["output.o"])) for size in (vdim, 5)]
+    shapes = [
+        tuple(reversed(design(model=12, heads=3, vdim=size).shapes()["output.o"]))
+        for size in (vdim, 5)
+    ]
     sizes = {"usual": " x ".join(map(str, shapes[0])), "wide": " x ".join(map(str, shapes[1]))}
     return judge_condition(shapes[0][0] == shapes[0][1], shapes[1][0] == shapes[1][1], **sizes)
 
 
 def larger_block_of_w_o(*, side: str = "o") -> Outcome:
-    """A head's block of W_O times 2 against its output gated by 2; `side` "q" scales its queries instead."""
+    """A head's block of W_O times 2 against its output gated by 2; `side` "q" scales its queries
+    instead.
+    """
     layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
     o = layer.head_outputs(x).detach()
     gated = layer.merge_heads(o * torch.tensor([2.0, 1.0, 1.0], dtype=o.dtype)[:, None]).detach()
@@ -147,7 +173,9 @@ def larger_block_of_w_o(*, side: str = "o") -> Outcome:
 
 
 def convolution_by_heads(*, heads: int = 3) -> Outcome:
-    """A convolution of 3 tokens against heads that each attend to one offset, with the kernel's slices as W_V W_O."""
+    """A convolution of 3 tokens against heads that each attend to one offset, with the kernel's
+    slices as W_V W_O.
+    """
     x, kernel = sample(1, 9, 4), sample(2, 5, 4, 3)
     convolved = F.conv1d(x.T[None], kernel, padding=1)[0].T
     summed = torch.zeros_like(convolved)
@@ -159,13 +187,16 @@ def convolution_by_heads(*, heads: int = 3) -> Outcome:
 
 
 def heads_as_ensemble(*, independent: bool = False) -> Outcome:
-    """Second derivative of one loss by the outputs of two heads: 0 if heads are an ensemble of models."""
+    """Second derivative of one loss by the outputs of two heads: 0 if heads are an ensemble of
+    models.
+    """
     numbers = not_an_ensemble(independent=independent).numbers
     return judge(float(numbers["coupling"]) < 1e-9, **numbers)
 
 
 def sparse_rows(*, weights: str = "translator") -> Outcome:
-    """Share of the visible keys that holds 90 % of a row's mass, over the heads of the bundled translator.
+    """Share of the visible keys that holds 90 % of a row's mass, over the heads of the bundled
+    translator.
 
     `weights` "uniform" replaces them by uniform rows.
     """
@@ -198,7 +229,8 @@ def sparsity_and_rank(*, scale: float = 1.0) -> Outcome:
 
 
 def messages_over_edges(*, missing: int = 0) -> Outcome:
-    """Attention as messages: each edge sends exp(score) v and exp(score), and each receiver divides the two sums.
+    """Attention as messages: each edge sends exp(score) v and exp(score), and each receiver divides
+    the two sums.
 
     `missing` edges are left out.
     """
@@ -214,24 +246,37 @@ def messages_over_edges(*, missing: int = 0) -> Outcome:
 
 
 def shallow_and_wide(*, layer: str = "attention") -> Outcome:
-    """Longest chain of dependent operations of a layer at 32 and at 64 tokens, beside that of a GRU."""
+    """Longest chain of dependent operations of a layer at 32 and at 64 tokens, beside that of a
+    GRU.
+    """
     chains: dict[str, int] = {}
     for name, kind in (("layer", layer), ("gru", "GRU")):
         with torch.random.fork_rng(devices=[]):
             module = LAYERS[kind]().double()
-        chains |= {f"{name}_{tokens}": longest_chain(module(sample(1, tokens, WIDTH))) for tokens in (32, 64)}
+        chains |= {
+            f"{name}_{tokens}": longest_chain(module(sample(1, tokens, WIDTH)))
+            for tokens in (32, 64)
+        }
     return judge(chains["layer_32"] == chains["layer_64"], **chains)
 
 
 def heads_get_roles(*, roles: Sequence[str] | None = None) -> Outcome:
-    """Heads of the bundled translator whose first class is a role, and those without; `roles` are all unless given."""
-    first = [head.classes[0].name if head.classes else "unclear" for head in load_sample_table().heads]
+    """Heads of the bundled translator whose first class is a role, and those without; `roles` are
+    all unless given.
+    """
+    first = [
+        head.classes[0].name if head.classes else "unclear" for head in load_sample_table().heads
+    ]
     named = [name for name in first if name != "unclear" and (roles is None or name in roles)]
-    return judge(len(named) > len(first) / 2, named=len(named), heads=len(first), kinds=len(set(named)))
+    return judge(
+        len(named) > len(first) / 2, named=len(named), heads=len(first), kinds=len(set(named))
+    )
 
 
 def softmax_is_never_zero(*, alpha: int = 1) -> Outcome:
-    """Weight of a key whose score is lower by 50 and by 200, in float32 and in float64; `alpha` 2 is sparsemax."""
+    """Weight of a key whose score is lower by 50 and by 200, in float32 and in float64; `alpha` 2
+    is sparsemax.
+    """
     numbers = {}
     for name, dtype in (("single", torch.float32), ("double", torch.float64)):
         for gap in (50, 200):

@@ -1,4 +1,6 @@
-"""Runs of document 001: the formula, the number of parameters, and why scores are divided by sqrt(d_k)."""
+"""Runs of document 001: the formula, the number of parameters, and why scores are divided by
+sqrt(d_k).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _mean_entropy(scores: Tensor) -> float:
 
 
 def score_variance(*, repeated: bool = False) -> Outcome:
-    """Variance of q.k over d_k; with `repeated`, all components of a query and of a key are equal."""
+    """Variance of q.k over d_k; with `repeated`, all components of a query and
+    of a key are equal.
+    """
     ratios = {}
     for width in KEY_WIDTHS:
         scores = sample_scores(1) * width if repeated else sample_scores(width)
@@ -61,7 +65,9 @@ def gradient_of_softmax(*, exponent: float = 0.5) -> Outcome:
 
 
 def vanishing_needs_unit_variance(*, spread: float = 1.0) -> Outcome:
-    """Whether unscaled scores saturate: with components of deviation `spread`, and with small components."""
+    """Whether unscaled scores saturate: with components of deviation `spread`, and with small
+    components.
+    """
     numbers = {
         "unit": softmax_jacobian_norm(sample_scores(1024, spread)),
         "small": softmax_jacobian_norm(sample_scores(1024, 1024**-0.25)),
@@ -72,7 +78,9 @@ def vanishing_needs_unit_variance(*, spread: float = 1.0) -> Outcome:
 
 
 def scaling_and_the_mean(*, mean: float = 0.0) -> Outcome:
-    """Mean and variance of scores before and after division by sqrt(d_k), for components with this mean."""
+    """Mean and variance of scores before and after division by sqrt(d_k), for components with this
+    mean.
+    """
     scores, width = sample_scores(256, mean=mean), 256
     numbers = {
         "mean_raw": float(scores.mean()),
@@ -85,7 +93,9 @@ def scaling_and_the_mean(*, mean: float = 0.0) -> Outcome:
 
 
 def normalisation_is_not_scaling(*, stretch: float = 3.0) -> Outcome:
-    """Whether division by sqrt(d_k) undoes a change of the input's scale, as layer normalisation does."""
+    """Whether division by sqrt(d_k) undoes a change of the input's scale, as layer normalisation
+    does.
+    """
     queries, keys = sample(3, 64, 256), sample(4, 64, 256)
     scaled = float(((stretch * queries) @ keys.T / 16).std() / (queries @ keys.T / 16).std())
     normed = torch.nn.functional.layer_norm(stretch * queries, (256,)).std()
@@ -102,27 +112,38 @@ def parameters_of_one_matrix(*, matrices: int = 1, model: int = 512, width: int 
 
 
 def total_parameters(*, model: int = 512, heads: int = 8, width: int | None = None) -> Outcome:
-    """3 h d d_k + d^2 against the counted parameters, with d_k = d/h and with another width of heads."""
+    """3 h d d_k + d^2 against the counted parameters, with d_k = d/h and with another width of
+    heads.
+    """
     width = model // heads if width is None else width
     counted = costs.count_parameters(design(model=model, heads=heads, dim=width))
     other = costs.count_parameters(design(model=model, heads=heads, dim=2 * model // heads))
     formula = 3 * heads * model * width + model**2
     wide_formula = 3 * heads * model * (2 * model // heads) + model**2
     biased = costs.count_parameters(design(model=model, heads=heads, dim=width, bias="qkvo"))
-    numbers = {"counted": counted, "formula": formula, "biased": biased, "wide": other, "wide_formula": wide_formula}
+    numbers = {
+        "counted": counted,
+        "formula": formula,
+        "biased": biased,
+        "wide": other,
+        "wide_formula": wide_formula,
+    }
     return judge_condition(counted == formula, other == wide_formula, **numbers)
 
 
 def parameters_by_heads(*, width: int | None = None) -> Outcome:
     """Whether parameters grow with h at d = 512; with `width`, every head has this width."""
     counts = {
-        f"h{heads}": costs.count_parameters(design(model=512, heads=heads, dim=width)) for heads in (1, 2, 4, 8, 16, 32)
+        f"h{heads}": costs.count_parameters(design(model=512, heads=heads, dim=width))
+        for heads in (1, 2, 4, 8, 16, 32)
     }
     return judge(counts["h32"] > counts["h1"], **counts)
 
 
 def parameters_stay_equal(*, width: int | None = None) -> Outcome:
-    """The reverse of `parameters_by_heads`: one head and many heads have equally many parameters."""
+    """The reverse of `parameters_by_heads`: one head and many heads have
+    equally many parameters.
+    """
     numbers = parameters_by_heads(width=width).numbers
     return judge(len(set(numbers.values())) == 1, **numbers)
 
@@ -137,7 +158,9 @@ def equal_widths_needed(*, query: int = 5, key: int = 4) -> Outcome:
 
 
 def different_patterns(*, tied: bool = False) -> Outcome:
-    """Mean Jensen-Shannon divergence between the weights of 4 heads; `tied` gives all heads one projection."""
+    """Mean Jensen-Shannon divergence between the weights of 4 heads; `tied` gives all heads one
+    projection.
+    """
     q, k = sample(1, 4, 12, 16), sample(2, 4, 12, 16)
     if tied:
         q, k = q[:1].expand_as(q), k[:1].expand_as(k)
@@ -149,24 +172,34 @@ def different_patterns(*, tied: bool = False) -> Outcome:
 
 
 def heads_interact(*, modifiers: str = "") -> Outcome:
-    """Change of the first head's output when queries and keys of the other heads are replaced, relative to it."""
+    """Change of the first head's output when queries and keys of the other heads are replaced,
+    relative to it.
+    """
     change = change_by_other_heads(modifiers)
     return judge(change > 0, change=change)
 
 
 def change_by_other_heads(modifiers: str) -> float:
-    """Largest change of the output of head 0 of 3 if the others have new query and key projections, relative to it."""
-    layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4}}\nmodifiers = [{modifiers}]"))
+    """Largest change of the output of head 0 of 3 if the others have new query and key projections,
+    relative to it.
+    """
+    layer = make_layer(
+        from_toml(f"model = 12\nheads = {{q = 3, dim = 4}}\nmodifiers = [{modifiers}]")
+    )
     x = sample(1, 1, 7, 12)
     before = layer.head_outputs(x)[0, :, 0].detach()
     with torch.no_grad():
         for side in "qk":
             layer.get_parameter(f"project.{side}")[4:] = sample(2, 8, 12)
-    return largest_difference(layer.head_outputs(x)[0, :, 0].detach(), before) / float(before.abs().max())
+    return largest_difference(layer.head_outputs(x)[0, :, 0].detach(), before) / float(
+        before.abs().max()
+    )
 
 
 def four_axis_listing(*, scale_power: float = 0.5) -> Outcome:
-    """softmax(Q K^T / d_k^0.5) V on [batch, h, seq_len, d_k], as the listing writes it, against hw.attend."""
+    """softmax(Q K^T / d_k^0.5) V on [batch, h, seq_len, d_k], as the listing writes it, against
+    hw.attend.
+    """
     q, k, v = sample(1, 2, 3, 7, 5), sample(2, 2, 3, 7, 5), sample(3, 2, 3, 7, 5)
     scores = torch.matmul(q, k.transpose(-1, -2)) / 5**scale_power
     listed = torch.matmul(torch.softmax(scores, dim=-1), v)
@@ -185,8 +218,11 @@ def self_attention_formula(*, shared_input: bool = True) -> Outcome:
     return judge(difference < 1e-12, difference=difference)
 
 
-def robust_to_corrupted_heads(*, heads: int = 8, corrupted: float = 0.25, fixed: bool = False) -> Outcome:
-    """Relative change of a random layer's output when a quarter of its heads outputs noise, with 4 and `heads` heads.
+def robust_to_corrupted_heads(
+    *, heads: int = 8, corrupted: float = 0.25, fixed: bool = False
+) -> Outcome:
+    """Relative change of a random layer's output when a quarter of its heads outputs noise, with 4
+    and `heads` heads.
 
     With `fixed`, one head is corrupted whatever the number of heads.
     """
@@ -204,7 +240,8 @@ def robust_to_corrupted_heads(*, heads: int = 8, corrupted: float = 0.25, fixed:
 
 
 def largest_gradient(*, normalised: bool = True) -> Outcome:
-    """Largest singular value of the Jacobian of softmax, for scores of d_k = 64 and 100 and 10,000 times as large.
+    """Largest singular value of the Jacobian of softmax, for scores of d_k = 64 and 100 and 10,000
+    times as large.
 
     Without `normalised`, exponentials are not divided by their sum.
     """
@@ -220,7 +257,8 @@ def largest_gradient(*, normalised: bool = True) -> Outcome:
 
 
 def near_and_far_heads(*, uniform: bool = False) -> Outcome:
-    """Mean distance that the heads of the translator's last encoder layer attend over, the least and the most.
+    """Mean distance that the heads of the translator's last encoder layer attend over, the least
+    and the most.
 
     `uniform` replaces the weights.
     """
@@ -233,4 +271,6 @@ def near_and_far_heads(*, uniform: bool = False) -> Outcome:
         weights = torch.full_like(weights, 1 / len(weights)) if uniform else weights
         distances.append(float((weights * distance).sum(-1).mean()))
     numbers = {"near": min(distances), "far": max(distances), "chance": float(distance.mean())}
-    return judge(numbers["far"] > 1.5 * numbers["near"], **numbers, heads=len(distances), tokens=len(places))
+    return judge(
+        numbers["far"] > 1.5 * numbers["near"], **numbers, heads=len(distances), tokens=len(places)
+    )

@@ -1,4 +1,6 @@
-"""Runs of document 000: self-attention beside RNN and CNN, and why weights come from queries and keys."""
+"""Runs of document 000: self-attention beside RNN and CNN, and why weights come from queries and
+keys.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from ..presets import design, from_toml
 from .attention_mechanism import attention_formula, gru_steps
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .matrix_figures import draw_heads
-from .measured_layers import largest_difference, make_layer, sample, table_beside_recurrence, table_of_lengths
+from .measured_layers import (
+    largest_difference,
+    make_layer,
+    sample,
+    table_beside_recurrence,
+    table_of_lengths,
+)
 
 __all__ = ["table_beside_recurrence", "table_of_lengths"]  # runs of this document's tables
 
@@ -30,12 +38,16 @@ def _layers(tokens: int, model: int = 512) -> dict[str, tuple[int, int]]:
     return {row.name: (row.flops, row.serial) for row in rows}
 
 
-# --- Section 0: cost and dilution ----------------------------------------------------------------------
+# --- Section 0: cost and dilution -----------------------------------------------------------------
 
 
 def constant_cost(*, of: str = "work") -> Outcome:
-    """FLOPs and sequential operations of self-attention at 4,096 and at 8,192 tokens; `of` is "work" or "steps"."""
-    (flops, serial), (more_flops, more_serial) = (_layers(tokens)["self-attention"] for tokens in (4096, 8192))
+    """FLOPs and sequential operations of self-attention at 4,096 and at 8,192 tokens; `of` is
+    "work" or "steps".
+    """
+    (flops, serial), (more_flops, more_serial) = (
+        _layers(tokens)["self-attention"] for tokens in (4096, 8192)
+    )
     numbers = {"flops": flops, "twice": more_flops, "growth": more_flops / flops, "serial": serial}
     constant = more_flops == flops if of == "work" else more_serial == serial
     return judge(constant, **numbers, serial_twice=more_serial)
@@ -52,7 +64,9 @@ def diluted_weight(*, gap: float = 3.0, grow: bool = False) -> Outcome:
         scores[0] = gap * (math.log(tokens) / math.log(8) if grow else 1.0)
         numbers[f"softmax_{tokens}"] = float(scores.softmax(0)[0])
         numbers[f"entmax_{tokens}"] = float(_entmax(scores)[0])
-    ratios = {name: numbers[f"{name}_4096"] / numbers[f"{name}_8"] for name in ("softmax", "entmax")}
+    ratios = {
+        name: numbers[f"{name}_4096"] / numbers[f"{name}_8"] for name in ("softmax", "entmax")
+    }
     return judge_condition(ratios["softmax"] < 0.1, ratios["entmax"] < 0.1, **numbers)
 
 
@@ -63,7 +77,9 @@ def _entmax(scores: Tensor) -> Tensor:
 
 
 def several_heads_read_several_values(*, targets: int = 2) -> Outcome:
-    """Error of the best linear read-out of `targets` values from one head that averages them, and from a head each."""
+    """Error of the best linear read-out of `targets` values from one head that averages them, and
+    from a head each.
+    """
     numbers = {}
     for count in (1, targets):
         values = sample(1, 200, targets, 3)
@@ -74,7 +90,9 @@ def several_heads_read_several_values(*, targets: int = 2) -> Outcome:
         numbers[f"heads_{count}"] = _readout_error(separate, goal)
     helps = numbers[f"one_head_{targets}"] > 0.1 > numbers[f"heads_{targets}"]
     named = {"one_head": numbers[f"one_head_{targets}"], "heads": numbers[f"heads_{targets}"]}
-    return judge_condition(helps, numbers["one_head_1"] > 0.1, **named, single=numbers["one_head_1"])
+    return judge_condition(
+        helps, numbers["one_head_1"] > 0.1, **named, single=numbers["one_head_1"]
+    )
 
 
 def _readout_error(inputs: Tensor, goal: Tensor) -> float:
@@ -82,11 +100,13 @@ def _readout_error(inputs: Tensor, goal: Tensor) -> float:
     return float((inputs @ solution - goal).square().mean().sqrt())
 
 
-# --- Section 1: the table of three kinds of layers -----------------------------------------------------
+# --- Section 1: the table of three kinds of layers ------------------------------------------------
 
 
 def recurrent_range(*, memoryless: bool = False, tokens: int = 9) -> Outcome:
-    """Pairs of positions with a nonzero derivative in a GRU; with `memoryless`, its state weights are 0."""
+    """Pairs of positions with a nonzero derivative in a GRU; with `memoryless`, its state weights
+    are 0.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         gru = nn.GRU(4, 4).double()
@@ -97,11 +117,15 @@ def recurrent_range(*, memoryless: bool = False, tokens: int = 9) -> Outcome:
     jacobian = torch.func.jacrev(lambda x: gru_steps(gru, x))(sample(1, tokens, 4)).detach()
     size = jacobian.abs().amax((1, 3))
     pairs = int((size > 0).sum())
-    return judge(pairs == tokens, pairs=pairs, past=tokens * (tokens + 1) // 2, far=float(size[-1, 0]))
+    return judge(
+        pairs == tokens, pairs=pairs, past=tokens * (tokens + 1) // 2, far=float(size[-1, 0])
+    )
 
 
 def parallel_convolution(*, layer: str = "convolution") -> Outcome:
-    """Sequential operations of a layer over 4,096 tokens, and a convolution computed one position at a time."""
+    """Sequential operations of a layer over 4,096 tokens, and a convolution computed one position
+    at a time.
+    """
     x, kernel = sample(1, 4, 11), sample(2, 5, 4, 3)
     whole = F.conv1d(x[None], kernel)[0]
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0)).tolist()
@@ -113,9 +137,11 @@ def parallel_convolution(*, layer: str = "convolution") -> Outcome:
 
 
 def no_decay(*, positions: str = "") -> Outcome:
-    """Weight of a key 40 steps earlier over that of the query's own, if all tokens are equal: plain, and with ALiBi.
+    """Weight of a key 40 steps earlier over that of the query's own, if all tokens are equal:
+    plain, and with ALiBi.
 
-    Of 8 heads, the one that decays most. Also the mean weight at 16 and at 1,024 tokens, which is 1/n.
+    Of 8 heads, the one that decays most. Also the mean weight at 16 and at 1,024 tokens, which is
+    1/n.
     """
     plain, alibi = _decay(positions), _decay('modifiers = [{part = "Alibi"}]')
     layer, shares = make_layer(design(model=8, heads=1)), {}
@@ -125,7 +151,9 @@ def no_decay(*, positions: str = "") -> Outcome:
 
 
 def _decay(modifiers: str) -> float:
-    layer = make_layer(from_toml(f"model = 16\nheads = {{q = 8, dim = 2}}\npattern = 'causal()'\n{modifiers}"))
+    layer = make_layer(
+        from_toml(f"model = 16\nheads = {{q = 8, dim = 2}}\npattern = 'causal()'\n{modifiers}")
+    )
     weights = _weights_of(layer, sample(1, 1, 1, 16).expand(1, 41, 16))[0, :, -1]
     return float((weights[:, 0] / weights[:, -1]).min())
 
@@ -135,11 +163,15 @@ def orders_of_layers(*, tokens: int = 256, model: int = 512) -> Outcome:
     layers = _layers(tokens, model)
     numbers = {name: layers[name][0] for name in ("self-attention", "GRU", "LSTM", "convolution")}
     attention = numbers.pop("self-attention")
-    return judge(attention > numbers["GRU"], attention=attention, gru=numbers["GRU"], lstm=numbers["LSTM"])
+    return judge(
+        attention > numbers["GRU"], attention=attention, gru=numbers["GRU"], lstm=numbers["LSTM"]
+    )
 
 
 def heads_share_weights(*, kv: int = 3) -> Outcome:
-    """Heads whose output changes when the first key head's W_K changes; with kv = 1, all heads have that one."""
+    """Heads whose output changes when the first key head's W_K changes; with kv = 1, all heads have
+    that one.
+    """
     layer, x = make_layer(design(model=12, heads=3, kv=kv)), sample(1, 1, 5, 12)
     before = layer.head_outputs(x).detach()
     parameters = dict(layer.named_parameters())
@@ -150,11 +182,13 @@ def heads_share_weights(*, kv: int = 3) -> Outcome:
     return judge(bool(changed.all()), **sizes)
 
 
-# --- Section 1.1: the formula --------------------------------------------------------------------------
+# --- Section 1.1: the formula ---------------------------------------------------------------------
 
 
 def dot_product_as_similarity(*, unit: bool = False) -> Outcome:
-    """Share of queries whose highest dot product is with the nearest key: with unit keys, and with random keys."""
+    """Share of queries whose highest dot product is with the nearest key: with unit keys, and with
+    random keys.
+    """
     q, k = sample(1, 500, 8), sample(2, 20, 8)
     units = F.normalize(k, dim=-1)
     shares = {}
@@ -164,16 +198,20 @@ def dot_product_as_similarity(*, unit: bool = False) -> Outcome:
     return judge_condition(shares["unit"] == 1, shares["random"] == 1, **shares)
 
 
-# --- Section 1.2: weights from queries and keys, or learned --------------------------------------------
+# --- Section 1.2: weights from queries and keys, or learned ---------------------------------------
 
 
 def long_sequences(*, pattern: str = "full()") -> Outcome:
-    """Output shape at 3 and 3,000 tokens with the same weights, and growth of the core's FLOPs per doubling."""
+    """Output shape at 3 and 3,000 tokens with the same weights, and growth of the core's FLOPs per
+    doubling.
+    """
     layer = make_layer(design(model=8, heads=1, pattern=pattern))
     shapes = [layer(sample(1, 1, tokens, 8)).shape[1] for tokens in (3, 3000)]
     flops = [_core_flops(layer, tokens) for tokens in (4096, 8192)]
     growth = flops[1] / flops[0]
-    return judge_condition(shapes == [3, 3000], growth < 2.2, shortest=shapes[0], longest=shapes[1], growth=growth)
+    return judge_condition(
+        shapes == [3, 3000], growth < 2.2, shortest=shapes[0], longest=shapes[1], growth=growth
+    )
 
 
 def _core_flops(layer: Attention, tokens: int) -> int:
@@ -183,19 +221,27 @@ def _core_flops(layer: Attention, tokens: int) -> int:
 
 
 LEARNED = (
-    'model = 16\nheads = {{q = 2, dim = 8}}\nproject = {{part = "Values"}}\nmodifiers = [{{part = "Learned", {}}}]'
+    'model = 16\nheads = {{q = 2, dim = 8}}\nproject = {{part = "Values"}}\nmodifiers = '
+    '[{{part = "Learned", {}}}]'
 )
 
 
 def learned_weight_count(*, tokens: int = 64, model: int = 512, heads: int = 8) -> Outcome:
-    """Parameters of learned weights, h T^2, beside those of W_Q and W_K, and the length at which they are equal."""
-    text = f'model = {model}\nheads = {{q = {heads}, dim = {model // heads}}}\nproject = {{part = "Values"}}\n'
+    """Parameters of learned weights, h T^2, beside those of W_Q and W_K, and the length at which
+    they are equal.
+    """
+    text = (
+        f"model = {model}\nheads = {{q = {heads}, dim = {model // heads}}}\nproject = {{part = "
+        '"Values"}\n'
+    )
     learned = from_toml(text + f'modifiers = [{{part = "Learned", length = {tokens}}}]')
     plain = design(model=model, heads=heads)
     table = math.prod(learned.shapes()["learned.table"])
     projections = sum(math.prod(plain.shapes()[f"project.{side}"]) for side in "qk")
     equal = math.sqrt(2 * model * (model // heads))
-    return judge(table > projections, table=table, projections=projections, equal=equal, tokens=tokens)
+    return judge(
+        table > projections, table=table, projections=projections, equal=equal, tokens=tokens
+    )
 
 
 def learned_weights_are_fixed(*, kind: str = "random") -> Outcome:
@@ -219,7 +265,9 @@ def _weights_of(layer: Attention, x: Tensor) -> Tensor:
 
 
 def one_bias(*, normaliser: str = "Softmax") -> Outcome:
-    """Change of the output when b_Q, b_K or b_V changes, in a layer with four biases; b_V moves all queries alike."""
+    """Change of the output when b_Q, b_K or b_V changes, in a layer with four biases; b_V moves all
+    queries alike.
+    """
     text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "Direct", bias = "qkv"}\n'
     layer = make_layer(from_toml(text + f'normaliser = {{part = "{normaliser}"}}'))
     x, changes, spread = sample(1, 1, 5, 12), {}, 0.0
@@ -232,26 +280,38 @@ def one_bias(*, normaliser: str = "Softmax") -> Outcome:
             bias -= 1.0
         changes[side] = float(moved.abs().max())
         spread = float((moved - moved.mean(1, keepdim=True)).abs().max())
-    count = costs.count_parameters(design(model=12, heads=3, bias="qkvo")) - costs.count_parameters(layer.spec) + 36
+    count = (
+        costs.count_parameters(design(model=12, heads=3, bias="qkvo"))
+        - costs.count_parameters(layer.spec)
+        + 36
+    )
     return judge(changes["k"] > 1e-9, **changes, spread=spread, biases=count)
 
 
 def projection_listing(*, qkv_bias: bool = True) -> Outcome:
-    """Three nn.Linear with a bias, against queries, keys and values of the layer of headwise with biases."""
+    """Three nn.Linear with a bias, against queries, keys and values of the layer of headwise with
+    biases.
+    """
     layer, x = make_layer(design(model=12, heads=3, dim=5, bias="qkv")), sample(1, 1, 7, 12)
     state, probe, largest = layer.state_dict(), Probe("q", "k", "v"), 0.0
     layer(x, probe=probe)
     for side in "qkv":
         linear = nn.Linear(12, 15, bias=qkv_bias).double()
-        names = {"weight": f"project.{side}"} | ({"bias": f"project.{side}_bias"} if qkv_bias else {})
+        names = {"weight": f"project.{side}"} | (
+            {"bias": f"project.{side}_bias"} if qkv_bias else {}
+        )
         linear.load_state_dict({name: state[ours] for name, ours in names.items()})
-        largest = max(largest, largest_difference(linear(x).detach(), probe.tensors[side].detach().flatten(2)))
+        largest = max(
+            largest, largest_difference(linear(x).detach(), probe.tensors[side].detach().flatten(2))
+        )
     return judge(largest < 1e-12, difference=largest)
 
 
 def weights_are_no_parameters(*, learned: bool = False) -> Outcome:
     """Names of the parameters of a layer, and the change of its weights between two inputs."""
-    layer = make_layer(from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2))
+    layer = make_layer(
+        from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2)
+    )
     names = sorted(name for name, _ in layer.named_parameters())
     change = largest_difference(*(_weights_of(layer, sample(seed, 1, 7, 16)) for seed in (1, 2)))
     return judge(change > 1e-6, names=ItemList(", ".join(names)), change=change)
@@ -269,8 +329,13 @@ SENTENCES = ("The cat sat on the mat .", "The dog sat on the mat .")
 def two_sentences(*, learned: bool = False) -> Outcome:
     """Weights of two heads over "The cat sat on the mat." and with another noun; with a figure."""
     table = dict(zip(sorted(set(" ".join(SENTENCES).split())), sample(1, 8, 16), strict=True))
-    layer = make_layer(from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2))
-    layers = [_weights_of(layer, torch.stack([table[word] for word in text.split()])[None])[0] for text in SENTENCES]
+    layer = make_layer(
+        from_toml(LEARNED.format("length = 7")) if learned else design(model=16, heads=2)
+    )
+    layers = [
+        _weights_of(layer, torch.stack([table[word] for word in text.split()])[None])[0]
+        for text in SENTENCES
+    ]
     change = largest_difference(*layers)
     words = SENTENCES[0].split()
     named = [(f"head {head}", layers[0][head].tolist()) for head in range(2)]
@@ -279,25 +344,35 @@ def two_sentences(*, learned: bool = False) -> Outcome:
 
 
 def names_of_attention(*, similarity: str = "Additive") -> Outcome:
-    """Change of the weights of self-attention under another similarity, and the shape of dot products with a source."""
+    """Change of the weights of self-attention under another similarity, and the shape of dot
+    products with a source.
+    """
     text = f'model = 12\nheads = {{q = 3, dim = 4}}\nsimilarity = {{part = "{similarity}"}}'
     layer, plain = make_layer(from_toml(text)), make_layer(design(model=12, heads=3))
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
     x, probe = sample(1, 1, 5, 12), Probe("weights")
     change = largest_difference(_weights_of(layer, x), _weights_of(plain, x))
     plain(x, source=sample(2, 1, 7, 12), probe=probe)
-    return judge(change < 1e-12, change=change, shape=" x ".join(map(str, probe.tensors["weights"].shape[2:])))
+    return judge(
+        change < 1e-12,
+        change=change,
+        shape=" x ".join(map(str, probe.tensors["weights"].shape[2:])),
+    )
 
 
 def learned_weights_are_linear(*, kind: str = "random") -> Outcome:
-    """Error of f(2 x + 3 z) = 2 f(x) + 3 f(z) for a layer with learned weights, and for attention."""
+    """Error of f(2 x + 3 z) = 2 f(x) + 3 f(z) for a layer with learned weights,
+    and for attention.
+    """
     layers = {
         "learned": make_layer(from_toml(LEARNED.format(f'length = 7, kind = "{kind}"'))),
         "attention": make_layer(design(model=16, heads=2)),
     }
     x, z = sample(1, 1, 7, 16), sample(2, 1, 7, 16)
     errors = {
-        name: largest_difference(layer(2 * x + 3 * z).detach(), (2 * layer(x) + 3 * layer(z)).detach())
+        name: largest_difference(
+            layer(2 * x + 3 * z).detach(), (2 * layer(x) + 3 * layer(z)).detach()
+        )
         for name, layer in layers.items()
     }
     return judge(errors["learned"] < 1e-12, **errors)

@@ -1,8 +1,10 @@
-"""Capabilities of the processor: instruction sets, usable cores, caches and NUMA nodes, read once per process.
+"""Capabilities of the processor: instruction sets, usable cores, caches and NUMA nodes, read once
+per process.
 
-Linux reports them in /proc and /sys, macOS by `sysctl`. A value that the system does not report is left out, and
-nothing is assumed in its place. A container may show every processor of its host and allow the time of a few: the
-processors of the affinity mask and the quota of the control group both limit `usable_processors`.
+Linux reports them in /proc and /sys, macOS by `sysctl`. A value that the system does not report is
+left out, and nothing is assumed in its place. A container may show every processor of its host and
+allow the time of a few: the processors of the affinity mask and the quota of the control group both
+limit `usable_processors`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
-# Instruction sets that decide which path is fastest, in the kernel's spelling, with the name that is printed.
+# Instruction sets that decide which path is fastest, in the kernel's spelling, with the name that
+# is printed.
 X86_INSTRUCTIONS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
@@ -42,8 +45,21 @@ MACOS_CACHES = {  # cache level by entry of sysctl; the performance cores' entri
     "hw.l2cachesize": 2,
     "hw.l3cachesize": 3,
 }
-TORCH_LEVELS_WITHOUT_AVX512 = ("AVX2", "DEFAULT", "NO AVX")  # of `torch.backends.cpu.get_cpu_capability`
-MACHINE_CLASSES = ("x86-avx2", "x86-avx512", "x86-avx512-bf16", "x86-amx", "aarch64", "aarch64-bf16", "cuda", "other")
+TORCH_LEVELS_WITHOUT_AVX512 = (
+    "AVX2",
+    "DEFAULT",
+    "NO AVX",
+)  # of `torch.backends.cpu.get_cpu_capability`
+MACHINE_CLASSES = (
+    "x86-avx2",
+    "x86-avx512",
+    "x86-avx512-bf16",
+    "x86-amx",
+    "aarch64",
+    "aarch64-bf16",
+    "cuda",
+    "other",
+)
 SIZE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -78,7 +94,11 @@ class MachineCapabilities:
         """The class of `MACHINE_CLASSES` whose take-over points apply to calls on the CPU."""
         have = set(self.instructions)
         if self.architecture in ("x86_64", "AMD64", "i386"):
-            for instruction, name in (("AMX bf16", "amx"), ("AVX-512 bf16", "avx512-bf16"), ("AVX-512", "avx512")):
+            for instruction, name in (
+                ("AMX bf16", "amx"),
+                ("AVX-512 bf16", "avx512-bf16"),
+                ("AVX-512", "avx512"),
+            ):
                 if instruction in have:
                     return f"x86-{name}"
             return "x86-avx2" if "AVX2" in have else "other"
@@ -88,7 +108,9 @@ class MachineCapabilities:
 
     @property
     def last_level_cache_bytes(self) -> int | None:
-        """Bytes of all caches of the highest level together, None if the system does not report them."""
+        """Bytes of all caches of the highest level together, None if the system does not report
+        them.
+        """
         highest = max((one.level for one in self.caches), default=0)
         return sum(one.size * one.count for one in self.caches if one.level == highest) or None
 
@@ -113,21 +135,40 @@ class MachineCapabilities:
         }
 
     def describe(self) -> str:
-        """The processor, its class and instruction sets, and the cores, caches and NUMA nodes, in one line."""
-        words = [f"{self.processor} ({self.machine_class})", ", ".join(self.instructions) or "no known instruction set"]
+        """The processor, its class and instruction sets, and the cores, caches and NUMA nodes, in
+        one line.
+        """
+        words = [
+            f"{self.processor} ({self.machine_class})",
+            ", ".join(self.instructions) or "no known instruction set",
+        ]
         words.append(self._describe_processors())
         words += [", ".join(map(str, self.caches))] if self.caches else []
-        words += [f"{self.numa_nodes} NUMA nodes"] if self.numa_nodes is not None and self.numa_nodes > 1 else []
+        words += (
+            [f"{self.numa_nodes} NUMA nodes"]
+            if self.numa_nodes is not None and self.numa_nodes > 1
+            else []
+        )
         return "; ".join(words)
 
     def notes(self, torch_threads: int) -> list[str]:
-        """Advice about torch's number of threads: more threads than usable processors wait for each other."""
+        """Advice about torch's number of threads: more threads than usable processors wait for each
+        other.
+        """
         if torch_threads > self.usable_processors:
-            allowed = f"{self.usable_processors} of {self.visible_processors} visible processors may be used"
-            return [f"torch has {torch_threads} threads, but {allowed}; call {self._set_threads_call}"]
-        if (self.threads_per_core or 1) > 1 and torch_threads > -(-self.usable_processors // self._threads_per_core):
+            allowed = (
+                f"{self.usable_processors} of {self.visible_processors} visible processors "
+                "may be used"
+            )
             return [
-                f"torch has {torch_threads} threads on processors that are {self.threads_per_core} hardware threads "
+                f"torch has {torch_threads} threads, but {allowed}; call {self._set_threads_call}"
+            ]
+        if (self.threads_per_core or 1) > 1 and torch_threads > -(
+            -self.usable_processors // self._threads_per_core
+        ):
+            return [
+                f"torch has {torch_threads} threads on processors that are "
+                f"{self.threads_per_core} hardware threads "
                 f"per core; products may be faster with one thread per core"
             ]
         return []
@@ -146,7 +187,11 @@ class MachineCapabilities:
         if count < self.visible_processors:
             text = f"{count} of {self.visible_processors} visible processors"
             text += f" (quota {self.quota:g})" if self.quota is not None else " (affinity)"
-        return text + (f", {self.threads_per_core} hardware threads per core" if self._threads_per_core > 1 else "")
+        return text + (
+            f", {self.threads_per_core} hardware threads per core"
+            if self._threads_per_core > 1
+            else ""
+        )
 
 
 _THIS_MACHINE: list[MachineCapabilities] = []  # one entry, once it was read
@@ -160,9 +205,11 @@ def this_machine() -> MachineCapabilities:
 
 
 def read_linux(root: Path = Path("/"), torch_level: str | None = None) -> MachineCapabilities:
-    """Read /proc and /sys below `root`. `torch_level` is the instruction set that torch's own kernels use.
+    """Read /proc and /sys below `root`. `torch_level` is the instruction set that torch's own
+    kernels use.
 
-    ATEN_CPU_CAPABILITY and old builds limit torch to AVX2 on processors that have more; then the class is that of AVX2.
+    ATEN_CPU_CAPABILITY and old builds limit torch to AVX2 on processors that have more; then the
+    class is that of AVX2.
     """
     level = torch.backends.cpu.get_cpu_capability() if torch_level is None else torch_level
     fields = _cpuinfo_fields(_read_text(root / "proc/cpuinfo"))
@@ -198,7 +245,11 @@ def read_macos() -> MachineCapabilities:
     return MachineCapabilities(
         entries.get("machdep.cpu.brand_string", "") or platform.processor() or platform.machine(),
         platform.machine(),
-        tuple(dict.fromkeys(label for name, label in MACOS_INSTRUCTIONS.items() if entries.get(name) == "1")),
+        tuple(
+            dict.fromkeys(
+                label for name, label in MACOS_INSTRUCTIONS.items() if entries.get(name) == "1"
+            )
+        ),
         count,
         count,
         caches=tuple(caches.values()),
@@ -206,7 +257,9 @@ def read_macos() -> MachineCapabilities:
 
 
 def read_cgroup_quota(root: Path = Path("/")) -> float | None:
-    """Processors' worth of time that this process's control group and those above it allow; None without a limit."""
+    """Processors' worth of time that this process's control group and those above it allow; None
+    without a limit.
+    """
     own = [line.rpartition(":")[2] for line in _read_text(root / "proc/self/cgroup").splitlines()]
     base = root / "sys/fs/cgroup"
     quotas: list[float] = []
@@ -222,14 +275,20 @@ def read_cgroup_quota(root: Path = Path("/")) -> float | None:
 
 
 def read_caches(cpus: Path) -> tuple[CacheLevel, ...]:
-    """The data caches below /sys/devices/system/cpu, smallest level first; caches that processors share count once."""
+    """The data caches below /sys/devices/system/cpu, smallest level first; caches that processors
+    share count once.
+    """
     sizes: dict[tuple[int, str], int] = {}  # bytes by level and sharing processors
     for index in sorted(cpus.glob("cpu[0-9]*/cache/index[0-9]*")):
-        level, size, shared, kind = (_read_text(index / name) for name in ("level", "size", "shared_cpu_list", "type"))
+        level, size, shared, kind = (
+            _read_text(index / name) for name in ("level", "size", "shared_cpu_list", "type")
+        )
         if kind != "Instruction" and level.isdigit() and (nbytes := parse_size(size)):
             sizes[int(level), shared] = nbytes
     kinds = dict.fromkeys((level, size) for (level, _), size in sizes.items())
-    counts = {kind: sum((level, size) == kind for (level, _), size in sizes.items()) for kind in kinds}
+    counts = {
+        kind: sum((level, size) == kind for (level, _), size in sizes.items()) for kind in kinds
+    }
     return tuple(CacheLevel(level, size, counts[level, size]) for level, size in sorted(kinds))
 
 
@@ -244,7 +303,9 @@ def parse_size(text: str) -> int:
 
 
 def _quotas_of_group(folder: Path) -> list[float]:
-    """The quota of one control group, of version 2 (cpu.max) or 1; an empty list without a limit."""
+    """The quota of one control group, of version 2 (cpu.max) or 1; an empty
+    list without a limit.
+    """
     parts = _read_text(folder / "cpu.max").split() or [
         _read_text(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     ]
@@ -272,14 +333,18 @@ def _cpuinfo_fields(text: str) -> Mapping[str, str]:
     for line in lines:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    return fields | {"count": str(sum(line.partition(":")[0].strip() == "processor" for line in lines))}
+    return fields | {
+        "count": str(sum(line.partition(":")[0].strip() == "processor" for line in lines))
+    }
 
 
 def _sysctl(names: Iterable[str]) -> dict[str, str]:
     values = {}
     for name in names:
         try:
-            done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)
+            done = subprocess.run(
+                ["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             continue
         if done.returncode == 0:

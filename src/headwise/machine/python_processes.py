@@ -1,7 +1,8 @@
 """Start Python processes that import nothing from the working folder.
 
-`python -c` and `python -m` put the working folder first in `sys.path`. If that is a model folder, its `torch.py` would
-run. Every Python process that headwise starts uses `python_command`, or starts within `safe_import_path`.
+`python -c` and `python -m` put the working folder first in `sys.path`. If that is a model folder,
+its `torch.py` would run. Every Python process that headwise starts uses `python_command`, or starts
+within `safe_import_path`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def python_command(*arguments: str) -> list[str]:
-    """Return the command that runs this Python with `arguments`, without the working folder in `sys.path`.
+    """Return the command that runs this Python with `arguments`, without the working folder in
+    `sys.path`.
 
     >>> python_command("-m", "headwise")[1:]
     ['-P', '-m', 'headwise']
@@ -25,7 +27,9 @@ def python_command(*arguments: str) -> list[str]:
 
 @contextmanager
 def safe_import_path() -> Iterator[None]:
-    """Context in which processes that a library starts (workers of a pool, of Ray, of a compiler) have `-P` too."""
+    """Context in which processes that a library starts (workers of a pool, of Ray, of a compiler)
+    have `-P` too.
+    """
     previous = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:

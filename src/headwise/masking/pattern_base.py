@@ -1,4 +1,6 @@
-"""Base classes of attention patterns, their combination with & and |, parsing from text, and drawing as text."""
+"""Base classes of attention patterns, their combination with & and |, parsing from text, and
+drawing as text.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,25 @@ ASCII = str.maketrans({FULL: "#", PART: "+", NONE: "."})
 def parse_calls(text: str, functions: Mapping[str, Any]) -> Any:
     """Evaluate a text of known calls with literal arguments, `&` (which binds tighter) and `|`.
 
-    >>> parse_calls("pair(0, right=3) | none", {"pair": lambda left, right: {left, right}, "none": lambda: set()})
+    >>> parse_calls(
+    ...     "pair(0, right=3) | none",
+    ...     {"pair": lambda left, right: {left, right}, "none": lambda: set()},
+    ... )
     {0, 3}
     """
-    # `global` is a Python keyword, so it is replaced by a valid name; all names are converted to lower case later.
+    # `global` is a Python keyword, so it is replaced by a valid name; all names are converted to
+    # lower case later.
     source = re.sub(r"\bglobal\b", "Global", " ".join(text.split()))
     try:
         return _build(ast.parse(source, mode="eval").body, functions)
     except SyntaxError as error:
-        raise SpecError(f"not a pattern: {text!r}; write it like 'window(256) | first(4)'") from error
+        raise SpecError(
+            f"not a pattern: {text!r}; write it like 'window(256) | first(4)'"
+        ) from error
     except (RecursionError, MemoryError) as error:
-        raise SpecError(f"pattern is nested too deeply: {text[:40]!r}...; build it in Python") from error
+        raise SpecError(
+            f"pattern is nested too deeply: {text[:40]!r}...; build it in Python"
+        ) from error
 
 
 def _build(node: ast.expr, functions: Mapping[str, Any]) -> Any:
@@ -63,7 +73,9 @@ def _build(node: ast.expr, functions: Mapping[str, Any]) -> Any:
             raise SpecError(f"{problem}; use one of {', '.join(sorted(functions))}")
 
 
-def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], functions: Mapping[str, Any]) -> Any:
+def _build_call(
+    name: str, args: list[ast.expr], keywords: list[ast.keyword], functions: Mapping[str, Any]
+) -> Any:
     if name not in functions:
         raise SpecError(f"unknown pattern {name!r}; {suggest(name, functions)}")
     signature = inspect.signature(functions[name])
@@ -74,10 +86,14 @@ def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], fu
         bound = signature.bind(*(_argument(arg, functions) for arg in args), **named)
     except (TypeError, ValueError) as error:
         usage = signature.replace(
-            parameters=[field.replace(annotation=field.empty) for field in signature.parameters.values()],
+            parameters=[
+                field.replace(annotation=field.empty) for field in signature.parameters.values()
+            ],
             return_annotation=signature.empty,
         )
-        raise SpecError(f"{name} cannot take its arguments: {error}; write {name}{usage}") from error
+        raise SpecError(
+            f"{name} cannot take its arguments: {error}; write {name}{usage}"
+        ) from error
     return functions[name](*bound.args, **bound.kwargs)
 
 
@@ -96,14 +112,16 @@ class Drawable(Protocol):
 
 
 def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
-    """The mask as text: one row per query, one column per key, and a legend with the number of allowed pairs.
+    """The mask as text: one row per query, one column per key, and a legend with the number of
+    allowed pairs.
 
-    With more than 64 queries or keys, a character stands for a square of pairs, as the legend explains. Patterns per
-    head are drawn one after the other.
+    With more than 64 queries or keys, a character stands for a square of pairs, as the legend
+    explains. Patterns per head are drawn one after the other.
     """
     if isinstance(pattern, PerHead):
         return "\n\n".join(
-            f"{describe_heads(heads)}: {draw_pattern(one, queries, keys)}" for one, heads in pattern.groups
+            f"{describe_heads(heads)}: {draw_pattern(one, queries, keys)}"
+            for one, heads in pattern.groups
         )
     if min(queries, keys) < 1:
         raise SpecError(f"cannot draw {queries} queries and {keys} keys; use at least 1 of each")
@@ -116,9 +134,13 @@ def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
     rows: list[str] = []
     for top in tops:
         row_queries = _cell_ranges(top, side, queries)
-        marks = "".join(_cell_mark(pattern, row_queries, _cell_ranges(left, side, keys)) for left in lefts)
+        marks = "".join(
+            _cell_mark(pattern, row_queries, _cell_ranges(left, side, keys)) for left in lefts
+        )
         rows.append(f"{top:>{margin}} {marks}")
-    return "\n".join([title, " " * (margin + 1) + ruler, *rows, _legend(pattern, queries, keys, side)])
+    return "\n".join(
+        [title, " " * (margin + 1) + ruler, *rows, _legend(pattern, queries, keys, side)]
+    )
 
 
 def _cell_ranges(start: int, size: int, end: int) -> range:
@@ -135,7 +157,10 @@ def _legend(pattern: Drawable, queries: int, keys: int, side: int) -> str:
     counts = f"{pairs} of {queries * keys} pairs ({pairs / (queries * keys):.1%})"
     if side == 1:
         return f"rows are queries, columns are keys ({FULL} allowed); {counts}"
-    return f"each character is {side} x {side} pairs: {FULL} all, {PART} some, {NONE} none allowed\n{counts}"
+    return (
+        f"each character is {side} x {side} pairs: {FULL} all, {PART} some, {NONE} none "
+        f"allowed\n{counts}"
+    )
 
 
 def describe_heads(heads: tuple[int, ...]) -> str:
@@ -157,28 +182,36 @@ def _argument(node: ast.expr, functions: Mapping[str, Any]) -> Any:
         raise TypeError(f"{ast.unparse(node)!r} is not a number") from None
 
 
-# --- Base classes --------------------------------------------------------------------------------------
+# --- Base classes ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class Pattern(ABC):
-    """A rule for which keys each query may attend to, and so for which past keys a KV cache must keep (`retention`)."""
+    """A rule for which keys each query may attend to, and so for which past keys a KV cache must
+    keep (`retention`).
+    """
 
     @abstractmethod
     def allows(self, i: Any, j: Any) -> Any:
-        """Whether query i may attend to key j: a bool for ints, a boolean tensor for tensors that broadcast."""
+        """Whether query i may attend to key j: a bool for ints, a boolean tensor for tensors that
+        broadcast.
+        """
 
     @property
     @abstractmethod
     def retention(self) -> KeyRetention:
-        """The past keys that later queries may attend to: allows(i, j) and j <= i imply j < first or i - j < last."""
+        """The past keys that later queries may attend to: allows(i, j) and j <= i imply j < first
+        or i - j < last.
+        """
 
     @property
     @abstractmethod
     def tokens_before_decode(self) -> int | None:
-        """The number of first tokens that must be processed together before token-by-token decoding is exact.
+        """The number of first tokens that must be processed together before token-by-token decoding
+        is exact.
 
-        None if no number suffices, because queries may attend to later keys anywhere in the sequence.
+        None if no number suffices, because queries may attend to later keys anywhere in the
+        sequence.
         """
 
     @abstractmethod
@@ -199,7 +232,9 @@ class Pattern(ABC):
         """
         for axis in (queries, keys):
             if axis and (axis.step != 1 or axis.start < 0):
-                raise SpecError(f"pairs needs ranges of step 1 from 0 up, got {axis}; use range(start, stop)")
+                raise SpecError(
+                    f"pairs needs ranges of step 1 from 0 up, got {axis}; use range(start, stop)"
+                )
         return self._count(queries, keys) if queries and keys else 0
 
     @final
@@ -280,7 +315,9 @@ class BandedPattern(LineCountedPattern):
 
 @dataclass(frozen=True, repr=False)
 class CombinedPattern(LineCountedPattern):
-    """Base class of `And` and `Or`; chains associate to the left, so that bracketing does not affect equality."""
+    """Base class of `And` and `Or`; chains associate to the left, so that bracketing does not
+    affect equality.
+    """
 
     left: Pattern
     right: Pattern
@@ -289,7 +326,10 @@ class CombinedPattern(LineCountedPattern):
         for side in (self.left, self.right):
             _check_pattern(side)
             if isinstance(side, PerHead):
-                raise SpecError(f"{side.text} has a pattern for each head; combine them with the operators & and |")
+                raise SpecError(
+                    f"{side.text} has a pattern for each head; combine them with the operators & "
+                    "and |"
+                )
         if type(self.right) is type(self):
             object.__setattr__(self, "left", type(self)(self.left, self.right.left))
             object.__setattr__(self, "right", self.right.right)
@@ -301,7 +341,8 @@ class CombinedPattern(LineCountedPattern):
 
 @dataclass(frozen=True, repr=False)
 class And(CombinedPattern):
-    """A query may attend to the keys that both patterns allow; the cache keeps the smaller of both retentions.
+    """A query may attend to the keys that both patterns allow; the cache keeps the smaller of both
+    retentions.
 
     >>> from headwise.masking.patterns import Causal, Window
     >>> [j for j in range(12) if (Window(keys=5, after=2) & Causal()).allows(8, j)]
@@ -318,7 +359,9 @@ class And(CombinedPattern):
     @property
     def tokens_before_decode(self) -> int | None:
         counts = [
-            side.tokens_before_decode for side in (self.left, self.right) if side.tokens_before_decode is not None
+            side.tokens_before_decode
+            for side in (self.left, self.right)
+            if side.tokens_before_decode is not None
         ]
         return min(counts, default=None)
 
@@ -352,25 +395,30 @@ class Or(CombinedPattern):
 
 def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Pattern:
     """`left` and `right` combined, head by head if one of them is `PerHead`."""
-    if not isinstance(left, PerHead) and not isinstance(right, PerHead):  # torch.compile traces this line
+    if not isinstance(left, PerHead) and not isinstance(
+        right, PerHead
+    ):  # torch.compile traces this line
         return kind(left, right)
     heads = max(len(side.pattern_of_head) for side in (left, right) if isinstance(side, PerHead))
-    return PerHead.from_heads([kind(head_pattern(left, h), head_pattern(right, h)) for h in range(heads)])
+    return PerHead.from_heads(
+        [kind(head_pattern(left, h), head_pattern(right, h)) for h in range(heads)]
+    )
 
 
-# --- Patterns per head ---------------------------------------------------------------------------------
+# --- Patterns per head ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class PerHead(LineCountedPattern):
     """Heads with different patterns: score head h has the pattern ``patterns[pattern_of_head[h]]``.
 
-    Examples are dilated heads beside undilated ones (Longformer, 2004.05150), random blocks of each head (BigBird,
+    Examples are dilated heads beside undilated ones (Longformer, 2004.05150), random blocks of each
+    head (BigBird,
     2007.14062), and streaming heads, which attend to sinks and recent tokens, beside retrieval heads (2410.10819).
     If scores are mixed over heads, the masked heads are those after mixing.
 
-    The methods that it shares with other patterns describe the union, the keys that some head may attend to. Equal
-    patterns become one, and patterns without a head are dropped.
+    The methods that it shares with other patterns describe the union, the keys that some head may
+    attend to. Equal patterns become one, and patterns without a head are dropped.
 
     >>> from headwise.masking.patterns import Causal, First, Window
     >>> mixed = PerHead((Causal(), Window(3) | First(1)), (0, 0, 1))
@@ -385,21 +433,30 @@ class PerHead(LineCountedPattern):
         for name in ("patterns", "pattern_of_head"):
             value: Any = getattr(self, name)
             if not isinstance(value, tuple | list) or not value:
-                raise SpecError(f"{name}={value!r} must be a tuple with at least one entry; write {name}=(..., ...)")
+                raise SpecError(
+                    f"{name}={value!r} must be a tuple with at least one entry; write "
+                    f"{name}=(..., ...)"
+                )
         for pattern in self.patterns:
             _check_pattern(pattern)
             if isinstance(pattern, PerHead):
-                raise SpecError(f"a head has one pattern, not {pattern.text}; list the patterns of all heads once")
+                raise SpecError(
+                    f"a head has one pattern, not {pattern.text}; list the patterns of all heads "
+                    "once"
+                )
         for index in self.pattern_of_head:
             if type(index) is not int or not 0 <= index < len(self.patterns):
                 problem = f"pattern_of_head={tuple(self.pattern_of_head)} has {index!r}"
                 raise SpecError(
-                    f"{problem}, but there are {len(self.patterns)} patterns; use 0..{len(self.patterns) - 1}"
+                    f"{problem}, but there are {len(self.patterns)} patterns; use "
+                    f"0..{len(self.patterns) - 1}"
                 )
         by_head = [self.patterns[index] for index in self.pattern_of_head]
         distinct = tuple(dict.fromkeys(by_head))
         object.__setattr__(self, "patterns", distinct)
-        object.__setattr__(self, "pattern_of_head", tuple(distinct.index(pattern) for pattern in by_head))
+        object.__setattr__(
+            self, "pattern_of_head", tuple(distinct.index(pattern) for pattern in by_head)
+        )
 
     @classmethod
     def from_heads(cls, patterns: Iterable[Pattern]) -> PerHead:
@@ -419,7 +476,9 @@ class PerHead(LineCountedPattern):
         by_pattern: list[list[int]] = [[] for _ in self.patterns]
         for head, index in heads:
             by_pattern[index].append(head)
-        return tuple((pattern, tuple(own)) for pattern, own in zip(self.patterns, by_pattern, strict=True))
+        return tuple(
+            (pattern, tuple(own)) for pattern, own in zip(self.patterns, by_pattern, strict=True)
+        )
 
     def allows(self, i: Any, j: Any) -> Any:
         return any_true(*(pattern.allows(i, j) for pattern in self.patterns))
@@ -433,16 +492,22 @@ class PerHead(LineCountedPattern):
         return longest_prefix(*(pattern.tokens_before_decode for pattern in self.patterns))
 
     def spans(self, i: int, keys: range) -> list[range]:
-        return spans_covered((span for pattern in self.patterns for span in pattern.spans(i, keys)), 1)
+        return spans_covered(
+            (span for pattern in self.patterns for span in pattern.spans(i, keys)), 1
+        )
 
     @final
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        return reduce(BoundaryLines.join, (pattern.lines(queries, keys) for pattern in self.patterns))
+        return reduce(
+            BoundaryLines.join, (pattern.lines(queries, keys) for pattern in self.patterns)
+        )
 
 
 def head_pattern(pattern: Pattern, head: int) -> Pattern:
     """The pattern of one score head: its own in `PerHead`, else the pattern of all."""
-    return pattern.patterns[pattern.pattern_of_head[head]] if isinstance(pattern, PerHead) else pattern
+    return (
+        pattern.patterns[pattern.pattern_of_head[head]] if isinstance(pattern, PerHead) else pattern
+    )
 
 
 def select_heads(pattern: Pattern, heads: Iterable[int]) -> Pattern:
@@ -459,8 +524,11 @@ def select_heads(pattern: Pattern, heads: Iterable[int]) -> Pattern:
     return selected if others else first
 
 
-def count_pairs_by_head(pattern: Pattern, queries: range, keys: range) -> tuple[int, tuple[int, ...]]:
-    """The pairs that some head allows, and the pairs that each head allows; () if all have the same pattern.
+def count_pairs_by_head(
+    pattern: Pattern, queries: range, keys: range
+) -> tuple[int, tuple[int, ...]]:
+    """The pairs that some head allows, and the pairs that each head allows; () if all have the same
+    pattern.
 
     >>> from headwise.masking.patterns import Causal, Window
     >>> count_pairs_by_head(PerHead((Causal(), Window(2)), (0, 1)), range(4), range(4))
@@ -469,7 +537,9 @@ def count_pairs_by_head(pattern: Pattern, queries: range, keys: range) -> tuple[
     if not isinstance(pattern, PerHead):
         return _count_fast(pattern, queries, keys), ()
     by_pattern = [_count_fast(one, queries, keys) for one in pattern.patterns]
-    return _count_fast(pattern, queries, keys), tuple(by_pattern[index] for index in pattern.pattern_of_head)
+    return _count_fast(pattern, queries, keys), tuple(
+        by_pattern[index] for index in pattern.pattern_of_head
+    )
 
 
 COUNTED_ROWS = 512
@@ -477,7 +547,9 @@ MAX_COUNTED_CELLS = 2**32  # some ten seconds
 
 
 def _count_fast(pattern: Pattern, queries: range, keys: range) -> int:
-    """`pattern.pairs`; with tensors if every row has its own spans, as those of a dilated window."""
+    """`pattern.pairs`; with tensors if every row has its own spans, as those of
+    a dilated window.
+    """
     if not queries or not keys or len(boundary_rows(pattern, queries, keys)) <= len(queries):
         return pattern.pairs(queries, keys)
     _, columns, diagonals = pattern.lines(queries, keys)
@@ -485,21 +557,33 @@ def _count_fast(pattern: Pattern, queries: range, keys: range) -> int:
     width = min(high - low, len(keys)) + len(columns)
     if width * len(queries) > MAX_COUNTED_CELLS:
         fact = f"cannot count {len(queries):,} tokens under the pattern {pattern.text[:60]}"
-        raise SpecError(f"{fact}, whose spans differ in every row; give at most {MAX_COUNTED_CELLS // width:,}")
+        raise SpecError(
+            f"{fact}, whose spans differ in every row; give at most {MAX_COUNTED_CELLS // width:,}"
+        )
     total = 0
     for start in range(queries.start, queries.stop, COUNTED_ROWS):
         rows = range(start, min(start + COUNTED_ROWS, queries.stop))
         # Between two columns and away from the diagonals, a row allows all keys or none.
         near = intersect(keys, range(start + low, start + high + 1))
-        ends = {end for end in (*columns, keys.start, keys.stop, near.start, near.stop) if end not in near[1:]}
-        stretches = [span for span in starmap(range, pairwise(sorted(ends))) if span != near and intersect(keys, span)]
+        ends = {
+            end
+            for end in (*columns, keys.start, keys.stop, near.start, near.stop)
+            if end not in near[1:]
+        }
+        stretches = [
+            span
+            for span in starmap(range, pairwise(sorted(ends)))
+            if span != near and intersect(keys, span)
+        ]
         total += _count_cells(pattern, rows, [range(key, key + 1) for key in near])
         total += _count_cells(pattern, rows, [intersect(keys, span) for span in stretches])
     return total
 
 
 def _count_cells(pattern: Pattern, queries: range, stretches: Sequence[range]) -> int:
-    """Return the number of pairs of rows and keys, for stretches of keys that a row allows all or none of."""
+    """Return the number of pairs of rows and keys, for stretches of keys that a row allows all or
+    none of.
+    """
     import torch
 
     i = torch.arange(queries.start, queries.stop)[:, None]
@@ -519,13 +603,16 @@ def longest_prefix(*prefixes: int | None) -> int | None:
 
 
 def check_whole_number(name: str, value: object, low: int) -> int:
-    """`value`, if it is an integer of at least `low`; True and 2.0 are not. Raises SpecError otherwise.
+    """`value`, if it is an integer of at least `low`; True and 2.0 are not. Raises SpecError
+    otherwise.
 
     >>> check_whole_number("keys", 4, 1)
     4
     """
     if type(value) is not int or value < low:
-        raise SpecError(f"{name} must be a whole number of at least {low}; got {value!r}; use {low} or more")
+        raise SpecError(
+            f"{name} must be a whole number of at least {low}; got {value!r}; use {low} or more"
+        )
     return value
 
 
@@ -540,12 +627,19 @@ def _format(pattern: Pattern, leaf: Callable[[Pattern], str]) -> str:
     sign = " & " if isinstance(pattern, And) else " | "
     sides = ((side, _format(side, leaf)) for side in (pattern.left, pattern.right))
     # & binds tighter than |, so only an Or inside an And needs brackets.
-    return sign.join(f"({text})" if isinstance(pattern, And) and isinstance(side, Or) else text for side, text in sides)
+    return sign.join(
+        f"({text})" if isinstance(pattern, And) and isinstance(side, Or) else text
+        for side, text in sides
+    )
 
 
 def _non_default_fields(pattern: Pattern) -> dict[str, tuple[object, object]]:
     """The arguments that differ from their defaults: name -> (value, default)."""
-    args = {field.name: (getattr(pattern, field.name), field.default) for field in fields(pattern) if field.init}
+    args = {
+        field.name: (getattr(pattern, field.name), field.default)
+        for field in fields(pattern)
+        if field.init
+    }
     return {name: (value, default) for name, (value, default) in args.items() if value != default}
 
 

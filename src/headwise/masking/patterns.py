@@ -1,4 +1,5 @@
-"""The attention patterns: causal, windows, sinks, blocks, BigBird and others; `parse_pattern` reads them from text.
+"""The attention patterns: causal, windows, sinks, blocks, BigBird and others; `parse_pattern` reads
+them from text.
 
 ``python -m headwise.masking.patterns 'window(4) | first(2)'`` draws a mask.
 """
@@ -40,14 +41,34 @@ from .pattern_base import (
     select_heads,
 )
 
-__all__ = ["PATTERNS_BY_NAME", "And", "BigBird", "Blocks", "Causal", "Dilated", "Edges", "First", "Full", "Global"]
-__all__ += ["KeyRetention", "Or", "Pattern", "PerHead", "Prefix", "Window", "count_pairs_by_head", "draw_pattern"]
+__all__ = [
+    "PATTERNS_BY_NAME",
+    "And",
+    "BigBird",
+    "Blocks",
+    "Causal",
+    "Dilated",
+    "Edges",
+    "First",
+    "Full",
+    "Global",
+]
+__all__ += [
+    "KeyRetention",
+    "Or",
+    "Pattern",
+    "PerHead",
+    "Prefix",
+    "Window",
+    "count_pairs_by_head",
+    "draw_pattern",
+]
 __all__ += ["head_pattern", "parse_pattern", "select_heads"]
 
 MAX_TABLE_CELLS = 2**22  # limit on the size of a pattern's table
 
 
-# --- Lookups that work on ints and tensors -------------------------------------------------------------
+# --- Lookups that work on ints and tensors --------------------------------------------------------
 
 
 def lookup_clamped(table: tuple[int, ...], index: Any) -> Any:
@@ -62,7 +83,8 @@ def lookup_clamped(table: tuple[int, ...], index: Any) -> Any:
 
 
 def is_listed(table: tuple[int, ...], value: Any) -> Any:
-    """Whether a value >= 0 occurs in a sorted table that starts with -1, by a branch-free binary search.
+    """Whether a value >= 0 occurs in a sorted table that starts with -1, by a branch-free binary
+    search.
 
     >>> [value for value in range(9) if is_listed((-1, 1, 4, 5), value)]
     [1, 4, 5]
@@ -73,7 +95,7 @@ def is_listed(table: tuple[int, ...], value: Any) -> Any:
     return lookup_clamped(table, index) == value
 
 
-# --- Patterns with tables ------------------------------------------------------------------------------
+# --- Patterns with tables -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +123,8 @@ class Global(LineCountedPattern):
 
     @property
     def retention(self) -> KeyRetention:
-        # A global query attends only to keys up to itself among past keys, hence up to the last global position.
+        # A global query attends only to keys up to itself among past keys, hence up to the last
+        # global position.
         return KeyRetention(max(self.positions, default=-1) + 1, 1)
 
     @property
@@ -109,7 +132,11 @@ class Global(LineCountedPattern):
         return None if self.positions else 0
 
     def spans(self, i: int, keys: range) -> list[range]:
-        return [keys] if i in self.positions else [range(at, at + 1) for at in self.positions if at in keys]
+        return (
+            [keys]
+            if i in self.positions
+            else [range(at, at + 1) for at in self.positions if at in keys]
+        )
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
         edges = frozenset(at + edge for at in self.positions for edge in (0, 1))
@@ -118,17 +145,19 @@ class Global(LineCountedPattern):
 
 @dataclass(frozen=True, repr=False)
 class BigBird(LineCountedPattern):
-    """Block-sparse attention (2007.14062): query block r attends to key block c if one of these rules applies.
+    """Block-sparse attention (2007.14062): query block r attends to key block c if one of these
+    rules applies.
 
     |r - c| <= window // 2: the `window` neighbouring blocks, including its own. c < globals: all queries attend to the
-    first blocks. r < globals: the first blocks attend to all keys. c was sampled for r: among the blocks of the first
-    `length` tokens, each row r >= globals samples `random` distinct blocks that it does not attend to already (all of
-    them, if there are fewer). Beyond `length` nothing is sampled, and the other rules still apply.
+    first blocks. r < globals: the first blocks attend to all keys. c was sampled for r: among the
+    blocks of the first `length` tokens, each row r >= globals samples `random` distinct blocks that
+    it does not attend to already (all of them, if there are fewer). Beyond `length` nothing is
+    sampled, and the other rules still apply.
 
-    The paper does not define which blocks are global. Its code uses the first and the last, which is BigBird with
-    globals=1 | Global of the last block's tokens. It samples separately for each head, and for most text lengths only
-    among the first 2 random + 5 blocks. transformers samples in training only; otherwise queries attend to the first
-    block 1 + random times.
+    The paper does not define which blocks are global. Its code uses the first and the last, which
+    is BigBird with globals=1 | Global of the last block's tokens. It samples separately for each
+    head, and for most text lengths only among the first 2 random + 5 blocks. transformers samples
+    in training only; otherwise queries attend to the first block 1 + random times.
 
     >>> bird = BigBird(length=24, block=2, window=3, globals=1, random=2, seed=0)
     >>> [c for c in range(12) if bird.allows(2 * 5, 2 * c)]
@@ -144,24 +173,42 @@ class BigBird(LineCountedPattern):
     sampled_blocks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, low in {"length": 1, "block": 1, "window": 1, "globals": 0, "random": 0, "seed": 0}.items():
+        for name, low in {
+            "length": 1,
+            "block": 1,
+            "window": 1,
+            "globals": 0,
+            "random": 0,
+            "seed": 0,
+        }.items():
             check_whole_number(name, getattr(self, name), low)
         if self.window % 2 == 0:
             problem = "window must be odd, with equally many blocks before and after"
-            raise SpecError(f"{problem}; got {self.window}; use {self.window - 1} or {self.window + 1}")
+            raise SpecError(
+                f"{problem}; got {self.window}; use {self.window - 1} or {self.window + 1}"
+            )
         if self._num_rows * self.random > MAX_TABLE_CELLS:
-            problem = f"{self._num_rows} rows of {self.random} random blocks are more than {MAX_TABLE_CELLS}"
-            raise SpecError(f"{problem}; got length={self.length}, block={self.block}; use a larger block")
+            problem = (
+                f"{self._num_rows} rows of {self.random} random blocks are more than "
+                f"{MAX_TABLE_CELLS}"
+            )
+            raise SpecError(
+                f"{problem}; got length={self.length}, block={self.block}; use a larger block"
+            )
         rows = list(self._sample_rows())
-        # One column per sample; the final -1, which is not a block, is for all rows beyond `length`.
-        object.__setattr__(self, "sampled_blocks", tuple((*column, -1) for column in zip(*rows, strict=True)))
+        # One column per sample; the final -1, which is not a block, is for all rows beyond
+        # `length`.
+        object.__setattr__(
+            self, "sampled_blocks", tuple((*column, -1) for column in zip(*rows, strict=True))
+        )
 
     @property
     def _num_rows(self) -> int:
         return -(-self.length // self.block)
 
     def _sample_rows(self) -> Iterator[list[int]]:
-        # random() is the only method of Random whose sequence is guaranteed not to change between Python versions.
+        # random() is the only method of Random whose sequence is guaranteed not to change between
+        # Python versions.
         draw = random.Random(self.seed).random
         for row in range(self._num_rows):
             left = range(self.globals, max(self.globals, row - self.window // 2))
@@ -170,7 +217,10 @@ class BigBird(LineCountedPattern):
             ranks: set[int] = set()
             while len(ranks) < min(self.random, free):
                 ranks.add(int(draw() * free))
-            chosen = [left[rank] if rank < len(left) else right[rank - len(left)] for rank in sorted(ranks)]
+            chosen = [
+                left[rank] if rank < len(left) else right[rank - len(left)]
+                for rank in sorted(ranks)
+            ]
             yield chosen + [-1] * (self.random - len(chosen))
 
     def allows(self, i: Any, j: Any) -> Any:
@@ -194,8 +244,16 @@ class BigBird(LineCountedPattern):
         if r < self.globals:
             return [keys]
         window = range(r - self.window // 2, r + self.window // 2 + 1)
-        blocks = {*range(self.globals), *window, *(lookup_clamped(column, r) for column in self.sampled_blocks)}
-        return [intersect(keys, range(c * self.block, (c + 1) * self.block)) for c in sorted(blocks) if c >= 0]
+        blocks = {
+            *range(self.globals),
+            *window,
+            *(lookup_clamped(column, r) for column in self.sampled_blocks),
+        }
+        return [
+            intersect(keys, range(c * self.block, (c + 1) * self.block))
+            for c in sorted(blocks)
+            if c >= 0
+        ]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
         return block_grid_lines(self.block, queries, keys)
@@ -224,18 +282,27 @@ class Edges(LineCountedPattern):
 
     @classmethod
     def complete(cls, nodes: int) -> Edges:
-        """All edges between `nodes` nodes, including each node with itself; equals Full on those nodes."""
-        return cls(tuple((i, j) for i in range(check_whole_number("nodes", nodes, 0)) for j in range(nodes)))
+        """All edges between `nodes` nodes, including each node with itself; equals Full on those
+        nodes.
+        """
+        return cls(
+            tuple(
+                (i, j) for i in range(check_whole_number("nodes", nodes, 0)) for j in range(nodes)
+            )
+        )
 
     def allows(self, i: Any, j: Any) -> Any:
-        # Without the first condition, the code of a key beyond `width` would be that of another query's key.
+        # Without the first condition, the code of a key beyond `width` would be that of another
+        # query's key.
         return (j < self.width) & is_listed(self.codes, i * self.width + j)
 
     @property
     def retention(self) -> KeyRetention:
         past = [(i, j) for i, j in self.edges if j <= i]
         first = 1 + max((j for _, j in past), default=-1)
-        return smallest_retention(KeyRetention(0, 1 + max((i - j for i, j in past), default=0)), KeyRetention(first, 1))
+        return smallest_retention(
+            KeyRetention(0, 1 + max((i - j for i, j in past), default=0)), KeyRetention(first, 1)
+        )
 
     @property
     def tokens_before_decode(self) -> int | None:
@@ -262,11 +329,15 @@ def check_entries(name: str, value: object) -> Iterable[object]:
 def _edge(value: object) -> tuple[int, int]:
     ends = list(cast("Iterable[object]", value)) if isinstance(value, tuple | list) else []
     if len(ends) != 2:
-        raise SpecError(f"an edge is a pair (query, key); got {value!r}; write edges like ((0, 1), (2, 0))")
-    return check_whole_number("the query of an edge", ends[0], 0), check_whole_number("the key of an edge", ends[1], 0)
+        raise SpecError(
+            f"an edge is a pair (query, key); got {value!r}; write edges like ((0, 1), (2, 0))"
+        )
+    return check_whole_number("the query of an edge", ends[0], 0), check_whole_number(
+        "the key of an edge", ends[1], 0
+    )
 
 
-# --- Bands and blocks ----------------------------------------------------------------------------------
+# --- Bands and blocks -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -297,7 +368,8 @@ class Causal(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Window(BandedPattern):
-    """A query attends to `keys` neighbouring keys, including its own: `after` after it, keys - 1 - after before it.
+    """A query attends to `keys` neighbouring keys, including its own: `after` after it, keys - 1 -
+    after before it.
 
     Flash attention counts differently: its window_size is (keys - 1 - after, after).
 
@@ -320,7 +392,8 @@ class Window(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class First(BandedPattern):
-    """A query attends to the first `keys` keys, up to its own: j < keys and j <= i (attention sinks, 2309.17453).
+    """A query attends to the first `keys` keys, up to its own: j < keys and j <= i (attention
+    sinks, 2309.17453).
 
     >>> [[j for j in range(9) if First(keys=2).allows(i, j)] for i in (0, 7)]
     [[0], [0, 1]]
@@ -338,7 +411,8 @@ class First(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Prefix(BandedPattern):
-    """A query attends to the first `keys` keys and all keys before it: j < keys or j <= i (prefix language models).
+    """A query attends to the first `keys` keys and all keys before it: j < keys or j <= i (prefix
+    language models).
 
     >>> [[j for j in range(9) if Prefix(keys=3).allows(i, j)] for i in (0, 4)]
     [[0, 1, 2], [0, 1, 2, 3, 4]]
@@ -356,7 +430,8 @@ class Prefix(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Dilated(Pattern):
-    """A dilated window: `keys` keys at a distance of `rate`, including the query's own; `after` of them follow it.
+    """A dilated window: `keys` keys at a distance of `rate`, including the query's own; `after` of
+    them follow it.
 
     >>> [j for j in range(12) if Dilated(keys=4, rate=2, after=1).allows(8, j)]
     [4, 6, 8, 10]
@@ -373,7 +448,9 @@ class Dilated(Pattern):
     @property
     def offsets(self) -> range:
         """The positions of the allowed keys relative to the query."""
-        return range(-(self.keys - 1 - self.after) * self.rate, self.after * self.rate + 1, self.rate)
+        return range(
+            -(self.keys - 1 - self.after) * self.rate, self.after * self.rate + 1, self.rate
+        )
 
     def allows(self, i: Any, j: Any) -> Any:
         in_window = (j >= i + self.offsets[0]) & (j <= i + self.offsets[-1])
@@ -391,7 +468,9 @@ class Dilated(Pattern):
         return [range(i + offset, i + offset + 1) for offset in self.offsets if i + offset in keys]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        return BoundaryLines(diagonals=frozenset(offset + edge for offset in self.offsets for edge in (0, 1)))
+        return BoundaryLines(
+            diagonals=frozenset(offset + edge for offset in self.offsets for edge in (0, 1))
+        )
 
     def _count(self, queries: range, keys: range) -> int:
         shifted = (range(keys.start - offset, keys.stop - offset) for offset in self.offsets)
@@ -444,7 +523,9 @@ class Blocks(Pattern):
         """The allowed pairs of the first `queries` queries and the first `keys` keys."""
         whole_blocks = min(queries, keys) // self.size
         covered = whole_blocks * self.size
-        return covered * self.size + min(queries - covered, self.size) * min(keys - covered, self.size)
+        return covered * self.size + min(queries - covered, self.size) * min(
+            keys - covered, self.size
+        )
 
 
 def check_window(keys: int, after: int) -> None:
@@ -452,11 +533,13 @@ def check_window(keys: int, after: int) -> None:
     check_whole_number("keys", keys, 1)
     check_whole_number("after", after, 0)
     if after >= keys:
-        problem = f"a window of {keys} keys, including the query's own, has at most {keys - 1} after it"
+        problem = (
+            f"a window of {keys} keys, including the query's own, has at most {keys - 1} after it"
+        )
         raise SpecError(f"{problem}; got after={after}; use after in 0..{keys - 1}, or more keys")
 
 
-# --- Patterns as text ----------------------------------------------------------------------------------
+# --- Patterns as text -----------------------------------------------------------------------------
 
 
 PATTERN_CLASSES: tuple[type[Pattern], ...] = (
@@ -472,11 +555,14 @@ PATTERN_CLASSES: tuple[type[Pattern], ...] = (
     Edges,
     PerHead,
 )
-PATTERNS_BY_NAME: dict[str, type[Pattern]] = {kind.__name__.lower(): kind for kind in PATTERN_CLASSES}
+PATTERNS_BY_NAME: dict[str, type[Pattern]] = {
+    kind.__name__.lower(): kind for kind in PATTERN_CLASSES
+}
 
 
 def parse_pattern(text: str) -> Pattern:
-    """The pattern written as text: calls combined with `&` (which binds tighter) and `|`; () may be omitted.
+    """The pattern written as text: calls combined with `&` (which binds tighter) and `|`; () may be
+    omitted.
 
     >>> parse_pattern("window(256) | first(4)")
     Window(keys=256) | First(keys=4)
@@ -494,9 +580,13 @@ class _OneLineParser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Draw the mask of a pattern given as text."""
     parser = _OneLineParser(prog="python -m headwise.masking.patterns", description=main.__doc__)
-    parser.add_argument("pattern", help="such as 'window(4) | first(2)'; known: " + ", ".join(PATTERNS_BY_NAME))
+    parser.add_argument(
+        "pattern", help="such as 'window(4) | first(2)'; known: " + ", ".join(PATTERNS_BY_NAME)
+    )
     parser.add_argument("--tokens", type=int, default=12, help="number of queries (default: 12)")
-    parser.add_argument("--keys", type=int, default=None, help="number of keys (default: the number of queries)")
+    parser.add_argument(
+        "--keys", type=int, default=None, help="number of keys (default: the number of queries)"
+    )
     args = parser.parse_args(argv)
     try:
         keys = args.tokens if args.keys is None else args.keys
@@ -505,7 +595,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     try:
         print(drawing if _can_print(drawing) else drawing.translate(ASCII), flush=True)
-    except BrokenPipeError:  # as after `| head`; redirecting stdout keeps Python from reporting the error again at exit
+    except (
+        BrokenPipeError
+    ):  # as after `| head`; redirecting stdout keeps Python from reporting the error again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0

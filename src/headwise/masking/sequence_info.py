@@ -15,9 +15,9 @@ from .patterns import Causal, Full, Pattern, PerHead
 class BlockTable(NamedTuple):
     """The location of each row's tokens in a paged cache, which are not gathered into one tensor.
 
-    `table` is [B, N, 3] with page, begin and end: row b has tokens in the slots begin .. end - 1 of its n-th page.
-    Column n * slots + slot of a row is that slot of its n-th page. `all_visible`: the newest token of each row may
-    attend to all of these tokens.
+    `table` is [B, N, 3] with page, begin and end: row b has tokens in the slots begin .. end - 1 of
+    its n-th page. Column n * slots + slot of a row is that slot of its n-th page. `all_visible`:
+    the newest token of each row may attend to all of these tokens.
     """
 
     table: Tensor
@@ -28,14 +28,15 @@ class BlockTable(NamedTuple):
 class SequenceInfo:
     """Positions and segments of the tokens of a batch.
 
-    `position` counts from 0 within each segment. Tokens attend only to tokens of their own segment; segment -1 is
-    padding. Both tensors are [B, T], or [1, T] if all rows are equal.
+    `position` counts from 0 within each segment. Tokens attend only to tokens of their own segment;
+    segment -1 is padding. Both tensors are [B, T], or [1, T] if all rows are equal.
 
     The other fields are set by the library and are known without reading tensors from the device:
 
     - `start`: every row has the consecutive positions start, start + 1, ... of segment 0;
     - `checked`: the values come from the library and are not validated again;
-    - `num_visible` (set by a cache): the newest token attends to exactly the first `num_visible` tokens;
+    - `num_visible` (set by a cache): the newest token attends to exactly the first `num_visible`
+      tokens;
     - `visible_per_row` [B]: their number in each row, if rows differ;
     - `block_table` (set by a paged cache): the location of the tokens in pages;
     - `lengths` (set by `packed`): the lengths of the texts in each row.
@@ -61,58 +62,82 @@ class SequenceInfo:
             _check_sequence(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
             # Only the library may set the other fields, and it sets `checked` too.
-            self.start = self.num_visible = self.visible_per_row = self.block_table = self.lengths = None
+            self.start = self.num_visible = self.visible_per_row = self.block_table = (
+                self.lengths
+            ) = None
 
     @staticmethod
     def from_batch(
-        x: Tensor, *, lengths: Sequence[int] | Tensor | None = None, segments: Tensor | None = None, pad: str = "right"
+        x: Tensor,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+        segments: Tensor | None = None,
+        pad: str = "right",
     ) -> SequenceInfo:
         """The sequence info of a batch x [B, T, ...].
 
-        Without other arguments every row is one full sequence. `lengths` gives the number of tokens in each row, padded
-        on the side `pad`. `segments` [B, T] gives a segment id for each token, with -1 for padding; the positions of a
-        segment count from 0 at its first token in the row.
+        Without other arguments every row is one full sequence. `lengths` gives the number of tokens
+        in each row, padded on the side `pad`. `segments` [B, T] gives a segment id for each token,
+        with -1 for padding; the positions of a segment count from 0 at its first token in the row.
         """
         batch, count = x.shape[0], x.shape[1]
         if lengths is not None and segments is not None:
-            raise ValueError("got both lengths and segments; give segments alone, with -1 for padding")
+            raise ValueError(
+                "got both lengths and segments; give segments alone, with -1 for padding"
+            )
         if segments is not None:
             return _from_segments(_as_integers("segments", segments, x.device), batch, count)
         if lengths is None:
             return SequenceInfo.contiguous(0, count, x.device)
         sizes = _as_integers("lengths", lengths, x.device)
-        if sizes.shape != (batch,) or sizes.is_floating_point() or ((sizes < 0) | (sizes > count)).any():
+        if (
+            sizes.shape != (batch,)
+            or sizes.is_floating_point()
+            or ((sizes < 0) | (sizes > count)).any()
+        ):
             raise ValueError(
-                f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} per row"
+                f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in "
+                f"0..{count} per row"
             )
         if pad not in ("right", "left"):
             raise ValueError(f"pad={pad!r} is unknown; use 'right' or 'left'")
         column = torch.arange(count, device=x.device)[None]
-        position = column - (count - sizes[:, None]) if pad == "left" else column.expand(batch, count)
+        position = (
+            column - (count - sizes[:, None]) if pad == "left" else column.expand(batch, count)
+        )
         is_real = position >= 0 if pad == "left" else column < sizes[:, None]
         return SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
 
     @staticmethod
     def contiguous(start: int, count: int, device: torch.device | str) -> SequenceInfo:
-        """Sequence info whose rows all have the positions start .. start + count - 1 of segment 0."""
+        """Sequence info whose rows all have the positions start .. start +
+        count - 1 of segment 0.
+        """
         position = torch.arange(start, start + count, device=device)[None]
         return SequenceInfo(position, torch.zeros_like(position), start, checked=True)
 
     @staticmethod
-    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> SequenceInfo:
-        """Sequence info of rows with several concatenated texts; `lengths` has the text lengths of each row.
+    def packed(
+        lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> SequenceInfo:
+        """Sequence info of rows with several concatenated texts; `lengths` has the text lengths of
+        each row.
 
-        Shorter rows are padded at the end. Each text attends only to itself. In cross-attention with a packed source,
-        text k of a row attends to text k of the same row of the source.
+        Shorter rows are padded at the end. Each text attends only to itself. In cross-attention
+        with a packed source, text k of a row attends to text k of the same row of the source.
 
         >>> sequence = SequenceInfo.packed([[2, 3], [1]])
         >>> sequence.segment.tolist(), sequence.position.tolist()
         ([[0, 0, 1, 1, 1], [0, -1, -1, -1, -1]], [[0, 1, 0, 1, 2], [0, 0, 0, 0, 0]])
         """
-        is_nested = isinstance(lengths, Sequence) and all(isinstance(row, Sequence) for row in lengths)
+        is_nested = isinstance(lengths, Sequence) and all(
+            isinstance(row, Sequence) for row in lengths
+        )
         rows = tuple(tuple(row) for row in lengths) if is_nested else ()
         if not rows or any(type(length) is not int or length < 0 for row in rows for length in row):
-            raise ValueError(f"lengths={lengths!r} must list the text lengths of each row, such as [[5, 3], [8]]")
+            raise ValueError(
+                f"lengths={lengths!r} must list the text lengths of each row, such as [[5, 3], [8]]"
+            )
         count = max(map(sum, rows))
         position, segment = (torch.full((len(rows), count), fill) for fill in (0, -1))
         for n, row in enumerate(rows):
@@ -129,7 +154,9 @@ class SequenceInfo:
     def rows(self, own: slice) -> SequenceInfo:
         """The sequence info of some rows."""
         lengths = None if self.lengths is None else self.lengths[own]
-        return SequenceInfo(self.position[own], self.segment[own], self.start, checked=True, lengths=lengths)
+        return SequenceInfo(
+            self.position[own], self.segment[own], self.start, checked=True, lengths=lengths
+        )
 
     @property
     def count(self) -> int:
@@ -139,7 +166,9 @@ class SequenceInfo:
     def trimmed(self) -> SequenceInfo:
         """The sequence info of the first `num_visible` tokens."""
         position, segment = (t[:, : self.num_visible] for t in (self.position, self.segment))
-        return SequenceInfo(position, segment, self.start, checked=True, num_visible=self.num_visible)
+        return SequenceInfo(
+            position, segment, self.start, checked=True, num_visible=self.num_visible
+        )
 
     @property
     def is_real(self) -> Tensor:
@@ -148,12 +177,19 @@ class SequenceInfo:
 
 
 class AttentionMask:
-    """The keys that each query may attend to in one call, from positions, segments, pattern and an optional mask.
+    """The keys that each query may attend to in one call, from positions, segments, pattern and an
+    optional mask.
 
     The boolean tensor is computed on first use and shared by everything that needs it.
     """
 
-    def __init__(self, queries: SequenceInfo, keys: SequenceInfo, pattern: Pattern, mask: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        queries: SequenceInfo,
+        keys: SequenceInfo,
+        pattern: Pattern,
+        mask: Tensor | None = None,
+    ) -> None:
         self.queries, self.keys, self.pattern, self.mask = queries, keys, pattern, mask
         self._allowed: Tensor | None = None
         self._shape = ""
@@ -170,7 +206,9 @@ class AttentionMask:
 
     @property
     def allowed(self) -> Tensor:
-        """The mask as a boolean tensor that broadcasts to [B, H, T, S]; its heads differ only under `PerHead`."""
+        """The mask as a boolean tensor that broadcasts to [B, H, T, S]; its heads differ only under
+        `PerHead`.
+        """
         if self._allowed is None:
             self._allowed = self._compute_allowed()
         return self._allowed
@@ -179,9 +217,20 @@ class AttentionMask:
         if self.mask is None and self.keys.num_visible is not None:
             slot = torch.arange(self.keys.count, device=self.keys.position.device)
             filled = (slot < self.keys.num_visible)[None, None, None]
-            return filled & allowed_by_head(self.pattern, self.i, self.j) if self.differs_by_head else filled
-        query_segment, key_segment = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
-        allowed = (query_segment == key_segment) & (key_segment >= 0) & allowed_by_head(self.pattern, self.i, self.j)
+            return (
+                filled & allowed_by_head(self.pattern, self.i, self.j)
+                if self.differs_by_head
+                else filled
+            )
+        query_segment, key_segment = (
+            self.queries.segment[:, None, :, None],
+            self.keys.segment[:, None, None, :],
+        )
+        allowed = (
+            (query_segment == key_segment)
+            & (key_segment >= 0)
+            & allowed_by_head(self.pattern, self.i, self.j)
+        )
         return allowed if self.mask is None else allowed & self.mask
 
     @property
@@ -193,7 +242,8 @@ class AttentionMask:
     def shape(self) -> str:
         """The shape of the mask as far as it is known without reading tensors from the device.
 
-        "full": every query may attend to every key; "triangle": a square causal mask; "any": anything else.
+        "full": every query may attend to every key; "triangle": a square causal mask; "any":
+        anything else.
         """
         self._shape = self._shape or self._classify_shape()
         return self._shape
@@ -206,16 +256,25 @@ class AttentionMask:
             return "full"
         if self.mask is not None or query_start is None or key_start is None:
             return "any"
-        if isinstance(self.pattern, Full):  # checked first, because a compiled graph would depend on the positions
+        if isinstance(
+            self.pattern, Full
+        ):  # checked first, because a compiled graph would depend on the positions
             return "full"
-        if isinstance(self.pattern, Causal) and (query_start, self.queries.count) == (key_start, self.keys.count):
-            return "full" if self.queries.count == 1 else "triangle"  # a shortcut: counting pairs takes longer
+        if isinstance(self.pattern, Causal) and (query_start, self.queries.count) == (
+            key_start,
+            self.keys.count,
+        ):
+            return (
+                "full" if self.queries.count == 1 else "triangle"
+            )  # a shortcut: counting pairs takes longer
         queries = range(query_start, query_start + self.queries.count)
         return mask_shape(self.pattern, queries, range(key_start, key_start + self.keys.count))
 
 
 def allowed_by_head(pattern: Pattern, i: Tensor, j: Tensor) -> Tensor:
-    """Whether query i may attend to key j, for i [B, 1, T, 1] and j [B, 1, 1, S]; broadcasts to [B, H, T, S]."""
+    """Whether query i may attend to key j, for i [B, 1, T, 1] and j [B, 1, 1, S]; broadcasts to [B,
+    H, T, S].
+    """
     if not isinstance(pattern, PerHead):
         allowed: Tensor = pattern.allows(i, j)
         return allowed
@@ -234,13 +293,20 @@ def mask_shape(pattern: Pattern, queries: range, keys: range, pairs: int | None 
     if pairs == len(queries) * len(keys):
         return "full"
     # Without keys after the query, as many pairs as a causal mask means the same pairs.
-    causal = queries == keys and pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
+    causal = (
+        queries == keys
+        and pattern.tokens_before_decode == 0
+        and pairs == Causal().pairs(queries, keys)
+    )
     return "triangle" if causal else "any"
 
 
 def _from_segments(segment: Tensor, batch: int, count: int) -> SequenceInfo:
     if segment.shape != (batch, count) or segment.is_floating_point():
-        raise ValueError(f"segments of shape {tuple(segment.shape)} do not fit; give whole numbers [{batch}, {count}]")
+        raise ValueError(
+            f"segments of shape {tuple(segment.shape)} do not fit; give whole numbers [{batch}, "
+            f"{count}]"
+        )
     column = torch.arange(count, device=segment.device).expand(batch, count)
     begins = torch.ones_like(segment, dtype=torch.bool)
     begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
@@ -252,20 +318,34 @@ def _as_integers(name: str, values: object, device: torch.device) -> Tensor:
     try:
         return torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name}={values!r} is not a list of whole numbers; give one for each row") from None
+        raise ValueError(
+            f"{name}={values!r} is not a list of whole numbers; give one for each row"
+        ) from None
 
 
 def _check_sequence(position: Tensor, segment: Tensor) -> None:
     for name, value in (("positions", position), ("segments", segment)):
         if not isinstance(value, Tensor):
-            raise ValueError(f"{name} are of type {type(value).__name__}; give a tensor [batch, tokens]")
+            raise ValueError(
+                f"{name} are of type {type(value).__name__}; give a tensor [batch, tokens]"
+            )
     if position.device != segment.device:
-        raise ValueError(f"positions are on {position.device}, segments on {segment.device}; move one of them")
+        raise ValueError(
+            f"positions are on {position.device}, segments on {segment.device}; move one of them"
+        )
     if position.shape != segment.shape or position.dim() != 2:
         shapes = tuple(position.shape), tuple(segment.shape)
-        raise ValueError(f"positions and segments have shapes {shapes}; both must be [batch, tokens]")
-    if any(t.is_floating_point() or t.is_complex() or t.dtype == torch.bool for t in (position, segment)):
-        raise ValueError(f"positions and segments are {position.dtype} and {segment.dtype}; both must be whole numbers")
+        raise ValueError(
+            f"positions and segments have shapes {shapes}; both must be [batch, tokens]"
+        )
+    if any(
+        t.is_floating_point() or t.is_complex() or t.dtype == torch.bool
+        for t in (position, segment)
+    ):
+        raise ValueError(
+            f"positions and segments are {position.dtype} and {segment.dtype}; both must be whole "
+            "numbers"
+        )
     if ((position < 0) & (segment >= 0)).any():
         raise ValueError("a position is below 0; count from 0 within each segment")
     # Sort by segment, then by position, so that duplicates become neighbours.
@@ -275,4 +355,7 @@ def _check_sequence(position: Tensor, segment: Tensor) -> None:
     same_segment = sorted_segment[:, 1:] == sorted_segment[:, :-1]
     same_position = sorted_position[:, 1:] == sorted_position[:, :-1]
     if (same_segment & same_position & (sorted_segment[:, 1:] >= 0)).any():
-        raise ValueError("two tokens of one segment have the same position; count positions within each segment from 0")
+        raise ValueError(
+            "two tokens of one segment have the same position; count positions within each "
+            "segment from 0"
+        )

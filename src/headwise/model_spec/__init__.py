@@ -1,13 +1,16 @@
-"""Specs of whole models, used to build, cost, save and convert them. This package does not import torch.
+"""Specs of whole models, used to build, cost, save and convert them. This package does not import
+torch.
 
 In reading order:
 
-- `components`: embeddings, norms, feed-forwards, experts and output heads, each with its weights; processing of inputs
+- `components`: embeddings, norms, feed-forwards, experts and output heads, each with its weights;
+  processing of inputs
 - `mixers`: recurrences and convolutions
 - `quantization`: the number formats of quantised checkpoints, and which matrices have them
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
 - `weight_table`: a table of every tensor with its axes, shape and size
-- `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the record of surgery
+- `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the
+  record of surgery
 """
 
 from .components import (
@@ -57,5 +60,13 @@ __all__ = [
     "WeightFormat",
     "attention_weights",
 ]
-__all__ += ["HeadTransformSpec", "LayerRun", "ModelTable", "PositionSpec", "ProcessorSpec", "StackSpec", "WeightSpec"]
+__all__ += [
+    "HeadTransformSpec",
+    "LayerRun",
+    "ModelTable",
+    "PositionSpec",
+    "ProcessorSpec",
+    "StackSpec",
+    "WeightSpec",
+]
 __all__ += ["from_dict", "from_json", "from_toml", "to_dict", "to_json", "to_toml"]

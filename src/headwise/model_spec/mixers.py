@@ -1,4 +1,6 @@
-"""Specs of sequence mixers in place of attention: a gated recurrent unit, and a causal convolution."""
+"""Specs of sequence mixers in place of attention: a gated recurrent unit, and a
+causal convolution.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from .components import SpecNode, WeightSpec, make_weight
 
 @dataclass(frozen=True, repr=False)
 class SequenceMixerSpec(SpecNode):
-    """Base class of mixers of the tokens of a row, in place of attention: matrix products for each token, and a state
-    of fixed size between calls.
+    """Base class of mixers of the tokens of a row, in place of attention: matrix products for each
+    token, and a state of fixed size between calls.
     """
 
     @property
@@ -31,7 +33,9 @@ class SequenceMixerSpec(SpecNode):
         raise NotImplementedError(f"{type(self).__name__} lists no weights")
 
     def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
-        """Yield the matrices that each token is multiplied with; that of the first state is used once a sequence."""
+        """Yield the matrices that each token is multiplied with; that of the first state is used
+        once a sequence.
+        """
         yield from (w for w in self.weights(width) if len(w.shape) == 2 and w.name != "start")
 
     @property
@@ -46,7 +50,9 @@ class SequenceMixerSpec(SpecNode):
 
     @property
     def hidden_vectors(self) -> int:
-        """Vectors of the model width that each token needs while it is computed: inputs and outputs of the products."""
+        """Vectors of the model width that each token needs while it is computed: inputs and outputs
+        of the products.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not count its hidden values")
 
     @property
@@ -57,10 +63,12 @@ class SequenceMixerSpec(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class RecurrentSpec(SequenceMixerSpec):
-    """A gated recurrent unit over the tokens, in order, as wide as the model (1406.1078; gates as in `torch.nn.GRU`).
+    """A gated recurrent unit over the tokens, in order, as wide as the model (1406.1078; gates as
+    in `torch.nn.GRU`).
 
-    initial="zeros": the state before the first token is 0; "source": tanh(W s + b) of the encoder's state s after its
-    last token, the vector of fixed length of an encoder-decoder without attention.
+    initial="zeros": the state before the first token is 0; "source": tanh(W s + b) of the encoder's
+    state s after its last token, the vector of fixed length of an encoder-decoder without
+    attention.
 
     >>> [(w.name, w.shape) for w in RecurrentSpec().weights(5)][:2]
     [('input', (15, 5)), ('input_bias', (15,))]
@@ -95,7 +103,9 @@ class RecurrentSpec(SequenceMixerSpec):
         return self.initial == "source"
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """Yield the weights at this model width; rows of a matrix are those of the reset, update and new gate."""
+        """Yield the weights at this model width; rows of a matrix are those of the reset, update
+        and new gate.
+        """
         for name in ("input", "state"):
             yield make_weight(name, "gates model", gates=3 * width, model=width)
             yield make_weight(f"{name}_bias", "gates", gates=3 * width)
@@ -106,8 +116,9 @@ class RecurrentSpec(SequenceMixerSpec):
 
 @dataclass(frozen=True, repr=False)
 class ConvolutionSpec(SequenceMixerSpec):
-    """A causal convolution: y_t = b + the sum of W_j x_(t - j dilation) for j in 0 .. kernel - 1, with zeros before the
-    first token; as `torch.nn.Conv1d` on a row with (kernel - 1) dilation zeros on its left.
+    """A causal convolution: y_t = b + the sum of W_j x_(t - j dilation) for j in 0 .. kernel - 1,
+    with zeros before the first token; as `torch.nn.Conv1d` on a row with (kernel - 1) dilation
+    zeros on its left.
 
     >>> [(w.name, w.shape) for w in ConvolutionSpec(kernel=3).weights(5)]
     [('taps', (5, 15)), ('taps_bias', (5,))]
@@ -125,7 +136,9 @@ class ConvolutionSpec(SequenceMixerSpec):
     @property
     def text(self) -> str:
         """Name in the table of a model's layers."""
-        return f"convolution of {self.kernel} tokens" + (f", {self.dilation} apart" if self.dilation > 1 else "")
+        return f"convolution of {self.kernel} tokens" + (
+            f", {self.dilation} apart" if self.dilation > 1 else ""
+        )
 
     @property
     def state_vectors(self) -> int:
@@ -153,6 +166,8 @@ class ConvolutionSpec(SequenceMixerSpec):
         return (self.kernel - 1) * self.dilation
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """Yield the weights at this model width; the columns of the matrix are the furthest token first."""
+        """Yield the weights at this model width; the columns of the matrix are the furthest token
+        first.
+        """
         yield make_weight("taps", "hidden window", hidden=width, window=self.kernel * width)
         yield make_weight("taps_bias", "hidden", hidden=width)

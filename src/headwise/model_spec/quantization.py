@@ -1,4 +1,6 @@
-"""Quantised checkpoints: the number format of their matrices, with scales, and which matrices have it."""
+"""Quantised checkpoints: the number format of their matrices, with scales, and which matrices have
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ NESTED_SCALE_BITS = 32  # of the float32 scale of each group of quantised scales
 
 @dataclass(frozen=True, repr=False)
 class WeightFormat(SpecNode):
-    """A number format of matrices: `bits` per weight, and a scale and a zero point for each block of weights.
+    """A number format of matrices: `bits` per weight, and a scale and a zero point for each block
+    of weights.
 
-    A block has `block_rows` rows (outputs) and `block_columns` columns (inputs); 0 means all of them. With order="flat"
-    it has `block_columns` consecutive weights of the flattened matrix (bitsandbytes). `scales_per_group` scales share
-    a float32 scale if they are quantised themselves (2305.14314). `column_bits` are stored for every input channel.
+    A block has `block_rows` rows (outputs) and `block_columns` columns (inputs); 0 means all of
+    them. With order="flat" it has `block_columns` consecutive weights of the flattened matrix
+    (bitsandbytes). `scales_per_group` scales share a float32 scale if they are quantised themselves
+    (2305.14314). `column_bits` are stored for every input channel.
 
     >>> mxfp4 = WeightFormat("mxfp4", 4, block_rows=1, block_columns=32, scale_bits=8)
     >>> mxfp4.matrix_bytes(10, 64), mxfp4.bits_per_weight  # 320 bytes of weights and 20 of scales
@@ -41,8 +45,12 @@ class WeightFormat(SpecNode):
         if self.order == "flat":
             blocks = -(-rows * columns // (self.block_columns or rows * columns))
         else:
-            blocks = -(-rows // (self.block_rows or rows)) * -(-columns // (self.block_columns or columns))
-        nested = -(-blocks // self.scales_per_group) * NESTED_SCALE_BITS if self.scales_per_group else 0
+            blocks = -(-rows // (self.block_rows or rows)) * -(
+                -columns // (self.block_columns or columns)
+            )
+        nested = (
+            -(-blocks // self.scales_per_group) * NESTED_SCALE_BITS if self.scales_per_group else 0
+        )
         sizes = (
             self.bits * rows * columns,
             self.scale_bits * blocks,
@@ -54,7 +62,9 @@ class WeightFormat(SpecNode):
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of one weight with its share of the scales, if blocks do not span whole rows or columns."""
+        """Bits of one weight with its share of the scales, if blocks do not span whole rows or
+        columns.
+        """
         if not self.block_columns or not (self.block_rows or self.order == "flat"):
             return float(self.bits)
         block = self.block_columns * (self.block_rows if self.order == "grid" else 1)
@@ -66,27 +76,40 @@ class WeightFormat(SpecNode):
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     weight_format.name: weight_format
     for weight_format in (
-        WeightFormat("fp8", 8, block_rows=128, block_columns=128, scale_bits=32),  # DeepSeek-V3, 2412.19437
-        WeightFormat("int8", 8, block_rows=1, scale_bits=32),  # one float32 scale per row, 2208.07339
-        WeightFormat("mxfp4", 4, block_rows=1, block_columns=32, scale_bits=8),  # OCP Microscaling, 2310.10537
+        WeightFormat(
+            "fp8", 8, block_rows=128, block_columns=128, scale_bits=32
+        ),  # DeepSeek-V3, 2412.19437
+        WeightFormat(
+            "int8", 8, block_rows=1, scale_bits=32
+        ),  # one float32 scale per row, 2208.07339
+        WeightFormat(
+            "mxfp4", 4, block_rows=1, block_columns=32, scale_bits=8
+        ),  # OCP Microscaling, 2310.10537
         WeightFormat("nf4", 4, block_columns=64, scale_bits=32, order="flat"),  # 2305.14314
-        WeightFormat("int4", 4, block_rows=1, block_columns=128, scale_bits=16, zero_bits=4),  # AWQ, 2306.00978
+        WeightFormat(
+            "int4", 4, block_rows=1, block_columns=128, scale_bits=16, zero_bits=4
+        ),  # AWQ, 2306.00978
     )
 }
 LAYER_MATRICES = ("*.*.attention", "*.*.cross", "*.*.feed")  # names that begin so, by default
-# Matrices of attention that no quantiser converts, such as tables of position biases, are in none of these slots.
+# Matrices of attention that no quantiser converts, such as tables of position biases, are in none
+# of these slots.
 LINEAR_SLOTS = frozenset({"project", "output"})
 
 
 @dataclass(frozen=True, repr=False)
 class QuantizationSpec(SpecNode):
-    """Which matrices of a model are stored in `format`: those named by `included` and not by `excluded`.
+    """Which matrices of a model are stored in `format`: those named by `included` and not by
+    `excluded`.
 
-    A name is a beginning of a tensor's name by whole words, and `*` is any word. Vectors, routers and tables of
-    embeddings are never quantised.
+    A name is a beginning of a tensor's name by whole words, and `*` is any word. Vectors, routers
+    and tables of embeddings are never quantised.
 
     >>> experts = QuantizationSpec(WEIGHT_FORMATS["mxfp4"], included=("*.*.feed.each",))
-    >>> experts.covers_name("decoder.3.feed.each.up"), experts.covers_name("decoder.3.attention.project.q")
+    >>> (
+    ...     experts.covers_name("decoder.3.feed.each.up"),
+    ...     experts.covers_name("decoder.3.attention.project.q"),
+    ... )
     (True, False)
     """
 
@@ -105,7 +128,9 @@ class QuantizationSpec(SpecNode):
         return is_linear(weight) and self.covers_name(weight.name)
 
     def exceptions_at(self, stack: str, depth: int) -> frozenset[str]:
-        """Return the patterns that name this layer alone; layers with equal ones are stored alike."""
+        """Return the patterns that name this layer alone; layers with equal
+        ones are stored alike.
+        """
         patterns = (*self.included, *self.excluded)
         return frozenset(pattern for pattern in patterns if pattern.startswith(f"{stack}.{depth}."))
 
@@ -126,7 +151,8 @@ def is_linear(weight: WeightSpec) -> bool:
 def _begins_with(name: str, pattern: str) -> bool:
     words, pattern_words = name.split("."), pattern.split(".")
     return len(words) >= len(pattern_words) and all(
-        pattern_word in ("*", word) for pattern_word, word in zip(pattern_words, words, strict=False)
+        pattern_word in ("*", word)
+        for pattern_word, word in zip(pattern_words, words, strict=False)
     )
 
 

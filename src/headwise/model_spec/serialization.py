@@ -1,4 +1,5 @@
-"""Model specs as dictionaries, TOML and JSON, the manifest of a saved model, and the record of surgery.
+"""Model specs as dictionaries, TOML and JSON, the manifest of a saved model, and the record of
+surgery.
 
 Reading back what was written gives an equal spec.
 """
@@ -29,7 +30,9 @@ def to_dict(model: ModelSpec) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], defaults: SpecDefaults = None) -> ModelSpec:
-    """Return the model spec of a dictionary; `defaults` fills fields that its attention specs leave out."""
+    """Return the model spec of a dictionary; `defaults` fills fields that its attention specs leave
+    out.
+    """
     return _read_node("model", serialization.check_table("model", values), [ModelSpec], defaults)
 
 
@@ -51,7 +54,9 @@ def to_toml(model: ModelSpec) -> str:
 def dump_toml(values: dict[str, Any]) -> str:
     """Return plain values as TOML: values that contain tables get a [heading], all others one line.
 
-    >>> print(dump_toml({"format": 1, "model": {"name": "small", "stacks": [{"model": 8}]}}), end="")
+    >>> print(
+    ...     dump_toml({"format": 1, "model": {"name": "small", "stacks": [{"model": 8}]}}), end=""
+    ... )
     format = 1
     <BLANKLINE>
     [model]
@@ -73,8 +78,16 @@ def _to_plain(value: Any) -> Any:
         return serialization.to_dict(value)
     if isinstance(value, SpecNode):
         own = [(f.name, getattr(value, f.name), f.default) for f in fields(value)]
-        return {name: _to_plain(item) for name, item, default in own if default is MISSING or item != default}
-    return [_to_plain(item) for item in cast("tuple[Any, ...]", value)] if isinstance(value, tuple) else value
+        return {
+            name: _to_plain(item)
+            for name, item, default in own
+            if default is MISSING or item != default
+        }
+    return (
+        [_to_plain(item) for item in cast("tuple[Any, ...]", value)]
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 def _read_value(where: str, value: Any, kind: Any, defaults: SpecDefaults) -> Any:
@@ -82,7 +95,9 @@ def _read_value(where: str, value: Any, kind: Any, defaults: SpecDefaults) -> An
     kinds: tuple[Any, ...] = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if isinstance(value, Mapping):
         table = dict(cast("Mapping[str, Any]", value))
-        node_kinds = [k for k in kinds if isinstance(k, type) and issubclass(k, (SpecNode, AttentionSpec))]
+        node_kinds = [
+            k for k in kinds if isinstance(k, type) and issubclass(k, (SpecNode, AttentionSpec))
+        ]
         return _read_node(where, table, node_kinds, defaults)
     if isinstance(value, (list, tuple)):
         item_kinds = [get_args(k)[0] for k in kinds if get_origin(k) is tuple]
@@ -104,10 +119,15 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
     if fitting[0] is AttentionSpec:
         return serialization.from_dict(table, defaults)
     hints = get_type_hints(fitting[0])
-    if missing := [f.name for f in fields(fitting[0]) if f.default is MISSING and f.name not in table]:
+    if missing := [
+        f.name for f in fields(fitting[0]) if f.default is MISSING and f.name not in table
+    ]:
         raise SpecError(f"{where} lacks {missing[0]}; add {missing[0]} = ...")
     return fitting[0](
-        **{name: _read_value(f"{where}.{name}", value, hints[name], defaults) for name, value in table.items()}
+        **{
+            name: _read_value(f"{where}.{name}", value, hints[name], defaults)
+            for name, value in table.items()
+        }
     )
 
 
@@ -123,9 +143,13 @@ def _toml_lines(path: str, table: dict[str, Any]) -> list[str]:
 
 
 def _needs_heading(value: Any) -> bool:
-    """Whether TOML needs a heading for this value: a table that contains tables or lists, or a list of tables."""
+    """Whether TOML needs a heading for this value: a table that contains tables or lists, or a list
+    of tables.
+    """
     if isinstance(value, dict):
-        return any(isinstance(item, (dict, list)) for item in cast("dict[str, Any]", value).values())
+        return any(
+            isinstance(item, (dict, list)) for item in cast("dict[str, Any]", value).values()
+        )
     return bool(value) and all(isinstance(item, dict) for item in _as_list(value))
 
 
@@ -133,7 +157,7 @@ def _as_list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
-# --- The manifest of a saved model ---------------------------------------------------------------------
+# --- The manifest of a saved model ----------------------------------------------------------------
 
 MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "headwise.toml", "model.safetensors", "tokenizer.json"
 CHECKED_FILES = (WEIGHTS_FILE, *(f"{name}.json" for name in TOKENIZER_FIELDS))
@@ -142,10 +166,12 @@ TOML_REMEDY = "give a file as hw.save or to_toml writes it"
 
 
 class ModelManifest(NamedTuple):
-    """Contents of headwise.toml: the model spec, the SHA-256 of each file in the folder by name, and the processor.
+    """Contents of headwise.toml: the model spec, the SHA-256 of each file in the folder by name,
+    and the processor.
 
-    Tokenizers are files of their own, so they are not part of the manifest's text. The text also lists the parts of the
-    model that are not headwise's own, with module and file, because the folder contains no code.
+    Tokenizers are files of their own, so they are not part of the manifest's text. The text also
+    lists the parts of the model that are not headwise's own, with module and file, because the
+    folder contains no code.
     """
 
     model: ModelSpec
@@ -157,15 +183,26 @@ class ModelManifest(NamedTuple):
         usage = {"usage": self.usage.to_dict} if self.usage.to_dict else {}
         rows = [external._asdict() for external in find_external_parts(self.model)]
         parts = {"parts": rows} if rows else {}
-        return dump_toml({"format": MANIFEST_FORMAT, "files": files, **usage, **parts, "model": to_dict(self.model)})
+        return dump_toml(
+            {
+                "format": MANIFEST_FORMAT,
+                "files": files,
+                **usage,
+                **parts,
+                "model": to_dict(self.model),
+            }
+        )
 
     @staticmethod
     def from_toml(text: str, source: str) -> ModelManifest:
-        """Return the manifest that `str(manifest)` wrote; `source` names the file in error messages.
+        """Return the manifest that `str(manifest)` wrote; `source` names the file in error
+        messages.
 
         >>> from headwise.families import read_model_spec
         >>> manifest = ModelManifest(
-        ...     read_model_spec({"model_type": "gpt2"}), {WEIGHTS_FILE: "00ff"}, ProcessorSpec(end=(50256,))
+        ...     read_model_spec({"model_type": "gpt2"}),
+        ...     {WEIGHTS_FILE: "00ff"},
+        ...     ProcessorSpec(end=(50256,)),
         ... )
         >>> ModelManifest.from_toml(str(manifest), "here") == manifest
         True
@@ -174,22 +211,30 @@ class ModelManifest(NamedTuple):
         if table.get("format") != MANIFEST_FORMAT:
             file_format = table.get("format")
             raise SpecError(
-                f"{source} has format = {file_format!r}; this version reads format = {MANIFEST_FORMAT} only"
+                f"{source} has format = {file_format!r}; this version reads format = "
+                f"{MANIFEST_FORMAT} only"
             )
         if set(table) - {"usage", "parts"} != {"format", "files", "model"}:
             raise SpecError(
-                f"{source} holds {', '.join(table)}; it must hold format, files and model, as hw.save writes"
+                f"{source} holds {', '.join(table)}; it must hold format, files and model, as "
+                "hw.save writes"
             )
         checksums = dict(_read_checksum(row, source) for row in _as_rows(table["files"]))
         for row in _as_rows(table.get("parts", [])):
             ExternalPart.from_dict(row, source).check_registered(source)
-        return ModelManifest(from_dict(table["model"]), checksums, _read_processor(table.get("usage", {}), source))
+        return ModelManifest(
+            from_dict(table["model"]), checksums, _read_processor(table.get("usage", {}), source)
+        )
 
 
 def read_model_toml(text: str, source: str, defaults: Mapping[str, Any]) -> ModelSpec:
     """Return the model spec of a TOML document: a bare spec or a manifest."""
     table = parse_toml(source, text, TOML_REMEDY)
-    return ModelManifest.from_toml(text, source).model if "format" in table else from_dict(table, defaults)
+    return (
+        ModelManifest.from_toml(text, source).model
+        if "format" in table
+        else from_dict(table, defaults)
+    )
 
 
 def _read_processor(values: Any, where: str) -> ProcessorSpec:
@@ -210,12 +255,13 @@ def _read_checksum(row: Any, where: str) -> tuple[str, str]:
     name, checksum = table.get("name"), table.get("sha256")
     if name not in CHECKED_FILES or not isinstance(checksum, str):
         raise SpecError(
-            f"{where}: files = {row!r} is none of {', '.join(CHECKED_FILES)} with a checksum; save the model again"
+            f"{where}: files = {row!r} is none of {', '.join(CHECKED_FILES)} with a checksum; "
+            "save the model again"
         )
     return str(name), checksum
 
 
-# --- The record of surgery, heads.json -----------------------------------------------------------------
+# --- The record of surgery, heads.json ------------------------------------------------------------
 
 RECORD_FILE = "heads.json"
 RECORD_FORMAT = 1  # version of the file format; readers refuse other versions
@@ -223,11 +269,12 @@ RECORD_KINDS = ("ours", "transformers", "resized")
 
 
 class SurgeryRecord(NamedTuple):
-    """Contents of heads.json: the kind of folder, what surgery did, and the SHA-256 of each file by name.
+    """Contents of heads.json: the kind of folder, what surgery did, and the SHA-256 of each file by
+    name.
 
-    A "resized" folder holds the tensors of a transformers model in shapes that its config.json cannot express: `model`
-    describes them, `constants` are values of attentions that are not stored in the weight files, and `unused_tensors`
-    names tensors that are no longer used.
+    A "resized" folder holds the tensors of a transformers model in shapes that its config.json
+    cannot express: `model` describes them, `constants` are values of attentions that are not stored
+    in the weight files, and `unused_tensors` names tensors that are no longer used.
     """
 
     kind: str
@@ -249,15 +296,26 @@ class SurgeryRecord(NamedTuple):
         document = parse_json(str(path), text, "copy the folder again")
         table = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
         if table.get("format") != RECORD_FORMAT:
-            raise SpecError(f"{path} has format = {table.get('format')!r}; this version reads format = {RECORD_FORMAT}")
+            raise SpecError(
+                f"{path} has format = {table.get('format')!r}; this version reads format = "
+                f"{RECORD_FORMAT}"
+            )
         if table.get("kind") not in RECORD_KINDS:
             raise SpecError(
-                f"{path} has kind = {table.get('kind')!r}, not one of {', '.join(RECORD_KINDS)}; copy the folder again"
+                f"{path} has kind = {table.get('kind')!r}, not one of {', '.join(RECORD_KINDS)}; "
+                "copy the folder again"
             )
-        tables = {name: _read_table(path, table, name) for name in ("change", "source", "files", "constants")}
+        tables = {
+            name: _read_table(path, table, name)
+            for name in ("change", "source", "files", "constants")
+        }
         unused_tensors, described = table.get("unused_tensors", []), table.get("model")
-        if not isinstance(unused_tensors, list) or (described is None) != (table["kind"] != "resized"):
-            raise SpecError(f"{path} lacks fields of a folder of kind {table['kind']!r}; copy the folder again")
+        if not isinstance(unused_tensors, list) or (described is None) != (
+            table["kind"] != "resized"
+        ):
+            raise SpecError(
+                f"{path} lacks fields of a folder of kind {table['kind']!r}; copy the folder again"
+            )
         model = None if described is None else from_dict(_read_table(path, table, "model"))
         return SurgeryRecord(
             table["kind"],

@@ -33,11 +33,18 @@ class WeightRow(NamedTuple):
     @property
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values."""
-        return {"name": self.name, "axes": self.axes, "shape": list(self.shape), "learned": self.learned}
+        return {
+            "name": self.name,
+            "axes": self.axes,
+            "shape": list(self.shape),
+            "learned": self.learned,
+        }
 
 
 class RepeatedLayers(NamedTuple):
-    """A pattern of layers that occurs `repeats` times from layer `start` on: (description, tensors) of each layer."""
+    """A pattern of layers that occurs `repeats` times from layer `start` on: (description, tensors)
+    of each layer.
+    """
 
     start: int
     repeats: int
@@ -61,7 +68,9 @@ class ModelTable:
 
     >>> from headwise.families import read_model_spec
     >>> table = ModelTable(
-    ...     read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11})
+    ...     read_model_spec(
+    ...         {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11}
+    ...     )
     ... )
     >>> [line.split() for line in str(table).splitlines() if line.startswith(("  layers", "total"))]
     [['layers', '0', 'to', '1,', '2', 'x', '872', '1,744'], ['total', '10,040']]
@@ -84,7 +93,8 @@ class ModelTable:
             "constants": sum(row.numel for row in all_rows) - count_trainable(all_rows),
             "stacks": [_stack_to_dict(stack, rows) for stack in model.stacks],
             "heads": [
-                {"name": head.name, "tensors": _rows_to_dicts(rows[f"head.{head.name}"])} for head in model.heads
+                {"name": head.name, "tensors": _rows_to_dicts(rows[f"head.{head.name}"])}
+                for head in model.heads
             ],
             "ties": model.tied_weights(),
             "notes": [*(part.reason for part in model.beyond), *model.notes],
@@ -100,7 +110,9 @@ def count_trainable(rows: Iterable[WeightRow]) -> int:
 
 
 def _group_by_place(weights: Iterable[WeightSpec]) -> RowsByPlace:
-    """Group tensors by the first two words of their names, such as "decoder.3"; rows keep the rest of the name."""
+    """Group tensors by the first two words of their names, such as "decoder.3"; rows keep the rest
+    of the name.
+    """
     places: RowsByPlace = defaultdict(list)
     for w in weights:
         first, second, rest = w.name.split(".", 2)
@@ -110,11 +122,17 @@ def _group_by_place(weights: Iterable[WeightSpec]) -> RowsByPlace:
 
 def group_layers(stack: StackSpec, places: RowsByPlace) -> list[RepeatedLayers]:
     """Group the layers of a stack into repeated patterns with equal specs and equal tensors."""
-    layers = [(block, tuple(places[f"{stack.name}.{depth}"])) for depth, block in enumerate(stack.layers)]
+    layers = [
+        (block, tuple(places[f"{stack.name}.{depth}"])) for depth, block in enumerate(stack.layers)
+    ]
     runs: list[RepeatedLayers] = []
     start = 0
     for times, pattern in find_repeats(layers):
-        runs.append(RepeatedLayers(start, times, tuple((_describe_block(block), rows) for block, rows in pattern)))
+        runs.append(
+            RepeatedLayers(
+                start, times, tuple((_describe_block(block), rows) for block, rows in pattern)
+            )
+        )
         start += times * len(pattern)
     return runs
 
@@ -151,7 +169,9 @@ def _stack_to_dict(stack: StackSpec, places: RowsByPlace) -> dict[str, Any]:
                 "start": run.start,
                 "times": run.repeats,
                 "parameters": run.num_trainable,
-                "each": [{"what": text, "tensors": _rows_to_dicts(rows)} for text, rows in run.layers],
+                "each": [
+                    {"what": text, "tensors": _rows_to_dicts(rows)} for text, rows in run.layers
+                ],
             }
             for run in group_layers(stack, places)
         ],
@@ -159,7 +179,7 @@ def _stack_to_dict(stack: StackSpec, places: RowsByPlace) -> dict[str, Any]:
     }
 
 
-# --- As text -------------------------------------------------------------------------------------------
+# --- As text --------------------------------------------------------------------------------------
 
 
 def _page_lines(model: ModelSpec) -> Iterator[str]:
@@ -215,4 +235,6 @@ def _row_lines(prefix: str, rows: Iterable[WeightRow], indent: int) -> Iterator[
 
 
 def _wrap(text: str, before: str) -> list[str]:
-    return textwrap.wrap(text, PAGE_WIDTH, initial_indent=before, subsequent_indent=" " * len(before))
+    return textwrap.wrap(
+        text, PAGE_WIDTH, initial_indent=before, subsequent_indent=" " * len(before)
+    )

@@ -1,9 +1,12 @@
-"""Runnable models: `build` turns a `ModelSpec` into a `Transformer`, `save` and `load` store it in a folder.
+"""Runnable models: `build` turns a `ModelSpec` into a `Transformer`, `save` and `load` store it in
+a folder.
 
 In reading order:
 
-- `transformer`: `build` and the `Transformer` module, with encoding, caching and probes; `ModelCache`
-- `block`: one layer (attention, cross-attention, feed-forward and their norms; a gated recurrent unit or a causal
+- `transformer`: `build` and the `Transformer` module, with encoding, caching and probes;
+  `ModelCache`
+- `block`: one layer (attention, cross-attention, feed-forward and their norms; a gated recurrent
+  unit or a causal
   convolution in place of self-attention) and a stack of layers
 - `feed_forward`: activations, norms, feed-forwards and mixtures of experts
 - `embeddings_heads`: token, patch and position embeddings; output heads and their pooling

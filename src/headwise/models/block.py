@@ -1,7 +1,7 @@
 """One layer with its sublayers and norms, and a stack of layers with an embedding and a final norm.
 
-In place of attention a layer may have a sequence mixer: a gated recurrent unit, or a causal convolution, over the
-tokens of each row. Also the state of an encoder that a decoder starts from.
+In place of attention a layer may have a sequence mixer: a gated recurrent unit, or a causal
+convolution, over the tokens of each row. Also the state of an encoder that a decoder starts from.
 
 Shapes: B batch, T tokens, D model width, R tokens of the state.
 """
@@ -52,8 +52,9 @@ class ConstantSublayer(nn.Module):
 class LayerInputs(NamedTuple):
     """Inputs of a layer besides its hidden states.
 
-    `sequence` holds the positions of its tokens, `source` the encoder output and `source_sequence` its positions.
-    `source_state` [B, model] is the encoder's state after its last token, if a recurrence starts from it.
+    `sequence` holds the positions of its tokens, `source` the encoder output and `source_sequence`
+    its positions. `source_state` [B, model] is the encoder's state after its last token, if a
+    recurrence starts from it.
     """
 
     sequence: SequenceInfo
@@ -65,16 +66,32 @@ class LayerInputs(NamedTuple):
 
 
 class TransformerLayer(nn.Module):
-    """Adds mixer, attention, cross-attention, feed-forward to x, with norms where the `BlockSpec` places them."""
+    """Adds mixer, attention, cross-attention, feed-forward to x, with norms where the `BlockSpec`
+    places them.
+    """
 
-    def __init__(self, described: BlockSpec, name: str, width: int, dropout: float, owners: SharedWeightOwners) -> None:
+    def __init__(
+        self,
+        described: BlockSpec,
+        name: str,
+        width: int,
+        dropout: float,
+        owners: SharedWeightOwners,
+    ) -> None:
         super().__init__()
         if isinstance(described.attention, ApproximateAttention):
-            raise SpecError(f"cannot build {name}.attention: {described.attention.reason}; change its spec")
+            raise SpecError(
+                f"cannot build {name}.attention: {described.attention.reason}; change its spec"
+            )
         self.spec, self.name, self.dropout = described, name, dropout
         self.placement, self.scale = described.placement, described.scale
-        self.sublayers, self.constant_sublayers = described.sublayer_names, described.constant_sublayers
-        self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
+        self.sublayers, self.constant_sublayers = (
+            described.sublayer_names,
+            described.constant_sublayers,
+        )
+        self._merged: tuple[
+            MergedAttention, ...
+        ] = ()  # in a tuple: its parts are saved and moved as the layer's own
         for role, spec in described.attention_specs.items():
             self._add_attention(role, spec, owners, described.form)
         for role in described.constant_sublayers:
@@ -88,7 +105,9 @@ class TransformerLayer(nn.Module):
         for norm in described.norm_names:
             self.add_module(norm, NormLayer(described.norm, width))
 
-    def _add_attention(self, role: str, spec: AttentionSpec, owners: SharedWeightOwners, form: str) -> None:
+    def _add_attention(
+        self, role: str, spec: AttentionSpec, owners: SharedWeightOwners, form: str
+    ) -> None:
         """Add one attention; weights tied to an earlier layer are read from that layer."""
         tied = dict(_iter_tied_weights(role, spec))
         shares = {name: owners[key] for name, key in tied.items() if key in owners}
@@ -98,7 +117,9 @@ class TransformerLayer(nn.Module):
         else:
             self.add_module(role, Attention(spec, shared=shares))
         for name, key in tied.items():
-            owners.setdefault(key, cast(Attention, self._modules[role]).weights[name.partition(".")[0]])
+            owners.setdefault(
+                key, cast(Attention, self._modules[role]).weights[name.partition(".")[0]]
+            )
 
     @property
     def attentions(self) -> dict[str, Attention]:
@@ -106,10 +127,20 @@ class TransformerLayer(nn.Module):
         names = (name for name in self.spec.attention_specs if name in self._modules)
         return {name: cast(Attention, self._modules[name]) for name in names}
 
-    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> dict[str, TokenCache]:
-        """Return empty caches for the self-attention (in a merged layer, its averaging) and for the mixer."""
-        caches: dict[str, TokenCache] = {"mixer": self.mixer.cache(batch)} if self.spec.mixer else {}
-        cacheable = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
+    def cache(
+        self, *, batch: int, capacity: int, storage_format: str | None = None
+    ) -> dict[str, TokenCache]:
+        """Return empty caches for the self-attention (in a merged layer, its averaging) and for the
+        mixer.
+        """
+        caches: dict[str, TokenCache] = (
+            {"mixer": self.mixer.cache(batch)} if self.spec.mixer else {}
+        )
+        cacheable = (
+            {"cross": self.average}
+            if self._merged
+            else {"attention": self._modules.get("attention")}
+        )
         return caches | {
             name: attention.cache(batch=batch, capacity=capacity, storage_format=storage_format)
             for name, attention in cacheable.items()
@@ -117,7 +148,9 @@ class TransformerLayer(nn.Module):
         }
 
     def project_source(self, z: Tensor, source_sequence: SequenceInfo) -> ProjectedSource | None:
-        """Project encoder states to the keys and values of the cross-attention; None without cross-attention."""
+        """Project encoder states to the keys and values of the cross-attention; None without
+        cross-attention.
+        """
         cross = self.attentions.get("cross")
         return None if cross is None else cross.project_source(z, sequence=source_sequence)
 
@@ -130,14 +163,20 @@ class TransformerLayer(nn.Module):
             return x
         if self.placement == "abreast":
             return sum(
-                (self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs) for name in self.sublayers), x
+                (
+                    self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs)
+                    for name in self.sublayers
+                ),
+                x,
             )
         for name in self.sublayers:
             x = self._apply_sublayer(name, x, inputs)
         return x
 
     def _apply_sublayer(self, name: str, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """Add the output of one sublayer to x, for placements that apply sublayers one after another."""
+        """Add the output of one sublayer to x, for placements that apply sublayers one after
+        another.
+        """
         if self.placement == "post":
             return self._normalise(f"{name}_norm", x + self._sublayer_output(name, x, inputs))
         if self.placement == "after":
@@ -147,10 +186,14 @@ class TransformerLayer(nn.Module):
 
     def _normalise(self, name: str, x: Tensor) -> Tensor:
         norm = self._modules.get(name)
-        return x if norm is None else norm(x)  # a constant sublayer has a norm only if placement="post"
+        return (
+            x if norm is None else norm(x)
+        )  # a constant sublayer has a norm only if placement="post"
 
     def _sublayer_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
-        """The output of one sublayer after scale and dropout; a constant sublayer gives its vector."""
+        """The output of one sublayer after scale and dropout; a constant
+        sublayer gives its vector.
+        """
         if name in self.constant_sublayers:
             return cast(ConstantSublayer, self._modules[name]).constant
         if name == "mixer":
@@ -174,16 +217,23 @@ class TransformerLayer(nn.Module):
         if isinstance(source, Tensor):
             source = attention.project_source(source, sequence=inputs.source_sequence)
         if self._merged:
-            return self._merged[0](z, source=source, sequence=inputs.sequence, cache=cache, probe=probe)
+            return self._merged[0](
+                z, source=source, sequence=inputs.sequence, cache=cache, probe=probe
+            )
         return attention(z, source=source, sequence=inputs.sequence, probe=probe)
 
 
-def _iter_tied_weights(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+def _iter_tied_weights(
+    role: str, spec: AttentionSpec
+) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
     """Names of weights that layers may share, each with its key in `SharedWeightOwners`."""
     for name, part in spec.parts():
         for key, param in part.params(spec).items():
             if param.tied_to:
-                yield f"{name}.{key}", (f"{role}.{name}.{key}", param.layout.shape(spec.sizes_of(part)))
+                yield (
+                    f"{name}.{key}",
+                    (f"{role}.{name}.{key}", param.layout.shape(spec.sizes_of(part))),
+                )
 
 
 class LayerStack(nn.Module):
@@ -192,7 +242,9 @@ class LayerStack(nn.Module):
     def __init__(self, spec: StackSpec, dropout: float) -> None:
         super().__init__()
         self.spec, self.depth = spec, len(spec.layers)
-        self.embedding = EmbeddingLayer(spec.embedding, spec.model, dropout) if spec.embedding else None
+        self.embedding = (
+            EmbeddingLayer(spec.embedding, spec.model, dropout) if spec.embedding else None
+        )
         owners: SharedWeightOwners = {}
         for depth, block in enumerate(spec.layers):
             name = f"{spec.name}.{depth}"
@@ -210,10 +262,15 @@ class LayerStack(nn.Module):
         if self.embedding is not None:
             return self.embedding(x), types
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.spec.model:
-            actual = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+            actual = (
+                f"of shape {list(x.shape)}"
+                if isinstance(x, Tensor)
+                else f"of type {type(x).__name__}"
+            )
             name, model = self.spec.name, self.spec.model
             raise ValueError(
-                f"{name} has no embedding and takes vectors, but x is {actual}; give [batch, tokens, {model}]"
+                f"{name} has no embedding and takes vectors, but x is {actual}; give [batch, "
+                f"tokens, {model}]"
             )
         return x, types
 
@@ -222,19 +279,27 @@ class LayerStack(nn.Module):
         if self.embedding is not None:
             return self.embedding.place(h, sequence, types)
         if types is not None:
-            raise ValueError(f"{self.spec.name} has no embedding, so it takes no token types; give vectors alone")
+            raise ValueError(
+                f"{self.spec.name} has no embedding, so it takes no token types; give vectors alone"
+            )
         return h
 
     def run(self, h: Tensor, layer_inputs: Iterable[LayerInputs], checkpointing: str) -> Tensor:
         """Apply all layers and the final norm; `layer_inputs` holds one `LayerInputs` per layer."""
         recompute = checkpointing == "block" and torch.is_grad_enabled()
         for layer, inputs in zip(self.blocks, layer_inputs, strict=True):
-            h = cast(Tensor, checkpoint(layer, h, inputs, use_reentrant=False)) if recompute else layer(h, inputs)
+            h = (
+                cast(Tensor, checkpoint(layer, h, inputs, use_reentrant=False))
+                if recompute
+                else layer(h, inputs)
+            )
         return h if self.norm is None else self.norm(h)
 
 
 class SequenceMixer(SpecModule):
-    """Base class of mixers: a module as wide as the model, with a state of fixed size for each row."""
+    """Base class of mixers: a module as wide as the model, with a state of
+    fixed size for each row.
+    """
 
     def __init__(self, spec: SequenceMixerSpec, width: int) -> None:
         super().__init__()
@@ -255,7 +320,8 @@ class SequenceMixer(SpecModule):
     ) -> Tensor:
         """Return the outputs [B, T, D]; `cache` has the state after the tokens before them.
 
-        `source_state` [B, D] is the encoder's state after its last token. Padding leaves the state as it is.
+        `source_state` [B, D] is the encoder's state after its last token. Padding leaves the state
+        as it is.
         """
         _check_one_segment(sequence)
         is_real = None if sequence.start is not None else sequence.is_real.expand(x_BTD.shape[:2])
@@ -263,7 +329,8 @@ class SequenceMixer(SpecModule):
         state = self.initial_state(x_BTD, source_state) if state is None else state
         y_BTD, state = self.mix(x_BTD, state, is_real)
         if cache is not None:
-            # The state of a convolution is a view of all its tokens, which the cache would keep in memory.
+            # The state of a convolution is a view of all its tokens, which the cache would keep in
+            # memory.
             cache.advance(state.clone(), sequence)
         return y_BTD
 
@@ -272,15 +339,17 @@ class SequenceMixer(SpecModule):
         raise NotImplementedError(f"{type(self).__name__} has no first state")
 
     def mix(self, x_BTD: Tensor, state: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the outputs and the last state; `is_real` [B, T] is False for padding, None without padding."""
+        """Return the outputs and the last state; `is_real` [B, T] is False for padding, None
+        without padding.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not mix")
 
 
 class GatedRecurrence(SequenceMixer):
     """h_t = (1 - z_t) n_t + z_t h_(t-1) for the tokens of a row in order (1406.1078).
 
-    r_t = sigmoid(W_r x_t + U_r h_(t-1)), z_t likewise, and n_t = tanh(W_n x_t + r_t U_n h_(t-1)), each matrix with a
-    bias, as in `torch.nn.GRU`. The outputs are the states.
+    r_t = sigmoid(W_r x_t + U_r h_(t-1)), z_t likewise, and n_t = tanh(W_n x_t + r_t U_n h_(t-1)),
+    each matrix with a bias, as in `torch.nn.GRU`. The outputs are the states.
     """
 
     def __init__(self, spec: RecurrentSpec, width: int) -> None:
@@ -309,15 +378,18 @@ class GatedRecurrence(SequenceMixer):
         if self.initial == "zeros":
             return x_BTD.new_zeros(x_BTD.shape[0], self.width)
         if source_state is None:
-            raise ValueError("this recurrence starts from the state of an encoder; call the model with source=")
+            raise ValueError(
+                "this recurrence starts from the state of an encoder; call the model with source="
+            )
         return torch.tanh(self.linear(source_state, "start"))
 
 
 class CausalConvolution(SequenceMixer):
-    """y_t = b + the sum of W_j x_(t - j dilation), with zeros before the first token, as in `torch.nn.Conv1d` with
-    padding on the left. The state is the last (kernel - 1) dilation tokens.
+    """y_t = b + the sum of W_j x_(t - j dilation), with zeros before the first token, as in
+    `torch.nn.Conv1d` with padding on the left. The state is the last (kernel - 1) dilation tokens.
 
-    The tokens that a token reads are laid side by side, so that one matrix product computes all positions.
+    The tokens that a token reads are laid side by side, so that one matrix product computes all
+    positions.
     """
 
     def __init__(self, spec: ConvolutionSpec, width: int) -> None:
@@ -342,7 +414,10 @@ class CausalConvolution(SequenceMixer):
 
     def _convolve(self, tokens_BSD: Tensor) -> tuple[Tensor, Tensor]:
         count = tokens_BSD.shape[1] - self.reach
-        window = [tokens_BSD[:, first : first + count] for first in range(0, self.reach + 1, self.dilation)]
+        window = [
+            tokens_BSD[:, first : first + count]
+            for first in range(0, self.reach + 1, self.dilation)
+        ]
         return self.linear(torch.cat(window, -1), "taps"), tokens_BSD[:, count:]
 
 
@@ -369,4 +444,7 @@ def last_states(states_BTD: Tensor, sequence: SequenceInfo) -> Tensor:
 
 def _check_one_segment(sequence: SequenceInfo) -> None:
     if sequence.start is None and bool((sequence.segment > 0).any()):
-        raise ValueError("a recurrence or convolution has one state per row and cannot separate packed texts; pad them")
+        raise ValueError(
+            "a recurrence or convolution has one state per row and cannot separate packed texts; "
+            "pad them"
+        )

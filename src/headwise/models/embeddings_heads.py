@@ -19,21 +19,29 @@ from .feed_forward import NormLayer, SpecModule, get_activation
 
 
 class TokenTypeInput(NamedTuple):
-    """Token ids [B, T] and token types [B, T], for example 0 and 1 for the two sentences of a pair."""
+    """Token ids [B, T] and token types [B, T], for example 0 and 1 for the two
+    sentences of a pair.
+    """
 
     ids: Tensor
     types: Tensor
 
 
 class EmbeddingLayer(SpecModule):
-    """Embeds ids, images or frames: a token table or a patch embedding, positions, token types and a norm."""
+    """Embeds ids, images or frames: a token table or a patch embedding, positions, token types and
+    a norm.
+    """
 
     def __init__(self, spec: EmbeddingSpec, width: int, dropout: float) -> None:
         super().__init__()
         if spec.first and not spec.patches:
-            raise SpecError(f"first={spec.first} needs patches; to begin a text with a special token, use its id")
+            raise SpecError(
+                f"first={spec.first} needs patches; to begin a text with a special token, use its "
+                "id"
+            )
         self.spec, self.dropout = spec, dropout
-        # A tuple hides the owner of a shared table from nn.Module, so that only its own stack saves and moves it.
+        # A tuple hides the owner of a shared table from nn.Module, so that only its own stack saves
+        # and moves it.
         self._owner: tuple[EmbeddingLayer, ...] = ()
         self.register_weights(spec.weights(width))
         self.norm = NormLayer(spec.norm, width) if spec.norm else None
@@ -78,7 +86,9 @@ class EmbeddingLayer(SpecModule):
     def _embed_patches(self, x: Tensor, spec: PatchSpec) -> Tensor:
         pixels = _check_image(x, spec)
         kernel = cast(Tensor, self.patches)
-        grid = F.conv2d(pixels, kernel, self.get_weight("patches_bias"), stride=(spec.high, spec.wide))
+        grid = F.conv2d(
+            pixels, kernel, self.get_weight("patches_bias"), stride=(spec.high, spec.wide)
+        )
         h = grid.flatten(2).transpose(1, 2)
         if not self.spec.first:
             return h
@@ -86,7 +96,9 @@ class EmbeddingLayer(SpecModule):
 
     def _position_vectors(self, spec: PositionSpec, sequence: SequenceInfo, h: Tensor) -> Tensor:
         is_contiguous = sequence.start is not None
-        position = sequence.position if is_contiguous else sequence.position.where(sequence.is_real, 0)
+        position = (
+            sequence.position if is_contiguous else sequence.position.where(sequence.is_real, 0)
+        )
         if spec.kind == "learned":
             check_position_range(sequence, spec.length or 0)
             return F.embedding(position + spec.skipped, cast(Tensor, self.positions))
@@ -99,18 +111,25 @@ class EmbeddingLayer(SpecModule):
 def check_ids(name: str, ids: Tensor, num_embeddings: int, training: bool) -> None:
     """Refuse ids that are not integers [B, T] in 0..num_embeddings - 1.
 
-    Training on a GPU skips the range check, because it would synchronise the device; the caller checks the data.
+    Training on a GPU skips the range check, because it would synchronise the device; the caller
+    checks the data.
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         actual = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"{name} are {actual}; give integers [batch, tokens], torch.int64")
-    if torch.compiler.is_compiling() or not ids.numel() or ids.is_meta or (training and ids.is_cuda):
+    if (
+        torch.compiler.is_compiling()
+        or not ids.numel()
+        or ids.is_meta
+        or (training and ids.is_cuda)
+    ):
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= num_embeddings:
         invalid = low if low < 0 else high
         raise ValueError(
-            f"{name} hold {invalid}, but the table has {num_embeddings} rows; give numbers in 0..{num_embeddings - 1}"
+            f"{name} hold {invalid}, but the table has {num_embeddings} rows; give numbers in "
+            f"0..{num_embeddings - 1}"
         )
 
 
@@ -130,27 +149,40 @@ def check_position_range(sequence: SequenceInfo, length: int) -> None:
 
 
 def _check_image(x: Tensor, spec: PatchSpec) -> Tensor:
-    """Crop pixels [B, C, H, W] to whole patches; frames [B, T, F] count as an image of one channel and T rows."""
+    """Crop pixels [B, C, H, W] to whole patches; frames [B, T, F] count as an image of one channel
+    and T rows.
+    """
     if isinstance(x, Tensor) and x.dim() == 3 and spec.channels == 1:
         x = x[:, None]
     high, wide = spec.rows * spec.high, spec.columns * spec.wide
-    if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != spec.channels or not x.is_floating_point():
+    if (
+        not isinstance(x, Tensor)
+        or x.dim() != 4
+        or x.shape[1] != spec.channels
+        or not x.is_floating_point()
+    ):
         actual = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"x is {actual}; give pixels as floating-point numbers [batch, {spec.channels}, {high}, {wide}]"
+            f"x is {actual}; give pixels as floating-point numbers [batch, {spec.channels}, "
+            f"{high}, {wide}]"
         )
     rows = x.shape[2] // spec.high
-    fits = rows == spec.rows or (spec.columns == 1 and 0 < rows < spec.rows)  # one column: a shorter input is a prefix
+    fits = rows == spec.rows or (
+        spec.columns == 1 and 0 < rows < spec.rows
+    )  # one column: a shorter input is a prefix
     if not fits or x.shape[3] // spec.wide != spec.columns:
         raise ValueError(
-            f"an image of {x.shape[2]} x {x.shape[3]} is not {spec.rows} x {spec.columns} patches of "
+            f"an image of {x.shape[2]} x {x.shape[3]} is not {spec.rows} x {spec.columns} patches "
+            "of "
             f"{spec.high} x {spec.wide}; resize it to {high} x {wide}"
         )
     return x[:, :, : rows * spec.high, : spec.columns * spec.wide]
 
 
 class OutputHead(HasParallelContext, SpecModule):
-    """Output head: maps the hidden states of each token, or of each row's first, last or mean token, to outputs."""
+    """Output head: maps the hidden states of each token, or of each row's first, last or mean
+    token, to outputs.
+    """
 
     def __init__(self, spec: OutputHeadSpec, width: int, owner: EmbeddingLayer | None) -> None:
         super().__init__()
@@ -159,7 +191,9 @@ class OutputHead(HasParallelContext, SpecModule):
         self.register_weights(spec.weights(width))
         transform = spec.transform
         self.activation = get_activation(transform.activation) if transform else None
-        self.transform_norm = NormLayer(transform.norm, transform.hidden) if transform and transform.norm else None
+        self.transform_norm = (
+            NormLayer(transform.norm, transform.hidden) if transform and transform.norm else None
+        )
 
     def forward(self, h: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """Return outputs [B, T, outputs], or [B, outputs] if the head pools each row."""
@@ -214,7 +248,9 @@ def check_single_text(sequence: SequenceInfo, spec: OutputHeadSpec) -> None:
         return
     last_segment = sequence.segment.amax(1, keepdim=True)
     if bool((sequence.is_real & (sequence.segment != last_segment)).any()):
-        raise ValueError(f"{spec!r} pools whole rows, but a row holds several texts; give each text its own row")
+        raise ValueError(
+            f"{spec!r} pools whole rows, but a row holds several texts; give each text its own row"
+        )
 
 
 def _select_tokens(h: Tensor, index: Tensor) -> Tensor:

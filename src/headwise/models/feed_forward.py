@@ -51,7 +51,8 @@ def get_activation(name: str) -> ActivationFunction:
 def make_hidden_activation(spec: FeedForwardSpec) -> Callable[[ProjectionLookup], Tensor]:
     """Return the function from projections to hidden channels: act(up), or act(gate) * up if gated.
 
-    "bounded_silu(gain, limit)" clamps first, g <= limit and |u| <= limit: g sigmoid(gain g) (u + 1) (2508.10925).
+    "bounded_silu(gain, limit)" clamps first, g <= limit and |u| <= limit: g sigmoid(gain g) (u + 1)
+    (2508.10925).
     """
     if bounded := BOUNDED_SILU_PATTERN.fullmatch(spec.activation):
         if spec.form != "gated":
@@ -82,14 +83,18 @@ def _bounded_silu_glu(gain: float, limit: float) -> Callable[[ProjectionLookup],
     return bounded_silu
 
 
-# --- Norms and feed-forwards ---------------------------------------------------------------------------
+# --- Norms and feed-forwards ----------------------------------------------------------------------
 
 
 class SpecModule(nn.Module):
-    """Base class of modules that hold the tensors that their spec declares, under the same names."""
+    """Base class of modules that hold the tensors that their spec declares,
+    under the same names.
+    """
 
     def register_weights(self, weights: Iterable[WeightSpec]) -> None:
-        """Register and initialise the weights of this module, without those of submodules (names with a dot)."""
+        """Register and initialise the weights of this module, without those of submodules (names
+        with a dot).
+        """
         for weight in weights:
             if "." in weight.name:
                 continue
@@ -110,7 +115,9 @@ class SpecModule(nn.Module):
 class NormLayer(SpecModule):
     """Layer norm or RMS norm over channels, computed in at least single precision.
 
-    >>> NormLayer(NormSpec("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # the root mean square is 5
+    >>> NormLayer(NormSpec("rms"), 2)(
+    ...     torch.tensor([1.0, 7.0])
+    ... ).tolist()  # the root mean square is 5
     [0.199..., 1.399...]
     """
 
@@ -125,10 +132,14 @@ class NormLayer(SpecModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalised over its last dimension."""
         if self.kind in ("layer", "unbiased", "bare"):
-            return F.layer_norm(x, self.shape, self.get_weight("weight"), self.get_weight("bias"), self.eps)
+            return F.layer_norm(
+                x, self.shape, self.get_weight("weight"), self.get_weight("bias"), self.eps
+            )
         weight = cast(Tensor, self.weight)
         if small_batch_ops.is_small_batch(x, weight):
-            return small_batch_ops.rms_norm(x, weight, self.eps, 1.0 if self.kind == "offset" else 0.0)
+            return small_batch_ops.rms_norm(
+                x, weight, self.eps, 1.0 if self.kind == "offset" else 0.0
+            )
         return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -137,7 +148,8 @@ class NormLayer(SpecModule):
 
 
 class FeedForward(HasParallelContext, SpecModule):
-    """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x); dropout applies to the hidden channels.
+    """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x); dropout applies to the hidden
+    channels.
 
     >>> FeedForward(FeedForwardSpec(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
     torch.Size([2, 5, 3])
@@ -159,26 +171,38 @@ class FeedForward(HasParallelContext, SpecModule):
             else ()
         )
         projections = dict(zip(self._fused_names, fused, strict=True))
-        hidden = self.join(lambda name: projections[name] if name in projections else self.linear(x, name))
+        hidden = self.join(
+            lambda name: projections[name] if name in projections else self.linear(x, name)
+        )
         with self.parallel.head_local_rng(self.training):
             hidden = dropout(hidden, self.dropout, self.training)
-        bias = self.get_weight("down_bias") if self.parallel.adds_output_bias else None  # by one rank only
+        bias = (
+            self.get_weight("down_bias") if self.parallel.adds_output_bias else None
+        )  # by one rank only
         return self.parallel.reduce_from_heads(linear(hidden, cast(Tensor, self.down), bias))
 
 
 class ExpertFeedForwards(HasParallelContext, SpecModule):
     """The feed-forwards of all experts, with weights stacked along the first axis."""
 
-    def __init__(self, spec: FeedForwardSpec, width: int, num_experts: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, spec: FeedForwardSpec, width: int, num_experts: int, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.join, self.dropout = make_hidden_activation(spec), dropout
         self.register_weights(spec.weights(width, num_experts))
 
     def forward(self, x: Tensor, expert: int | slice = slice(None)) -> Tensor:
-        """Apply one expert to x [tokens, model]; by default all experts, which returns [expert, tokens, model]."""
+        """Apply one expert to x [tokens, model]; by default all experts, which returns [expert,
+        tokens, model].
+        """
 
         def project(x: Tensor, name: str) -> Tensor:
-            bias = self.get_weight(f"{name}_bias") if name != "down" or self.parallel.adds_output_bias else None
+            bias = (
+                self.get_weight(f"{name}_bias")
+                if name != "down" or self.parallel.adds_output_bias
+                else None
+            )
             y = torch.matmul(x, getattr(self, name)[expert].mT)
             return y if bias is None else y + bias[expert].unsqueeze(-2)
 
@@ -189,10 +213,11 @@ class ExpertFeedForwards(HasParallelContext, SpecModule):
 
 
 class MixtureOfExperts(HasParallelContext, SpecModule):
-    """Sum of the `active` highest-scored of `count` experts per token, weighted by the router, plus a shared one.
+    """Sum of the `active` highest-scored of `count` experts per token, weighted by the router, plus
+    a shared one.
 
-    Tokens are sorted by expert, and each expert processes only its own tokens. Under torch.compile, where shapes cannot
-    depend on the router's choice, every expert processes all tokens.
+    Tokens are sorted by expert, and each expert processes only its own tokens. Under torch.compile,
+    where shapes cannot depend on the router's choice, every expert processes all tokens.
     """
 
     def __init__(self, spec: ExpertsSpec, width: int, dropout: float = 0.0) -> None:
@@ -232,8 +257,13 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.spec.count).tolist()
         rows = flat[order // chosen.shape[-1]].split(counts)
-        out = torch.cat([self.each(tokens, expert) for expert, tokens in enumerate(rows) if len(tokens)] or [flat])
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        out = torch.cat(
+            [self.each(tokens, expert) for expert, tokens in enumerate(rows) if len(tokens)]
+            or [flat]
+        )
+        inverse = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         return (out[inverse].view(*chosen.shape, -1) * share[..., None]).sum(-2)
 
     def _run_all_experts(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
@@ -242,7 +272,9 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
 
 
 def _keep_best_groups(ranking: Tensor, spec: ExpertsSpec) -> Tensor:
-    """Return the ranking [tokens, expert] with -inf for experts outside each token's best groups."""
+    """Return the ranking [tokens, expert] with -inf for experts outside each
+    token's best groups.
+    """
     grouped = ranking.unflatten(-1, (spec.groups, -1))
     best_scores = grouped.topk(2 if spec.group_score == "top2" else 1, dim=-1).values
     best_groups = best_scores.sum(-1).topk(spec.active_groups, dim=-1).indices

@@ -12,24 +12,40 @@ from torch import Tensor
 from ..errors import SpecError, suggest
 from ..model_spec import WeightSpec
 from ..nn import depth_scaled_init
-from ..parts.initialisers import normal_with_std, uniform_within, xavier_uniform, xavier_uniform_bound, zeros_init
+from ..parts.initialisers import (
+    normal_with_std,
+    uniform_within,
+    xavier_uniform,
+    xavier_uniform_bound,
+    zeros_init,
+)
 
 if TYPE_CHECKING:
     from .block import TransformerLayer
     from .transformer import Transformer
 
-TABLE_AXES = ("token", "position", "type", "first")  # first axes of tables, which hold one vector per index
+TABLE_AXES = (
+    "token",
+    "position",
+    "type",
+    "first",
+)  # first axes of tables, which hold one vector per index
 GPT2_STD = 0.02  # standard deviation of every matrix in GPT-2
 
 
 def initialise_weight(weight: WeightSpec) -> Tensor:
-    """Return the initial tensor: zeros for biases, N(0, 1/width) for tables, Xavier-uniform for each matrix.
+    """Return the initial tensor: zeros for biases, N(0, 1/width) for tables, Xavier-uniform for
+    each matrix.
 
-    The matrices of experts are initialised one expert at a time, so that the first axis does not change the bound.
+    The matrices of experts are initialised one expert at a time, so that the first axis does not
+    change the bound.
 
     >>> from headwise.model_spec import FeedForwardSpec
     >>> up, down = FeedForwardSpec(2).weights(4)
-    >>> bool(initialise_weight(up).abs().max() <= 1), initialise_weight(up).shape  # sqrt(6 / (2 + 4))
+    >>> (
+    ...     bool(initialise_weight(up).abs().max() <= 1),
+    ...     initialise_weight(up).shape,
+    ... )  # sqrt(6 / (2 + 4))
     (True, torch.Size([2, 4]))
     """
     shape, axes = weight.shape, weight.layout.axes
@@ -45,9 +61,9 @@ def initialise_weight(weight: WeightSpec) -> Tensor:
 def initialise_model(net: Transformer, init: str) -> None:
     """Initialise the matrices of a new model by the scheme `init`.
 
-    "xavier" keeps the initial weights of every part. "depth" multiplies the matrices of layer l, counted from 1, by
-    l^-0.5 (1908.11365). "gpt2" draws from N(0, 0.02); the standard deviation of the last matrix of each sublayer is
-    divided by sqrt(number of sublayers in the stack).
+    "xavier" keeps the initial weights of every part. "depth" multiplies the matrices of layer l,
+    counted from 1, by l^-0.5 (1908.11365). "gpt2" draws from N(0, 0.02); the standard deviation of
+    the last matrix of each sublayer is divided by sqrt(number of sublayers in the stack).
     """
     if init not in INIT_SCHEMES:
         raise SpecError(f"init={init!r} is unknown; {suggest(init, INIT_SCHEMES)}")
@@ -80,7 +96,9 @@ def _initialise_like_gpt2(net: Transformer) -> None:
 
 
 def _attention_matrices(layer: TransformerLayer) -> Iterator[tuple[bool, Tensor]]:
-    """Yield matrices that are Xavier-uniform initially, and whether each is the last of its sublayer."""
+    """Yield matrices that are Xavier-uniform initially, and whether each is the last of its
+    sublayer.
+    """
     for attention in layer.attentions.values():
         declared = attention.spec.params()
         for name, tensor in attention.named_parameters():

@@ -23,7 +23,13 @@ from ..escaping import escape_markdown
 from ..files import sha256, write_atomically
 from ..model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
 from ..model_spec.components import TOKENIZER_FIELDS
-from ..model_spec.serialization import CHECKED_FILES, MANIFEST_FILE, TOKENIZER_FILE, WEIGHTS_FILE, ModelManifest
+from ..model_spec.serialization import (
+    CHECKED_FILES,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    ModelManifest,
+)
 from ..output_paths import FolderKind, check_output
 from .transformer import Transformer, build
 
@@ -50,11 +56,17 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
     for name, ids in ids_by_field.items():
         vocab_size = sizes.get(name, first)
         if any(token >= vocab_size for token in ids):
-            fact = f"{name}={ids} is out of range for {spec.name}, whose vocabulary has {vocab_size} tokens"
+            fact = (
+                f"{name}={ids} is out of range for {spec.name}, whose vocabulary has "
+                f"{vocab_size} tokens"
+            )
             remedy = f"give ids in 0..{vocab_size - 1}" if vocab_size else "leave it out"
             raise SpecError(f"{file_prefix}{fact}; {remedy}")
     if processor.labels and spec.heads and len(processor.labels) != spec.heads[0].outputs:
-        fact = f"there are {len(processor.labels)} labels for {spec.heads[0].outputs} outputs of {spec.name}"
+        fact = (
+            f"there are {len(processor.labels)} labels for {spec.heads[0].outputs} outputs of "
+            f"{spec.name}"
+        )
         raise SpecError(f"{file_prefix}{fact}; give one for each")
 
 
@@ -66,34 +78,49 @@ def _check_tokenizer(spec: ModelSpec, document: str, where: str) -> None:
     try:
         tokenizer = parse_tokenizer(document)
     except Exception as error:  # tokenizers raises bare Exception
-        raise SpecError(f"{where} is not a tokenizer document: {error}; give Tokenizer.to_str()") from None
+        raise SpecError(
+            f"{where} is not a tokenizer document: {error}; give Tokenizer.to_str()"
+        ) from None
     _check_distinct_ids(tokenizer, where)
     size = 1 + max(tokenizer.get_vocab().values(), default=-1)
     tables = [tokens for stack in spec.stacks if (tokens := _vocab_size(stack))]
     if size > max(tables, default=0):  # larger tables are usual: they are often padded for speed
         table_sizes = " and ".join(map(str, tables)) or "no tokens"
-        raise SpecError(f"{where} knows {size} tokens, the model {table_sizes}; give the tokenizer it was trained with")
+        raise SpecError(
+            f"{where} knows {size} tokens, the model {table_sizes}; give the tokenizer it was "
+            "trained with"
+        )
 
 
 def _check_distinct_ids(tokenizer: Tokenizer, where: str) -> None:
-    """Raise if two tokens of a vocabulary have one id; special tokens that are added to it may repeat one."""
+    """Raise if two tokens of a vocabulary have one id; special tokens that are added to it may
+    repeat one.
+    """
     ids = tokenizer.get_vocab(with_added_tokens=False)
     [(shared_id, count)] = Counter(ids.values()).most_common(1) or [(0, 1)]
     if count > 1:
-        examples = " and ".join(sorted(repr(token) for token, token_id in ids.items() if token_id == shared_id)[:2])
+        examples = " and ".join(
+            sorted(repr(token) for token, token_id in ids.items() if token_id == shared_id)[:2]
+        )
         fact = f"{where} gives {count} tokens the id {shared_id}, such as {examples}"
         raise SpecError(f"{fact}; give the tokenizer that the model was trained with")
 
 
-# --- A model as a folder -------------------------------------------------------------------------------
+# --- A model as a folder --------------------------------------------------------------------------
 
 MODEL_CARD_FILE = "README.md"
-# A config.json that stops transformers before it builds anything, by the only messages that it can be made to print:
-# automatic classes name the unknown model type, all other classes the label number that they cannot read. Without the
-# file, a class such as LlamaForCausalLM builds a random model of its default size from this folder.
+# A config.json that stops transformers before it builds anything, by the only messages that it can
+# be made to print: automatic classes name the unknown model type, all other classes the label
+# number that they cannot read. Without the file, a class such as LlamaForCausalLM builds a random
+# model of its default size from this folder.
 CONFIG_FILE = "config.json"
-NOT_FOR_TRANSFORMERS = "this folder holds a headwise model, not one of transformers; load it with headwise.load(folder)"
-REFUSING_CONFIG = json.dumps({"model_type": NOT_FOR_TRANSFORMERS, "id2label": {NOT_FOR_TRANSFORMERS: ""}}, indent=2)
+NOT_FOR_TRANSFORMERS = (
+    "this folder holds a headwise model, not one of transformers; load it with "
+    "headwise.load(folder)"
+)
+REFUSING_CONFIG = json.dumps(
+    {"model_type": NOT_FOR_TRANSFORMERS, "id2label": {NOT_FOR_TRANSFORMERS: ""}}, indent=2
+)
 
 
 def is_refusing_config(path: Path) -> bool:
@@ -101,16 +128,23 @@ def is_refusing_config(path: Path) -> bool:
     return path.is_file() and path.read_bytes().strip() == REFUSING_CONFIG.encode()
 
 
-# A folder that a training run has begun to fill is one too; `headwise demo` keeps its first tour in "sample".
-MODEL_FOLDER = FolderKind("model or training run", (MANIFEST_FILE, "checkpoint", "metrics.jsonl", "sample"))
+# A folder that a training run has begun to fill is one too; `headwise demo` keeps its first tour in
+# "sample".
+MODEL_FOLDER = FolderKind(
+    "model or training run", (MANIFEST_FILE, "checkpoint", "metrics.jsonl", "sample")
+)
 
 
-def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, readme: str = "") -> None:
-    """Save a model to a folder, which is created if it is missing; `readme` is text for the model card.
+def save(
+    net: Transformer, folder: Path | str, *, tokenizer: str | None = None, readme: str = ""
+) -> None:
+    """Save a model to a folder, which is created if it is missing; `readme` is text for the model
+    card.
 
-    `net.usage` is saved with it; `tokenizer`, the JSON text of a `tokenizers.Tokenizer`, replaces the tokenizer in
-    `net.usage`. A model that was saved there before is replaced. It stays loadable until all new files are on disk,
-    even if saving fails half-way. A folder with other files is refused.
+    `net.usage` is saved with it; `tokenizer`, the JSON text of a `tokenizers.Tokenizer`, replaces
+    the tokenizer in `net.usage`. A model that was saved there before is replaced. It stays loadable
+    until all new files are on disk, even if saving fails half-way. A folder with other files is
+    refused.
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -118,24 +152,40 @@ def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(net, folder, readme="Not trained.")
     ...     again = hw.load(folder)
-    >>> all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
+    >>> all(
+    ...     torch.equal(again.state_dict()[name], tensor)
+    ...     for name, tensor in net.state_dict().items()
+    ... )
     True
     """
     if not isinstance(net, Transformer):
         raise ValueError(
-            f"net is of type {type(net).__name__}; give a Transformer as hw.build returns it, not a wrapper"
+            f"net is of type {type(net).__name__}; give a Transformer as hw.build returns it, not "
+            "a wrapper"
         )
-    new = {WEIGHTS_FILE: tensor_bytes({name: t.detach().cpu().contiguous() for name, t in net.state_dict().items()})}
+    new = {
+        WEIGHTS_FILE: tensor_bytes(
+            {name: t.detach().cpu().contiguous() for name, t in net.state_dict().items()}
+        )
+    }
     usage = net.usage if tokenizer is None else replace(net.usage, tokenizer=tokenizer)
     check_processor(net.spec, usage)
-    new |= {f"{name}.json": text.encode() for name in TOKENIZER_FIELDS if (text := getattr(usage, name)) is not None}
+    new |= {
+        f"{name}.json": text.encode()
+        for name in TOKENIZER_FIELDS
+        if (text := getattr(usage, name)) is not None
+    }
     folder = check_output(folder, MODEL_FOLDER, "continue")
     _create_folder(folder)
     _back_up_files(folder)
     for name, data in new.items():
         write_atomically(folder / name, data)
-    manifest = ModelManifest(net.spec, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)
-    write_atomically(folder / MANIFEST_FILE, str(manifest).encode())  # from here on, load() reads the new model
+    manifest = ModelManifest(
+        net.spec, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage
+    )
+    write_atomically(
+        folder / MANIFEST_FILE, str(manifest).encode()
+    )  # from here on, load() reads the new model
     write_atomically(folder / MODEL_CARD_FILE, _model_card_text(net, readme).encode())
     write_atomically(folder / CONFIG_FILE, f"{REFUSING_CONFIG}\n".encode())
     for name in CHECKED_FILES:
@@ -149,11 +199,15 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
     folder = Path(folder)
     manifest = _read_manifest(folder)
     if WEIGHTS_FILE not in manifest.checksums:
-        raise SpecError(f"{folder / MANIFEST_FILE} does not list {WEIGHTS_FILE}; save the model again")
+        raise SpecError(
+            f"{folder / MANIFEST_FILE} does not list {WEIGHTS_FILE}; save the model again"
+        )
     try:
         tensors = read_tensors(_read_file(folder, manifest, WEIGHTS_FILE))
     except SafetensorError as error:
-        raise SpecError(f"{folder / WEIGHTS_FILE} is not a safetensors file: {error}; save the model again") from None
+        raise SpecError(
+            f"{folder / WEIGHTS_FILE} is not a safetensors file: {error}; save the model again"
+        ) from None
     usage = _read_processor(folder, manifest)
     with torch.device("meta"):
         net = build(manifest.model, dropout=dropout)
@@ -166,14 +220,20 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
 def read_tokenizer(folder: Path | str) -> str | None:
     """Return the JSON text of the tokenizer that was saved with a model; None if there was none."""
     manifest = _read_manifest(Path(folder))
-    return _read_file(Path(folder), manifest, TOKENIZER_FILE).decode() if TOKENIZER_FILE in manifest.checksums else None
+    return (
+        _read_file(Path(folder), manifest, TOKENIZER_FILE).decode()
+        if TOKENIZER_FILE in manifest.checksums
+        else None
+    )
 
 
-# --- Keeping the previous model loadable while saving --------------------------------------------------
+# --- Keeping the previous model loadable while saving ---------------------------------------------
 
 
 def _backup_path(folder: Path, name: str) -> Path:
-    """The backup of a file while its new version is written; `load` uses it if its checksum is in the manifest."""
+    """The backup of a file while its new version is written; `load` uses it if its checksum is in
+    the manifest.
+    """
     return folder / f".{name}.before"
 
 
@@ -181,11 +241,15 @@ def _create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SpecError(f"cannot create folder {folder}: {error.strerror}; give another path") from None
+        raise SpecError(
+            f"cannot create folder {folder}: {error.strerror}; give another path"
+        ) from None
 
 
 def _back_up_files(folder: Path) -> None:
-    """Link every file in the manifest to its backup path, so that overwriting the file loses nothing."""
+    """Link every file in the manifest to its backup path, so that overwriting the file loses
+    nothing.
+    """
     if not (folder / MANIFEST_FILE).is_file():
         return
     for name, checksum in _read_manifest(folder).checksums.items():
@@ -204,7 +268,7 @@ def _hard_link(path: Path, link: Path) -> None:
         write_atomically(link, path.read_bytes())
 
 
-# --- Reading -------------------------------------------------------------------------------------------
+# --- Reading --------------------------------------------------------------------------------------
 
 
 def _read_manifest(folder: Path) -> ModelManifest:
@@ -218,7 +282,9 @@ def _read_manifest(folder: Path) -> ModelManifest:
 
 
 def _read_file(folder: Path, manifest: ModelManifest, name: str) -> bytes:
-    """Return the file that matches its checksum: the file itself, or its backup if a later save failed half-way."""
+    """Return the file that matches its checksum: the file itself, or its backup if a later save
+    failed half-way.
+    """
     checksum, actual = manifest.checksums[name], ""
     for path in (folder / name, _backup_path(folder, name)):
         if not path.is_file():
@@ -226,11 +292,16 @@ def _read_file(folder: Path, manifest: ModelManifest, name: str) -> bytes:
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() == checksum:
             return data
-        actual = actual or f"{len(data):,} bytes with checksum {hashlib.sha256(data).hexdigest()[:8]}"
+        actual = (
+            actual or f"{len(data):,} bytes with checksum {hashlib.sha256(data).hexdigest()[:8]}"
+        )
     if not actual:
-        raise SpecError(f"{folder / name} is missing; copy the folder again, or save the model again")
+        raise SpecError(
+            f"{folder / name} is missing; copy the folder again, or save the model again"
+        )
     raise SpecError(
-        f"{folder / name} has changed since it was saved: {actual}, expected {checksum[:8]}; copy the folder again"
+        f"{folder / name} has changed since it was saved: {actual}, expected {checksum[:8]}; copy "
+        "the folder again"
     )
 
 
@@ -244,12 +315,19 @@ def _read_processor(folder: Path, manifest: ModelManifest) -> ProcessorSpec:
 
 
 def _check_tensors(net: Transformer, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse tensors whose names or shapes differ from the model's, and parameters of more than one dtype."""
+    """Refuse tensors whose names or shapes differ from the model's, and parameters of more than one
+    dtype.
+    """
     if mismatch := next(_tensor_mismatches(net, tensors), None):
-        raise SpecError(f"{path}: {mismatch}; the file belongs to another model, save the model again")
+        raise SpecError(
+            f"{path}: {mismatch}; the file belongs to another model, save the model again"
+        )
     dtypes = {tensors[name].dtype for name, _ in net.named_parameters()}
     if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        raise SpecError(f"{path} holds parameters of {', '.join(sorted(map(str, dtypes)))}; save them in one dtype")
+        raise SpecError(
+            f"{path} holds parameters of {', '.join(sorted(map(str, dtypes)))}; save them in one "
+            "dtype"
+        )
 
 
 def _tensor_mismatches(net: Transformer, tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -270,7 +348,9 @@ def _model_card_text(net: Transformer, readme: str) -> str:
     spec = net.spec
     num_params = sum(p.numel() for p in net.parameters())
     dtype = str(next(net.parameters()).dtype).removeprefix("torch.")
-    layers = " and ".join(f"{pluralise(len(stack.layers), 'layer')} of {stack.model}" for stack in spec.stacks)
+    layers = " and ".join(
+        f"{pluralise(len(stack.layers), 'layer')} of {stack.model}" for stack in spec.stacks
+    )
     lines = [f"# {escape_markdown(spec.name)}", ""]
     lines += [f"A model of kind {spec.kind}: {layers}, {num_params:,} parameters in {dtype}."]
     lines += [f"Written by headwise {__version__}; `headwise.load(folder)` reads it.", ""]

@@ -1,4 +1,6 @@
-"""The `Transformer` module, `build`, which makes one from a `ModelSpec`, and the KV caches of all its layers."""
+"""The `Transformer` module, `build`, which makes one from a `ModelSpec`, and the KV caches of all
+its layers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from .block import LayerInputs, LayerStack, last_states
 from .embeddings_heads import OutputHead, TokenTypeInput
 from .initialisation import initialise_model
 
-# --- Caches of a model ---------------------------------------------------------------------------------
+# --- Caches of a model ----------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -30,12 +32,18 @@ class ModelCache:
 
     >>> import headwise as hw, torch
     >>> from headwise import model_spec as bp
-    >>> block = bp.BlockSpec(hw.design(model=8, heads=2, kv=1, pattern="window(3)"), feed=bp.FeedForwardSpec(16))
+    >>> block = bp.BlockSpec(
+    ...     hw.design(model=8, heads=2, kv=1, pattern="window(3)"), feed=bp.FeedForwardSpec(16)
+    ... )
     >>> net = hw.build(
     ...     bp.ModelSpec(
     ...         "small",
     ...         "decoder",
-    ...         (bp.StackSpec.from_blocks("decoder", 8, [block] * 2, embedding=bp.EmbeddingSpec(11)),),
+    ...         (
+    ...             bp.StackSpec.from_blocks(
+    ...                 "decoder", 8, [block] * 2, embedding=bp.EmbeddingSpec(11)
+    ...             ),
+    ...         ),
     ...     )
     ... )
     >>> cache = net.cache(batch=1, capacity=100)
@@ -75,7 +83,9 @@ class ModelCache:
 
     @property
     def is_predictable(self) -> bool:
-        """Whether `is_predictable` holds for every cache: the next token of each row needs no new kind of update."""
+        """Whether `is_predictable` holds for every cache: the next token of each row needs no new
+        kind of update.
+        """
         return all(cache.is_predictable for cache in self._iter_caches())
 
     def next_positions(self, count: int) -> SequenceInfo:
@@ -89,7 +99,9 @@ class ModelCache:
 
 
 class EncoderOutput(NamedTuple):
-    """Encoder states, their positions, and their keys and values for every decoder layer, projected once."""
+    """Encoder states, their positions, and their keys and values for every decoder layer, projected
+    once.
+    """
 
     states: Tensor
     tokens: SequenceInfo
@@ -99,7 +111,10 @@ class EncoderOutput(NamedTuple):
         """Return these rows of the batch, in this order; a row may occur more than once."""
         tokens = _select_sequence_rows(self.tokens, index)
         layers = tuple(
-            layer and ProjectedSource({name: entry[index] for name, entry in layer.entry.items()}, tokens, layer.spec)
+            layer
+            and ProjectedSource(
+                {name: entry[index] for name, entry in layer.entry.items()}, tokens, layer.spec
+            )
             for layer in self.layers
         )
         return EncoderOutput(self.states[index], tokens, layers)
@@ -111,18 +126,20 @@ def _select_sequence_rows(tokens: SequenceInfo, index: Tensor) -> SequenceInfo:
     return SequenceInfo(tokens.position[index], tokens.segment[index], checked=True)
 
 
-# --- Transformer ---------------------------------------------------------------------------------------
+# --- Transformer ----------------------------------------------------------------------------------
 
 CHECKPOINTING_MODES = ("none", "block")
 
 
-def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, init: str = "xavier") -> Transformer:
+def build(
+    spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, init: str = "xavier"
+) -> Transformer:
     """Build the model that `spec` describes; its tensors have the names that `spec.params()` lists.
 
-    `dropout` applies to embeddings, to the hidden channels of feed-forwards and to the output of every sublayer;
-    dropout of attention weights is a part of the attention spec. `seed` makes the initial weights reproducible
-    without changing the state of torch's global generator. `init` is "xavier", "depth" (DS-Init, 1908.11365) or
-    "gpt2".
+    `dropout` applies to embeddings, to the hidden channels of feed-forwards and to the output of
+    every sublayer; dropout of attention weights is a part of the attention spec. `seed` makes the
+    initial weights reproducible without changing the state of torch's global generator. `init` is
+    "xavier", "depth" (DS-Init, 1908.11365) or "gpt2".
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}
@@ -138,9 +155,13 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
         shared = f"all layers of {stack.name} use the weights of the first"
         raise SpecError(f"cannot build {spec.name}: {shared}; set weights_of='each'")
     for unsupported in spec.beyond:
-        raise SpecError(f"cannot build {spec.name}: {unsupported.reason}; remove this part from the spec")
+        raise SpecError(
+            f"cannot build {spec.name}: {unsupported.reason}; remove this part from the spec"
+        )
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise SpecError(f"dropout={dropout!r} is not a probability; give at least 0 and less than 1")
+        raise SpecError(
+            f"dropout={dropout!r} is not a probability; give at least 0 and less than 1"
+        )
     _check_memory(spec)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus, enabled=seed is not None):
@@ -152,21 +173,29 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
 
 
 def _check_memory(spec: ModelSpec) -> None:
-    """Refuse a model whose weights do not fit into main memory, or on another device into any address space."""
+    """Refuse a model whose weights do not fit into main memory, or on another device into any
+    address space.
+    """
     needed = torch.get_default_dtype().itemsize * sum(weight.numel for weight in spec.weights())
     is_on_cpu = torch.get_default_device().type == "cpu"
-    available, owner = (available_memory(), "this machine has") if is_on_cpu else (sys.maxsize, "torch can address")
+    available, owner = (
+        (available_memory(), "this machine has")
+        if is_on_cpu
+        else (sys.maxsize, "torch can address")
+    )
     if needed > available:
         fact = f"its weights need {needed / 1e9:,.1f} GB, and {owner} {available / 1e9:,.1f} GB"
         raise SpecError(f"cannot build {spec.name}: {fact}; choose smaller sizes")
 
 
 class Transformer(nn.Module):
-    """One stack of layers, or an encoder and a decoder, with output heads on the last stack. Made by `build`.
+    """One stack of layers, or an encoder and a decoder, with output heads on the last stack. Made
+    by `build`.
 
-    `checkpointing = "block"` recomputes the activations inside each block during the backward pass, to save memory.
-    `probes` maps names of attentions, such as "decoder.3.attention", to probes that observe them. `usage` is the
-    `ProcessorSpec`: tokenizer, special tokens, labels and pixel scaling.
+    `checkpointing = "block"` recomputes the activations inside each block during the backward pass,
+    to save memory. `probes` maps names of attentions, such as "decoder.3.attention", to probes that
+    observe them. `usage` is the `ProcessorSpec`: tokenizer, special tokens, labels and pixel
+    scaling.
     """
 
     def __init__(self, spec: ModelSpec, dropout: float = 0.0) -> None:
@@ -178,28 +207,41 @@ class Transformer(nn.Module):
         _check_names("head", [head.name for head in spec.heads], dir(nn.ModuleDict()))
         for stack in spec.stacks:
             self.add_module(stack.name, LayerStack(stack, dropout))
-        owners = {name: stack.embedding for name, stack in self.stacks.items() if stack.embedding is not None}
+        owners = {
+            name: stack.embedding
+            for name, stack in self.stacks.items()
+            if stack.embedding is not None
+        }
         for embedding in owners.values():
             if table := embedding.spec.table:
                 embedding.share(owners[table])
         last = spec.stacks[-1].model
-        heads = {head.name: OutputHead(head, last, owners[head.table] if head.table else None) for head in spec.heads}
+        heads = {
+            head.name: OutputHead(head, last, owners[head.table] if head.table else None)
+            for head in spec.heads
+        }
         self.head = nn.ModuleDict(heads)
 
     @property
     def stacks(self) -> dict[str, LayerStack]:
         """The stacks by name, in the order of the spec."""
-        return {stack.name: cast(LayerStack, self._modules[stack.name]) for stack in self.spec.stacks}
+        return {
+            stack.name: cast(LayerStack, self._modules[stack.name]) for stack in self.spec.stacks
+        }
 
     @property
     def checkpointing(self) -> str:
-        """The part that the backward pass recomputes instead of storing it: "none", or the inside of every "block"."""
+        """The part that the backward pass recomputes instead of storing it: "none", or the inside
+        of every "block".
+        """
         return self._checkpointing
 
     @checkpointing.setter
     def checkpointing(self, kind: str) -> None:
         if kind not in CHECKPOINTING_MODES:
-            raise ValueError(f"checkpointing={kind!r} is unknown; {suggest(str(kind), CHECKPOINTING_MODES)}")
+            raise ValueError(
+                f"checkpointing={kind!r} is unknown; {suggest(str(kind), CHECKPOINTING_MODES)}"
+            )
         self._checkpointing = kind
 
     @property
@@ -211,7 +253,9 @@ class Transformer(nn.Module):
     def probes(self, probes: Mapping[str, Probe]) -> None:
         attentions = [name for name, _ in self.spec.attention_specs()]
         if unknown := [name for name in probes if name not in attentions]:
-            raise ValueError(f"no attention is called {unknown[0]!r}; {suggest(unknown[0], attentions)}")
+            raise ValueError(
+                f"no attention is called {unknown[0]!r}; {suggest(unknown[0], attentions)}"
+            )
         self._probes = dict(probes)
 
     def forward(
@@ -224,14 +268,17 @@ class Transformer(nn.Module):
         cache: ModelCache | None = None,
         head: str | None = None,
     ) -> Tensor:
-        """Return the outputs of one output head: [B, T, outputs], or [B, outputs] if the head pools each row.
+        """Return the outputs of one output head: [B, T, outputs], or [B, outputs] if the head pools
+        each row.
 
-        `x` holds ids, pixels, frames or vectors, as the embedding of the last stack expects. `sequence` gives the
-        positions of its tokens and marks padding. `source` is the input of the encoder in a model with two stacks, or
-        the result of `encode`. `head` names the output head (default: the first). A model without heads returns its
-        hidden states.
+        `x` holds ids, pixels, frames or vectors, as the embedding of the last stack expects.
+        `sequence` gives the positions of its tokens and marks padding. `source` is the input of the
+        encoder in a model with two stacks, or the result of `encode`. `head` names the output head
+        (default: the first). A model without heads returns its hidden states.
         """
-        h = self.hidden(x, sequence=sequence, source=source, source_sequence=source_sequence, cache=cache)
+        h = self.hidden(
+            x, sequence=sequence, source=source, source_sequence=source_sequence, cache=cache
+        )
         return self.apply_head(h, sequence=sequence, head=head)
 
     def hidden(
@@ -243,13 +290,17 @@ class Transformer(nn.Module):
         source_sequence: SequenceInfo | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, T, model] after the last stack and its final norm: the input of the heads."""
+        """Return the hidden states [B, T, model] after the last stack and its final norm: the input
+        of the heads.
+        """
         first, last = self._first_and_last_stack()
         encoded: tuple[Tensor | EncoderOutput | None, SequenceInfo | None] = None, None
         if first is not last:
             encoded = self._encoder_output(first, source, source_sequence)
         elif source is not None or source_sequence is not None:
-            raise ValueError(f"{self.spec.name} has no encoder, so it takes x alone; leave source out")
+            raise ValueError(
+                f"{self.spec.name} has no encoder, so it takes x alone; leave source out"
+            )
         h, types = last.embed(x)
         sequence = resolve_sequence(h, sequence, cache)
         inputs = self._layer_inputs(sequence, cache, *encoded)
@@ -258,8 +309,12 @@ class Transformer(nn.Module):
             cache.counter.advance(None, sequence)
         return h
 
-    def apply_head(self, h: Tensor, *, sequence: SequenceInfo | None = None, head: str | None = None) -> Tensor:
-        """Return the outputs of one output head (default: the first) for hidden states [B, T, model]."""
+    def apply_head(
+        self, h: Tensor, *, sequence: SequenceInfo | None = None, head: str | None = None
+    ) -> Tensor:
+        """Return the outputs of one output head (default: the first) for hidden states [B, T,
+        model].
+        """
         if head is None and not self.spec.heads:
             return h
         name = self.spec.heads[0].name if head is None else head
@@ -268,13 +323,19 @@ class Transformer(nn.Module):
             raise ValueError(f"{self.spec.name} has no head {name!r}; {suggest(name, heads)}")
         return self.head[name](h, sequence)
 
-    def encode(self, source: Tensor | TokenTypeInput, *, sequence: SequenceInfo | None = None) -> EncoderOutput:
-        """Run the encoder once and project its states to keys and values for every decoder layer."""
+    def encode(
+        self, source: Tensor | TokenTypeInput, *, sequence: SequenceInfo | None = None
+    ) -> EncoderOutput:
+        """Run the encoder once and project its states to keys and values for
+        every decoder layer.
+        """
         first, last = self._first_and_last_stack()
         if first is last:
             raise ValueError(f"{self.spec.name} has no encoder; call it with x alone")
         states, sequence = self._run_encoder(first, source, sequence)
-        return EncoderOutput(states, sequence, tuple(layer.project_source(states, sequence) for layer in last.blocks))
+        return EncoderOutput(
+            states, sequence, tuple(layer.project_source(states, sequence) for layer in last.blocks)
+        )
 
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> ModelCache:
         """Return empty KV caches for the last stack, in the model's dtype and on its device.
@@ -288,7 +349,10 @@ class Transformer(nn.Module):
         if any(layers):
             return ModelCache(layers)
         if batch < 0 or capacity < 1:
-            raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
+            raise SpecError(
+                f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at "
+                "least 1"
+            )
         if storage_format is not None:
             fact = f"{self.spec.name} has no self-attention, so that it stores no keys or values"
             raise SpecError(f"{fact}; leave storage_format={storage_format!r} out")
@@ -300,15 +364,22 @@ class Transformer(nn.Module):
         return layers[0], layers[-1]
 
     def _encoder_output(
-        self, first: LayerStack, source: Tensor | TokenTypeInput | EncoderOutput | None, sequence: SequenceInfo | None
+        self,
+        first: LayerStack,
+        source: Tensor | TokenTypeInput | EncoderOutput | None,
+        sequence: SequenceInfo | None,
     ) -> tuple[Tensor | EncoderOutput, SequenceInfo]:
         if isinstance(source, EncoderOutput):
             if sequence is not None:
-                raise ValueError("source= is an EncoderOutput, which has its own positions; leave source_sequence out")
+                raise ValueError(
+                    "source= is an EncoderOutput, which has its own positions; leave "
+                    "source_sequence out"
+                )
             return source, source.tokens
         if source is None:
             raise ValueError(
-                f"{self.spec.name} has an encoder, which needs an input; give source= as ids, or as net.encode(ids)"
+                f"{self.spec.name} has an encoder, which needs an input; give source= as ids, or "
+                "as net.encode(ids)"
             )
         return self._run_encoder(first, source, sequence)
 
@@ -337,7 +408,9 @@ class Transformer(nn.Module):
             for cached, source in zip(caches, sources, strict=True)
         ]
 
-    def _source_state(self, encoded: Tensor | EncoderOutput | None, sequence: SequenceInfo | None) -> Tensor | None:
+    def _source_state(
+        self, encoded: Tensor | EncoderOutput | None, sequence: SequenceInfo | None
+    ) -> Tensor | None:
         """The encoder's state after its last token, if a recurrence starts from it."""
         blocks = self.spec.stacks[-1].layers
         if encoded is None or not any(block.starts_from_source for block in blocks):
@@ -348,14 +421,27 @@ class Transformer(nn.Module):
         return last_states(encoded, sequence)
 
 
-def resolve_sequence(h: Tensor, sequence: SequenceInfo | None, cache: ModelCache | None) -> SequenceInfo:
-    """Return the positions of vectors [B, T, model]: `sequence` if given, else after the cached tokens, else from 0."""
+def resolve_sequence(
+    h: Tensor, sequence: SequenceInfo | None, cache: ModelCache | None
+) -> SequenceInfo:
+    """Return the positions of vectors [B, T, model]: `sequence` if given, else after the cached
+    tokens, else from 0.
+    """
     if sequence is None:
-        return SequenceInfo.contiguous(0, h.shape[1], h.device) if cache is None else cache.next_positions(h.shape[1])
+        return (
+            SequenceInfo.contiguous(0, h.shape[1], h.device)
+            if cache is None
+            else cache.next_positions(h.shape[1])
+        )
     shape = tuple(sequence.position.shape)
-    if shape[0] not in (1, h.shape[0]) or shape[1] != h.shape[1] or sequence.position.device != h.device:
+    if (
+        shape[0] not in (1, h.shape[0])
+        or shape[1] != h.shape[1]
+        or sequence.position.device != h.device
+    ):
         raise ValueError(
-            f"sequence is {list(shape)} on {sequence.position.device} but x is {list(h.shape[:2])} on {h.device}; "
+            f"sequence is {list(shape)} on {sequence.position.device} but x is "
+            f"{list(h.shape[:2])} on {h.device}; "
             "give SequenceInfo.from_batch(x, ...)"
         )
     return sequence
@@ -365,5 +451,6 @@ def _check_names(kind: str, names: list[str], reserved: list[str]) -> None:
     """Refuse names that are attributes of every module."""
     if conflicts := [name for name in names if name in reserved]:
         raise SpecError(
-            f"a {kind} cannot be called {conflicts[0]!r}: every model has this attribute; choose another name"
+            f"a {kind} cannot be called {conflicts[0]!r}: every model has this attribute; choose "
+            "another name"
         )

@@ -6,9 +6,11 @@ In reading order:
 - `attention_call`: checks, completes and plans one call, and asks `backends` which one runs.
 - `bound_parts`: the parts of a layer with their weights.
 - `parallel_context`: the hook for tensor and context parallelism.
-- `composite_attention`: layers that combine several; `multihead_attention`: layers that are called as torch's and other
+- `composite_attention`: layers that combine several; `multihead_attention`: layers that are called
+  as torch's and other
   well-known ones; `tensor_attention`: attention over tensors in hand.
-- `position_embeddings`: added to the input; `initialisation`: depth-aware initialisation, and random features sampled
+- `position_embeddings`: added to the input; `initialisation`: depth-aware initialisation, and
+  random features sampled
   again; `head_axis_ops`: removes, shares and splits heads along named axes.
 - `reference`: the slow float64 definition that every backend is tested against.
 - `op_trace`: records every tensor operation, and numbers the steps of attention among them.

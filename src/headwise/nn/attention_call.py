@@ -1,4 +1,5 @@
-"""Planning of a call of an attention layer: arguments checked and completed, and the backends that may run its core.
+"""Planning of a call of an attention layer: arguments checked and completed, and the backends that
+may run its core.
 
 Each error about an argument gives the fact, the values and a remedy.
 """
@@ -37,7 +38,9 @@ class AttentionArguments(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """State of a layer that a call depends on: one of its weights (for dtype and device), mode, and parallelism."""
+    """State of a layer that a call depends on: one of its weights (for dtype and device), mode, and
+    parallelism.
+    """
 
     weight: Tensor
     backend_name: str | None
@@ -48,9 +51,10 @@ class LayerState(NamedTuple):
 class ExecutionPlan(NamedTuple):
     """How one kind of call runs, the same for all calls with this signature.
 
-    `project` is `spec.project`, or its form for a single query: MLA then compares queries with the cached latents.
-    `dispatch` holds the backends that support the call, and `scale` multiplies the scores. With `reads_cache_in_place`
-    the backend reads cached tensors in the format in which they are stored (pages, int8).
+    `project` is `spec.project`, or its form for a single query: MLA then compares queries with the
+    cached latents. `dispatch` holds the backends that support the call, and `scale` multiplies the
+    scores. With `reads_cache_in_place` the backend reads cached tensors in the format in which they
+    are stored (pages, int8).
     """
 
     project: Project
@@ -61,7 +65,9 @@ class ExecutionPlan(NamedTuple):
 
 
 class PlannedCall(NamedTuple):
-    """One call of the layer: its arguments, checked and completed, and the plan by which it runs."""
+    """One call of the layer: its arguments, checked and completed, and the plan
+    by which it runs.
+    """
 
     x: Tensor
     source: Tensor | ProjectedSource | None
@@ -73,14 +79,22 @@ class PlannedCall(NamedTuple):
 
     @property
     def recurrent_state(self) -> Mapping[str, Tensor]:
-        """The state that the cache holds instead of keys and values (linear attention); empty for other caches."""
+        """The state that the cache holds instead of keys and values (linear attention); empty for
+        other caches.
+        """
         return {} if self.cache is None else self.cache.state
 
     @property
     def reads_cache_by_heads(self) -> bool:
-        """Whether groups of heads read their own caches; a mask, or a probe of keys or values, needs one set."""
-        is_grouped = isinstance(self.cache, HeadGroupCache) and isinstance(self.plan.dispatch, HeadGroupDispatch)
-        return is_grouped and self.mask is None and not self.plan.signature.probed_tensors & {"k", "v"}
+        """Whether groups of heads read their own caches; a mask, or a probe of keys or values,
+        needs one set.
+        """
+        is_grouped = isinstance(self.cache, HeadGroupCache) and isinstance(
+            self.plan.dispatch, HeadGroupDispatch
+        )
+        return (
+            is_grouped and self.mask is None and not self.plan.signature.probed_tensors & {"k", "v"}
+        )
 
 
 class CallPlanner:
@@ -88,12 +102,16 @@ class CallPlanner:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        self._form_for_single_query = {single: spec.projection_form(single) for single in (False, True)}
+        self._form_for_single_query = {
+            single: spec.projection_form(single) for single in (False, True)
+        }
         self._position_limit = PositionLimit.of(spec)
         self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
 
     def prepare(self, arguments: AttentionArguments, layer: LayerState) -> PlannedCall:
-        """Check and complete the arguments of a call; errors about them are raised here, before a cache changes."""
+        """Check and complete the arguments of a call; errors about them are raised here, before a
+        cache changes.
+        """
         x, source, cache, sequence, mask, _ = arguments
         check_call(self.spec, x, source, cache, sequence, layer.weight)
         if mask is not None:
@@ -104,7 +122,9 @@ class CallPlanner:
         elif sequence is None and cache is not None:
             sequence = cache.next_positions(x.shape[1])
         assert sequence is not None
-        call = PlannedCall(x, source, cache, sequence, mask, probe, self._plan(arguments, sequence, layer))
+        call = PlannedCall(
+            x, source, cache, sequence, mask, probe, self._plan(arguments, sequence, layer)
+        )
         self.check_positions(sequence)
         return call
 
@@ -113,7 +133,9 @@ class CallPlanner:
         if self._position_limit is not None:
             check_positions(self._position_limit, sequence)
 
-    def _plan(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> ExecutionPlan:
+    def _plan(
+        self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState
+    ) -> ExecutionPlan:
         x, _, cache, _, mask, probe = arguments
         single_query = x.shape[1] == 1
         properties = {
@@ -145,13 +167,18 @@ class CallPlanner:
             reads_cache_in_place=bool(names) and backends.reads_cache_in_place(names[0], signature),
             scale=self.spec.similarity.score_scale(signature.core),
         )
-        if not signature.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
+        if (
+            not signature.is_compiling
+        ):  # a plan made in a graph would be a new constant, and recompile it
             self._plans[key] = plan
         return plan
 
-    def _splits_packed_rows(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> bool:
-        """Whether the sequences of packed rows are computed separately; never in a compiled graph, whose shapes may not
-        depend on their lengths."""
+    def _splits_packed_rows(
+        self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState
+    ) -> bool:
+        """Whether the sequences of packed rows are computed separately; never in a compiled graph,
+        whose shapes may not depend on their lengths.
+        """
         x, source, cache, _, mask, probe = arguments
         if cache is not None or mask is not None or sequence.lengths is None:
             return False
@@ -159,7 +186,13 @@ class CallPlanner:
             return False
         if probe is not None and not probe.points <= varlen.PROBED_TENSORS:
             return False
-        key_sequence = source.sequence if isinstance(source, ProjectedSource) else sequence if source is None else None
+        key_sequence = (
+            source.sequence
+            if isinstance(source, ProjectedSource)
+            else sequence
+            if source is None
+            else None
+        )
         return varlen.has_known_lengths(sequence, key_sequence, x.shape[0])
 
 
@@ -185,7 +218,9 @@ def check_call(
         _check_sequence("x", x, sequence)
 
 
-def check_source(spec: AttentionSpec, z: Tensor, sequence: SequenceInfo | None, like: Tensor) -> None:
+def check_source(
+    spec: AttentionSpec, z: Tensor, sequence: SequenceInfo | None, like: Tensor
+) -> None:
     """Raise ValueError for a source that does not fit the layer."""
     _check_tensor("source", z, spec.source or spec.model, like)
     if sequence is not None:
@@ -200,13 +235,20 @@ class PositionLimit(NamedTuple):
 
     @staticmethod
     def of(spec: AttentionSpec) -> PositionLimit | None:
-        """The smallest limit of all parts; the part is stored as text, because torch.compile cannot trace its repr."""
+        """The smallest limit of all parts; the part is stored as text, because torch.compile cannot
+        trace its repr.
+        """
         limits = [(part.max_positions(spec), repr(part)) for _, part in spec.parts()]
-        return min((PositionLimit(limit, part) for limit, part in limits if limit is not None), default=None)
+        return min(
+            (PositionLimit(limit, part) for limit, part in limits if limit is not None),
+            default=None,
+        )
 
 
 def check_positions(limit: PositionLimit, at: SequenceInfo) -> None:
-    """Raise ValueError for positions beyond the limit; a compiled call checks only positions known without a sync."""
+    """Raise ValueError for positions beyond the limit; a compiled call checks only positions known
+    without a sync.
+    """
     if at.start is not None:
         last = at.start + at.count - 1
     elif at.position.numel() == 0 or torch.compiler.is_compiling():
@@ -228,21 +270,28 @@ def check_mask(
     cache: KVCache | None,
     spans: int,
 ) -> None:
-    """Raise ValueError for a mask that does not fit the call; the keys of a row come from `spans` ranks."""
+    """Raise ValueError for a mask that does not fit the call; the keys of a row come from `spans`
+    ranks.
+    """
     _check_dtype("mask", mask, Tensor)
     if cache is not None:
         raise ValueError(
-            "cannot use mask= with cache=: the slots of a cache are not the columns of a mask; mark padding with "
+            "cannot use mask= with cache=: the slots of a cache are not the columns of a mask; "
+            "mark padding with "
             "sequence=SequenceInfo.from_batch(x, ...)"
         )
     own = x if source is None else source
     keys = own.sequence.count if isinstance(own, ProjectedSource) else own.shape[1] * spans
     expected = (x.shape[0], spec.num_heads_after(Phase.SCORES), x.shape[1], keys)
-    fits = mask.dim() == 4 and all(size in (1, full) for size, full in zip(mask.shape, expected, strict=True))
+    fits = mask.dim() == 4 and all(
+        size in (1, full) for size, full in zip(mask.shape, expected, strict=True)
+    )
     if mask.dtype != torch.bool or not fits or mask.device != x.device:
         raise ValueError(
-            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key may be read, as "
-            f"torch.bool [{expected[0]} or 1, {expected[1]} or 1, {expected[2]} or 1, {expected[3]} or 1] on {x.device}"
+            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key "
+            "may be read, as "
+            f"torch.bool [{expected[0]} or 1, {expected[1]} or 1, {expected[2]} or 1, "
+            f"{expected[3]} or 1] on {x.device}"
         )
 
 
@@ -263,14 +312,17 @@ def _check_source_or_cache(
 ) -> None:
     if cache is not None:
         raise ValueError(
-            "keys and values of a source come from layer.project_source(z), not from a cache; pass one of the two"
+            "keys and values of a source come from layer.project_source(z), not from a cache; "
+            "pass one of the two"
         )
     if spec.source is None and spec.positional:
         by = [spec.pattern.text] * (spec.pattern != Full())
         by += [type(part).__name__ for _, part in spec.parts() if part.positional]
         raise ValueError(
-            f"{' and '.join(by)} compare{'s' * (len(by) == 1)} positions of x with those of a source, but the spec is "
-            f"one of self-attention; set source={spec.model} in the spec if you mean it, or use pattern full() and no "
+            f"{' and '.join(by)} compare{'s' * (len(by) == 1)} positions of x with those of a "
+            "source, but the spec is "
+            f"one of self-attention; set source={spec.model} in the spec if you mean it, or use "
+            "pattern full() and no "
             "positional parts"
         )
     if isinstance(source, Tensor):
@@ -280,13 +332,19 @@ def _check_source_or_cache(
         batch = entry.shape[0]
         if entry.device != x.device or (entry.dtype != x.dtype and not _autocasts(x)):
             raise ValueError(
-                f"source was projected in {entry.dtype} on {entry.device} but x is {x.dtype} on {x.device}; "
+                f"source was projected in {entry.dtype} on {entry.device} but x is {x.dtype} on "
+                f"{x.device}; "
                 "call project_source(z) again"
             )
     else:
-        raise ValueError("this source was projected by a layer of another spec; use this layer's own project_source(z)")
+        raise ValueError(
+            "this source was projected by a layer of another spec; use this layer's own "
+            "project_source(z)"
+        )
     if batch != x.shape[0]:
-        raise ValueError(f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x")
+        raise ValueError(
+            f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x"
+        )
 
 
 def _check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
@@ -295,11 +353,17 @@ def _check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
     if x.dim() != 3 or x.shape[-1] != width:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; give [batch, tokens, {width}]")
     if not x.is_floating_point():
-        raise ValueError(f"{name} is {x.dtype}; give floating-point numbers, {like.dtype} as the layer's weights")
+        raise ValueError(
+            f"{name} is {x.dtype}; give floating-point numbers, {like.dtype} as the layer's weights"
+        )
     if x.device != like.device:
-        raise ValueError(f"{name} is on {x.device} but the layer is on {like.device}; move one of them")
+        raise ValueError(
+            f"{name} is on {x.device} but the layer is on {like.device}; move one of them"
+        )
     if x.dtype != like.dtype and not _autocasts(x):
-        raise ValueError(f"{name} is {x.dtype} but the layer is {like.dtype}; convert one, or use autocast")
+        raise ValueError(
+            f"{name} is {x.dtype} but the layer is {like.dtype}; convert one, or use autocast"
+        )
 
 
 def _autocasts(x: Tensor) -> bool:
@@ -309,7 +373,11 @@ def _autocasts(x: Tensor) -> bool:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products of x run."""
-    return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
+    return (
+        torch.get_autocast_dtype(x.device.type)
+        if x.dtype != torch.float64 and _autocasts(x)
+        else x.dtype
+    )
 
 
 def _check_sequence(name: str, x: Tensor, sequence: SequenceInfo) -> None:
@@ -317,20 +385,27 @@ def _check_sequence(name: str, x: Tensor, sequence: SequenceInfo) -> None:
     shape = tuple(sequence.position.shape)
     if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
         raise ValueError(
-            f"sequence is {list(shape)} but {name} is {list(x.shape[:2])}; give SequenceInfo.from_batch({name}, ...)"
+            f"sequence is {list(shape)} but {name} is {list(x.shape[:2])}; give "
+            f"SequenceInfo.from_batch({name}, ...)"
         )
     if sequence.position.device != x.device:
-        raise ValueError(f"sequence is on {sequence.position.device} but {name} is on {x.device}; move one of them")
+        raise ValueError(
+            f"sequence is on {sequence.position.device} but {name} is on {x.device}; move one of "
+            "them"
+        )
 
 
 def copy_cache(cache: KVCache | None) -> KVCache | None:
     """A copy of a cache; paged ones share the memory of an engine and are not copied."""
     caches = cache.caches if isinstance(cache, HeadGroupCache) else (cache,)
     if any(isinstance(one, PagedCache) for one in caches):
-        raise ValueError("a paged cache is not copied; use hw.why(layer.spec, tokens=..., when=['paged'])")
+        raise ValueError(
+            "a paged cache is not copied; use hw.why(layer.spec, tokens=..., when=['paged'])"
+        )
     try:
         return copy.deepcopy(cache)
     except RuntimeError:  # torch refuses to copy tensors that have a gradient function
         raise ValueError(
-            "the cache was filled while gradients were on, so it cannot be copied; fill it under torch.no_grad()"
+            "the cache was filled while gradients were on, so it cannot be copied; fill it under "
+            "torch.no_grad()"
         ) from None

@@ -24,40 +24,60 @@ NO_SHARED: Mapping[str, PartWeights] = MappingProxyType({})
 
 
 def check_shared(spec: AttentionSpec, shares: Mapping[str, PartWeights]) -> None:
-    """Raise SpecError if shared weights of another layer do not have the shapes that this spec declares."""
+    """Raise SpecError if shared weights of another layer do not have the shapes that this spec
+    declares.
+    """
     parts = dict(spec.parts())
     for shared, owner in shares.items():
         name, _, tensor_name = shared.partition(".")
         declared = parts[name].params(spec) if name in parts else {}
         if name not in parts or (tensor_name and tensor_name not in declared):
-            raise SpecError(f"this layer has no {shared!r} to share; {suggest(shared, [*parts, *spec.params()])}")
+            raise SpecError(
+                f"this layer has no {shared!r} to share; "
+                f"{suggest(shared, [*parts, *spec.params()])}"
+            )
         sizes = spec.sizes_of(parts[name])
-        for key, param in declared.items() if not tensor_name else [(tensor_name, declared[tensor_name])]:
-            expected, actual = param.layout.shape(sizes), tuple(owner[key].shape) if key in owner else None
+        for key, param in (
+            declared.items() if not tensor_name else [(tensor_name, declared[tensor_name])]
+        ):
+            expected, actual = (
+                param.layout.shape(sizes),
+                tuple(owner[key].shape) if key in owner else None,
+            )
             if actual != expected:
                 raise SpecError(
                     f"cannot share {name}.{key}: it is {list(expected)} in this layer and "
-                    f"{actual and list(actual)} in the layer that owns it; use specs that declare equal shapes"
+                    f"{actual and list(actual)} in the layer that owns it; use specs that declare "
+                    "equal shapes"
                 )
 
 
 def shared_within(shared: Mapping[str, PartWeights], part: str) -> dict[str, PartWeights]:
     """The single tensors of one part that are shared, by their names within the part."""
-    return {name.removeprefix(f"{part}."): owner for name, owner in shared.items() if name.startswith(f"{part}.")}
+    return {
+        name.removeprefix(f"{part}."): owner
+        for name, owner in shared.items()
+        if name.startswith(f"{part}.")
+    }
 
 
 class PartWeights(nn.Module):
     """Parameters and constants of one part; see `PartParams` for how parts read them.
 
-    Tensors named in `borrowed` belong to another layer: they are used here, but saved and moved there.
+    Tensors named in `borrowed` belong to another layer: they are used here, but saved and moved
+    there.
     """
 
-    def __init__(self, spec: AttentionSpec, part: Part, borrowed: Mapping[str, PartWeights] = NO_SHARED) -> None:
+    def __init__(
+        self, spec: AttentionSpec, part: Part, borrowed: Mapping[str, PartWeights] = NO_SHARED
+    ) -> None:
         super().__init__()
         self.sizes: Mapping[str, int] = spec.sizes_of(part)
         self._borrowed = dict(borrowed)
         params = part.params(spec)
-        self._by_head = [name for name, param in params.items() if param.layout.dims[:1] == (("q",),)]
+        self._by_head = [
+            name for name, param in params.items() if param.layout.dims[:1] == (("q",),)
+        ]
         self._scalars = [name for name in self._by_head if params[name].layout.axes == ("q",)]
         for name, param in params.items():
             if name not in borrowed:
@@ -97,19 +117,23 @@ class PartWeights(nn.Module):
     def extra_repr(self) -> str:
         """Names and shapes, as `print(layer)` shows them."""
         every = {**self._parameters, **self._buffers}
-        return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in every.items() if tensor is not None)
+        return ", ".join(
+            f"{name} {list(tensor.shape)}" for name, tensor in every.items() if tensor is not None
+        )
 
     def head(self, h: Any) -> Mapping[str, Tensor]:
         """All tensors; those with a leading axis of score heads are indexed by h."""
         return {n: self[n][h] if n in self._by_head else self[n] for n in self._names}
 
     def broadcast_over_scores(self) -> Mapping[str, Tensor]:
-        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over s_BHTS."""
+        """All tensors; those with one number per score head are shaped [H, 1, 1], to broadcast over
+        s_BHTS.
+        """
         return {n: self[n][:, None, None] if n in self._scalars else self[n] for n in self._names}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Constants move between devices but keep their dtype: angles and slopes rounded to bfloat16 would stand for
-        # other positions.
+        # Constants move between devices but keep their dtype: angles and slopes rounded to bfloat16
+        # would stand for other positions.
         exact = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, before in exact.items():
@@ -120,9 +144,11 @@ class PartWeights(nn.Module):
 
 
 class StepObserver(Protocol):
-    """Receives what a part changes: the part's name in the spec, what it acts on, and the tensor before and after.
+    """Receives what a part changes: the part's name in the spec, what it acts on, and the tensor
+    before and after.
 
-    `side` is "q", "k" or "v" for query and key transforms, "scores", "weights", "outputs" or "gates".
+    `side` is "q", "k" or "v" for query and key transforms, "scores", "weights", "outputs" or
+    "gates".
     """
 
     def __call__(self, name: str, side: str, before: Tensor, after: Tensor, /) -> object: ...
@@ -135,7 +161,8 @@ def observe_nothing(name: str, side: str, before: Tensor, after: Tensor, /) -> N
 class QKTransforms:
     """Applies RoPE, QK-norm and the like to queries, keys or values at given positions.
 
-    What a transform needs of the positions (angles, say) is computed once, for the first side that asks for it.
+    What a transform needs of the positions (angles, say) is computed once, for the first side that
+    asks for it.
     """
 
     def __init__(
@@ -166,14 +193,23 @@ class BoundParts:
         self.weights: Mapping[str, PartWeights] = dict(weights)
         transforms = spec.parts_of(QKTransform)
         self._transforms = {
-            side: [(name, part, weights[name]) for name, part in transforms if side in part.transformed_sides(spec)]
+            side: [
+                (name, part, weights[name])
+                for name, part in transforms
+                if side in part.transformed_sides(spec)
+            ]
             for side in "qkv"
         }
         self.core_steps = CoreSteps.from_spec(spec, self.weights)
         self.mixes = [(name, part, weights[name]) for name, part in spec.parts_of(Mix)]
-        self._output_steps = [(name, part, weights[name]) for name, part in spec.parts_of(OutputStep)]
+        self._output_steps = [
+            (name, part, weights[name]) for name, part in spec.parts_of(OutputStep)
+        ]
         self._gates = [(name, part, weights[name]) for name, part in spec.parts_of(Gate)]
-        self.score_head_of_row, self._core_score_heads = spec.score_head_of_row, spec.core_score_heads
+        self.score_head_of_row, self._core_score_heads = (
+            spec.score_head_of_row,
+            spec.core_score_heads,
+        )
         self._observe: StepObserver = observe_nothing
 
     def observed(self, observe: StepObserver) -> BoundParts:
@@ -186,7 +222,10 @@ class BoundParts:
                 partial(_act_observed, partial(observe, name, side), act)
                 for name, act in zip(self._names_in(phase), acts, strict=True)
             ]
-            for side, phase, acts in (("scores", Phase.SCORES, steps.scores), ("weights", Phase.WEIGHTS, steps.weights))
+            for side, phase, acts in (
+                ("scores", Phase.SCORES, steps.scores),
+                ("weights", Phase.WEIGHTS, steps.weights),
+            )
         }
         parts.core_steps = replace(steps, **observed_acts)
         return parts
@@ -203,9 +242,13 @@ class BoundParts:
         """The query and key transforms of the layer at these positions."""
         return QKTransforms(self._transforms, position_BT, self._observe)
 
-    def project_kv(self, project: Project, z_BSE: Tensor, transforms: QKTransforms) -> dict[str, Tensor]:
+    def project_kv(
+        self, project: Project, z_BSE: Tensor, transforms: QKTransforms
+    ) -> dict[str, Tensor]:
         """The kv entry of these tokens: what a cache would keep of them."""
-        return project.project_kv(z_BSE, transforms, self.weights["project"]) | self._key_factors(z_BSE)
+        return project.project_kv(z_BSE, transforms, self.weights["project"]) | self._key_factors(
+            z_BSE
+        )
 
     def project_qkv(
         self, project: Project, x_BTD: Tensor, transforms: QKTransforms
@@ -214,15 +257,23 @@ class BoundParts:
         q_BTHK, entry = project.project_qkv(x_BTD, transforms, self.weights["project"])
         return q_BTHK, entry | self._key_factors(x_BTD)
 
-    def select_core_heads(self, q_BTHK: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The queries of the heads whose scores the core computes, and the caller's mask for these heads."""
+    def select_core_heads(
+        self, q_BTHK: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The queries of the heads whose scores the core computes, and the caller's mask for these
+        heads.
+        """
         if len(self._core_score_heads) == q_BTHK.shape[2]:
             return q_BTHK, mask
-        own_mask = mask if mask is None or mask.shape[1] == 1 else mask[:, list(self._core_score_heads)]
+        own_mask = (
+            mask if mask is None or mask.shape[1] == 1 else mask[:, list(self._core_score_heads)]
+        )
         return q_BTHK[:, :, list(self._core_score_heads)], own_mask
 
     def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
-        """Queries or keys as the similarity compares them: mapped to features in linear attention, else unchanged."""
+        """Queries or keys as the similarity compares them: mapped to features in linear attention,
+        else unchanged.
+        """
         return self.core_steps.similarity.feature_map(x_BTHK, side, self.core_steps.similarity_p)
 
     def gate_values(self, context: QueryContext, aux_losses: AuxLosses | None) -> list[Tensor]:
@@ -245,7 +296,9 @@ class BoundParts:
     def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:
         """The factors of each key that `Mix` parts cache beside keys and values."""
         return {
-            f"{name}.{key}": factor for name, mix, p in self.mixes for key, factor in mix.key_factors(z_BSE, p).items()
+            f"{name}.{key}": factor
+            for name, mix, p in self.mixes
+            for key, factor in mix.key_factors(z_BSE, p).items()
         }
 
 

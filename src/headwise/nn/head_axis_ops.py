@@ -20,12 +20,16 @@ WeightTensors = Mapping[str, Tensor]
 
 def select_heads(keep: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
     """Keeps these heads, in this order."""
-    return lambda t, axis: t.index_select(axis, torch.tensor(list(keep), dtype=torch.int64, device=t.device))
+    return lambda t, axis: t.index_select(
+        axis, torch.tensor(list(keep), dtype=torch.int64, device=t.device)
+    )
 
 
 def average_groups(groups: Sequence[Sequence[int]]) -> Callable[[Tensor, int], Tensor]:
     """Replaces each group of heads by its mean."""
-    return lambda t, axis: torch.stack([select_heads(group)(t, axis).mean(axis) for group in groups], axis)
+    return lambda t, axis: torch.stack(
+        [select_heads(group)(t, axis).mean(axis) for group in groups], axis
+    )
 
 
 def repeat_for_queries(kv_head_of_query: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
@@ -34,18 +38,25 @@ def repeat_for_queries(kv_head_of_query: Sequence[int]) -> Callable[[Tensor, int
 
 
 def transform_axes(
-    spec: AttentionSpec, weights: WeightTensors, moves: Mapping[str, Callable[[Tensor, int], Tensor]]
+    spec: AttentionSpec,
+    weights: WeightTensors,
+    moves: Mapping[str, Callable[[Tensor, int], Tensor]],
 ) -> dict[str, Tensor]:
     """All weights of a spec, transformed along the axes in `moves`."""
     return {
-        f"{name}.{key}": _transform_tensor(weights[f"{name}.{key}"], param.layout, spec.sizes_of(part), moves)
+        f"{name}.{key}": _transform_tensor(
+            weights[f"{name}.{key}"], param.layout, spec.sizes_of(part), moves
+        )
         for name, part in spec.parts()
         for key, param in part.params(spec).items()
     }
 
 
 def _transform_tensor(
-    tensor: Tensor, layout: AxisLayout, sizes: dict[str, int], moves: Mapping[str, Callable[[Tensor, int], Tensor]]
+    tensor: Tensor,
+    layout: AxisLayout,
+    sizes: dict[str, int],
+    moves: Mapping[str, Callable[[Tensor, int], Tensor]],
 ) -> Tensor:
     opened = tensor.reshape(layout.unmerged_shape(sizes))
     for where, axis in enumerate(layout.axes):
@@ -60,9 +71,10 @@ def keep_heads(
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """The layer with only these output heads: exactly the layer with all others ablated.
 
-    It also keeps the score heads that a kept head needs, and the key and value heads that these use. Where all heads
-    are mixed, that is all of them, and only the output projection gets smaller. A gate that needs the queries of
-    removed heads keeps their query projections, but not their keys and values.
+    It also keeps the score heads that a kept head needs, and the key and value heads that these
+    use. Where all heads are mixed, that is all of them, and only the output projection gets
+    smaller. A gate that needs the queries of removed heads keeps their query projections, but not
+    their keys and values.
     """
     indices = KeptHeads.of(spec, keep)
     return indices.spec, transform_axes(
@@ -89,22 +101,32 @@ class KeptHeads:
         if not outs or outs[0] < 0 or outs[-1] >= len(spec.score_head_of_output):
             num_heads = len(spec.score_head_of_output)
             raise SpecError(
-                f"heads {list(outs)} cannot be kept of {num_heads}; name at least one of 0..{num_heads - 1}"
+                f"heads {list(outs)} cannot be kept of {num_heads}; name at least one of "
+                f"0..{num_heads - 1}"
             )
         heads = spec.heads
         q = tuple(sorted(frozenset[int]().union(*(spec.required_score_heads(out) for out in outs))))
-        rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # rows that a mix makes stay as they are
+        rows = (
+            q if heads.rows == heads.q else tuple(range(heads.rows))
+        )  # rows that a mix makes stay as they are
         compared = frozenset[int]().union(*(spec.compared_score_heads(out) for out in outs))
         read_k = {heads.kv_head_of_query[h] for h in compared}
-        read_v = {heads.value_head_of_row[row] for row in (compared if heads.rows == heads.q else rows)}
-        kv, v = tuple(sorted(read_k if heads.value_heads else read_k | read_v)), tuple(sorted(read_v))
+        read_v = {
+            heads.value_head_of_row[row] for row in (compared if heads.rows == heads.q else rows)
+        }
+        kv, v = (
+            tuple(sorted(read_k if heads.value_heads else read_k | read_v)),
+            tuple(sorted(read_v)),
+        )
         smaller = Heads(
             q=len(q),
             kv=len(kv),
             dim=heads.dim,
             vdim=heads.vdim,
             kv_head_of_query=_index_of_each([heads.kv_head_of_query[h] for h in q], kv),
-            value_heads=_index_of_each([heads.value_heads[row] for row in rows], v) if heads.value_heads else (),
+            value_heads=_index_of_each([heads.value_heads[row] for row in rows], v)
+            if heads.value_heads
+            else (),
             score_head_of_output=tuple(rows.index(spec.score_head_of_output[out]) for out in outs),
         )
         by_axis = {"out": outs, "q": q, "kv": kv} | ({"v": v} if heads.value_heads else {})
@@ -122,26 +144,40 @@ def _index_of_each(heads: Sequence[int], kept_heads: Sequence[int]) -> tuple[int
 def share_kv_heads(
     spec: AttentionSpec, weights: WeightTensors, groups: Sequence[Sequence[int]]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The layer whose key-value heads are the means of these groups; exact if the heads of a group are equal."""
+    """The layer whose key-value heads are the means of these groups; exact if the heads of a group
+    are equal.
+    """
     heads = spec.heads
     if heads.value_heads:
         raise SpecError(
-            f"cannot share heads whose keys and values have different groups ({heads}); leave out value_heads"
+            f"cannot share heads whose keys and values have different groups ({heads}); leave out "
+            "value_heads"
         )
     if sorted(head for group in groups for head in group) != list(range(heads.kv)):
-        raise SpecError(f"cannot share heads in groups {groups}; name each of {heads.kv} key-value heads once")
+        raise SpecError(
+            f"cannot share heads in groups {groups}; name each of {heads.kv} key-value heads once"
+        )
     _check_even(spec, [len(group) for group in groups])
     owner = {head: n for n, group in enumerate(groups) for head in group}
-    fewer = replace(heads, kv=len(groups), kv_head_of_query=tuple(owner[r] for r in heads.kv_head_of_query))
-    return _with(spec, fewer, spec.pattern), transform_axes(spec, weights, {"kv": average_groups(groups)})
+    fewer = replace(
+        heads, kv=len(groups), kv_head_of_query=tuple(owner[r] for r in heads.kv_head_of_query)
+    )
+    return _with(spec, fewer, spec.pattern), transform_axes(
+        spec, weights, {"kv": average_groups(groups)}
+    )
 
 
-def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The layer in which every query head has its own copy of its key-value head; computes the same function."""
+def split_kv_heads(
+    spec: AttentionSpec, weights: WeightTensors
+) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """The layer in which every query head has its own copy of its key-value head; computes the same
+    function.
+    """
     heads = spec.heads
     if heads.value_heads:
         raise SpecError(
-            f"cannot split heads whose keys and values have different groups ({heads}); leave out value_heads"
+            f"cannot split heads whose keys and values have different groups ({heads}); leave out "
+            "value_heads"
         )
     _check_even(spec, [heads.kv_head_of_query.count(head) for head in range(heads.kv)])
     own = replace(heads, kv=heads.q, kv_head_of_query=tuple(range(heads.q)))
@@ -151,20 +187,31 @@ def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[Attenti
 
 
 def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
-    """Raise SpecError for unequal groups if a part treats all key heads as one vector, whose mean would change."""
+    """Raise SpecError for unequal groups if a part treats all key heads as one vector, whose mean
+    would change.
+    """
     concatenating = [name for name, part in spec.parts() if part.concatenates_key_heads()]
     if concatenating and len(set(sizes)) > 1:
         raise SpecError(
-            f"{concatenating[0]} normalises all key heads as one vector, so groups of {list(sizes)} heads would change "
+            f"{concatenating[0]} normalises all key heads as one vector, so groups of "
+            f"{list(sizes)} heads would change "
             "its result; use groups of equal size"
         )
 
 
 def _with(spec: AttentionSpec, heads: Heads, pattern: Pattern) -> AttentionSpec:
-    """The spec with other heads and their pattern; sizes of parts that followed from the number of heads stay."""
-    slots = {slot: getattr(spec, slot).with_fixed_sizes(spec) for slot in SLOTS if slot != "pattern"}
+    """The spec with other heads and their pattern; sizes of parts that followed from the number of
+    heads stay.
+    """
+    slots = {
+        slot: getattr(spec, slot).with_fixed_sizes(spec) for slot in SLOTS if slot != "pattern"
+    }
     if heads.score_head_of_output == spec.default_score_heads(heads.rows):
         heads = replace(heads, score_head_of_output=())
     return replace(
-        spec, heads=heads, pattern=pattern, **slots, modifiers=tuple(m.with_fixed_sizes(spec) for m in spec.modifiers)
+        spec,
+        heads=heads,
+        pattern=pattern,
+        **slots,
+        modifiers=tuple(m.with_fixed_sizes(spec) for m in spec.modifiers),
     )

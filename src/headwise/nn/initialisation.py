@@ -1,4 +1,6 @@
-"""Initialisation again: weights that shrink with the depth of a layer (DS-Init), and new random features."""
+"""Initialisation again: weights that shrink with the depth of a layer (DS-Init), and new random
+features.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from ..parts.initialisers import xavier_uniform, xavier_uniform_bound
 from .attention import Attention
 
 FANS = ("own", "joined")
-ONE_INPUT = {"project.q": "q", "project.k": "kv", "project.v": "kv"}  # projections that may be one matrix, by input
+ONE_INPUT = {
+    "project.q": "q",
+    "project.k": "kv",
+    "project.v": "kv",
+}  # projections that may be one matrix, by input
 
 
 def depth_scaled_init(
@@ -27,15 +33,16 @@ def depth_scaled_init(
 ) -> None:
     """W ~ U(-b, b) with b = sqrt(6 / (d_in + d_out)) alpha / depth^exponent: DS-Init (1908.11365).
 
-    `modules` are the modules of one layer of a stack; `depth` counts layers from 1. exponent=0.5 is what the
-    paper writes; the released code passes depth^-0.5 to an initialiser that scales the variance, which makes it 0.25.
-    fans="own" gives each matrix its own d_out. With "joined", queries, keys and values that are computed from one input
-    count as one matrix of all their outputs, as where code holds them in one matrix: q, k and v in self-attention, k
-    and v in cross-attention.
+    `modules` are the modules of one layer of a stack; `depth` counts layers from 1. exponent=0.5 is
+    what the paper writes; the released code passes depth^-0.5 to an initialiser that scales the
+    variance, which makes it 0.25. fans="own" gives each matrix its own d_out. With "joined",
+    queries, keys and values that are computed from one input count as one matrix of all their
+    outputs, as where code holds them in one matrix: q, k and v in self-attention, k and v in
+    cross-attention.
 
-    Every weight matrix is initialised again: in headwise layers those that are Xavier-uniform, and those of each
-    nn.Linear and nn.MultiheadAttention. Biases, norms, embeddings, constants, and matrices that a part initialises in
-    another way stay.
+    Every weight matrix is initialised again: in headwise layers those that are Xavier-uniform, and
+    those of each nn.Linear and nn.MultiheadAttention. Biases, norms, embeddings, constants, and
+    matrices that a part initialises in another way stay.
 
     Four times as deep, half as wide:
 
@@ -50,7 +57,9 @@ def depth_scaled_init(
         raise SpecError(f"fans={fans!r} is unknown; {suggest(str(fans), FANS)}")
     groups = list(_matrices([modules] if isinstance(modules, nn.Module) else modules))
     if not groups:
-        raise SpecError("there is no weight matrix to draw; give a layer with attention or nn.Linear in it")
+        raise SpecError(
+            "there is no weight matrix to draw; give a layer with attention or nn.Linear in it"
+        )
     with torch.no_grad():
         for group in groups:
             rows = sum(math.prod(matrix.shape[:-1]) for matrix in group)
@@ -64,9 +73,15 @@ def _factor(depth: int, exponent: float, alpha: float) -> float:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise SpecError(f"depth={depth!r} is no layer of a stack; count them from 1")
     if not (_number(exponent) and exponent >= 0):
-        raise SpecError(f"exponent={exponent!r} would let weights grow with depth; use 0.5 (paper) or 0.25 (its code)")
+        raise SpecError(
+            f"exponent={exponent!r} would let weights grow with depth; use 0.5 (paper) or 0.25 "
+            "(its code)"
+        )
     if not (_number(alpha) and 0 < alpha <= 1):
-        raise SpecError(f"alpha={alpha!r} is outside the paper's range; use more than 0 and at most 1, such as 1.0")
+        raise SpecError(
+            f"alpha={alpha!r} is outside the paper's range; use more than 0 and at most 1, such "
+            "as 1.0"
+        )
     return alpha / depth**exponent
 
 
@@ -75,7 +90,9 @@ def _number(value: object) -> bool:
 
 
 def _matrices(modules: Iterable[nn.Module]) -> Iterator[Sequence[Tensor]]:
-    """Every matrix to initialise; matrices that multiply one input and may be joined are in one list."""
+    """Every matrix to initialise; matrices that multiply one input and may be joined are in one
+    list.
+    """
     for module in [part for whole in modules for part in whole.modules()]:
         if isinstance(module, Attention):
             yield from _grouped(module)
@@ -90,7 +107,9 @@ def _grouped(layer: Attention) -> Iterator[Sequence[Tensor]]:
     for name, tensor in layer.named_parameters():
         if declared[name].applied is not None and declared[name].init is xavier_uniform:
             side = ONE_INPUT.get(name, name)
-            groups.setdefault("qkv" if len(side) <= 2 and layer.spec.source is None else side, []).append(tensor)
+            groups.setdefault(
+                "qkv" if len(side) <= 2 and layer.spec.source is None else side, []
+            ).append(tensor)
     yield from groups.values()
 
 
@@ -99,7 +118,10 @@ def _inputs(module: nn.MultiheadAttention) -> Iterator[Sequence[Tensor]]:
     if module.in_proj_weight is not None:
         yield list(module.in_proj_weight.chunk(3))
     else:
-        yield from ([weight] for weight in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight))
+        yield from (
+            [weight]
+            for weight in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        )
 
 
 SEEDS = 2**63  # seeds of random features are below
@@ -107,10 +129,12 @@ SEEDS = 2**63  # seeds of random features are below
 
 @torch.no_grad()
 def redraw_features(model: torch.nn.Module, seed: int) -> int:
-    """Sample the random features of every linear attention in the model again, in place; returns the number of layers.
+    """Sample the random features of every linear attention in the model again, in place; returns
+    the number of layers.
 
-    Each layer gets other features, which depend on `seed` and on the layer's number alone. Trained weights stay. The
-    features are constants that are saved with the weights, so a saved model computes with those it has at that time.
+    Each layer gets other features, which depend on `seed` and on the layer's number alone. Trained
+    weights stay. The features are constants that are saved with the weights, so a saved model
+    computes with those it has at that time.
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(preset="performer", model=8, heads=2))

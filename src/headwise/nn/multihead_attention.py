@@ -1,8 +1,8 @@
 """Multi-head attention layers with the interfaces of two well-known codes, on `attend`.
 
 `MultiHeadAttention` is called as layer(query, key, value, mask), as in the Annotated Transformer;
-`MultiheadAttention` takes the place of torch's class of that name. A layer with anything beyond plain softmax
-attention is an `Attention` of a spec.
+`MultiheadAttention` takes the place of torch's class of that name. A layer with anything beyond
+plain softmax attention is an `Attention` of a spec.
 
 Shapes: B batch, T queries, S keys, D model width.
 """
@@ -27,13 +27,20 @@ class MultiHeadAttention(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, heads: int, *, kv_heads: int | None = None, dropout: float = 0.0, bias: bool = True
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         if min(d_model, heads, kv_heads) < 1 or d_model % heads or heads % kv_heads:
             raise ValueError(
-                f"d_model={d_model}, heads={heads}, kv_heads={kv_heads}: heads must divide d_model, and kv_heads heads"
+                f"d_model={d_model}, heads={heads}, kv_heads={kv_heads}: heads must divide "
+                "d_model, and kv_heads heads"
             )
         self.heads, self.kv_heads, self.dropout = heads, kv_heads, dropout
         kv_width = d_model // heads * kv_heads
@@ -43,12 +50,18 @@ class MultiHeadAttention(nn.Module):
         self.attn: Tensor | None = None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, need_weights: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: bool = False,
     ) -> Tensor:
         """y [B, T, D] of query [B, T, D], key and value [B, S, D].
 
-        `mask` [B or 1, T or 1, S] or [T, S] is True or 1 where a query may attend to a key, alike for all heads. With
-        `need_weights`, the weights [B, heads, T, S] are kept in `attn`.
+        `mask` [B or 1, T or 1, S] or [T, S] is True or 1 where a query may attend to a key, alike
+        for all heads. With `need_weights`, the weights [B, heads, T, S] are kept in `attn`.
         """
         q = self.query(query).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
         k = self.key(key).unflatten(-1, (self.kv_heads, -1)).transpose(-3, -2)
@@ -59,11 +72,15 @@ class MultiHeadAttention(nn.Module):
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention`, computed by headwise: the same arguments, parameters, masks and results.
+    """`torch.nn.MultiheadAttention`, computed by headwise: the same arguments, parameters, masks
+    and results.
 
     A query that may attend to nothing gets the output of zeros, where torch's class returns NaN.
 
-    >>> theirs, ours = nn.MultiheadAttention(16, 4, batch_first=True), MultiheadAttention(16, 4, batch_first=True)
+    >>> theirs, ours = (
+    ...     nn.MultiheadAttention(16, 4, batch_first=True),
+    ...     MultiheadAttention(16, 4, batch_first=True),
+    ... )
     >>> _ = ours.load_state_dict(theirs.state_dict())
     >>> x = torch.randn(2, 5, 16)
     >>> torch.allclose(ours(x, x, x)[0], theirs(x, x, x)[0], atol=1e-6)
@@ -81,19 +98,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's: boolean masks are True where a query may not attend, others are added to the scores.
+        """As torch's: boolean masks are True where a query may not attend, others are added to the
+        scores.
 
         `is_causal` says that `attn_mask`, which has to be given, is causal.
         """
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal=True needs attn_mask; give nn.Transformer.generate_square_subsequent_mask(T)")
+            raise ValueError(
+                "is_causal=True needs attn_mask; give "
+                "nn.Transformer.generate_square_subsequent_mask(T)"
+            )
         is_batched = query.dim() == 3
         sequences = [self._batch_first(tensor, is_batched) for tensor in (query, key, value)]
         q, k, v = (self._split_heads(x) for x in self._project(*sequences))
         allowed, bias = self._masks(attn_mask, key_padding_mask, (*q.shape[:3], k.shape[2]))
         k, v, num_added = self._with_added_keys(k, v)
         if num_added:
-            allowed = None if allowed is None else nn.functional.pad(allowed, (0, num_added), value=True)
+            allowed = (
+                None if allowed is None else nn.functional.pad(allowed, (0, num_added), value=True)
+            )
             bias = None if bias is None else nn.functional.pad(bias, (0, num_added))
         dropout = self.dropout if self.training else 0.0
         o, weights = attend(q, k, v, allowed, bias, dropout=dropout, need_weights=need_weights)
@@ -106,8 +129,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _batch_first(self, x: Tensor, is_batched: bool) -> Tensor:
         if x.dim() != (3 if is_batched else 2):
-            raise ValueError(f"query, key and value need equally many dimensions, 3 or 2; one has {x.dim()}")
-        return x if is_batched and self.batch_first else x.transpose(0, 1) if is_batched else x[None]
+            raise ValueError(
+                f"query, key and value need equally many dimensions, 3 or 2; one has {x.dim()}"
+            )
+        return (
+            x if is_batched and self.batch_first else x.transpose(0, 1) if is_batched else x[None]
+        )
 
     def _split_heads(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -127,7 +154,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         return projected
 
     def _with_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values with a zero at the end (`add_zero_attn`), and how many keys no mask speaks of."""
+        """Keys and values with a zero at the end (`add_zero_attn`), and how many keys no mask
+        speaks of.
+        """
         num_added = int(self.bias_k is not None)
         if self.add_zero_attn:
             k, v = (nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
@@ -137,16 +166,24 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, shape: tuple[int, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The allowed pairs, and the numbers added to the scores, each [B or 1, H or 1, T or 1, S] or None."""
+        """The allowed pairs, and the numbers added to the scores, each [B or 1, H or 1, T or 1, S]
+        or None.
+        """
         batch, heads, queries, keys = shape
         keys -= int(self.bias_k is not None)
         allowed: Tensor | None = None
         bias: Tensor | None = None
-        masks = [] if attn_mask is None else [_view_mask("attn_mask", attn_mask, (batch, heads, queries, keys))]
+        masks = (
+            []
+            if attn_mask is None
+            else [_view_mask("attn_mask", attn_mask, (batch, heads, queries, keys))]
+        )
         if key_padding_mask is not None:
             padding = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask[None]
             if padding.shape != (batch, keys):
-                raise ValueError(f"key_padding_mask {list(key_padding_mask.shape)}: give [{batch}, {keys}]")
+                raise ValueError(
+                    f"key_padding_mask {list(key_padding_mask.shape)}: give [{batch}, {keys}]"
+                )
             masks.append(padding[:, None, None])
         for mask in masks:
             if mask.is_floating_point():
@@ -161,10 +198,14 @@ def _view_mask(name: str, mask: Tensor, shape: tuple[int, int, int, int]) -> Ten
     batch, heads, queries, keys = shape
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            f"{name} is {mask.dtype}; give booleans, True where a query may not attend, or additive values"
+            f"{name} is {mask.dtype}; give booleans, True where a query may not attend, or "
+            "additive values"
         )
     if mask.shape == (queries, keys):
         return mask[None, None]
     if mask.shape == (batch * heads, queries, keys):
         return mask.unflatten(0, (batch, heads))
-    raise ValueError(f"{name} {list(mask.shape)}: give [{queries}, {keys}] or [{batch * heads}, {queries}, {keys}]")
+    raise ValueError(
+        f"{name} {list(mask.shape)}: give [{queries}, {keys}] or [{batch * heads}, {queries}, "
+        f"{keys}]"
+    )

@@ -1,11 +1,13 @@
-"""Operation trace: every tensor operation that a layer applies to its input, with shapes, strides and copies.
+"""Operation trace: every tensor operation that a layer applies to its input, with shapes, strides
+and copies.
 
-A real layer runs on a random input under a `TorchFunctionMode`. Each operation belongs to the part whose method is on
-the call stack at that moment, so this module names no part.
+A real layer runs on a random input under a `TorchFunctionMode`. Each operation belongs to the part
+whose method is on the call stack at that moment, so this module names no part.
 
-`AttentionSteps` numbers the steps of multi-head attention as they are taught: 1 projection, 2 split into heads,
-3 exchange of heads and tokens, 4 attention of each head, 5 exchange back, 6 contiguous copy, 7 join of the heads,
-8 output projection. Operations of other parts, such as rotary embeddings, stand between them without a number.
+`AttentionSteps` numbers the steps of multi-head attention as they are taught: 1 projection, 2 split
+into heads, 3 exchange of heads and tokens, 4 attention of each head, 5 exchange back, 6 contiguous
+copy, 7 join of the heads, 8 output projection. Operations of other parts, such as rotary
+embeddings, stand between them without a number.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ from .attention import Attention
 
 WIDTH = 80
 # If one of these copies, it is recorded as two steps: `contiguous`, then a view.
-RESHAPES = {Tensor.flatten: "flatten", Tensor.reshape: "reshape", torch.flatten: "flatten", torch.reshape: "reshape"}
+RESHAPES = {
+    Tensor.flatten: "flatten",
+    Tensor.reshape: "reshape",
+    torch.flatten: "flatten",
+    torch.reshape: "reshape",
+}
 MEMORY_OF_INPUTS = "input"
 PRODUCTS = ("linear", "matmul", "einsum")  # never merged with neighbouring operations
 PACKAGE_FOLDER = str(Path(__file__).parents[1])
@@ -40,10 +47,11 @@ COMBINING_METHODS = ("project_qkv",)  # operations belong to the methods that th
 
 @dataclass(frozen=True)
 class OperationStep:
-    """One or more neighbouring operations of one interface method: their result, and whether its memory is new.
+    """One or more neighbouring operations of one interface method: their result, and whether its
+    memory is new.
 
-    `memory` is "view" if the result shares the storage of an operand, "copy" if it has its own, and "input" for the
-    inputs of the layer.
+    `memory` is "view" if the result shares the storage of an operand, "copy" if it has its own, and
+    "input" for the inputs of the layer.
     """
 
     number: int
@@ -100,7 +108,10 @@ class OperationTrace:
 
     def __str__(self) -> str:
         head = ("#", "operations", "shape", "strides", "memory")
-        cells = [(str(s.number), s.text, _sizes(s.shape), _sizes(s.strides), s.memory) for s in self.steps]
+        cells = [
+            (str(s.number), s.text, _sizes(s.shape), _sizes(s.strides), s.memory)
+            for s in self.steps
+        ]
         wide = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         wide[1] = min(wide[1], max(WIDTH - sum(wide) + wide[1] - 2 * len(wide), 12))
         lines, before = _line(head, wide), ""
@@ -112,23 +123,37 @@ class OperationTrace:
         return "\n".join(lines)
 
 
-def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: int | None = None) -> OperationTrace:
-    """Trace a layer of this spec on a random input [batch, tokens, model], run by the `dense` backend.
+def walk(
+    spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: int | None = None
+) -> OperationTrace:
+    """Trace a layer of this spec on a random input [batch, tokens, model], run by the `dense`
+    backend.
 
-    Products and norms are torch's operations, so that the steps are the same on every machine.
-    With `source_tokens`, or if the spec has a source width, the layer attends to a second random sequence.
+    Products and norms are torch's operations, so that the steps are the same on every machine. With
+    `source_tokens`, or if the spec has a source width, the layer attends to a second random
+    sequence.
     """
-    sizes = {"batch": batch, "tokens": tokens, "source_tokens": 1 if source_tokens is None else source_tokens}
+    sizes = {
+        "batch": batch,
+        "tokens": tokens,
+        "source_tokens": 1 if source_tokens is None else source_tokens,
+    }
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"cannot trace a layer with {name}={size!r}; give an integer of at least 1")
+            raise ValueError(
+                f"cannot trace a layer with {name}={size!r}; give an integer of at least 1"
+            )
     if source_tokens is None and spec.source is not None:
         source_tokens = tokens
     torch_operations = points_of_class("other")
     with torch.random.fork_rng(devices=[]), torch.no_grad(), assume_points(torch_operations):
         layer = Attention(spec, backend="dense").eval()
         x_BTD = torch.randn(batch, tokens, spec.model)
-        z_BSE = None if source_tokens is None else torch.randn(batch, source_tokens, spec.source or spec.model)
+        z_BSE = (
+            None
+            if source_tokens is None
+            else torch.randn(batch, source_tokens, spec.source or spec.model)
+        )
         recorder = _Recorder()
         recorder.begin("x", x_BTD)
         if z_BSE is not None:
@@ -139,7 +164,9 @@ def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: i
 
 
 class _Recorder(TorchFunctionMode):
-    """Records every operation on tensors computed from the input, not those on masks, positions or weights alone."""
+    """Records every operation on tensors computed from the input, not those on masks, positions or
+    weights alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +178,11 @@ class _Recorder(TorchFunctionMode):
         self._record(name, "", name, (), tensor)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         operands = [t for t in _tensors([*args, *kwargs.values()]) if id(t) in self._tracked]
@@ -166,14 +197,28 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func)).strip("_").replace("getitem", "index")
         for tensor in _tensors([out]):
             if tensor.is_floating_point() and id(tensor) not in self._tracked:
-                self._record(method, part, "view" if name in RESHAPES.values() else name, operands, tensor)
+                self._record(
+                    method, part, "view" if name in RESHAPES.values() else name, operands, tensor
+                )
         return out
 
-    def _record(self, method: str, part: str, name: str, operands: Sequence[Tensor], out: Tensor) -> None:
+    def _record(
+        self, method: str, part: str, name: str, operands: Sequence[Tensor], out: Tensor
+    ) -> None:
         self._tracked[id(out)] = out
-        memory = MEMORY_OF_INPUTS if not operands else "view" if _shares_storage(out, operands) else "copy"
+        memory = (
+            MEMORY_OF_INPUTS
+            if not operands
+            else "view"
+            if _shares_storage(out, operands)
+            else "copy"
+        )
         number = len(self.steps)
-        self.steps.append(OperationStep(number, method, part, (name,), tuple(out.shape), tuple(out.stride()), memory))
+        self.steps.append(
+            OperationStep(
+                number, method, part, (name,), tuple(out.shape), tuple(out.stride()), memory
+            )
+        )
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -192,7 +237,9 @@ def _shares_storage(out: Tensor, operands: Sequence[Tensor]) -> bool:
 
 
 def _current_part_method() -> tuple[str, str]:
-    """The interface method on the call stack and its part's name; ("attend", "") in a backend, else ("layer", "")."""
+    """The interface method on the call stack and its part's name; ("attend", "") in a backend, else
+    ("layer", "").
+    """
     frame = sys._getframe(2)
     while frame is not None and not isinstance(frame.f_locals.get("self"), Part):
         if frame.f_globals.get("__name__", "").startswith(BACKENDS):
@@ -213,7 +260,9 @@ def _current_part_method() -> tuple[str, str]:
 
 
 def _merge_neighbours(steps: Sequence[OperationStep]) -> tuple[OperationStep, ...]:
-    """Merge neighbouring operations of one interface method whose results have equal shape and strides."""
+    """Merge neighbouring operations of one interface method whose results have equal shape and
+    strides.
+    """
     merged: list[OperationStep] = []
     for step in steps:
         last = merged[-1] if merged else None
@@ -225,7 +274,7 @@ def _merge_neighbours(steps: Sequence[OperationStep]) -> tuple[OperationStep, ..
     return tuple(merged)
 
 
-# --- as text -------------------------------------------------------------------------------------------
+# --- as text --------------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> Any:
@@ -239,7 +288,11 @@ def _sizes(sizes: tuple[int, ...]) -> str:
 def _line(row: Sequence[str], wide: Sequence[int]) -> list[str]:
     """The lines of one table row; operations that do not fit continue on the next line."""
     first, *more = textwrap.wrap(row[1], wide[1]) or [""]
-    cells = [row[0].rjust(wide[0]), first.ljust(wide[1]), *(c.ljust(w) for c, w in zip(row[2:], wide[2:], strict=True))]
+    cells = [
+        row[0].rjust(wide[0]),
+        first.ljust(wide[1]),
+        *(c.ljust(w) for c, w in zip(row[2:], wide[2:], strict=True)),
+    ]
     indent = " " * (wide[0] + 2)
     return ["  ".join(cells).rstrip(), *(indent + line for line in more)]
 
@@ -257,11 +310,17 @@ STEP_NAMES = {
 SPLITS, EXCHANGES = ("view", "unflatten"), ("transpose", "permute")
 # Tensors that methods of the core return, by the symbols of the Transformer paper.
 CORE_RESULTS = {"scores": "Q K^T", "score": "Q K^T", "normalise": "weights"}
-MERGE_STEPS = {"contiguous": 6, **dict.fromkeys((*SPLITS, "flatten"), 7), **dict.fromkeys(PRODUCTS, 8)}
+MERGE_STEPS = {
+    "contiguous": 6,
+    **dict.fromkeys((*SPLITS, "flatten"), 7),
+    **dict.fromkeys(PRODUCTS, 8),
+}
 
 
 class AttentionStep(NamedTuple):
-    """One step: its number (0 without one), what it does, the tensor, its shape, and whether its memory is new."""
+    """One step: its number (0 without one), what it does, the tensor, its shape, and whether its
+    memory is new.
+    """
 
     number: int
     name: str
@@ -288,7 +347,11 @@ class AttentionSteps:
         operations = self.trace.steps
         first_score = _first_index(operations, CORE_RESULTS)
         last_core = max(
-            (step.number for step in operations if step.interface == "attend" and set(step.operations) & set(PRODUCTS)),
+            (
+                step.number
+                for step in operations
+                if step.interface == "attend" and set(step.operations) & set(PRODUCTS)
+            ),
             default=first_score,
         )
         before = [step for step in operations if step.number < first_score]
@@ -309,7 +372,8 @@ class AttentionSteps:
         heads, spec = self.trace.spec.heads, self.trace.spec
         kv = "" if heads.kv == heads.q else f" on {pluralise(heads.kv, 'key-value head')}"
         lines = [
-            f"{pluralise(self.trace.batch, 'row')} of {pluralise(self.trace.tokens, 'token')}, width {spec.model}; "
+            f"{pluralise(self.trace.batch, 'row')} of {pluralise(self.trace.tokens, 'token')}, "
+            f"width {spec.model}; "
             f"{pluralise(heads.q, 'head')} of {pluralise(heads.dim, 'channel')}{kv}",
             "",
             _format_row("", "step", "tensor", "shape", "memory"),
@@ -320,17 +384,25 @@ class AttentionSteps:
             previous = (step.number, step.name)
             number = str(step.number) if step.number and is_new else ""
             name = step.name if is_new else ""
-            lines.append(_format_row(number, name, step.tensor, " ".join(map(str, step.shape)), step.memory))
+            lines.append(
+                _format_row(number, name, step.tensor, " ".join(map(str, step.shape)), step.memory)
+            )
         return "\n".join(lines)
 
 
 def _first_index(operations: tuple[OperationStep, ...], interfaces: dict[str, str]) -> int:
-    numbers = (step.number for step in operations if step.interface in interfaces or step.interface == "mix")
+    numbers = (
+        step.number
+        for step in operations
+        if step.interface in interfaces or step.interface == "mix"
+    )
     return next(numbers, len(operations))
 
 
 def _steps_before(operations: list[OperationStep]) -> Iterator[AttentionStep]:
-    """Yield the steps until the scores: inputs, projections, splits, other parts, and the exchange of axes."""
+    """Yield the steps until the scores: inputs, projections, splits, other parts, and the exchange
+    of axes.
+    """
     count = {"kv products": 0, "kv splits": 0}
     products = [step for step in operations if step.interface == "project_kv" and _is_product(step)]
     names = ["K", "V"] if len(products) == 2 else ["K, V"] * len(products)
@@ -338,8 +410,12 @@ def _steps_before(operations: list[OperationStep]) -> Iterator[AttentionStep]:
     for step in operations:
         is_query = step.interface == "project_query"
         if step.memory == MEMORY_OF_INPUTS:
-            yield AttentionStep(0, "input", "X" if step.interface == "x" else "source", step.shape, step.memory)
-        elif step.interface in ("project_query", "project_kv") and (_is_product(step) or _is_split(step)):
+            yield AttentionStep(
+                0, "input", "X" if step.interface == "x" else "source", step.shape, step.memory
+            )
+        elif step.interface in ("project_query", "project_kv") and (
+            _is_product(step) or _is_split(step)
+        ):
             kind = "kv products" if _is_product(step) else "kv splits"
             tensor = "Q" if is_query else names[count[kind] % len(names)] if names else "K, V"
             count[kind] += not is_query
@@ -356,12 +432,20 @@ def _steps_before(operations: list[OperationStep]) -> Iterator[AttentionStep]:
 
 
 def _order(steps: Iterator[AttentionStep]) -> list[AttentionStep]:
-    """Put equal steps together, queries first; of another part's operations, only the last result counts."""
+    """Put equal steps together, queries first; of another part's operations, only the last result
+    counts.
+    """
     unique: dict[tuple[int, str, str], AttentionStep] = {}
     for step in steps:
-        key = (step.number, step.name, step.tensor if step.number or step.name == "input" else str(step.shape))
+        key = (
+            step.number,
+            step.name,
+            step.tensor if step.number or step.name == "input" else str(step.shape),
+        )
         unique[key] = step
-    others = {step.name: step for step in unique.values() if not step.number and step.name != "input"}
+    others = {
+        step.name: step for step in unique.values() if not step.number and step.name != "input"
+    }
     numbered = [step for step in unique.values() if step.number or step.name == "input"]
 
     def rank(step: AttentionStep) -> tuple[float, int]:
@@ -385,7 +469,9 @@ def _core_steps(operations: list[OperationStep]) -> Iterator[AttentionStep]:
 
 
 def _steps_after(operations: list[OperationStep]) -> Iterator[AttentionStep]:
-    """Yield the steps that join the heads; the outputs of heads have the name Z until they are multiplied by W_O."""
+    """Yield the steps that join the heads; the outputs of heads have the name Z until they are
+    multiplied by W_O.
+    """
     for number, step in enumerate(operations):
         is_last = number + 1 == len(operations) or operations[number + 1].where != step.where
         merged = MERGE_STEPS.get(step.operations[-1], 0) if step.interface == "merge" else 0

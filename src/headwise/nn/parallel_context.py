@@ -1,4 +1,6 @@
-"""How one layer is divided over processes: not at all, unless a model runs in tensor or context parallelism."""
+"""How one layer is divided over processes: not at all, unless a model runs in tensor or context
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from ..masking.sequence_info import SequenceInfo
 class ParallelContext(ABC):
     """The ranks that hold the other heads of a layer, or the other tokens of its rows.
 
-    Each rank computes a partial output and the partial outputs are summed, so the gradient of anything that several
-    ranks hold is the sum of their gradients. `adds_output_bias` is true on one rank; `num_token_shards` is the number
-    of ranks that share the tokens of a row.
+    Each rank computes a partial output and the partial outputs are summed, so the gradient of
+    anything that several ranks hold is the sum of their gradients. `adds_output_bias` is true on
+    one rank; `num_token_shards` is the number of ranks that share the tokens of a row.
     """
 
     adds_output_bias: bool = True
@@ -31,8 +33,12 @@ class ParallelContext(ABC):
         """The sum over ranks of their partial outputs."""
 
     @abstractmethod
-    def gather_tokens(self, entry: dict[str, Tensor], at: SequenceInfo) -> tuple[dict[str, Tensor], SequenceInfo]:
-        """The kv entry [B, tokens, ...] and positions of the tokens of all ranks, from those of this rank."""
+    def gather_tokens(
+        self, entry: dict[str, Tensor], at: SequenceInfo
+    ) -> tuple[dict[str, Tensor], SequenceInfo]:
+        """The kv entry [B, tokens, ...] and positions of the tokens of all ranks, from those of
+        this rank.
+        """
 
     @abstractmethod
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
@@ -40,7 +46,9 @@ class ParallelContext(ABC):
 
     @abstractmethod
     def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
-        """Where parts that see only some heads or tokens add their auxiliary losses; None to collect none."""
+        """Where parts that see only some heads or tokens add their auxiliary losses; None to
+        collect none.
+        """
 
     @abstractmethod
     def without_token_shards(self) -> ParallelContext:
@@ -56,7 +64,9 @@ class SingleProcess(ParallelContext):
     def reduce_from_heads(self, y: Tensor) -> Tensor:
         return y
 
-    def gather_tokens(self, entry: dict[str, Tensor], at: SequenceInfo) -> tuple[dict[str, Tensor], SequenceInfo]:
+    def gather_tokens(
+        self, entry: dict[str, Tensor], at: SequenceInfo
+    ) -> tuple[dict[str, Tensor], SequenceInfo]:
         return entry, at
 
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:

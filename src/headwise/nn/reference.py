@@ -1,7 +1,8 @@
-"""The slow reference implementation, one query at a time over its list of allowed keys, that every backend must match.
+"""The slow reference implementation, one query at a time over its list of allowed keys, that every
+backend must match.
 
-It uses no mask and no vectorised form: the scores of a (query, key) pair are a vector over heads, mixes run their
-`pair`, and each row is normalised by `normalise_row`. Run it in float64.
+It uses no mask and no vectorised form: the scores of a (query, key) pair are a vector over heads,
+mixes run their `pair`, and each row is normalised by `normalise_row`. Run it in float64.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ def reference_attention(
     """y_BTD from the definition; a mask must be the same for all heads."""
     if mask is not None and mask.shape[1] != 1:
         raise ValueError(
-            f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give [B, 1, T, S]"
+            f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give "
+            "[B, 1, T, S]"
         )
     spec, p = layer.spec, layer.weights
     queries = tokens or SequenceInfo.contiguous(0, x_BTD.shape[1], x_BTD.device)
     z_BSE = x_BTD if source is None else source
-    keys = source_tokens or (queries if source is None else SequenceInfo.contiguous(0, z_BSE.shape[1], x_BTD.device))
-    query_transforms, key_transforms = _ReferenceTransforms(spec, p, queries), _ReferenceTransforms(spec, p, keys)
+    keys = source_tokens or (
+        queries if source is None else SequenceInfo.contiguous(0, z_BSE.shape[1], x_BTD.device)
+    )
+    query_transforms, key_transforms = (
+        _ReferenceTransforms(spec, p, queries),
+        _ReferenceTransforms(spec, p, keys),
+    )
     q = spec.project.project_query(x_BTD, query_transforms, p["project"])
     kv_entry = spec.project.project_kv(z_BSE, key_transforms, p["project"])
     k, v = spec.project.expand_kv(kv_entry, key_transforms, p["project"])
@@ -63,7 +70,9 @@ def reference_attention(
             rows.append(attention.attend(b, t, visible, k[b], v[b], positions))
     shape = (*x_BTD.shape[:2], len(spec.core.value_head_of_row), spec.core.vdim)
     o_BTOV = spec.project.project_heads(
-        torch.stack(rows).view(shape) if rows else v.new_zeros(shape), spec.score_head_of_row, p["project"]
+        torch.stack(rows).view(shape) if rows else v.new_zeros(shape),
+        spec.score_head_of_row,
+        p["project"],
     )
     for name, step in spec.parts_of(OutputStep):
         o_BTOV = step.transform_outputs(o_BTOV, x_BTD, p[name])
@@ -75,8 +84,13 @@ def reference_attention(
 class _ReferenceTransforms:
     """All query and key transforms of the spec, at the positions of these tokens."""
 
-    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], sequence: SequenceInfo) -> None:
-        self.transforms = [(part, part.transformed_sides(spec), p[name]) for name, part in spec.parts_of(QKTransform)]
+    def __init__(
+        self, spec: AttentionSpec, p: Mapping[str, PartParams], sequence: SequenceInfo
+    ) -> None:
+        self.transforms = [
+            (part, part.transformed_sides(spec), p[name])
+            for name, part in spec.parts_of(QKTransform)
+        ]
         self.sequence = sequence
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
@@ -89,7 +103,9 @@ class _ReferenceTransforms:
 def _visible_keys(
     layer: Attention, b: int, t: int, queries: SequenceInfo, keys: SequenceInfo, mask: Tensor | None
 ) -> list[int]:
-    """The indices of the keys that query t may attend to: same segment, allowed by the pattern, and not masked."""
+    """The indices of the keys that query t may attend to: same segment, allowed by the pattern, and
+    not masked.
+    """
     query_row, key_row = _row_of(queries, b), _row_of(keys, b)
     segment = int(query_row.segment[t])
     return [
@@ -113,40 +129,67 @@ def _row_of(tokens: SequenceInfo, b: int) -> _SequenceRow:
 
 
 class _SingleQueryAttention:
-    """Attention of one query over its keys, one by one: scores, score steps, normaliser, mixes and values."""
+    """Attention of one query over its keys, one by one: scores, score steps, normaliser, mixes and
+    values.
+    """
 
-    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], context: QueryContext, z_BSE: Tensor) -> None:
+    def __init__(
+        self, spec: AttentionSpec, p: Mapping[str, PartParams], context: QueryContext, z_BSE: Tensor
+    ) -> None:
         self.spec, self.core, self.p, self.context = spec, spec.core, p, context
-        self.factors = {name: step.query_factors(context, p[name]) for name, step in spec.parts_of(ScoreStep)}
+        self.factors = {
+            name: step.query_factors(context, p[name]) for name, step in spec.parts_of(ScoreStep)
+        }
         self.mixes = {
             name: (m.query_factors(context.x_BTD, p[name]), m.key_factors(z_BSE, p[name]))
             for name, m in spec.parts_of(Mix)
         }
-        self.score_steps = [(name, step) for name, step in spec.parts_of(Modifier) if step.phase is Phase.SCORES]
-        self.weight_mixes = [(name, mix) for name, mix in spec.parts_of(Mix) if mix.phase is Phase.WEIGHTS]
+        self.score_steps = [
+            (name, step) for name, step in spec.parts_of(Modifier) if step.phase is Phase.SCORES
+        ]
+        self.weight_mixes = [
+            (name, mix) for name, mix in spec.parts_of(Mix) if mix.phase is Phase.WEIGHTS
+        ]
         self.value_steps = spec.parts_of(ValueStep)
         self.key_heads = list(spec.project.core(spec).key_head_of_query)
         self.value_heads = list(self.core.value_head_of_row)
         self.score_heads = list(spec.score_head_of_row)
 
     def attend(
-        self, b: int, t: int, keys: Sequence[int], k: Tensor, v: Tensor, rows: tuple[_SequenceRow, _SequenceRow]
+        self,
+        b: int,
+        t: int,
+        keys: Sequence[int],
+        k: Tensor,
+        v: Tensor,
+        rows: tuple[_SequenceRow, _SequenceRow],
     ) -> Tensor:
-        """Outputs o_RV: one for each row of this query's weights. `rows` has the positions of queries and keys."""
+        """Outputs o_RV: one for each row of this query's weights. `rows` has the positions of
+        queries and keys.
+        """
         if not keys:
             return v.new_zeros(len(self.core.value_head_of_row), v.shape[-1])
         pairs = [(s, QueryKeyPair(rows[0].position[t], rows[1].position[s])) for s in keys]
         s_NH = torch.stack([self._score(b, t, s, pair, k) for s, pair in pairs])
         i, j_N = int(rows[0].position[t]), [int(rows[1].position[s]) for s in keys]
-        w_NH = torch.stack([self._normalised(s_NH[:, h], h, i, j_N) for h in range(s_NH.shape[1])], 1)
+        w_NH = torch.stack(
+            [self._normalised(s_NH[:, h], h, i, j_N) for h in range(s_NH.shape[1])], 1
+        )
         for name, mix in self.weight_mixes:
-            w_NH = torch.stack([self._mixed(name, mix, w_NH[n], b, t, s) for n, s in enumerate(keys)])
+            w_NH = torch.stack(
+                [self._mixed(name, mix, w_NH[n], b, t, s) for n, s in enumerate(keys)]
+            )
         w_NR = w_NH if self.weight_mixes else w_NH[:, self.score_heads]
-        weighted = [w_R[:, None] * self._value(s, pair, v) for w_R, (s, pair) in zip(w_NR, pairs, strict=True)]
+        weighted = [
+            w_R[:, None] * self._value(s, pair, v)
+            for w_R, (s, pair) in zip(w_NR, pairs, strict=True)
+        ]
         return torch.stack(weighted).sum(0)
 
     def _normalised(self, s_N: Tensor, head: int, i: int, j_N: Sequence[int]) -> Tensor:
-        """Weights of one head over keys at positions j, which are zero at keys that its own pattern does not allow."""
+        """Weights of one head over keys at positions j, which are zero at keys that its own pattern
+        does not allow.
+        """
         pattern = head_pattern(self.spec.pattern, head)
         own = [n for n, j in enumerate(j_N) if pattern.allows(i, j)]
         if not own:
@@ -158,14 +201,18 @@ class _SingleQueryAttention:
         pair_of = self.spec.similarity.pair
         keys = k[s, self.key_heads]
         heads = enumerate(zip(self.context.q_BTHK[b, t], keys, strict=True))
-        s_H = torch.stack([pair_of(q, k, self.context.scale, self.p["similarity"].head(h)) for h, (q, k) in heads])
+        s_H = torch.stack(
+            [pair_of(q, k, self.context.scale, self.p["similarity"].head(h)) for h, (q, k) in heads]
+        )
         for name, step in self.score_steps:
             if isinstance(step, Mix):
                 s_H = self._mixed(name, step, s_H, b, t, s)
             elif isinstance(step, ScoreStep):
                 factors, p = self.factors[name], self.p[name]
                 own_factors = None if factors is None else factors[b, t]
-                s_H = step.score(s_H, pair, own_factors, {key: p[key] for key in step.params(self.spec)})
+                s_H = step.score(
+                    s_H, pair, own_factors, {key: p[key] for key in step.params(self.spec)}
+                )
         return s_H
 
     def _mixed(self, name: str, mix: Mix, a_H: Tensor, b: int, t: int, s: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Counter-based random numbers (Philox), equal on every machine and in any order; and a fast dropout for CPUs."""
+"""Counter-based random numbers (Philox), equal on every machine and in any order; and a fast
+dropout for CPUs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 
-# --- Dropout -------------------------------------------------------------------------------------------
+# --- Dropout --------------------------------------------------------------------------------------
 
 
 PROBABILITY_STEPS = 1 << 16  # resolution of dropout rates on a CPU
@@ -22,9 +24,9 @@ PROBABILITY_STEPS = 1 << 16  # resolution of dropout rates on a CPU
 def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
     """Dropout: zeroes each element with probability `rate` and divides the others by 1 - `rate`.
 
-    On a CPU, torch draws at least 32 random bits per element, one element at a time, which takes as long as a matrix
-    product. This function draws 16 bits per element, four elements at a time, and rounds `rate` to a multiple of
-    1/65,536.
+    On a CPU, torch draws at least 32 random bits per element, one element at a time, which takes as
+    long as a matrix product. This function draws 16 bits per element, four elements at a time, and
+    rounds `rate` to a multiple of 1/65,536.
 
     >>> torch.equal(dropout(torch.ones(3), 0.5, training=False), torch.ones(3))
     True
@@ -41,7 +43,7 @@ def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
     return x * stay.to(x.dtype).mul_(PROBABILITY_STEPS / (PROBABILITY_STEPS - cut))
 
 
-# --- Counter-based random numbers ----------------------------------------------------------------------
+# --- Counter-based random numbers -----------------------------------------------------------------
 
 RandomWords = NDArray[np.uint64]  # each below 2**32
 Ints = NDArray[np.int64]
@@ -52,8 +54,8 @@ FACTORS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 STRIDES = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 PREFETCHED_NUMBERS = 64  # numbers of a stream that are computed together
-# Counter word of `RandomStream` at the place of `RandomStreams`' attempt and split, whose values are smaller: the two
-# kinds of streams never use the same counter.
+# Counter word of `RandomStream` at the place of `RandomStreams`' attempt and split, whose values
+# are smaller: the two kinds of streams never use the same counter.
 STREAM_MARK = 0xFFFFFFFF
 
 
@@ -75,10 +77,11 @@ def philox(counter: Sequence[RandomWords], key: tuple[int, int]) -> list[RandomW
 
 @dataclass
 class RandomStreams:
-    """One random stream per example of a batch; the numbers of an example do not depend on the rest of the batch.
+    """One random stream per example of a batch; the numbers of an example do not depend on the rest
+    of the batch.
 
-    `example` and `attempt` [B] select the streams; a task that rejects an example uses its next attempt. Every method
-    returns [B, count] numbers and advances all streams equally.
+    `example` and `attempt` [B] select the streams; a task that rejects an example uses its next
+    attempt. Every method returns [B, count] numbers and advances all streams equally.
 
     >>> both = RandomStreams(0, 0, np.array([4, 7]), np.array([0, 0])).integers(100, 5)
     >>> alone = RandomStreams(0, 0, np.array([7]), np.array([0])).integers(100, 5)
@@ -96,9 +99,13 @@ class RandomStreams:
         return len(self.example)
 
     def blocks(self, row: NDArray[np.integer], number: NDArray[np.integer]) -> list[RandomWords]:
-        """Four random words for each row: block `number` of its stream. Does not advance the streams."""
+        """Four random words for each row: block `number` of its stream. Does not advance the
+        streams.
+        """
         example = self.example[row].astype(np.uint64)
-        attempt_and_split = self.attempt[row].astype(np.uint64) * np.uint64(4) + np.uint64(self.split)
+        attempt_and_split = self.attempt[row].astype(np.uint64) * np.uint64(4) + np.uint64(
+            self.split
+        )
         counter = (number.astype(np.uint64), attempt_and_split, example & LOW, example >> HALF)
         return philox(counter, (self.seed & int(LOW), self.seed >> 32))
 
@@ -111,7 +118,9 @@ class RandomStreams:
         return np.stack(words, 1).reshape(len(self), 4 * blocks)[:, :count]
 
     def integers(self, limit: int | Ints, count: int) -> Ints:
-        """Integers 0 .. limit - 1, uniform up to a relative error of limit / 2**32; `limit` may be [B, count]."""
+        """Integers 0 .. limit - 1, uniform up to a relative error of limit / 2**32; `limit` may be
+        [B, count].
+        """
         return ((self.words(count) * np.asarray(limit, np.uint64)) >> HALF).astype(np.int64)
 
     def uniform(self, count: int) -> NDArray[np.float64]:
@@ -121,16 +130,23 @@ class RandomStreams:
     def distinct(self, limit: int, count: int) -> Ints:
         """`count` different integers 0 .. limit - 1 in random order.
 
-        Floyd's algorithm (CACM 30:9, 1987) samples the set: step n samples from 0 .. limit - count + n, and takes the
-        largest of these if the sample occurred before. A Fisher-Yates shuffle orders it.
+        Floyd's algorithm (CACM 30:9, 1987) samples the set: step n samples from 0 .. limit - count
+        + n, and takes the largest of these if the sample occurred before. A Fisher-Yates shuffle
+        orders it.
         """
         rows, places = np.arange(len(self)), np.arange(count)
-        sample, swaps = self.integers(limit - count + 1 + places, count), places + self.integers(count - places, count)
+        sample, swaps = (
+            self.integers(limit - count + 1 + places, count),
+            places + self.integers(count - places, count),
+        )
         for place in range(1, count):
             is_repeated = (sample[:, :place] == sample[:, place, None]).any(1)
             sample[is_repeated, place] = limit - count + place
         for place in range(count):
-            sample[rows, place], sample[rows, swaps[:, place]] = sample[rows, swaps[:, place]], sample[rows, place]
+            sample[rows, place], sample[rows, swaps[:, place]] = (
+                sample[rows, swaps[:, place]],
+                sample[rows, place],
+            )
         return sample
 
     def choice(self, options: Sequence[int]) -> Ints:
@@ -142,7 +158,8 @@ class RandomStreams:
 class RandomStream:
     """Random stream of uniform numbers; the n-th one depends on `seed`, `number` and n alone.
 
-    `used` counts the numbers returned so far; a new stream with the same `used` continues where another one stopped.
+    `used` counts the numbers returned so far; a new stream with the same `used` continues where
+    another one stopped.
 
     >>> first, again = RandomStream(7, number=3), RandomStream(7, number=3, used=1)
     >>> _, second = first.uniform(), first.uniform()
@@ -157,7 +174,10 @@ class RandomStream:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**64 or not 0 <= self.number < 2**64:
-            raise SpecError(f"no stream has seed={self.seed}, number={self.number}; give integers in 0..2**64 - 1")
+            raise SpecError(
+                f"no stream has seed={self.seed}, number={self.number}; give integers in 0..2**64 "
+                "- 1"
+            )
 
     def uniform(self) -> float:
         """The next number, with 52 random bits, strictly between 0 and 1."""
@@ -168,10 +188,18 @@ class RandomStream:
         return self._ahead[at]
 
     def _units(self, first: int) -> list[float]:
-        """`PREFETCHED_NUMBERS` numbers from an even index on; each block of four words gives two."""
+        """`PREFETCHED_NUMBERS` numbers from an even index on; each block of
+        four words gives two.
+        """
         block = np.arange(first // 2, (first + PREFETCHED_NUMBERS) // 2, dtype=np.uint64)
-        row = [np.full_like(block, part) for part in (STREAM_MARK, self.number & int(LOW), self.number >> 32)]
+        row = [
+            np.full_like(block, part)
+            for part in (STREAM_MARK, self.number & int(LOW), self.number >> 32)
+        ]
         words = philox([block, *row], (self.seed & int(LOW), self.seed >> 32))
-        high, low = np.stack([words[0], words[2]], 1).ravel(), np.stack([words[1], words[3]], 1).ravel()
+        high, low = (
+            np.stack([words[0], words[2]], 1).ravel(),
+            np.stack([words[1], words[3]], 1).ravel(),
+        )
         whole = (high >> np.uint64(6) << np.uint64(26)) | (low >> np.uint64(6))
         return ((whole.astype(np.float64) + 0.5) / 2.0**52).tolist()

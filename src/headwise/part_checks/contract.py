@@ -1,4 +1,5 @@
-"""The checks that every part keeps: `check_part` runs them on small specs with the part and on its own examples.
+"""The checks that every part keeps: `check_part` runs them on small specs with the part and on its
+own examples.
 
 The report has one row per check and is printed as a table.
 """
@@ -28,14 +29,16 @@ from ..spec.serialization import to_json, to_toml
 from . import layer_cases as cases
 from .layer_cases import count_torch_flops, decode_in_chunks, layer_gradients
 
-# Errors are relative to |expected| + ERROR_OFFSET, so that values near zero are compared by their absolute error.
+# Errors are relative to |expected| + ERROR_OFFSET, so that values near zero are compared by their
+# absolute error.
 MAX_ERROR, ERROR_OFFSET = 1e-10, 0.1
 MAX_FAILURES = 8  # printed for each check
 
 
 @dataclass
 class CheckResult:
-    """One check: the number of comparisons, the largest error of those of tensors, and the failures, one line each.
+    """One check: the number of comparisons, the largest error of those of tensors, and the
+    failures, one line each.
 
     `skipped` are the specs that the check does not apply to, with the reasons.
     """
@@ -55,7 +58,9 @@ class CheckResult:
                 self.failures.append(f"{label}: {actual}, expected {expected}")
             return
         if actual.shape != expected.shape:
-            self.failures.append(f"{label}: shape {list(actual.shape)}, expected {list(expected.shape)}")
+            self.failures.append(
+                f"{label}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+            )
             return
         error = measure_error(actual, expected)
         self.largest_error = error if self.largest_error is None else max(error, self.largest_error)
@@ -83,7 +88,8 @@ class CheckResult:
 
 
 def measure_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest |actual - expected| / (|expected| + 0.1); infinite if one is not finite where the other is.
+    """The largest |actual - expected| / (|expected| + 0.1); infinite if one is not finite where the
+    other is.
 
     >>> round(measure_error(torch.tensor([0.9, 2.0]), torch.tensor([0.9, 2.1])), 4)
     0.0455
@@ -98,7 +104,9 @@ def measure_error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class PartReport:
-    """The results of all checks of a part, with the specs and backends that were used; printed as a table."""
+    """The results of all checks of a part, with the specs and backends that were used; printed as a
+    table.
+    """
 
     part: str
     specs: tuple[str, ...]
@@ -132,7 +140,9 @@ class PartReport:
         failed = sum(bool(result.failures) for result in self.results)
         count = len(self.results)
         lines = [
-            f"{self.part}: {failed} of {count} checks failed" if failed else f"{self.part}: all {count} checks hold"
+            f"{self.part}: {failed} of {count} checks failed"
+            if failed
+            else f"{self.part}: all {count} checks hold"
         ]
         lines += ["", *self._format_table(), "", f"specs      {'; '.join(self.specs)}"]
         lines += [f"backends   {', '.join(self.backends)}"]
@@ -150,10 +160,15 @@ class PartReport:
         rows = [("check", "compares", "comparisons", "largest error", "result")]
         for result in self.results:
             error = "-" if result.largest_error is None else f"{result.largest_error:.1e}"
-            rows.append((result.name, result.description, f"{result.comparisons:,}", error, result.outcome))
+            rows.append(
+                (result.name, result.description, f"{result.comparisons:,}", error, result.outcome)
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return [
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}"
+            (
+                f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  "
+                f"{row[3]:>{widths[3]}}  {row[4]}"
+            )
             for row in rows
         ]
 
@@ -181,11 +196,12 @@ Check = Callable[[AttentionSpec], Iterator[Comparison]]
 def check_part(part: Part, *, seed: int = 0) -> PartReport:
     """Check a part as headwise checks its own, and report the results; failed checks raise nothing.
 
-    The part is put into small layers with random weights, and the specs of its `examples` are used too. Six checks run
-    on each: every backend equals the definition for one query and one key at a time, in float64; so do all gradients;
-    decoding with a KV cache equals one pass; pruning heads equals setting their outputs to zero; parameters, FLOPs
-    and cache are counted as they are; and text and folders give back what was written. `raise_if_failed` of the report
-    turns a failure into an AssertionError, for tests.
+    The part is put into small layers with random weights, and the specs of its `examples` are used
+    too. Six checks run on each: every backend equals the definition for one query and one key at a
+    time, in float64; so do all gradients; decoding with a KV cache equals one pass; pruning heads
+    equals setting their outputs to zero; parameters, FLOPs and cache are counted as they are; and
+    text and folders give back what was written. `raise_if_failed` of the report turns a failure
+    into an AssertionError, for tests.
 
     >>> import headwise as hw
     >>> report = check_part(hw.Softcap(limit=2.0))
@@ -194,18 +210,25 @@ def check_part(part: Part, *, seed: int = 0) -> PartReport:
     """
     if not isinstance(part, Part):
         hint = f"{part.__name__}()" if isinstance(part, type) else "MyPart()"
-        raise SpecError(f"part={part!r} is not a part; give an object of a class with @part, such as {hint}")
+        raise SpecError(
+            f"part={part!r} is not a part; give an object of a class with @part, such as {hint}"
+        )
     specs, impossible = cases.list_cases(part)
     if not specs:
         reasons = "; ".join(dict.fromkeys(impossible.values()))
-        raise SpecError(f"{part!r} fits none of the layers that parts are checked in: {reasons}; add specs to examples")
+        raise SpecError(
+            f"{part!r} fits none of the layers that parts are checked in: {reasons}; add specs to "
+            "examples"
+        )
     results = [CheckResult(name, description) for name, (description, _) in CHECKS.items()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for result in results:
             for name, spec in specs.items():
                 _run_check(result, name, spec, CHECKS[result.name][1])
-        backends = dict.fromkeys(name for spec in specs.values() for name in cases.supporting_backends(spec))
+        backends = dict.fromkeys(
+            name for spec in specs.values() for name in cases.supporting_backends(spec)
+        )
     reasons = tuple(f"{name}: {reason}" for name, reason in impossible.items())
     return PartReport(repr(part), tuple(specs), tuple(backends), reasons, tuple(results))
 
@@ -227,7 +250,7 @@ def _as_causal(spec: AttentionSpec) -> AttentionSpec:
         raise NotApplicableError(str(reason)) from None
 
 
-# --- The checks ----------------------------------------------------------------------------------------
+# --- The checks -----------------------------------------------------------------------------------
 
 
 def compare_outputs(spec: AttentionSpec) -> Iterator[Comparison]:
@@ -242,16 +265,22 @@ def compare_outputs(spec: AttentionSpec) -> Iterator[Comparison]:
 
 
 def compare_gradients(spec: AttentionSpec) -> Iterator[Comparison]:
-    """Gradients of the input and of every parameter, by every backend, and those of the definition."""
+    """Gradients of the input and of every parameter, by every backend, and
+    those of the definition.
+    """
     layer = cases.make_layer(spec)
     x, source = cases.make_inputs(spec)
     x.requires_grad_()
     sequence = cases.sequence_infos(x)["packed"]
-    expected = layer_gradients(layer, reference_attention(layer, x, source=source, tokens=sequence), x)
+    expected = layer_gradients(
+        layer, reference_attention(layer, x, source=source, tokens=sequence), x
+    )
     for layer.backend_name in cases.supporting_backends(spec, needs_grad=True):
         actual = layer_gradients(layer, layer(x, source=source, sequence=sequence), x)
         for name, gradient in expected.items():
-            yield Comparison(f"gradient of {name}, backend {layer.backend_name}", actual[name], gradient)
+            yield Comparison(
+                f"gradient of {name}, backend {layer.backend_name}", actual[name], gradient
+            )
 
 
 def compare_decoding(spec: AttentionSpec) -> Iterator[Comparison]:
@@ -267,7 +296,9 @@ def compare_decoding(spec: AttentionSpec) -> Iterator[Comparison]:
 
 
 def compare_pruning(spec: AttentionSpec) -> Iterator[Comparison]:
-    """A layer without some heads, and the whole layer with the outputs of these heads set to zero."""
+    """A layer without some heads, and the whole layer with the outputs of these
+    heads set to zero.
+    """
     layer = cases.make_layer(spec)
     x, source = cases.make_inputs(spec)
     count = len(spec.score_head_of_output)
@@ -281,24 +312,40 @@ def compare_pruning(spec: AttentionSpec) -> Iterator[Comparison]:
         pruned.load_state_dict(weights)
         label = f"heads {', '.join(map(str, remaining))} are kept"
         for pruned.backend_name in (None, *cases.supporting_backends(small)):
-            yield Comparison(f"{label}, backend {pruned.backend_name}", pruned(x, source=source), expected)
+            yield Comparison(
+                f"{label}, backend {pruned.backend_name}", pruned(x, source=source), expected
+            )
         pruned.backend_name = None
         if not small.is_recurrent:
-            yield Comparison(f"{label}, probed", pruned(x, source=source, probe=Probe("weights")), expected)
+            yield Comparison(
+                f"{label}, probed", pruned(x, source=source, probe=Probe("weights")), expected
+            )
 
 
 def compare_counts(spec: AttentionSpec) -> Iterator[Comparison]:
-    """Counted and real numbers: parameters, constants, shapes, FLOPs of the dense backend, and bytes of the cache."""
+    """Counted and real numbers: parameters, constants, shapes, FLOPs of the dense backend, and
+    bytes of the cache.
+    """
     layer = cases.make_layer(spec, torch.float32, "dense")
-    yield Comparison("parameters", costs.count_parameters(spec), sum(p.numel() for p in layer.parameters()))
-    yield Comparison("constants", costs.count_constants(spec), sum(b.numel() for b in layer.buffers()))
-    yield Comparison("shapes", spec.shapes(), {name: tuple(t.shape) for name, t in layer.state_dict().items()})
+    yield Comparison(
+        "parameters", costs.count_parameters(spec), sum(p.numel() for p in layer.parameters())
+    )
+    yield Comparison(
+        "constants", costs.count_constants(spec), sum(b.numel() for b in layer.buffers())
+    )
+    yield Comparison(
+        "shapes", spec.shapes(), {name: tuple(t.shape) for name, t in layer.state_dict().items()}
+    )
     x, source = cases.make_inputs(spec, torch.float32)
     keys = cases.TOKENS if source is None else cases.SOURCE
     work = CallSize(cases.BATCH, cases.TOKENS, keys, keys)
-    yield Comparison("FLOPs", costs.counted_flops(spec, work), count_torch_flops(layer, x, source=source))
+    yield Comparison(
+        "FLOPs", costs.counted_flops(spec, work), count_torch_flops(layer, x, source=source)
+    )
     causal = _as_causal(spec)
-    cache = cases.make_layer(causal, torch.float32).cache(batch=cases.BATCH, capacity=cases.CAPACITY)
+    cache = cases.make_layer(causal, torch.float32).cache(
+        batch=cases.BATCH, capacity=cases.CAPACITY
+    )
     counted = costs.cache_bytes(causal, batch=cases.BATCH, capacity=cases.CAPACITY)
     yield Comparison("bytes of the KV cache", counted, cache.nbytes)
 
@@ -311,7 +358,9 @@ def compare_saved(spec: AttentionSpec) -> Iterator[Comparison]:
         return
     embedding = EmbeddingSpec(NUM_TOKEN_IDS)
     kind = "decoder" if spec.pattern.tokens_before_decode == 0 else "encoder"
-    stack = StackSpec.from_blocks(kind, spec.model, [BlockSpec(spec), BlockSpec(spec)], embedding=embedding)
+    stack = StackSpec.from_blocks(
+        kind, spec.model, [BlockSpec(spec), BlockSpec(spec)], embedding=embedding
+    )
     net = build(ModelSpec("checked", kind, (stack,)), seed=0).double().eval()
     with torch.no_grad():
         for parameter in net.parameters():

@@ -1,6 +1,7 @@
 """Small specs with a part, random layers and inputs for them, and what is measured of a layer.
 
-No two axes are equal: batch 3, tokens 7, source tokens 11, source width 13, model 10, heads 6, dim 4.
+No two axes are equal: batch 3, tokens 7, source tokens 11, source width 13, model 10, heads 6, dim
+4.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def make_base_spec(**sizes: Any) -> AttentionSpec:
 
 
 def list_cases(part: Part) -> tuple[dict[str, AttentionSpec], dict[str, str]]:
-    """Specs that contain this part or are examples of its class, by name; and the reasons why others are impossible."""
+    """Specs that contain this part or are examples of its class, by name; and the reasons why
+    others are impossible.
+    """
     slot = _slot_of(part)
     specs: dict[str, AttentionSpec] = {}
     reasons: dict[str, str] = {}
@@ -69,12 +72,16 @@ def _slot_of(part: Part) -> dict[str, Any]:
         return {"modifiers": (part,)}
     slots = [name for name, kind in SLOTS.items() if isinstance(part, kind)]
     if not slots:
-        raise SpecError(f"{part!r} fills no slot of a spec; derive its class from one of headwise.interfaces")
+        raise SpecError(
+            f"{part!r} fills no slot of a spec; derive its class from one of headwise.interfaces"
+        )
     return {slots[0]: part}
 
 
 def as_causal(spec: AttentionSpec) -> AttentionSpec:
-    """The spec in a form that can be decoded: self-attention, causal where its own pattern reads future tokens."""
+    """The spec in a form that can be decoded: self-attention, causal where its own pattern reads
+    future tokens.
+    """
     pattern = spec.pattern if spec.pattern.tokens_before_decode == 0 else Causal()
     return replace(spec, pattern=pattern, source=None)
 
@@ -84,7 +91,9 @@ def as_cross_attention(spec: AttentionSpec) -> AttentionSpec:
     return replace(spec, pattern=Full(), source=WIDTH)
 
 
-def make_layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None) -> Attention:
+def make_layer(
+    spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None
+) -> Attention:
     """A layer with random weights, so that no parameter stays at its initial zero or one."""
     layer = Attention(spec, backend=backend).to(dtype).eval()
     with torch.no_grad():
@@ -93,10 +102,14 @@ def make_layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend:
     return layer
 
 
-def make_inputs(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
+def make_inputs(
+    spec: AttentionSpec, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor | None]:
     """Random input x, and a source if the spec is a cross-attention."""
     x = torch.randn(BATCH, TOKENS, spec.model, dtype=torch.float64).to(dtype)
-    return x, None if spec.source is None else torch.randn(BATCH, SOURCE, spec.source, dtype=torch.float64).to(dtype)
+    return x, None if spec.source is None else torch.randn(
+        BATCH, SOURCE, spec.source, dtype=torch.float64
+    ).to(dtype)
 
 
 def sequence_infos(x: Tensor) -> dict[str, SequenceInfo]:
@@ -111,27 +124,41 @@ def sequence_infos(x: Tensor) -> dict[str, SequenceInfo]:
 
 
 def supporting_backends(
-    spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, single_query: bool = False, **more: Any
+    spec: AttentionSpec,
+    *,
+    dtype: torch.dtype = torch.float64,
+    single_query: bool = False,
+    **more: Any,
 ) -> list[str]:
     """Backends that run this spec on the CPU; `more` are further fields of the `CallSignature`."""
     more = {"needs_grad": torch.is_grad_enabled()} | more
     core = spec.core_of(spec.projection_form(single_query))
     call = CallSignature(spec, core, "cpu", dtype, single_query=single_query, **more)
     names = [name for name in BACKENDS if name not in COMPILED_BACKENDS]
-    return [name for name in names if not any(unsupported_reasons(name, part) for part in split_by_pattern(call, name))]
+    return [
+        name
+        for name in names
+        if not any(unsupported_reasons(name, part) for part in split_by_pattern(call, name))
+    ]
 
 
 def core_flops(spec: AttentionSpec, backend: str, work: CallSize) -> int:
-    """FLOPs that a backend executes in the core of a call on the CPU, in one call for each pattern of the heads."""
+    """FLOPs that a backend executes in the core of a call on the CPU, in one call for each pattern
+    of the heads.
+    """
     parts = split_by_pattern(CallSignature(spec, spec.core), backend)
     return sum(BACKENDS[backend].executed_flops(part, work) for part in parts)
 
 
-# --- FLOPs, decoding and gradients ----------------------------------------------------------------------
+# --- FLOPs, decoding and gradients ----------------------------------------------------------------
 
 
-def _flash_flops_on_cpu(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """FLOPs of flash attention on the CPU, for which FlopCounterMode has no entry and counts zero."""
+def _flash_flops_on_cpu(
+    q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """FLOPs of flash attention on the CPU, for which FlopCounterMode has no
+    entry and counts zero.
+    """
     return sdpa_flop(q, k, v)
 
 
@@ -145,7 +172,9 @@ def count_torch_flops(layer: Attention, x: Tensor, **call: Any) -> int:
     return counter.get_total_flops()
 
 
-def decode_in_chunks(layer: Attention, x: Tensor, chunks: Iterable[int], cache: KVCache, **call: Any) -> Tensor:
+def decode_in_chunks(
+    layer: Attention, x: Tensor, chunks: Iterable[int], cache: KVCache, **call: Any
+) -> Tensor:
     """Output of a layer whose input arrives in chunks through a cache."""
     outputs, start = list[Tensor](), 0
     for count in chunks:

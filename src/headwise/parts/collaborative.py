@@ -1,8 +1,10 @@
-"""Collaborative attention: all heads share one query-key space. Also converts trained multi-head layers to it.
+"""Collaborative attention: all heads share one query-key space. Also converts trained multi-head
+layers to it.
 
-The scores of head i are a bilinear form T_i = q_i^T k_i, with the trained q_i [dim, model] and k_i [dim, source]. The
-conversion approximates the forms of all heads together by a sum of products of three vectors (a CP decomposition)
-with alternating least squares. The tensor of all forms is never computed; products of its factors suffice.
+The scores of head i are a bilinear form T_i = q_i^T k_i, with the trained q_i [dim, model] and k_i
+[dim, source]. The conversion approximates the forms of all heads together by a sum of products of
+three vectors (a CP decomposition) with alternating least squares. The tensor of all forms is never
+computed; products of its factors suffice.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ from .linear_projection import Direct, absorb_matrix_per_head
 
 
 class BilinearForm(NamedTuple):
-    """The forms T_i = q_i^T k_i of all heads, with q [heads, dim, model] and k [heads, dim, source]."""
+    """The forms T_i = q_i^T k_i of all heads, with q [heads, dim, model] and k [heads, dim,
+    source].
+    """
 
     q: Tensor
     k: Tensor
 
 
 class TrilinearFactors(NamedTuple):
-    """Factorised forms T_i = q^T diag(mixing_i) k, with q [rank, model], mixing [heads, rank] and k [rank, source]."""
+    """Factorised forms T_i = q^T diag(mixing_i) k, with q [rank, model], mixing [heads, rank] and k
+    [rank, source].
+    """
 
     q: Tensor
     mixing: Tensor
@@ -42,7 +48,8 @@ class TrilinearFactors(NamedTuple):
 
 
 def init_head_blocks(shape: tuple[int, ...]) -> Tensor:
-    """A block-diagonal mixing [heads, width]: head h has ones in its own block of ceil(width / heads) channels.
+    """A block-diagonal mixing [heads, width]: head h has ones in its own block of ceil(width /
+    heads) channels.
 
     The last block has the remaining channels.
 
@@ -64,7 +71,8 @@ def normalise_form_scale(form: BilinearForm) -> tuple[BilinearForm, int]:
     q, k = (torch.frexp(value).exponent for value in largest)
     size = int((q + k)[nonzero].amax()) if nonzero.any() else 0
     return BilinearForm(
-        _multiply_power_of_two(form.q, torch.where(nonzero, k - size, -q)), _multiply_power_of_two(form.k, -k)
+        _multiply_power_of_two(form.q, torch.where(nonzero, k - size, -q)),
+        _multiply_power_of_two(form.k, -k),
     ), size
 
 
@@ -72,7 +80,8 @@ def scale_factors(factors: TrilinearFactors, size: int) -> TrilinearFactors:
     """The factors of the form multiplied by 2^size."""
     half = size // 2
     q, k = (
-        _multiply_power_of_two(x, torch.tensor(power)) for x, power in ((factors.q, size - half), (factors.k, half))
+        _multiply_power_of_two(x, torch.tensor(power))
+        for x, power in ((factors.q, size - half), (factors.k, half))
     )
     return factors._replace(q=q, k=k)
 
@@ -89,18 +98,24 @@ def factorise_least_squares(
 ) -> tuple[int, TrilinearFactors]:
     """The number of sweeps and the factors of this rank found by alternating least squares.
 
-    Stops after `max_sweeps` sweeps, or when a sweep reduces the relative error by less than the fraction `tolerance`.
+    Stops after `max_sweeps` sweeps, or when a sweep reduces the relative error by less than the
+    fraction `tolerance`.
     """
     factors = factorise_truncated_svd(form, rank)
     error = _relative_error_of_products(form, factors)
-    if not error:  # exact already, or a form of zeros, which sweeps would turn into arbitrary factors
+    if (
+        not error
+    ):  # exact already, or a form of zeros, which sweeps would turn into arbitrary factors
         return 0, factors
     for sweep in range(max_sweeps):
         candidate = _als_sweep(form, factors)
         candidate_error = _relative_error_of_products(form, candidate)
-        # Convergence is slow along valleys: a longer step is taken where it helps, so errors still never grow.
+        # Convergence is slow along valleys: a longer step is taken where it helps, so errors still
+        # never grow.
         extrapolated = _extrapolate_step(factors, candidate, math.sqrt(sweep + 1))
-        if (extrapolated_error := _relative_error_of_products(form, extrapolated)) < candidate_error:
+        if (
+            extrapolated_error := _relative_error_of_products(form, extrapolated)
+        ) < candidate_error:
             candidate, candidate_error = extrapolated, extrapolated_error
         gain, error = error - candidate_error, candidate_error
         factors = _balance_norms(candidate)
@@ -118,21 +133,29 @@ def factorise_exact(form: BilinearForm) -> TrilinearFactors:
 
 
 def factorise_truncated_svd(form: BilinearForm, rank: int) -> TrilinearFactors:
-    """The largest singular triples over all heads: the best approximation whose vectors each belong to one head."""
+    """The largest singular triples over all heads: the best approximation whose vectors each belong
+    to one head.
+    """
     (uq, rq), (uk, rk) = torch.linalg.qr(form.q.mT), torch.linalg.qr(form.k.mT)
     x, sizes, y = torch.linalg.svd(rq @ rk.mT, full_matrices=False)
     root = sizes.sqrt()[..., None]
     q, k = ((uq @ x).mT * root).flatten(0, 1), ((uk @ y.mT).mT * root).flatten(0, 1)
     largest = sizes.flatten().sort(descending=True, stable=True).indices[:rank]
     mixing = F.one_hot(largest // sizes.shape[1], len(form.q)).T.to(q)
-    padding = rank - len(largest)  # there are fewer triples than `rank` where dim exceeds the model or source width
+    padding = rank - len(
+        largest
+    )  # there are fewer triples than `rank` where dim exceeds the model or source width
     return TrilinearFactors(
-        F.pad(q[largest], (0, 0, 0, padding)), F.pad(mixing, (0, padding)), F.pad(k[largest], (0, 0, 0, padding))
+        F.pad(q[largest], (0, 0, 0, padding)),
+        F.pad(mixing, (0, padding)),
+        F.pad(k[largest], (0, 0, 0, padding)),
     )
 
 
 def relative_error(form: BilinearForm, factors: TrilinearFactors) -> float:
-    """||T - T'|| / ||T||, computed head by head from the difference of the forms, so that nothing large cancels."""
+    """||T - T'|| / ||T||, computed head by head from the difference of the forms, so that nothing
+    large cancels.
+    """
     squared_error, squared_norm = 0.0, 0.0
     for q, k, mixing in zip(form.q, form.k, factors.mixing, strict=True):
         exact = q.T @ k
@@ -142,14 +165,17 @@ def relative_error(form: BilinearForm, factors: TrilinearFactors) -> float:
 
 
 def _relative_error_of_products(form: BilinearForm, factors: TrilinearFactors) -> float:
-    """Like `relative_error`, from inner products of factors: cheap, but inaccurate below the root of machine epsilon.
+    """Like `relative_error`, from inner products of factors: cheap, but inaccurate below the root
+    of machine epsilon.
 
     ||T - T'||^2 = <T, T> - 2 <T, T'> + <T', T'>.
     """
     squared_norm = ((form.q @ form.q.mT) * (form.k @ form.k.mT)).sum()
     q, k = _project_vectors(factors.q, form.q), _project_vectors(factors.k, form.k)
     cross = (factors.mixing.T * (q * k).sum(-1)).sum()
-    approximated = ((factors.mixing.T @ factors.mixing) * (factors.q @ factors.q.T) * (factors.k @ factors.k.T)).sum()
+    approximated = (
+        (factors.mixing.T @ factors.mixing) * (factors.q @ factors.q.T) * (factors.k @ factors.k.T)
+    ).sum()
     squared_error = max((squared_norm - 2 * cross + approximated).item(), 0.0)
     return math.sqrt(squared_error / max(squared_norm.item(), torch.finfo(squared_norm.dtype).tiny))
 
@@ -160,67 +186,90 @@ def _project_vectors(vectors: Tensor, weights: Tensor) -> Tensor:
 
 
 def _als_sweep(form: BilinearForm, factors: TrilinearFactors) -> TrilinearFactors:
-    """One sweep of alternating least squares: each factor in turn is the optimum for the other two."""
+    """One sweep of alternating least squares: each factor in turn is the
+    optimum for the other two.
+    """
     q, mixing, k = factors
     by_q, by_k = _project_vectors(q, form.q), _project_vectors(k, form.k)
     mixing = _solve_regularised((q @ q.T) * (k @ k.T), (by_q * by_k).sum(-1), mixing.T).T
     cross = (mixing.T[..., None] * by_k).flatten(1) @ form.q.flatten(0, 1)
     q = _solve_regularised((mixing.T @ mixing) * (k @ k.T), cross, q)
     cross = (mixing.T[..., None] * _project_vectors(q, form.q)).flatten(1) @ form.k.flatten(0, 1)
-    return TrilinearFactors(q, mixing, _solve_regularised((mixing.T @ mixing) * (q @ q.T), cross, k))
+    return TrilinearFactors(
+        q, mixing, _solve_regularised((mixing.T @ mixing) * (q @ q.T), cross, k)
+    )
 
 
 def _solve_regularised(gram: Tensor, rhs: Tensor, old: Tensor) -> Tensor:
     """The solution of gram x = rhs, pulled slightly towards `old`.
 
-    Directions that the Gram matrix does not determine therefore stay as they were, and errors cannot grow.
+    Directions that the Gram matrix does not determine therefore stay as they were, and errors
+    cannot grow.
     """
     pull = 1e-10 * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
     return torch.linalg.solve(gram + pull * torch.eye(len(gram)).to(gram), rhs + pull * old)
 
 
-def _extrapolate_step(old: TrilinearFactors, new: TrilinearFactors, factor: float) -> TrilinearFactors:
+def _extrapolate_step(
+    old: TrilinearFactors, new: TrilinearFactors, factor: float
+) -> TrilinearFactors:
     """The step from `old` to `new`, lengthened by `factor`."""
-    return TrilinearFactors(*(start + factor * (end - start) for start, end in zip(old, new, strict=True)))
+    return TrilinearFactors(
+        *(start + factor * (end - start) for start, end in zip(old, new, strict=True))
+    )
 
 
 def _balance_norms(factors: TrilinearFactors) -> TrilinearFactors:
     """The factors rescaled so that the three vectors of each product have equal norms."""
     norms = torch.stack([factors.q.norm(dim=1), factors.mixing.norm(dim=0), factors.k.norm(dim=1)])
-    scale = torch.where(norms.prod(0) > 0, norms.prod(0).pow(1 / 3) / norms.clamp(min=torch.finfo(norms.dtype).tiny), 1)
-    return TrilinearFactors(factors.q * scale[0, :, None], factors.mixing * scale[1], factors.k * scale[2, :, None])
+    scale = torch.where(
+        norms.prod(0) > 0,
+        norms.prod(0).pow(1 / 3) / norms.clamp(min=torch.finfo(norms.dtype).tiny),
+        1,
+    )
+    return TrilinearFactors(
+        factors.q * scale[0, :, None], factors.mixing * scale[1], factors.k * scale[2, :, None]
+    )
 
 
-# --- The part ------------------------------------------------------------------------------------------
+# --- The part -------------------------------------------------------------------------------------
 
 _INITIALISERS = {"normal": normal_with_std(0.2), "ones": ones_init, "blocks": init_head_blocks}
 
 
 @part
 class Collaborative(Project):
-    """s_i = scale (x W_Q diag(m_i) . z W_K + z.c_i): one shared key, a mixing vector and a content bias per head.
+    """s_i = scale (x W_Q diag(m_i) . z W_K + z.c_i): one shared key, a mixing vector and a content
+    bias per head.
 
-    (2006.16362.) The scale is 1/sqrt(heads.dim) for any shared width, so that a converted layer keeps its scores.
-    Internally the content bias is part of the key: q' = [m_i * q, e_i], k' = [k, z.c_1 .. z.c_h].
+    (2006.16362.) The scale is 1/sqrt(heads.dim) for any shared width, so that a converted layer
+    keeps its scores. Internally the content bias is part of the key: q' = [m_i * q, e_i], k' = [k,
+    z.c_1 .. z.c_h].
 
-    `start` is the initialisation of the mixing, as in the released code: "normal" with deviation 0.2 (which the code
-    calls uniform), "ones", or "blocks", where every head has ceil(width / h) channels of its own and the last head the
-    rest. `convert_to_collaborative` converts a trained layer.
+    `start` is the initialisation of the mixing, as in the released code: "normal" with deviation
+    0.2 (which the code calls uniform), "ones", or "blocks", where every head has ceil(width / h)
+    channels of its own and the last head the rest. `convert_to_collaborative` converts a trained
+    layer.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, project=Collaborative(width=4))
-    >>> hw.costs.cached_numbers_per_token(spec)  # 4 shared key channels, 2 content biases, 8 value channels
+    >>> hw.costs.cached_numbers_per_token(
+    ...     spec
+    ... )  # 4 shared key channels, 2 content biases, 8 value channels
     14
     """
 
     paper = "2006.16362"
     disagreements: ClassVar[tuple[str, ...]] = (
         (
-            "One released code scales scores by the shared width, the other by the width of the original heads: this "
-            "follows the latter, so that a converted layer keeps its scores. In a new layer D is heads.dim."
+            "One released code scales scores by the shared width, the other by the width of the "
+            "original heads: this "
+            "follows the latter, so that a converted layer keeps its scores. In a new layer D is "
+            "heads.dim."
         ),
         "The code calls its initialisation uniform but it is normal with deviation 0.2: normal.",
-        "The paper describes a Tucker decomposition, its code computes CP: CP, initialised by singular vectors.",
+        "The paper describes a Tucker decomposition, its code computes CP: CP, initialised by "
+        "singular vectors.",
     )
     width: int = 64
     bias: str = ""
@@ -228,16 +277,27 @@ class Collaborative(Project):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.bias not in ("", "v"):
-            yield f"Collaborative(bias={self.bias!r}) is unknown; its content bias replaces that of q, so use '' or 'v'"
+            yield (
+                f"Collaborative(bias={self.bias!r}) is unknown; its content bias replaces that "
+                "of q, so use '' or 'v'"
+            )
         if self.width < 1:
             yield f"Collaborative(width={self.width}) leaves no query-key channels; use at least 1"
         if self.start not in _INITIALISERS:
-            yield f"Collaborative(start={self.start!r}) is unknown; use 'normal', 'ones' or 'blocks'"
+            yield (
+                f"Collaborative(start={self.start!r}) is unknown; use 'normal', 'ones' or 'blocks'"
+            )
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
-            yield f"Collaborative needs a dot product for its content bias, unlike {name}; use similarity Dot()"
+            yield (
+                f"Collaborative needs a dot product for its content bias, unlike {name}; use "
+                "similarity Dot()"
+            )
         if any(step.transformed_sides(spec) & set("qk") for _, step in spec.parts_of(QKTransform)):
-            yield "Collaborative has one query-key space for all heads, so it supports no QK transforms; leave them out"
+            yield (
+                "Collaborative has one query-key space for all heads, so it supports no QK "
+                "transforms; leave them out"
+            )
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"width": self.width}
@@ -251,7 +311,9 @@ class Collaborative(Project):
             "content": Param(AxisLayout.parse("q source"), xavier_uniform, "source"),
             "v": Param(AxisLayout.parse(f"({axis} vdim) source"), xavier_uniform, "source"),
         }
-        return params | ({"v_bias": Param(AxisLayout.parse(f"({axis} vdim)"), zeros_init)} if self.bias else {})
+        return params | (
+            {"v_bias": Param(AxisLayout.parse(f"({axis} vdim)"), zeros_init)} if self.bias else {}
+        )
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         values = AxisLayout.parse(f"{spec.heads.value_axis} vdim")
@@ -273,12 +335,20 @@ class Collaborative(Project):
         one_hot = torch.eye(mixed.shape[-2], dtype=mixed.dtype, device=mixed.device)
         return torch.cat([mixed, one_hot.expand(*mixed.shape[:2], -1, -1)], -1)
 
-    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]:
+    def project_kv(
+        self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
+    ) -> dict[str, Tensor]:
         v = F.linear(z_BSE, p["v"], p["v_bias"] if self.bias else None)
         v_BSGV = v.unflatten(-1, (-1, p.sizes["vdim"]))
-        return {"k": F.linear(z_BSE, p["k"]), "content": F.linear(z_BSE, p["content"]), "v": transform(v_BSGV, "v")}
+        return {
+            "k": F.linear(z_BSE, p["k"]),
+            "content": F.linear(z_BSE, p["content"]),
+            "v": transform(v_BSGV, "v"),
+        }
 
-    def expand_kv(self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
+    def expand_kv(
+        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, Tensor]:
         return torch.cat([entry["k"], entry["content"]], -1)[..., None, :], entry["v"]
 
     @classmethod
@@ -289,7 +359,9 @@ class Collaborative(Project):
 
 
 class CollaborativeConversion(NamedTuple):
-    """Result of `convert_to_collaborative`: the layer, the relative error of its score forms, and the sweeps used."""
+    """Result of `convert_to_collaborative`: the layer, the relative error of its score forms, and
+    the sweeps used.
+    """
 
     spec: AttentionSpec
     weights: dict[str, Tensor]
@@ -298,15 +370,22 @@ class CollaborativeConversion(NamedTuple):
 
 
 def convert_to_collaborative(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], width: int, *, max_sweeps: int = 500, tolerance: float = 1e-6
+    spec: AttentionSpec,
+    weights: Mapping[str, Tensor],
+    width: int,
+    *,
+    max_sweeps: int = 500,
+    tolerance: float = 1e-6,
 ) -> CollaborativeConversion:
-    """Convert a trained layer with `Direct` to `Collaborative`, with a shared query-key space of `width` channels.
+    """Convert a trained layer with `Direct` to `Collaborative`, with a shared query-key space of
+    `width` channels.
 
-    (2006.16362.) The scores of head i are a bilinear form T_i = W_Q^i W_K^i^T, approximated in float64 by
-    sum_r a_r m_ir b_r^T; `relative_error` is ||T - T'|| / ||T||. At width h D the weights are copied and the error is
+    (2006.16362.) The scores of head i are a bilinear form T_i = W_Q^i W_K^i^T, approximated in
+    float64 by sum_r a_r m_ir b_r^T; `relative_error` is ||T - T'|| / ||T||. At width h D the
+    weights are copied and the error is
     0. b_Q becomes the content bias c_i = W_K^i b_Q^i. b_K is dropped: this is exact if scores are invariant to a
-    constant added to a row, and refused otherwise. Values, merge, modifiers and the scale 1/sqrt(D) stay (one of the
-    released codes uses 1/sqrt(width / h)).
+    constant added to a row, and refused otherwise. Values, merge, modifiers and the scale 1/sqrt(D)
+    stay (one of the released codes uses 1/sqrt(width / h)).
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2)
@@ -342,7 +421,9 @@ def convert_to_collaborative(
 
 def _bilinear_form(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> BilinearForm:
     heads = spec.heads
-    q, k = (weights[f"project.{side}"].detach().double().unflatten(0, (-1, heads.dim)) for side in "qk")
+    q, k = (
+        weights[f"project.{side}"].detach().double().unflatten(0, (-1, heads.dim)) for side in "qk"
+    )
     return BilinearForm(q, k[list(heads.kv_head_of_query)])
 
 
@@ -354,13 +435,21 @@ def _argument_errors(width: int, sweeps: int, tolerance: float) -> Iterator[str]
         elif name == "max_sweeps" and count < 0:
             yield f"max_sweeps={count} is negative; give 0 or more"
     if not tolerance >= 0:
-        yield f"tolerance={tolerance!r} is not a relative gain per sweep; give 0.0 or more, 1e-6 is usual"
+        yield (
+            f"tolerance={tolerance!r} is not a relative gain per sweep; give 0.0 or more, 1e-6 "
+            "is usual"
+        )
 
 
-def _conversion_obstacles(spec: AttentionSpec, weights: Mapping[str, Tensor], width: int) -> Iterator[str]:
+def _conversion_obstacles(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], width: int
+) -> Iterator[str]:
     """Reasons why this layer cannot share queries and keys between heads."""
     if not isinstance(spec.project, Direct):
-        yield f"cannot convert a layer with project {type(spec.project).__name__}; give one with project Direct"
+        yield (
+            f"cannot convert a layer with project {type(spec.project).__name__}; give one with "
+            "project Direct"
+        )
         return
     if missing := [name for name in spec.shapes() if name not in weights]:
         yield f"weights lack {', '.join(missing)}; give the state_dict of a layer of this spec"
@@ -369,7 +458,10 @@ def _conversion_obstacles(spec: AttentionSpec, weights: Mapping[str, Tensor], wi
         yield f"width={width} is not within 1..{full}; {full} is exact"
     for name, transform in spec.parts_of(QKTransform):
         if transform.transformed_sides(spec) & set("qk"):
-            yield f"{name} transforms the queries and keys of each head, which a shared space does not have; retrain"
+            yield (
+                f"{name} transforms the queries and keys of each head, which a shared space "
+                "does not have; retrain"
+            )
     if not spec.similarity.linear:
         yield f"{type(spec.similarity).__name__} is not a dot product of q and k; use Dot"
     if "k" in spec.project.bias:

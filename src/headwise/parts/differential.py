@@ -1,4 +1,6 @@
-"""Differential attention: subtracts the output of one head of a pair from the other to cancel common noise."""
+"""Differential attention: subtracts the output of one head of a pair from the other to cancel
+common noise.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ class HeadPairs(OutputStep):
         """Reasons why these heads do not form pairs whose first head stands for the output."""
         name = type(self).__name__
         if heads.rows != heads.q:
-            yield f"{name} needs one row per score head, but there are {heads.rows} rows for {heads.q}; mix no heads"
+            yield (
+                f"{name} needs one row per score head, but there are {heads.rows} rows for "
+                f"{heads.q}; mix no heads"
+            )
         if heads.q % 2:
             yield f"{name} subtracts pairs of heads, but q={heads.q} is odd; use q={heads.q + 1}"
         if any(head % 2 for head in heads.score_head_of_output):
@@ -48,23 +53,31 @@ class HeadPairs(OutputStep):
 
 @part
 class Differential(HeadPairs):
-    """o_i = (1 - l0) RMSNorm(softmax(q_2i k_2i) V_i - l softmax(q_2i+1 k_2i+1) V_i), V_i twice as wide.
+    """o_i = (1 - l0) RMSNorm(softmax(q_2i k_2i) V_i - l softmax(q_2i+1 k_2i+1) V_i), V_i twice as
+    wide.
 
-    Version 1 (2410.05258): l = exp(a1.b1) - exp(a2.b2) + l0 with l0 = 0.8 - 0.6 exp(-0.3 depth), depth counted
-    from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads. With grouped keys, each head
-    of a pair has its own key head, as in the released flash implementation. The released naive one repeats key heads
-    instead, which is `design(preset="diff", kv=g, keys="repeated")`.
+    Version 1 (2410.05258): l = exp(a1.b1) - exp(a2.b2) + l0 with l0 = 0.8 - 0.6 exp(-0.3 depth),
+    depth counted from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score
+    heads. With grouped keys, each head of a pair has its own key head, as in the released flash
+    implementation. The released naive one repeats key heads instead, which is
+    `design(preset="diff", kv=g, keys="repeated")`.
 
-    >>> round(Differential(depth=0).initial_lambda, 3), round(Differential(depth=10).initial_lambda, 3)
+    >>> (
+    ...     round(Differential(depth=0).initial_lambda, 3),
+    ...     round(Differential(depth=10).initial_lambda, 3),
+    ... )
     (0.2, 0.77)
     """
 
     paper = "2410.05258"
     disagreements: ClassVar[tuple[str, ...]] = (
         (
-            "With grouped keys the released flash code gives each head of a pair its own key. The naive code repeats "
-            "each key `repeats` = heads / kv times and gives score head j the key j // repeats: both heads of a pair "
-            "share a key if `repeats` is even, and if it is odd, some pairs do and others do not. This follows the "
+            "With grouped keys the released flash code gives each head of a pair its own key. The "
+            "naive code repeats "
+            "each key `repeats` = heads / kv times and gives score head j the key j // repeats: "
+            "both heads of a pair "
+            "share a key if `repeats` is even, and if it is odd, some pairs do and others do not. "
+            "This follows the "
             'flash code; the preset `diff` has the other as keys="repeated".'
         ),
     )
@@ -85,19 +98,29 @@ class Differential(HeadPairs):
         pairing_errors = list(self.pairing_errors(heads))
         yield from pairing_errors
         if not pairing_errors and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
-            yield "Differential needs pairs of heads that share a value head; use value_heads=(0, 0, 1, 1, ...)"
+            yield (
+                "Differential needs pairs of heads that share a value head; use value_heads=(0, "
+                "0, 1, 1, ...)"
+            )
 
     def fit_heads(self, heads: Heads) -> Heads:
         doubled = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
         value_heads = tuple(kv_head for kv_head in heads.kv_head_of_query for _ in range(2))
-        kv_head_of_query = tuple(2 * kv_head + half for kv_head in heads.kv_head_of_query for half in range(2))
-        return replace(doubled, vdim=2 * heads.dim, kv_head_of_query=kv_head_of_query, value_heads=value_heads)
+        kv_head_of_query = tuple(
+            2 * kv_head + half for kv_head in heads.kv_head_of_query for half in range(2)
+        )
+        return replace(
+            doubled, vdim=2 * heads.dim, kv_head_of_query=kv_head_of_query, value_heads=value_heads
+        )
 
     def at_depth(self, layer: int, layers: int) -> Self:
         return replace(self, depth=layer)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        lambdas = {name: Param(AxisLayout.parse("dim"), normal_with_std(0.1)) for name in ("a1", "b1", "a2", "b2")}
+        lambdas = {
+            name: Param(AxisLayout.parse("dim"), normal_with_std(0.1))
+            for name in ("a1", "b1", "a2", "b2")
+        }
         return lambdas | {"norm": Param(AxisLayout.parse("vdim"), ones_init)}
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
@@ -106,11 +129,16 @@ class Differential(HeadPairs):
 
     def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         exact = torch.promote_types(o_BTRV.dtype, torch.float32)
-        up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
+        up, down = (
+            (p["a1"] * p["b1"]).sum(dtype=exact).exp(),
+            (p["a2"] * p["b2"]).sum(dtype=exact).exp(),
+        )
         noise = (up - down + self.initial_lambda).to(o_BTRV.dtype)
         difference = o_BTRV[..., ::2, :] - noise * o_BTRV[..., 1::2, :]
         weight = p["norm"].to(difference.dtype)
-        return F.rms_norm(difference, difference.shape[-1:], weight, self.eps) * (1 - self.initial_lambda)
+        return F.rms_norm(difference, difference.shape[-1:], weight, self.eps) * (
+            1 - self.initial_lambda
+        )
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -120,15 +148,19 @@ class Differential(HeadPairs):
 
 @part
 class DifferentialV2(HeadPairs):
-    """o_i = softmax(q_2i k) v - sigmoid(x.w_i) softmax(q_2i+1 k) v: both heads of a pair share k and v.
+    """o_i = softmax(q_2i k) v - sigmoid(x.w_i) softmax(q_2i+1 k) v: both heads of a pair share k
+    and v.
 
-    Version 2 (unilm, Diff-Transformer-V2, 2026): each token sets how much each head subtracts. There is no norm and no
-    depth schedule, and outputs are as wide as values. `design(heads=h, kv=g)` makes 2h score heads on g key-value
-    heads, so compared with grouped-query attention W_Q is twice as large and W_lambda is added. A token with x.w = 0
-    subtracts half of the second output:
+    Version 2 (unilm, Diff-Transformer-V2, 2026): each token sets how much each head subtracts.
+    There is no norm and no depth schedule, and outputs are as wide as values. `design(heads=h,
+    kv=g)` makes 2h score heads on g key-value heads, so compared with grouped-query attention W_Q
+    is twice as large and W_lambda is added. A token with x.w = 0 subtracts half of the second
+    output:
 
     >>> p = {"noise": torch.zeros(1, 3)}
-    >>> DifferentialV2().transform_outputs(torch.tensor([[[[5.0], [4.0]]]]), torch.ones(1, 1, 3), p).tolist()
+    >>> DifferentialV2().transform_outputs(
+    ...     torch.tensor([[[[5.0], [4.0]]]]), torch.ones(1, 1, 3), p
+    ... ).tolist()
     [[[[3.0]]]]
     """
 
@@ -142,13 +174,17 @@ class DifferentialV2(HeadPairs):
             return
         if not spec.project.supports_grouping:
             name = type(spec.project).__name__
-            yield f"DifferentialV2 needs pairs of heads that share a key, unlike {name}; use project Direct()"
+            yield (
+                f"DifferentialV2 needs pairs of heads that share a key, unlike {name}; use "
+                "project Direct()"
+            )
             return
         kv_heads = list(zip(heads.kv_head_of_query, heads.value_head_of_row, strict=True))
         if mismatched := [i for i in range(0, heads.q, 2) if kv_heads[i] != kv_heads[i + 1]]:
             first = mismatched[0]
             yield (
-                f"DifferentialV2 subtracts heads {first} and {first + 1}, which use different key-value heads; "
+                f"DifferentialV2 subtracts heads {first} and {first + 1}, which use different "
+                "key-value heads; "
                 f"use a kv that divides {heads.q // 2}, or kv_head_of_query=(0, 0, 1, 1, ...)"
             )
 

@@ -19,10 +19,11 @@ from .initialisers import constant_value, xavier_uniform
 
 @part
 class HeadGate(Gate):
-    """o_h * sigmoid(x.g_h + b_h), before the merge: the headwise form of gated attention (2505.06708).
+    """o_h * sigmoid(x.g_h + b_h), before the merge: the headwise form of gated attention
+    (2505.06708).
 
-    There is a bias b only if `start` gives its initial value. With a large value all gates start open, which is useful
-    when gates are added to a trained layer.
+    There is a bias b only if `start` gives its initial value. With a large value all gates start
+    open, which is useful when gates are added to a trained layer.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(HeadGate(),))
@@ -37,7 +38,9 @@ class HeadGate(Gate):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         gate = {"gate": Param(AxisLayout.parse("out model"), xavier_uniform, "query")}
         return (
-            gate if self.start is None else gate | {"bias": Param(AxisLayout.parse("out"), constant_value(self.start))}
+            gate
+            if self.start is None
+            else gate | {"bias": Param(AxisLayout.parse("out"), constant_value(self.start))}
         )
 
     def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
@@ -52,7 +55,8 @@ class HeadGate(Gate):
 
 @part
 class OutputGate(Gate):
-    """o_h * sigmoid(x G_h + b_h), elementwise before the merge: the best form of gated attention (2505.06708).
+    """o_h * sigmoid(x G_h + b_h), elementwise before the merge: the best form of gated attention
+    (2505.06708).
 
     As in `HeadGate`, `start` adds a bias.
 

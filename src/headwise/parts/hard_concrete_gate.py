@@ -17,23 +17,27 @@ from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant_value, fixed_values
 
-CLAMP_EPS = 1e-6  # distance from 0 and 1 that uniform samples and probabilities are clamped to, as released
+CLAMP_EPS = (
+    1e-6  # distance from 0 and 1 that uniform samples and probabilities are clamped to, as released
+)
 
 
 @part
 class Concrete(Gate):
-    """o_h g_h, g = clip(low + (high - low) sigmoid((logit u + log_a_h) / temperature), 0, 1), u uniform (1905.09418).
+    """o_h g_h, g = clip(low + (high - low) sigmoid((logit u + log_a_h) / temperature), 0, 1), u
+    uniform (1905.09418).
 
-    A hard-concrete gate (1712.01312) with one number log_a per output head. During training u is sampled once per head
-    and call; sample="hard" rounds g to 0 or 1 with a straight-through gradient. Otherwise nothing is sampled:
-    evaluation="code" is clip(low + (high - low) sigmoid(log_a), 0, 1), without the temperature, as released;
-    evaluation="hard" is the more likely of 0 and 1, as published, and 1 if both are equally likely.
+    A hard-concrete gate (1712.01312) with one number log_a per output head. During training u is
+    sampled once per head and call; sample="hard" rounds g to 0 or 1 with a straight-through
+    gradient. Otherwise nothing is sampled: evaluation="code" is clip(low + (high - low)
+    sigmoid(log_a), 0, 1), without the temperature, as released; evaluation="hard" is the more
+    likely of 0 and 1, as published, and 1 if both are equally likely.
 
-    The auxiliary loss "l0" is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
-    Auxiliary losses are summed over layers: regulariser="sum", as published, is the sum over all heads; "mean", as
-    released, is the mean over the `layers` that have gates. For an initial drop probability r use
-    start=log((1 - r) / r). per="kv" uses one gate for all heads of a key-value head; `gates` is the number of gates
-    before pruning.
+    The auxiliary loss "l0" is the sum over heads of P(g != 0) = sigmoid(log_a - temperature
+    log(-low / high)). Auxiliary losses are summed over layers: regulariser="sum", as published, is
+    the sum over all heads; "mean", as released, is the mean over the `layers` that have gates. For
+    an initial drop probability r use start=log((1 - r) / r). per="kv" uses one gate for all heads
+    of a key-value head; `gates` is the number of gates before pruning.
 
     >>> round(Concrete().probability_nonzero(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
     0.688
@@ -42,8 +46,10 @@ class Concrete(Gate):
     paper = "1905.09418"
     unrestricted_sides: ClassVar[str] = "kv"
     disagreements: ClassVar[tuple[str, ...]] = (
-        "The paper sums the penalty over all heads, its code takes the mean over layers: see `regulariser`.",
-        "At test time gates are 0 or 1 in the paper, sigmoid(log_a) without temperature in its code: see `evaluation`.",
+        "The paper sums the penalty over all heads, its code takes the mean over layers: see "
+        "`regulariser`.",
+        "At test time gates are 0 or 1 in the paper, sigmoid(log_a) without temperature in its "
+        "code: see `evaluation`.",
         "log_a starts near 0 in this code, and from a drop rate in that of Louizos: see `start`.",
     )
     temperature: float = 0.33
@@ -61,9 +67,15 @@ class Concrete(Gate):
         if not self.temperature > 0:
             yield f"Concrete(temperature={self.temperature!r}) must be positive; 0.33 is usual"
         if not self.low < 0:
-            yield f"Concrete(low={self.low!r}) can never close a gate; use a number below 0, -0.1 is usual"
+            yield (
+                f"Concrete(low={self.low!r}) can never close a gate; use a number below 0, -0.1 "
+                "is usual"
+            )
         if not self.high > 1:
-            yield f"Concrete(high={self.high!r}) can never fully open a gate; use a number above 1, 1.1 is usual"
+            yield (
+                f"Concrete(high={self.high!r}) can never fully open a gate; use a number above "
+                "1, 1.1 is usual"
+            )
         if self.sample not in ("soft", "hard"):
             yield f"Concrete(sample={self.sample!r}) is unknown; use 'soft' or 'hard'"
         if self.evaluation not in ("code", "hard"):
@@ -73,13 +85,21 @@ class Concrete(Gate):
         if self.per not in ("head", "kv"):
             yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
         if self.gates and (self.per == "head" or self.gates <= max(spec.kv_head_of_output)):
-            yield f"Concrete(gates={self.gates}) does not match the key-value heads; leave gates out"
+            yield (
+                f"Concrete(gates={self.gates}) does not match the key-value heads; leave gates out"
+            )
         if self.layers < 1:
             yield f"Concrete(layers={self.layers}) must be at least 1"
         if self.layers > 1 and self.regulariser == "sum":
-            yield f"Concrete(layers={self.layers}) is for a mean over layers; use regulariser='mean', or leave it out"
+            yield (
+                f"Concrete(layers={self.layers}) is for a mean over layers; use "
+                "regulariser='mean', or leave it out"
+            )
         if sum(isinstance(modifier, Concrete) for modifier in spec.modifiers) > 1:
-            yield "two Concrete gates in a layer would overwrite each other's auxiliary loss; keep one"
+            yield (
+                "two Concrete gates in a layer would overwrite each other's auxiliary loss; "
+                "keep one"
+            )
 
     def at_depth(self, layer: int, layers: int) -> Self:
         return replace(self, layers=layers) if self.regulariser == "mean" else self
@@ -101,10 +121,14 @@ class Concrete(Gate):
         if aux_losses is not None:
             aux_losses.set(
                 "l0",
-                aux_losses.sum_over(self._gate_of_each_head(self.probability_nonzero(log_a), p).sum(), "heads")
+                aux_losses.sum_over(
+                    self._gate_of_each_head(self.probability_nonzero(log_a), p).sum(), "heads"
+                )
                 / self.layers,
             )
-        gate = self._gate_of_each_head(self._sample_gate(log_a) if p.training else self._deterministic_gate(log_a), p)
+        gate = self._gate_of_each_head(
+            self._sample_gate(log_a) if p.training else self._deterministic_gate(log_a), p
+        )
         return gate.to(context.x_BTD.dtype)[:, None]
 
     def open_probabilities(self, p: PartParams) -> Tensor:
@@ -116,18 +140,29 @@ class Concrete(Gate):
 
     def probability_nonzero(self, log_a: Tensor) -> Tensor:
         """P(g != 0), the probability that a head's gate is open."""
-        return torch.sigmoid(log_a - self.temperature * math.log(-self.low / self.high)).clamp(CLAMP_EPS, 1 - CLAMP_EPS)
+        return torch.sigmoid(log_a - self.temperature * math.log(-self.low / self.high)).clamp(
+            CLAMP_EPS, 1 - CLAMP_EPS
+        )
 
     def _sample_gate(self, log_a: Tensor) -> Tensor:
-        u = CLAMP_EPS + (1 - 2 * CLAMP_EPS) * torch.rand(log_a.shape, dtype=log_a.dtype, device=log_a.device)
+        u = CLAMP_EPS + (1 - 2 * CLAMP_EPS) * torch.rand(
+            log_a.shape, dtype=log_a.dtype, device=log_a.device
+        )
         soft = self._stretch_and_clip((torch.logit(u) + log_a) / self.temperature)
-        return soft if self.sample == "soft" else (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
+        return (
+            soft if self.sample == "soft" else (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
+        )
 
     def _deterministic_gate(self, log_a: Tensor) -> Tensor:
         if self.evaluation == "code":
             return self._stretch_and_clip(log_a)
-        # P(g = 0) = sigmoid(t log(-low / high) - log_a), P(g = 1) = sigmoid(log_a - t log((1 - low) / (high - 1)))
-        even = self.temperature / 2 * (math.log(-self.low / self.high) + math.log((1 - self.low) / (self.high - 1)))
+        # P(g = 0) = sigmoid(t log(-low / high) - log_a), P(g = 1) = sigmoid(log_a - t log((1 - low)
+        # / (high - 1)))
+        even = (
+            self.temperature
+            / 2
+            * (math.log(-self.low / self.high) + math.log((1 - self.low) / (self.high - 1)))
+        )
         return (log_a >= even).to(log_a.dtype)
 
     def _stretch_and_clip(self, logit: Tensor) -> Tensor:
@@ -136,7 +171,10 @@ class Concrete(Gate):
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), kv=2, vdim=5)
-        yield base(modifiers=(cls(temperature=0.7, low=-0.2, high=1.4, start=1.5, sample="hard"),), pattern="causal")
+        yield base(
+            modifiers=(cls(temperature=0.7, low=-0.2, high=1.4, start=1.5, sample="hard"),),
+            pattern="causal",
+        )
         yield base(modifiers=(cls(evaluation="hard"),))
         yield base(modifiers=(cls(regulariser="mean", layers=5),))
         yield base(modifiers=(cls(per="kv"),), kv=2)

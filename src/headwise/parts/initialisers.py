@@ -20,8 +20,8 @@ def xavier_uniform(shape: tuple[int, ...]) -> Tensor:
 def uniform_within(bound: float, shape: tuple[int, ...]) -> Tensor:
     """Uniform values between -bound and bound.
 
-    In place, because other arithmetic on the meta device, where models are built before their weights are read, imports
-    torch._dynamo, which takes half a second.
+    In place, because other arithmetic on the meta device, where models are built before their
+    weights are read, imports torch._dynamo, which takes half a second.
     """
     return torch.rand(shape).mul_(2 * bound).sub_(bound)
 
@@ -58,7 +58,9 @@ def normal_with_std(std: float) -> Initialiser:
 def fixed_values(values: Sequence[float] | Sequence[int]) -> Initialiser:
     """An initialiser with exactly these values; floats are stored in float64, integers in int64."""
 
-    def make(shape: tuple[int, ...]) -> Tensor:  # called for a layer, not for a count of its parameters
+    def make(
+        shape: tuple[int, ...],
+    ) -> Tensor:  # called for a layer, not for a count of its parameters
         dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
         return torch.tensor(values, dtype=dtype).reshape(shape)
 

@@ -1,4 +1,6 @@
-"""Knocking-heads attention: one small matrix, shared by all heads, transforms queries, keys or values."""
+"""Knocking-heads attention: one small matrix, shared by all heads, transforms queries, keys or
+values.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ from .initialisers import identity_init, zeros_init
 
 @part
 class Knocking(QKTransform):
-    """x_h -> x_h T, with one T per side, shared by all heads; `sides` are any of q, k and v (2510.23052).
+    """x_h -> x_h T, with one T per side, shared by all heads; `sides` are any of q, k and v
+    (2510.23052).
 
-    T starts as the identity. kind="mlp", for values only: v_h -> 2 (v_h W_up * sigmoid(v_h W_gate)) W_down, where W_up
-    and W_down start as the identity and W_gate as zero, so that both kinds start as plain attention. The paper finds
-    that values matter most. `fold_qk_transforms` folds the linear kind into the projections.
+    T starts as the identity. kind="mlp", for values only: v_h -> 2 (v_h W_up * sigmoid(v_h W_gate))
+    W_down, where W_up and W_down start as the identity and W_gate as zero, so that both kinds start
+    as plain attention. The paper finds that values matter most. `fold_qk_transforms` folds the
+    linear kind into the projections.
 
     >>> weights = {"v": torch.tensor([[1.0, 2.0], [0.0, 1.0]])}  # [out, in]
     >>> Knocking().transform(torch.tensor([[[[3.0, 4.0]]]]), "v", None, weights).tolist()
@@ -38,16 +42,24 @@ class Knocking(QKTransform):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.kind not in ("linear", "mlp"):
             yield f"Knocking(kind={self.kind!r}) is unknown; use 'linear' or 'mlp'"
-        if not self.sides or set(self.sides) - set("qkv") or len(set(self.sides)) != len(self.sides):
+        if (
+            not self.sides
+            or set(self.sides) - set("qkv")
+            or len(set(self.sides)) != len(self.sides)
+        ):
             yield f"Knocking(sides={self.sides!r}) is unknown; name each of q, k and v at most once"
         elif self.kind == "mlp" and self.sides != "v":
-            yield f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values only; use sides='v'"
+            yield (
+                f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values only; use "
+                "sides='v'"
+            )
         values = AxisLayout.parse(f"{spec.heads.value_axis} vdim")
         values_only = self.sides == "v" and spec.project.kv_entry_layouts(spec).get("v") == values
         if not (spec.project.uses_head_dims or values_only):
             name = type(spec.project).__name__
             yield (
-                f"Knocking needs queries, keys and values with heads.dim and heads.vdim channels, unlike {name}; "
+                "Knocking needs queries, keys and values with heads.dim and heads.vdim channels, "
+                f"unlike {name}; "
                 "use project Direct()"
             )
 
@@ -58,7 +70,11 @@ class Knocking(QKTransform):
         if self.kind == "mlp":
             inner = AxisLayout.parse("vknocked vdim")
             down = Param(AxisLayout.parse("vdim vknocked"), identity_init)
-            return {"up": Param(inner, identity_init), "gate": Param(inner, zeros_init), "down": down}
+            return {
+                "up": Param(inner, identity_init),
+                "gate": Param(inner, zeros_init),
+                "down": down,
+            }
         axes = {"q": "knocked dim", "k": "knocked dim", "v": "vknocked vdim"}
         return {side: Param(AxisLayout.parse(axes[side]), identity_init) for side in self.sides}
 

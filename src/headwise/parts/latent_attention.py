@@ -1,4 +1,6 @@
-"""Multi-head latent attention (MLA): caches one small vector per token instead of all keys and values."""
+"""Multi-head latent attention (MLA): caches one small vector per token instead of all keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from torch import Tensor
 from ..errors import SpecError
 from ..interfaces import Project, QKTransform, SingleVectorTransform
 from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CallSize, CoreShape, Param, PartParams, SpecFactory, TransformsQK
+from ..interfaces.core_types import (
+    CallSize,
+    CoreShape,
+    Param,
+    PartParams,
+    SpecFactory,
+    TransformsQK,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import ones_init, xavier_uniform, zeros_init
@@ -22,14 +31,17 @@ from .linear_projection import Direct, absorb_matrix_per_head
 
 @part
 class Latent(Project):
-    """c = RMSNorm(z W_DKV), r = RoPE(z W_KR) shared by heads; k_h = [c W_UK_h, r], v_h = c W_UV_h (2405.04434).
+    """c = RMSNorm(z W_DKV), r = RoPE(z W_KR) shared by heads; k_h = [c W_UK_h, r], v_h = c W_UV_h
+    (2405.04434).
 
-    Only the latent c (`rank` numbers) and the rotary key r (`rope` numbers) are cached. `heads.dim` is the number of
-    key channels without RoPE. With `query_rank`, queries pass through a down-projection and a norm of their own.
-    form="expanded" computes keys and values from the latent; form="absorbed" multiplies W_UK into the query and W_UV
-    into the output, so that a single query attends to the latents directly. Both forms compute the same function of the
-    same parameters. The scale is 1/sqrt(dim + rope). `bias`: "q" for queries, "kv" for c and r before the norm.
-    norm="none" omits the norm of c, so that `convert_to_latent` can convert a trained layer of grouped heads exactly.
+    Only the latent c (`rank` numbers) and the rotary key r (`rope` numbers) are cached. `heads.dim`
+    is the number of key channels without RoPE. With `query_rank`, queries pass through a
+    down-projection and a norm of their own. form="expanded" computes keys and values from the
+    latent; form="absorbed" multiplies W_UK into the query and W_UV into the output, so that a
+    single query attends to the latents directly. Both forms compute the same function of the same
+    parameters. The scale is 1/sqrt(dim + rope). `bias`: "q" for queries, "kv" for c and r before
+    the norm. norm="none" omits the norm of c, so that `convert_to_latent` can convert a trained
+    layer of grouped heads exactly.
 
     DeepSeek-V3 caches 576 numbers per token where its 128 heads would need 40,960:
 
@@ -56,12 +68,18 @@ class Latent(Project):
         if self.norm not in ("rms", "none"):
             yield f"Latent(norm={self.norm!r}) is unknown; use 'rms' or 'none'"
         if self.bias not in ("", "q", "kv", "qkv"):
-            yield f"Latent(bias={self.bias!r}) is unknown; k and v share one latent, so use 'q', 'kv' or 'qkv'"
+            yield (
+                f"Latent(bias={self.bias!r}) is unknown; k and v share one latent, so use 'q', "
+                "'kv' or 'qkv'"
+            )
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
             yield f"Latent needs a dot product for its absorbed form, unlike {name}; use Dot()"
         if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:
-            yield f"{self!r} has an invalid width; rank and query_rank need at least 1, rope at least 0"
+            yield (
+                f"{self!r} has an invalid width; rank and query_rank need at least 1, rope at "
+                "least 0"
+            )
         if (
             spec.heads.kv != spec.heads.q
             or spec.heads.value_heads
@@ -94,15 +112,24 @@ class Latent(Project):
         applied = "query" if self.form == "absorbed" else "recalled"
         return query | {
             "kv_down": Param(AxisLayout.parse("[rank|rope] source"), xavier_uniform, "source"),
-            **({"kv_norm": Param(AxisLayout.parse("rank"), ones_init)} if self.norm == "rms" else {}),
+            **(
+                {"kv_norm": Param(AxisLayout.parse("rank"), ones_init)}
+                if self.norm == "rms"
+                else {}
+            ),
             "k_up": Param(AxisLayout.parse("(kv dim) rank"), xavier_uniform, applied),
             "v_up": Param(AxisLayout.parse("(kv vdim) rank"), xavier_uniform, applied),
             **({"q_bias": Param(AxisLayout.parse(wide), zeros_init)} if "q" in self.bias else {}),
-            **({"kv_bias": Param(AxisLayout.parse("[rank|rope]"), zeros_init)} if "kv" in self.bias else {}),
+            **(
+                {"kv_bias": Param(AxisLayout.parse("[rank|rope]"), zeros_init)}
+                if "kv" in self.bias
+                else {}
+            ),
         }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """A negative correction for the absorbed form, which applies `v_up` only to heads that have an output.
+        """A negative correction for the absorbed form, which applies `v_up` only to heads that have
+        an output.
 
         The parameter count of `v_up` includes all heads.
         """
@@ -122,8 +149,20 @@ class Latent(Project):
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads, scale = spec.heads, (spec.heads.dim + self.rope) ** -0.5
         if self.form == "expanded":
-            return CoreShape(heads.kv_head_of_query, spec.score_head_of_row, heads.dim + self.rope, heads.vdim, scale)
-        return CoreShape((0,) * heads.q, (0,) * len(spec.score_head_of_row), self.rank + self.rope, self.rank, scale)
+            return CoreShape(
+                heads.kv_head_of_query,
+                spec.score_head_of_row,
+                heads.dim + self.rope,
+                heads.vdim,
+                scale,
+            )
+        return CoreShape(
+            (0,) * heads.q,
+            (0,) * len(spec.score_head_of_row),
+            self.rank + self.rope,
+            self.rank,
+            scale,
+        )
 
     def equivalent_forms(self, spec: AttentionSpec) -> Mapping[str, Project]:
         return {"step": replace(self, form="absorbed")}
@@ -143,14 +182,18 @@ class Latent(Project):
             own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
         return torch.cat([own, transform(shared, "q")], -1)
 
-    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]:
+    def project_kv(
+        self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
+    ) -> dict[str, Tensor]:
         down = F.linear(z_BSE, p["kv_down"], p["kv_bias"] if "kv" in self.bias else None)
         c, r = down.split([self.rank, self.rope], -1)
         if self.norm == "rms":
             c = F.rms_norm(c, (self.rank,), p["kv_norm"].to(c.dtype), self.eps)
         return {"c": c, "r": transform(r[..., None, :], "k").squeeze(-2)}
 
-    def expand_kv(self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
+    def expand_kv(
+        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, Tensor]:
         c, r = entry["c"], entry["r"]
         if self.form == "absorbed":
             return torch.cat([c, r], -1)[..., None, :], c[..., None, :]
@@ -174,23 +217,36 @@ class Latent(Project):
 
         rotary = (Rotary(),)
         yield base(project=cls(rank=8, rope=2), modifiers=rotary, pattern="causal", vdim=5)
-        yield base(project=cls(rank=8, rope=2, query_rank=9, eps=1e-5), modifiers=rotary, pattern="causal")
+        yield base(
+            project=cls(rank=8, rope=2, query_rank=9, eps=1e-5), modifiers=rotary, pattern="causal"
+        )
         yield base(project=cls(rank=8, rope=0, form="absorbed"))
         yield base(project=cls(rank=8, rope=2, norm="none", bias="qkv"), modifiers=rotary)
-        yield base(project=cls(rank=8, rope=0, form="absorbed"), modifiers=(TalkingHeads(),), vdim=5)
+        yield base(
+            project=cls(rank=8, rope=0, form="absorbed"), modifiers=(TalkingHeads(),), vdim=5
+        )
 
 
-def convert_to_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """Convert a trained layer with `Direct` exactly to `Latent`: one latent holds the keys and values of all heads.
+def convert_to_latent(
+    spec: AttentionSpec, weights: Mapping[str, Tensor]
+) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """Convert a trained layer with `Direct` exactly to `Latent`: one latent holds the keys and
+    values of all heads.
 
-    (2502.07864, its merge step.) The key channels that RoPE transforms are concatenated into the shared rotary key;
-    each query has zeros for the channels of other heads. The other key channels and the values form the latent, which
-    has no norm; k_up and v_up select each head's slice from it. The cache size per token does not change. Queries are
-    rescaled because the default scale depends on the key width. If RoPE transforms all key channels, one channel of
-    zeros is added.
+    (2502.07864, its merge step.) The key channels that RoPE transforms are concatenated into the
+    shared rotary key; each query has zeros for the channels of other heads. The other key channels
+    and the values form the latent, which has no norm; k_up and v_up select each head's slice from
+    it. The cache size per token does not change. Queries are rescaled because the default scale
+    depends on the key width. If RoPE transforms all key channels, one channel of zeros is added.
 
     >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(base=50.0, dims=2, pairs="interleaved"),), dim=3)
+    >>> spec = hw.design(
+    ...     model=8,
+    ...     heads=4,
+    ...     kv=2,
+    ...     modifiers=(hw.Rotary(base=50.0, dims=2, pairs="interleaved"),),
+    ...     dim=3,
+    ... )
     >>> latent_spec, _ = convert_to_latent(spec, hw.Attention(spec).state_dict())
     >>> latent_spec.project
     Latent(rank=8, rope=4, norm='none')
@@ -210,25 +266,40 @@ def convert_to_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tup
     )
     latent_spec = replace(
         spec,
-        heads=replace(spec.heads, kv=spec.heads.q, dim=max(len(other_channels), 1), kv_head_of_query=()),
+        heads=replace(
+            spec.heads, kv=spec.heads.q, dim=max(len(other_channels), 1), kv_head_of_query=()
+        ),
         project=project,
-        modifiers=tuple(merged.transform if merged and m == transform else m for m in spec.modifiers),
+        modifiers=tuple(
+            merged.transform if merged and m == transform else m for m in spec.modifiers
+        ),
     )
-    query_scale = spec.similarity.score_scale(spec.core) / latent_spec.similarity.score_scale(latent_spec.core)
-    new_weights = _merged_projection_weights(spec, weights, rotary_channels, other_channels, query_scale)
-    new_weights |= {f"{name}.{key}": tensor for key, tensor in merged.weights.items()} if merged else {}
+    query_scale = spec.similarity.score_scale(spec.core) / latent_spec.similarity.score_scale(
+        latent_spec.core
+    )
+    new_weights = _merged_projection_weights(
+        spec, weights, rotary_channels, other_channels, query_scale
+    )
+    new_weights |= (
+        {f"{name}.{key}": tensor for key, tensor in merged.weights.items()} if merged else {}
+    )
     return latent_spec, new_weights | _other_part_weights(latent_spec, weights, new_weights)
 
 
 def _other_part_weights(
     latent_spec: AttentionSpec, weights: Mapping[str, Tensor], new_weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Copies of the weights of all other parts; raises SpecError for parts whose shapes depend on key-value heads."""
+    """Copies of the weights of all other parts; raises SpecError for parts whose shapes depend on
+    key-value heads.
+    """
     shapes = {key: shape for key, shape in latent_spec.shapes().items() if key not in new_weights}
-    if changed := [key for key, shape in shapes.items() if tuple(weights[key].shape) != tuple(shape)]:
+    if changed := [
+        key for key, shape in shapes.items() if tuple(weights[key].shape) != tuple(shape)
+    ]:
         part = changed[0].partition(".")[0]
         raise SpecError(
-            f"{part} has parameters per key-value head, but Latent has one key-value head per query head; remove {part}"
+            f"{part} has parameters per key-value head, but Latent has one key-value head per "
+            f"query head; remove {part}"
         )
     return {key: weights[key].clone() for key in shapes}
 
@@ -242,19 +313,35 @@ def _merged_key_transform(
     """
     if not isinstance(spec.project, Direct):
         raise SpecError(
-            f"cannot convert a layer with project {type(spec.project).__name__}; give one with project Direct"
+            f"cannot convert a layer with project {type(spec.project).__name__}; give one with "
+            "project Direct"
         )
     if spec.heads.value_heads:
-        raise SpecError(f"cannot convert a layer whose keys and values are grouped differently ({spec.heads})")
-    transforms = [(name, part) for name, part in spec.parts_of(QKTransform) if part.transformed_sides(spec) & set("qk")]
+        raise SpecError(
+            f"cannot convert a layer whose keys and values are grouped differently ({spec.heads})"
+        )
+    transforms = [
+        (name, part)
+        for name, part in spec.parts_of(QKTransform)
+        if part.transformed_sides(spec) & set("qk")
+    ]
     if not transforms:
         return "", None, None
     name, transform = transforms[0]
-    params = {key.removeprefix(f"{name}."): tensor for key, tensor in weights.items() if key.startswith(f"{name}.")}
-    merged = transform.as_single_vector(spec, spec.heads.kv, params) if len(transforms) == 1 else None
+    params = {
+        key.removeprefix(f"{name}."): tensor
+        for key, tensor in weights.items()
+        if key.startswith(f"{name}.")
+    }
+    merged = (
+        transform.as_single_vector(spec, spec.heads.kv, params) if len(transforms) == 1 else None
+    )
     if merged is None:
         names = " and ".join(name for name, _ in transforms)
-        raise SpecError(f"{names} on queries and keys have no form for concatenated heads; give a layer without them")
+        raise SpecError(
+            f"{names} on queries and keys have no form for concatenated heads; give a layer "
+            "without them"
+        )
     return name, transform, merged
 
 
@@ -270,11 +357,15 @@ def _merged_projection_weights(
     old = {key.removeprefix("project."): tensor.detach() for key, tensor in weights.items()}
     rotary_head, rotary_channel = ([source[n] for source in rotary_channels] for n in range(2))
     kv_head_of_query = list(heads.kv_head_of_query)
-    own_channels = (torch.tensor(kv_head_of_query)[:, None] == torch.tensor(rotary_head)[None]).to(old["q"])
+    own_channels = (torch.tensor(kv_head_of_query)[:, None] == torch.tensor(rotary_head)[None]).to(
+        old["q"]
+    )
 
     def merge_kv(k: Tensor, v: Tensor) -> Tensor:
         k, v = k.unflatten(0, (heads.kv, heads.dim)), v.unflatten(0, (heads.kv, heads.vdim))
-        return torch.cat([k[:, other_channels].flatten(0, 1), v.flatten(0, 1), k[rotary_head, rotary_channel]])
+        return torch.cat(
+            [k[:, other_channels].flatten(0, 1), v.flatten(0, 1), k[rotary_head, rotary_channel]]
+        )
 
     def widen_queries(q: Tensor) -> Tensor:
         q = q.unflatten(0, (heads.q, heads.dim)) * query_scale
@@ -293,5 +384,7 @@ def _merged_projection_weights(
     if "q_bias" in old:
         new["q_bias"] = widen_queries(old["q_bias"])
     if {"k_bias", "v_bias"} & set(old):
-        new["kv_bias"] = merge_kv(*(old.get(f"{side}_bias", old[side].new_zeros(len(old[side]))) for side in "kv"))
+        new["kv_bias"] = merge_kv(
+            *(old.get(f"{side}_bias", old[side].new_zeros(len(old[side]))) for side in "kv")
+        )
     return {f"project.{key}": tensor for key, tensor in new.items()}

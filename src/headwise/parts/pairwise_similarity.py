@@ -1,4 +1,6 @@
-"""Similarities computed pair by pair in blocks of queries: additive attention (Bahdanau), and the Gaussian kernel."""
+"""Similarities computed pair by pair in blocks of queries: additive attention (Bahdanau), and the
+Gaussian kernel.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,13 @@ MIN_BANDWIDTH = 1e-9  # for smaller widths, distance / width^2 can overflow floa
 
 @part
 class Additive(Similarity):
-    """s = v_h.tanh(W_Q x + W_K z + b_h): a network with one hidden layer, of width dim (1409.0473, section A.1.2).
+    """s = v_h.tanh(W_Q x + W_K z + b_h): a network with one hidden layer, of width dim (1409.0473,
+    section A.1.2).
 
-    W_Q and W_K belong to the project, so a single head has exactly the paper's parameters plus the bias b, which the
-    paper leaves out. v and b start at zero as in the paper (section B.1), so a new layer averages all values. The
-    hidden layer exists for every (query, key) pair, so queries are processed in blocks; the backward pass still needs
-    the hidden layers of all blocks.
+    W_Q and W_K belong to the project, so a single head has exactly the paper's parameters plus the
+    bias b, which the paper leaves out. v and b start at zero as in the paper (section B.1), so a
+    new layer averages all values. The hidden layer exists for every (query, key) pair, so queries
+    are processed in blocks; the backward pass still needs the hidden layers of all blocks.
 
     >>> p = {"v": torch.tensor([2.0, 1.0]), "bias": torch.tensor([0.0, 30.0])}
     >>> Additive().pair(torch.zeros(2), torch.zeros(2), 1.0, p).item()
@@ -40,7 +43,10 @@ class Additive(Similarity):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"Additive needs queries and keys with heads.dim channels, unlike {name}; use project Direct()"
+            yield (
+                f"Additive needs queries and keys with heads.dim channels, unlike {name}; use "
+                "project Direct()"
+            )
 
     def score_scale(self, core: CoreShape) -> float:
         return 1.0
@@ -53,7 +59,9 @@ class Additive(Similarity):
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         shifted = (k_BHSK + p["bias"][:, None])[:, :, None]
-        blocks = [_score_hidden_layer(block, shifted, p["v"]) for block in _split_queries(q_BHTK, k_BHSK)]
+        blocks = [
+            _score_hidden_layer(block, shifted, p["v"]) for block in _split_queries(q_BHTK, k_BHSK)
+        ]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     @classmethod
@@ -68,7 +76,9 @@ def _split_queries(q_BHTK: Tensor, k_BHSK: Tensor) -> tuple[Tensor, ...]:
 
 
 def _score_hidden_layer(q_BHTK: Tensor, shifted: Tensor, v: Tensor) -> Tensor:
-    """s_BHTS as one matrix product over the hidden layers of all pairs, as torch and `CoreShape.flops` count it."""
+    """s_BHTS as one matrix product over the hidden layers of all pairs, as torch and
+    `CoreShape.flops` count it.
+    """
     hidden = torch.tanh(q_BHTK[:, :, :, None] + shifted)
     pairs = hidden.shape[2:4]
     return torch.matmul(hidden.flatten(2, 3), v[:, :, None]).unflatten(2, pairs).squeeze(-1)
@@ -76,16 +86,20 @@ def _score_hidden_layer(q_BHTK: Tensor, shifted: Tensor, v: Tensor) -> Tensor:
 
 @part
 class Gaussian(Similarity):
-    """s = -|q - k|^2 / (2 width^2); with Softmax, the kernel regression of Nadaraya (1964) and Watson (1964).
+    """s = -|q - k|^2 / (2 width^2); with Softmax, the kernel regression of Nadaraya (1964) and
+    Watson (1964).
 
-    A small width selects the nearest key, a large one averages all keys. If all keys have equal length it is the same
-    as Dot(scale=1 / width^2), because the length of the query is constant within its row.
+    A small width selects the nearest key, a large one averages all keys. If all keys have equal
+    length it is the same as Dot(scale=1 / width^2), because the length of the query is constant
+    within its row.
 
-    Computed as q.k - |q|^2 / 2 - |k|^2 / 2, small distances between long vectors would be lost to rounding. So the
-    difference of every pair is computed, in blocks of queries; the backward pass still needs the differences of all
-    blocks.
+    Computed as q.k - |q|^2 / 2 - |k|^2 / 2, small distances between long vectors would be lost to
+    rounding. So the difference of every pair is computed, in blocks of queries; the backward pass
+    still needs the differences of all blocks.
 
-    >>> Gaussian(width=2.0).pair(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0]), 1.0, {}).item()  # -25 / 8
+    >>> Gaussian(width=2.0).pair(
+    ...     torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0]), 1.0, {}
+    ... ).item()  # -25 / 8
     -3.125
     """
 
@@ -95,11 +109,15 @@ class Gaussian(Similarity):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.width >= MIN_BANDWIDTH:
             yield (
-                f"Gaussian(width={self.width!r}) is too small to divide by; use at least {MIN_BANDWIDTH}, such as 1.0"
+                f"Gaussian(width={self.width!r}) is too small to divide by; use at least "
+                f"{MIN_BANDWIDTH}, such as 1.0"
             )
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"Gaussian needs queries and keys with heads.dim channels, unlike {name}; use project Direct()"
+            yield (
+                f"Gaussian needs queries and keys with heads.dim channels, unlike {name}; use "
+                "project Direct()"
+            )
 
     def score_scale(self, core: CoreShape) -> float:
         return 1.0
@@ -114,7 +132,9 @@ class Gaussian(Similarity):
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     def _block_scores(self, q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
-        """s_BHTS of a block of queries, as matrix products of differences, as `CoreShape.flops` counts them."""
+        """s_BHTS of a block of queries, as matrix products of differences, as `CoreShape.flops`
+        counts them.
+        """
         difference = (q_BHTK[:, :, :, None] - k_BHSK[:, :, None]) / self.width
         return torch.matmul(difference[..., None, :], difference[..., None]).flatten(-3) / -2
 

@@ -1,4 +1,6 @@
-"""Biases of scores by the distance of query and key: ALiBi's fixed slopes, and T5's table of learned ones."""
+"""Biases of scores by the distance of query and key: ALiBi's fixed slopes, and T5's table of
+learned ones.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ from .initialisers import fixed_values, normal_with_std
 class Alibi(ScoreStep):
     """s - m_h |i - j|, with m_h = 2^(-8h/H) for h = 1..H when H is a power of two (2108.12409).
 
-    Other numbers of heads use the slopes of the next lower power of two, then every second slope of the next higher
-    one. With a causal pattern this equals the published m (j - i); otherwise it is the symmetric form.
+    Other numbers of heads use the slopes of the next lower power of two, then every second slope of
+    the next higher one. With a causal pattern this equals the published m (j - i); otherwise it is
+    the symmetric form.
 
     >>> [round(math.log2(m), 3) for m in alibi_slopes(4)], len(alibi_slopes(6))
     ([-2.0, -4.0, -6.0, -8.0], 6)
@@ -35,9 +38,15 @@ class Alibi(ScoreStep):
     unrestricted_sides: ClassVar[str] = "kv"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"slope": Param(AxisLayout.parse("q"), fixed_values(alibi_slopes(spec.heads.q)), trainable=False)}
+        return {
+            "slope": Param(
+                AxisLayout.parse("q"), fixed_values(alibi_slopes(spec.heads.q)), trainable=False
+            )
+        }
 
-    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(
+        self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
+    ) -> Tensor:
         return s - p["slope"].to(s.dtype) * (position.i - position.j).abs()
 
     @classmethod
@@ -56,11 +65,13 @@ def alibi_slopes(heads: int) -> list[float]:
 
 @part
 class T5Bias(ScoreStep):
-    """s + table[bucket(j - i), h]: half of the buckets exact, half logarithmic up to `reach` (1910.10683).
+    """s + table[bucket(j - i), h]: half of the buckets exact, half logarithmic up to `reach`
+    (1910.10683).
 
-    looking="both" splits the buckets between past and future; "back" uses all of them for the past. T5 does not divide
-    by sqrt(dim): use Dot(scale=1.0). The table may be shared by all layers, so each layer stores the table column of
-    each of its heads in a constant; pruning heads shortens that constant and leaves the table as it is.
+    looking="both" splits the buckets between past and future; "back" uses all of them for the past.
+    T5 does not divide by sqrt(dim): use Dot(scale=1.0). The table may be shared by all layers, so
+    each layer stores the table column of each of its heads in a constant; pruning heads shortens
+    that constant and leaves the table as it is.
 
     >>> T5Bias().relative_bucket(torch.tensor([0, -1, 1, -8, -200])).tolist()
     [0, 1, 17, 8, 15]
@@ -79,7 +90,10 @@ class T5Bias(ScoreStep):
         if self.looking not in ("both", "back"):
             yield f"T5Bias(looking={self.looking!r}) is unknown; use 'both' or 'back'"
         elif self.columns and self.columns < spec.heads.q:
-            yield f"T5Bias(columns={self.columns}) is less than the {spec.heads.q} heads; leave columns out"
+            yield (
+                f"T5Bias(columns={self.columns}) is less than the {spec.heads.q} heads; leave "
+                "columns out"
+            )
         elif self._exact < 1 or self.reach <= self._exact:
             yield (
                 f"T5Bias(buckets={self.buckets}, reach={self.reach}) leaves no logarithmic part; "
@@ -95,7 +109,9 @@ class T5Bias(ScoreStep):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         column_of_head = fixed_values(range(spec.heads.q))
         return {
-            "table": Param(AxisLayout.parse("bucket column"), normal_with_std(0.02), tied_to="t5_bias.table"),
+            "table": Param(
+                AxisLayout.parse("bucket column"), normal_with_std(0.02), tied_to="t5_bias.table"
+            ),
             "column": Param(AxisLayout.parse("q"), column_of_head, trainable=False),
         }
 
@@ -108,16 +124,24 @@ class T5Bias(ScoreStep):
         return self._buckets_per_side // 2
 
     def relative_bucket(self, relative_position: Tensor) -> Tensor:
-        """The bucket of a key at this position relative to its query (negative: before the query)."""
+        """The bucket of a key at this position relative to its query (negative:
+        before the query).
+        """
         buckets, exact = self._buckets_per_side, self._exact
         offset = (relative_position > 0) * buckets if self.looking == "both" else 0
-        distance = relative_position.abs() if self.looking == "both" else (-relative_position).clamp(min=0)
+        distance = (
+            relative_position.abs() if self.looking == "both" else (-relative_position).clamp(min=0)
+        )
         ratio = (distance.clamp(min=1).float() / exact).log() / math.log(self.reach / exact)
         large = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
         return offset + torch.where(distance < exact, distance, large)
 
-    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
-        return s + p["table"][self.relative_bucket(position.j - position.i), p["column"]].to(s.dtype)
+    def score(
+        self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
+    ) -> Tensor:
+        return s + p["table"][self.relative_bucket(position.j - position.i), p["column"]].to(
+            s.dtype
+        )
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

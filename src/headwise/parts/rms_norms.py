@@ -1,4 +1,6 @@
-"""Norms within attention: of queries and keys before scores are computed (QK-norm), and of each head's output."""
+"""Norms within attention: of queries and keys before scores are computed (QK-norm), and of each
+head's output.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,20 @@ UNIT_KINDS = (("l2", "head"), ("l2-embedding", "head"))
 class QKNorm(QKTransform):
     """Normalises q and k, each with its own weights.
 
-    kind="rms", scope="head": RMSNorm over the channels of each head, as in Qwen3 (2505.09388); scope="full": over all
-    heads at once, as in OLMo 2 (2501.00656). kind="offset": RMSNorm per head with weights stored as w - 1, as in
-    Gemma 3 (2503.19786). kind="l2": unit vectors with a learned temperature per head in place of 1/sqrt(dim), so it
-    needs Dot(scale=1.0) (2010.04245). kind="l2-embedding" adds a learned vector of each head to its unit queries before
-    the temperature, which TransNeXt (2311.17132) and MoH-ViT call query embedding. Swin v2 stores the logarithm of the
-    temperature, and TransNeXt softplus^-1 of the temperature over log n for n tokens. QK transforms run in the order of
-    the modifiers: write QKNorm before Rotary as in Qwen3, or after it.
+    kind="rms", scope="head": RMSNorm over the channels of each head, as in Qwen3 (2505.09388);
+    scope="full": over all heads at once, as in OLMo 2 (2501.00656). kind="offset": RMSNorm per head
+    with weights stored as w - 1, as in Gemma 3 (2503.19786). kind="l2": unit vectors with a learned
+    temperature per head in place of 1/sqrt(dim), so it needs Dot(scale=1.0) (2010.04245).
+    kind="l2-embedding" adds a learned vector of each head to its unit queries before the
+    temperature, which TransNeXt (2311.17132) and MoH-ViT call query embedding. Swin v2 stores the
+    logarithm of the temperature, and TransNeXt softplus^-1 of the temperature over log n for n
+    tokens. QK transforms run in the order of the modifiers: write QKNorm before Rotary as in Qwen3,
+    or after it.
 
     >>> import torch
-    >>> QKNorm().transform(torch.tensor([[[[3.0, 4.0]]]]), "q", None, {"q": torch.ones(2)}).round(decimals=3)
+    >>> QKNorm().transform(torch.tensor([[[[3.0, 4.0]]]]), "q", None, {"q": torch.ones(2)}).round(
+    ...     decimals=3
+    ... )
     tensor([[[[0.8490, 1.1310]]]])
     """
 
@@ -44,23 +50,39 @@ class QKNorm(QKTransform):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
-        if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("offset", "head"), *UNIT_KINDS):
+        if (self.kind, self.scope) not in (
+            ("rms", "head"),
+            ("rms", "full"),
+            ("offset", "head"),
+            *UNIT_KINDS,
+        ):
             yield (
-                f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; use kind 'rms' with scope 'head' or "
+                f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; use kind 'rms' "
+                "with scope 'head' or "
                 "'full', or kinds 'offset', 'l2' and 'l2-embedding' with scope 'head'"
             )
         if self._has_unit_vectors and spec.similarity.score_scale(spec.core) != 1.0:
-            yield f"QKNorm(kind={self.kind!r}) has a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
+            yield (
+                f"QKNorm(kind={self.kind!r}) has a temperature in place of 1/sqrt(dim); use "
+                "similarity Dot(scale=1.0)"
+            )
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"QKNorm would normalise only a slice of the queries and keys of {name}; leave QKNorm out"
+            yield (
+                f"QKNorm would normalise only a slice of the queries and keys of {name}; leave "
+                "QKNorm out"
+            )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self._has_unit_vectors:
-            temperature = {"temperature": Param(AxisLayout.parse("q"), constant_value(self.temperature))}
+            temperature = {
+                "temperature": Param(AxisLayout.parse("q"), constant_value(self.temperature))
+            }
             embedding = {"embedding": Param(AxisLayout.parse("q dim"), normal_with_std(0.02))}
             return temperature if self.kind == "l2" else temperature | embedding
-        axes = {"q": "(q dim)", "k": "(kv dim)"} if self.scope == "full" else {"q": "dim", "k": "dim"}
+        axes = (
+            {"q": "(q dim)", "k": "(kv dim)"} if self.scope == "full" else {"q": "dim", "k": "dim"}
+        )
         start = zeros_init if self.kind == "offset" else ones_init
         return {side: Param(AxisLayout.parse(axis), start) for side, axis in axes.items()}
 
@@ -107,18 +129,23 @@ class QKNorm(QKTransform):
         yield base(modifiers=(cls(scope="full", eps=1e-5),), kv=2)
         yield base(modifiers=(cls(kind="offset"),), kv=2)
         yield base(modifiers=(cls(kind="l2", temperature=3.0),), similarity=Dot(scale=1.0))
-        yield base(modifiers=(cls(kind="l2-embedding", temperature=3.0),), similarity=Dot(scale=1.0), kv=2)
+        yield base(
+            modifiers=(cls(kind="l2-embedding", temperature=3.0),), similarity=Dot(scale=1.0), kv=2
+        )
 
 
 @part
 class HeadNorm(OutputStep):
     """o_h -> w o_h / sqrt(mean(o_h^2) + eps): RMSNorm of every head's output over its own channels.
 
-    This is the norm of differential attention (2410.05258) as a separate part. scope="shared": one weight w of vdim
-    numbers for all heads, as in its released code; scope="head": one per output head, as in a group norm (2307.08621).
+    This is the norm of differential attention (2410.05258) as a separate part. scope="shared": one
+    weight w of vdim numbers for all heads, as in its released code; scope="head": one per output
+    head, as in a group norm (2307.08621).
 
     >>> import torch
-    >>> HeadNorm().transform_outputs(torch.tensor([[[[3.0, 4.0]]]]), torch.ones(1, 1, 1), {"scale": torch.ones(2)})
+    >>> HeadNorm().transform_outputs(
+    ...     torch.tensor([[[[3.0, 4.0]]]]), torch.ones(1, 1, 1), {"scale": torch.ones(2)}
+    ... )
     tensor([[[[0.8485, 1.1314]]]])
     """
 
@@ -134,13 +161,22 @@ class HeadNorm(OutputStep):
         steps = [step for _, step in spec.parts_of(OutputStep)]
         later = [type(step).__name__ for step in steps[steps.index(self) :] if step.combines_rows]
         if self.scope == "head" and later:
-            yield f"HeadNorm(scope='head') would run before {later[0]} combines rows; write it after {later[0]}"
+            yield (
+                f"HeadNorm(scope='head') would run before {later[0]} combines rows; write it "
+                f"after {later[0]}"
+            )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"scale": Param(AxisLayout.parse("vdim" if self.scope == "shared" else "out vdim"), ones_init)}
+        return {
+            "scale": Param(
+                AxisLayout.parse("vdim" if self.scope == "shared" else "out vdim"), ones_init
+            )
+        }
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
-        of_scale = SymmetryGroup.commuting_with_scales(p["scale"].reshape(-1, spec.heads.vdim).T.tolist())
+        of_scale = SymmetryGroup.commuting_with_scales(
+            p["scale"].reshape(-1, spec.heads.vdim).T.tolist()
+        )
         return of_scale if side == "v" else super().symmetry(spec, side, p)
 
     def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:

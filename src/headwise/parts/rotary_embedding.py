@@ -1,4 +1,6 @@
-"""Rotary position embedding (RoPE): rotates queries and keys by their positions, so that scores depend on distances."""
+"""Rotary position embedding (RoPE): rotates queries and keys by their positions, so that scores
+depend on distances.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,22 @@ from ..kernels.launch import SIMD_WIDTH
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values
 
-# --- Scaling of frequencies to longer contexts ---------------------------------------------------------
+# --- Scaling of frequencies to longer contexts ----------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class RotaryScaling(CheckedDataclass, ABC):
-    """Base class: changes the rotary frequencies, and may scale the rotated channels by `attention_factor`."""
+    """Base class: changes the rotary frequencies, and may scale the rotated channels by
+    `attention_factor`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in vars(self).items():
             if isinstance(value, (int, float)) and not value > 0:
-                raise SpecError(f"{type(self).__name__}({name}={value!r}) must be positive; see its docstring")
+                raise SpecError(
+                    f"{type(self).__name__}({name}={value!r}) must be positive; see its docstring"
+                )
 
     @abstractmethod
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
@@ -94,12 +100,16 @@ class NTK(RotaryScaling):
 class YaRN(RotaryScaling):
     """YaRN: high frequencies are kept, low frequencies are divided by `factor` (2309.00071).
 
-    A pair makes r = original f / (2 pi) rotations within the original context length. ramp="paper" blends linearly in r
-    between `slow` and `fast`. Released checkpoints were trained with a blend that is linear in the pair's index between
-    the indices where r is `fast` and `slow`: ramp="code" rounds these indices outwards, "exact" does not (gpt-oss).
-    Rotated channels are multiplied by `swelling`, by default 0.1 ln(factor) + 1.
+    A pair makes r = original f / (2 pi) rotations within the original context length. ramp="paper"
+    blends linearly in r between `slow` and `fast`. Released checkpoints were trained with a blend
+    that is linear in the pair's index between the indices where r is `fast` and `slow`: ramp="code"
+    rounds these indices outwards, "exact" does not (gpt-oss). Rotated channels are multiplied by
+    `swelling`, by default 0.1 ln(factor) + 1.
 
-    >>> YaRN(4.0, original=2048).scale_frequencies([1.0], 10_000.0, 64)[0], round(YaRN(4.0).attention_factor, 4)
+    >>> (
+    ...     YaRN(4.0, original=2048).scale_frequencies([1.0], 10_000.0, 64)[0],
+    ...     round(YaRN(4.0).attention_factor, 4),
+    ... )
     (1.0, 1.1386)
     """
 
@@ -115,7 +125,10 @@ class YaRN(RotaryScaling):
         if self.ramp not in ("code", "exact", "paper"):
             raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code', 'exact' or 'paper'")
         if self.fast <= self.slow:
-            raise SpecError(f"YaRN(fast={self.fast}, slow={self.slow}) has fast at or below slow; use fast > slow")
+            raise SpecError(
+                f"YaRN(fast={self.fast}, slow={self.slow}) has fast at or below slow; use fast > "
+                "slow"
+            )
 
     @property
     def attention_factor(self) -> float:
@@ -125,7 +138,9 @@ class YaRN(RotaryScaling):
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
         fractions = (
-            self._fractions_by_rotations(plain) if self.ramp == "paper" else self._fractions_by_index(plain, base, dims)
+            self._fractions_by_rotations(plain)
+            if self.ramp == "paper"
+            else self._fractions_by_index(plain, base, dims)
         )
         return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, fractions, strict=True)]
 
@@ -150,9 +165,11 @@ class YaRN(RotaryScaling):
 
 @part
 class Llama3(RotaryScaling):
-    """Llama 3.1 scaling: pairs with at least `high` rotations within `original` positions keep their frequency.
+    """Llama 3.1 scaling: pairs with at least `high` rotations within `original` positions keep
+    their frequency.
 
-    Frequencies with `low` rotations or fewer are divided by `factor`; those in between are blended linearly.
+    Frequencies with `low` rotations or fewer are divided by `factor`; those in between are blended
+    linearly.
 
     >>> Llama3().scale_frequencies([1.0, 1e-6], 500_000.0, 4)
     [1.0, 1.25e-07]
@@ -166,10 +183,14 @@ class Llama3(RotaryScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.high <= self.low:
-            raise SpecError(f"Llama3(low={self.low}, high={self.high}) has high at or below low; use high > low")
+            raise SpecError(
+                f"Llama3(low={self.low}, high={self.high}) has high at or below low; use high > low"
+            )
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
-        fractions = [_interpolate(self.original * f / (2 * math.pi), self.low, self.high) for f in plain]
+        fractions = [
+            _interpolate(self.original * f / (2 * math.pi), self.low, self.high) for f in plain
+        ]
         return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, fractions, strict=True)]
 
 
@@ -177,14 +198,20 @@ def _interpolate(x: float, low: float, high: float) -> float:
     return min(max((x - low) / (high - low), 0.0), 1.0)
 
 
-# --- Rotary embedding ----------------------------------------------------------------------------------
+# --- Rotary embedding -----------------------------------------------------------------------------
 
 
 class RotaryAngles:
-    """The rotation angle of every pair of channels at each position; cosine and sine are computed on first use."""
+    """The rotation angle of every pair of channels at each position; cosine and sine are computed
+    on first use.
+    """
 
     def __init__(
-        self, position_BT: Tensor, frequency: Tensor, attention_factor: float, angle_dtype: torch.dtype
+        self,
+        position_BT: Tensor,
+        frequency: Tensor,
+        attention_factor: float,
+        angle_dtype: torch.dtype,
     ) -> None:
         self.position_BT = position_BT
         self.frequency = frequency
@@ -197,7 +224,8 @@ class RotaryAngles:
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """The cosine and the sine of every pair's angle, times the attention factor."""
         if self._cos_sin is None:
-            # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up to half a rotation.
+            # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up
+            # to half a rotation.
             angle = self.position_BT.view(*self.position_BT.shape, 1, 1) * self.frequency
             cos, sin = angle.cos(), angle.sin()
             if self.attention_factor != 1:
@@ -208,11 +236,13 @@ class RotaryAngles:
 
 @part
 class Rotary(QKTransform):
-    """Rotates pair c of a head's first `dims` channels by the angle t base^(-2c/dims) at position t (2104.09864).
+    """Rotates pair c of a head's first `dims` channels by the angle t base^(-2c/dims) at position t
+    (2104.09864).
 
-    pairs="half" pairs channels (c, c + dims/2), as Llama checkpoints on the Hub do; "interleaved" pairs (2c, 2c + 1),
-    as in the paper. `scaling` changes the frequencies for longer contexts. `copies` is the number of heads concatenated
-    into one vector of `dims` channels, as by `convert_to_latent`: each of them gets the frequencies of a single head.
+    pairs="half" pairs channels (c, c + dims/2), as Llama checkpoints on the Hub do; "interleaved"
+    pairs (2c, 2c + 1), as in the paper. `scaling` changes the frequencies for longer contexts.
+    `copies` is the number of heads concatenated into one vector of `dims` channels, as by
+    `convert_to_latent`: each of them gets the frequencies of a single head.
 
     >>> Rotary(base=10_000.0).frequencies(4)
     [1.0, 0.01]
@@ -230,21 +260,33 @@ class Rotary(QKTransform):
         if self.pairs not in ("half", "interleaved"):
             yield f"Rotary(pairs={self.pairs!r}) is unknown; use 'half' or 'interleaved'"
         if not isinstance(self.scaling, RotaryScaling):
-            yield f"Rotary(scaling={self.scaling!r}) is not a RotaryScaling; use Plain, PI, NTK, YaRN or Llama3"
+            yield (
+                f"Rotary(scaling={self.scaling!r}) is not a RotaryScaling; use Plain, PI, NTK, "
+                "YaRN or Llama3"
+            )
             return
         if not self.base > 1:
             yield f"Rotary(base={self.base!r}) must be above 1; 10000.0 is usual"
         available = spec.project.transformed_dims(spec)
         dims = available if self.dims is None else self.dims
         if dims % 2 or not 0 < dims <= available:
-            yield f"Rotary rotates pairs, not {dims} of {available} channels; use an even number up to {available}"
+            yield (
+                f"Rotary rotates pairs, not {dims} of {available} channels; use an even number "
+                f"up to {available}"
+            )
         elif self.copies < 1 or dims % (2 * self.copies):
-            yield f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; leave copies out"
+            yield (
+                f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; leave copies out"
+            )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         dims = self.dims or spec.project.transformed_dims(spec)
         frequencies = self.frequencies(dims // self.copies) * self.copies
-        return {"frequency": Param(AxisLayout.parse("turning"), fixed_values(frequencies), trainable=False)}
+        return {
+            "frequency": Param(
+                AxisLayout.parse("turning"), fixed_values(frequencies), trainable=False
+            )
+        }
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"turning": (self.dims or spec.project.transformed_dims(spec)) // 2}
@@ -271,11 +313,18 @@ class Rotary(QKTransform):
             return tuple((c, c + dims // 2) for c in range(dims // 2))
         return tuple((c, c + 1) for c in range(0, dims, 2))
 
-    def as_single_vector(self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]) -> SingleVectorTransform:
+    def as_single_vector(
+        self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]
+    ) -> SingleVectorTransform:
         dims = self.dims or spec.project.transformed_dims(spec)
         pairs = self.channel_pairs(dims)
-        # With "half", the first channels of all pairs of all heads come first, then the second ones.
-        runs = [[pair[half] for pair in pairs] for half in range(2)] if self.pairs == "half" else [list(range(dims))]
+        # With "half", the first channels of all pairs of all heads come first, then the second
+        # ones.
+        runs = (
+            [[pair[half] for pair in pairs] for half in range(2)]
+            if self.pairs == "half"
+            else [list(range(dims))]
+        )
         sources = tuple((head, channel) for run in runs for head in range(heads) for channel in run)
         merged = replace(self, dims=None, copies=self.copies * heads)
         return SingleVectorTransform(merged, sources, {"frequency": p["frequency"].repeat(heads)})
@@ -283,10 +332,18 @@ class Rotary(QKTransform):
     def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> RotaryAngles:
         return RotaryAngles(position_BT, p["frequency"], self.scaling.attention_factor, exact)
 
-    def transform(self, x_BTHK: Tensor, side: str, precomputed: RotaryAngles, p: PartParams) -> Tensor:
+    def transform(
+        self, x_BTHK: Tensor, side: str, precomputed: RotaryAngles, p: PartParams
+    ) -> Tensor:
         angles = precomputed
-        if self.pairs == "half" and angles.num_pairs % SIMD_WIDTH == 0 and small_batch_ops.is_small_batch(x_BTHK):
-            return small_batch_ops.apply_rotary(x_BTHK, angles.position_BT, angles.frequency, angles.attention_factor)
+        if (
+            self.pairs == "half"
+            and angles.num_pairs % SIMD_WIDTH == 0
+            and small_batch_ops.is_small_batch(x_BTHK)
+        ):
+            return small_batch_ops.apply_rotary(
+                x_BTHK, angles.position_BT, angles.frequency, angles.attention_factor
+            )
         cos, sin = angles.cos_sin
         if cos.dtype != x_BTHK.dtype:
             cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
@@ -297,7 +354,9 @@ class Rotary(QKTransform):
         a, b = a * cos - b * sin, a * sin + b * cos
         if rotary_dims < x_BTHK.shape[-1]:
             rest = x_BTHK[..., rotary_dims:]
-            return torch.cat([a, b, rest] if halves else [torch.stack([a, b], -1).flatten(-2), rest], -1)
+            return torch.cat(
+                [a, b, rest] if halves else [torch.stack([a, b], -1).flatten(-2), rest], -1
+            )
         return torch.cat([a, b], -1) if halves else torch.stack([a, b], -1).flatten(-2)
 
     @classmethod
@@ -308,6 +367,10 @@ class Rotary(QKTransform):
         yield base(modifiers=(cls(scaling=PI(factor=4.0)),), pattern="causal")
         yield base(modifiers=(cls(scaling=NTK(factor=4.0)),), pattern="causal")
         yield base(modifiers=(cls(scaling=YaRN(factor=4.0, original=32)),), pattern="causal")
-        yield base(modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "paper", 1.5)),), pattern="causal")
+        yield base(
+            modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "paper", 1.5)),), pattern="causal"
+        )
         yield base(modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "exact")),), pattern="causal")
-        yield base(modifiers=(cls(scaling=Llama3(factor=4.0, low=1.5, high=3.0, original=64)),), kv=3)
+        yield base(
+            modifiers=(cls(scaling=Llama3(factor=4.0, low=1.5, high=3.0, original=64)),), kv=3
+        )

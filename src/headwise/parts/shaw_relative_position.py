@@ -1,4 +1,6 @@
-"""Relative position representations (Shaw et al.): learned vectors per clipped distance for keys and values."""
+"""Relative position representations (Shaw et al.): learned vectors per clipped distance for keys
+and values.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .initialisers import xavier_uniform
 
 @part
 class Shaw(ScoreStep):
-    """s + scale q.a[clip(j - i, -reach, reach)]: one table of 2 reach + 1 vectors for all heads (1803.02155).
+    """s + scale q.a[clip(j - i, -reach, reach)]: one table of 2 reach + 1 vectors for all heads
+    (1803.02155).
 
     >>> import headwise as hw
     >>> Shaw(reach=2).params(hw.design(model=8, heads=2))["table"].layout
@@ -45,14 +48,25 @@ class Shaw(ScoreStep):
         return {"table": Param(AxisLayout.parse("place dim"), xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
-        return 2 * work.batch * work.queries * spec.num_core_heads * (2 * self.reach + 1) * spec.heads.dim
+        return (
+            2
+            * work.batch
+            * work.queries
+            * spec.num_core_heads
+            * (2 * self.reach + 1)
+            * spec.heads.dim
+        )
 
     def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
         return torch.matmul(context.q_BTHK * context.scale, p["table"].T)
 
-    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(
+        self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
+    ) -> Tensor:
         assert factors is not None
-        return s + position.take(factors, (position.j - position.i).clamp(-self.reach, self.reach) + self.reach)
+        return s + position.take(
+            factors, (position.j - position.i).clamp(-self.reach, self.reach) + self.reach
+        )
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -62,7 +76,8 @@ class Shaw(ScoreStep):
 
 @part
 class ShawValues(ValueStep):
-    """o + sum over keys of w a[clip(j - i, -reach, reach)]: relative vectors added to values (1803.02155).
+    """o + sum over keys of w a[clip(j - i, -reach, reach)]: relative vectors added to values
+    (1803.02155).
 
     >>> import headwise as hw
     >>> ShawValues(reach=2).params(hw.design(model=8, heads=2))["table"].layout.axes
@@ -78,7 +93,10 @@ class ShawValues(ValueStep):
             yield f"ShawValues(reach={self.reach}) distinguishes no distances; use at least 1"
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"ShawValues needs values with heads.vdim channels in the core, unlike {name}; use project Direct()"
+            yield (
+                f"ShawValues needs values with heads.vdim channels in the core, unlike {name}; "
+                "use project Direct()"
+            )
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"place_of_value": 2 * self.reach + 1}
@@ -87,12 +105,21 @@ class ShawValues(ValueStep):
         return {"table": Param(AxisLayout.parse("place_of_value vdim"), xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
-        return 2 * work.batch * work.queries * len(spec.score_head_of_row) * (2 * self.reach + 1) * spec.heads.vdim
+        return (
+            2
+            * work.batch
+            * work.queries
+            * len(spec.score_head_of_row)
+            * (2 * self.reach + 1)
+            * spec.heads.vdim
+        )
 
     def pair_value(self, i: int, j: int, p: PartParams) -> Tensor:
         return p["table"][min(max(j - i, -self.reach), self.reach) + self.reach]
 
     def weighted_values(self, w_BRTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor:
         distance = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BRTS.shape)
-        by_distance = w_BRTS.new_zeros(*w_BRTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, distance, w_BRTS)
+        by_distance = w_BRTS.new_zeros(*w_BRTS.shape[:3], 2 * self.reach + 1).scatter_add(
+            -1, distance, w_BRTS
+        )
         return torch.matmul(by_distance, p["table"].to(w_BRTS.dtype))

@@ -18,8 +18,8 @@ from ..spec.attention_spec import AttentionSpec
 class Sigmoid(Normaliser):
     """w_j = sigmoid(s_j - log n), where n is the number of allowed keys of the query (2409.04431).
 
-    n counts the allowed keys of each query, not the length of the batch, so that decoding with a cache equals one
-    forward pass. Two keys with score 0 get a weight of 1/3 each:
+    n counts the allowed keys of each query, not the length of the batch, so that decoding with a
+    cache equals one forward pass. Two keys with score 0 get a weight of 1/3 each:
 
     >>> Sigmoid().normalise_row(torch.zeros(2), {}).tolist() == [torch.tensor(1 / 3).item()] * 2
     True

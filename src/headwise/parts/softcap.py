@@ -30,7 +30,9 @@ class Softcap(ScoreStep):
         if not self.limit > 0:
             yield f"Softcap(limit={self.limit!r}) must be positive; Gemma 2 uses 50.0"
 
-    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(
+        self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
+    ) -> Tensor:
         return torch.tanh(s / self.limit) * self.limit
 
     @classmethod

@@ -1,4 +1,6 @@
-"""Softmax over the allowed keys of each query, and softmax with an attention sink: a learned score per head."""
+"""Softmax over the allowed keys of each query, and softmax with an attention sink: a learned score
+per head.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from .initialisers import zeros_init
 
 @part
 class Softmax(Normaliser):
-    """w_j = exp(s_j) / sum of exp(s) over the allowed keys; all weights are 0 if no key is allowed (1706.03762).
+    """w_j = exp(s_j) / sum of exp(s) over the allowed keys; all weights are 0 if no key is allowed
+    (1706.03762).
 
     >>> Softmax().normalise_row(torch.tensor([0.0, 0.0, 0.0, 0.0]), {})[0].item()
     0.25
@@ -51,9 +54,11 @@ class Softmax(Normaliser):
 
 @part
 class SinkSoftmax(Normaliser):
-    """w_j = exp(s_j) / (exp(sink_h) + sum of exp(s)): one learned score per head beside the keys (2508.10925).
+    """w_j = exp(s_j) / (exp(sink_h) + sum of exp(s)): one learned score per head beside the keys
+    (2508.10925).
 
-    A head with a large sink attends to almost nothing. A sink of 0 takes half the weight from one key with score 0:
+    A head with a large sink attends to almost nothing. A sink of 0 takes half the weight from one
+    key with score 0:
 
     >>> SinkSoftmax().normalise_row(torch.zeros(1), {"sink": torch.tensor(0.0)}).item()
     0.5

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from ..interfaces import ScoreStep
 from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CallSize, Param, PartParams, QueryContext, ScorePosition, SpecFactory
+from ..interfaces.core_types import (
+    CallSize,
+    Param,
+    PartParams,
+    QueryContext,
+    ScorePosition,
+    SpecFactory,
+)
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import xavier_uniform, zeros_init
@@ -21,16 +28,19 @@ SYNTHESIZER_KINDS = ("random", "factorised", "dense")
 
 @part
 class Learned(ScoreStep):
-    """s + R_h[i, j], learned for the positions 0 .. length - 1: the scores of a Synthesizer (2005.00743).
+    """s + R_h[i, j], learned for the positions 0 .. length - 1: the scores of a Synthesizer
+    (2005.00743).
 
     kind="random": R is a table. "factorised": R = A B^T with this `rank`. "dense": row i of R is
-    W_2 relu(W_1 x_i + b_1) + b_2, computed from the query token alone; the hidden layer has dim channels per head,
-    which gives the paper's d^2 + d length parameters if heads times dim is d. Without queries and keys (project
-    Values()) it is the paper's pure form; with Dot it is the paper's mixture as a plain sum, where the paper has
-    weights and its code can do either. The code's "dense" differs: no biases, W_1 taken from the query projection, and
-    W_2 shared by all heads.
+    W_2 relu(W_1 x_i + b_1) + b_2, computed from the query token alone; the hidden layer has dim
+    channels per head, which gives the paper's d^2 + d length parameters if heads times dim is d.
+    Without queries and keys (project Values()) it is the paper's pure form; with Dot it is the
+    paper's mixture as a plain sum, where the paper has weights and its code can do either. The
+    code's "dense" differs: no biases, W_1 taken from the query projection, and W_2 shared by all
+    heads.
 
-    The table has as many parameters as W_Q and W_K at h length^2 = 2 d h dim: 8 positions for d = 16 and dim = 2.
+    The table has as many parameters as W_Q and W_K at h length^2 = 2 d h dim: 8 positions for d =
+    16 and dim = 2.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=16, heads=3, dim=2, modifiers=(Learned(length=8),))
@@ -68,7 +78,9 @@ class Learned(ScoreStep):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "random":
-            return {"table": Param(AxisLayout.parse("q query_position key_position"), xavier_uniform)}
+            return {
+                "table": Param(AxisLayout.parse("q query_position key_position"), xavier_uniform)
+            }
         if self.kind == "factorised":
             return {  # by the names of saved models, for queries and for keys
                 "asking": Param(AxisLayout.parse("q query_position rank"), xavier_uniform),
@@ -82,7 +94,9 @@ class Learned(ScoreStep):
         }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """FLOPs of the rows of R; they are computed once for all rows of a batch with equal positions."""
+        """FLOPs of the rows of R; they are computed once for all rows of a batch with equal
+        positions.
+        """
         if self.kind != "factorised":
             return 0
         return 2 * work.queries * spec.num_core_heads * self.rank * self.length
@@ -98,7 +112,9 @@ class Learned(ScoreStep):
             rows = torch.matmul(p["asking"][:, position], p["told"].transpose(-1, -2)[:, None])
         return rows.permute(1, 2, 0, 3).expand(context.x_BTD.shape[0], -1, -1, -1)
 
-    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(
+        self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
+    ) -> Tensor:
         assert factors is not None
         # Clamped because empty cache slots may have any position, too.
         return s + position.take(factors, position.j.clamp(0, self.length - 1))
@@ -112,6 +128,8 @@ class Learned(ScoreStep):
 
 def _dense_score_rows(x_BTD: Tensor, p: PartParams) -> Tensor:
     """Rows of scores [B, T, H, length] computed from the query tokens."""
-    hidden = F.relu(F.linear(x_BTD, p["hidden"], p["hidden_bias"])).unflatten(-1, (p.sizes["q"], -1))
+    hidden = F.relu(F.linear(x_BTD, p["hidden"], p["hidden_bias"])).unflatten(
+        -1, (p.sizes["q"], -1)
+    )
     rows = torch.matmul(hidden.transpose(1, 2), p["out"]) + p["out_bias"][:, None]
     return rows.transpose(1, 2)

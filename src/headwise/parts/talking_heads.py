@@ -1,4 +1,6 @@
-"""Talking-heads attention: a learned linear mix of all heads, the same at every (query, key) pair."""
+"""Talking-heads attention: a learned linear mix of all heads, the same at every
+(query, key) pair.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ from .initialisers import identity_init, zeros_init
 
 @part
 class TalkingHeads(Mix):
-    """a'_h = sum over g of a_g P[g, h], on the scores before masking or on the weights (2003.02436).
+    """a'_h = sum over g of a_g P[g, h], on the scores before masking or on the weights
+    (2003.02436).
 
-    With `bias`, b_h is added to a'_h at every pair of a query and an allowed key, as in CaiT (2103.17239). It starts at
+    With `bias`, b_h is added to a'_h at every pair of a query and an allowed key, as in CaiT
+    (2103.17239). It starts at
     0.
 
-    `heads` is the number of heads after mixing, if it differs from the number before: the paper's h_k score heads, h
-    softmaxes and h_v value heads are TalkingHeads(heads=h) on the scores and TalkingHeads(on="weights", heads=h_v).
-    P starts as the identity, so that a new layer equals plain attention (CaiT's released code starts at random):
+    `heads` is the number of heads after mixing, if it differs from the number before: the paper's
+    h_k score heads, h softmaxes and h_v value heads are TalkingHeads(heads=h) on the scores and
+    TalkingHeads(on="weights", heads=h_v). P starts as the identity, so that a new layer equals
+    plain attention (CaiT's released code starts at random):
 
     >>> import torch
     >>> TalkingHeads().mix_pair(torch.tensor([1.0, 2.0]), {}, {}, {"mixing": torch.eye(2)}).tolist()
@@ -37,8 +42,10 @@ class TalkingHeads(Mix):
     disagreements: ClassVar[tuple[str, ...]] = (
         "The mixing starts as the identity; CaiT's released code starts it at random.",
         (
-            "CaiT's released code adds a bias per head after each mix, the paper of talking heads none: see `bias`, by "
-            "default none. On the scores the bias cancels in softmax; on the weights it adds b_h times the sum of all "
+            "CaiT's released code adds a bias per head after each mix, the paper of talking heads "
+            "none: see `bias`, by "
+            "default none. On the scores the bias cancels in softmax; on the weights it adds b_h "
+            "times the sum of all "
             "allowed values to head h."
         ),
     )
@@ -55,24 +62,34 @@ class TalkingHeads(Mix):
         if self.on not in ("scores", "weights"):
             yield f"TalkingHeads(on={self.on!r}) is unknown; use 'scores' or 'weights'"
         if self.heads < 0:
-            yield f"TalkingHeads(heads={self.heads}) is negative; leave it out to keep the number of heads"
+            yield (
+                f"TalkingHeads(heads={self.heads}) is negative; leave it out to keep the number "
+                "of heads"
+            )
         if self.phase is Phase.SCORES and self.num_outputs(spec.heads.q) != spec.heads.q:
             yield from self._head_count_conflicts(spec)
 
     def _head_count_conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        """Conflicts with later parts that have parameters per score head, whose number this mix changes."""
+        """Conflicts with later parts that have parameters per score head, whose number this mix
+        changes.
+        """
         mixes = [mix for _, mix in spec.parts_of(Mix) if mix is not self]
-        scores = [step for _, step in spec.parts_of(ScoreStep)][self._num_earlier_score_steps(spec) :]
+        scores = [step for _, step in spec.parts_of(ScoreStep)][
+            self._num_earlier_score_steps(spec) :
+        ]
         for later in (spec.normaliser, *mixes, *scores):
             per_head = isinstance(later, ScoreStep) and later.per_head
             if per_head or any("q" in param.layout.axes for param in later.params(spec).values()):
                 name = type(later).__name__
                 yield (
-                    f"TalkingHeads(heads={self.heads}) changes the number of heads, but {name} has parameters for "
+                    f"TalkingHeads(heads={self.heads}) changes the number of heads, but {name} "
+                    "has parameters for "
                     f"{spec.heads.q} heads; use heads=0, or leave out {name}"
                 )
         if any(mix.phase is Phase.SCORES for mix in mixes):
-            yield f"TalkingHeads(heads={self.heads}) must be the only mix on the scores; use heads=0"
+            yield (
+                f"TalkingHeads(heads={self.heads}) must be the only mix on the scores; use heads=0"
+            )
 
     def _num_earlier_score_steps(self, spec: AttentionSpec) -> int:
         earlier = spec.modifiers[: spec.modifiers.index(self)]
@@ -102,13 +119,21 @@ class TalkingHeads(Mix):
         return frozenset(range(spec.heads.q))
 
     def mix_pair(
-        self, a_H: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+        self,
+        a_H: Tensor,
+        from_query: Mapping[str, Tensor],
+        from_key: Mapping[str, Tensor],
+        p: PartParams,
     ) -> Tensor:
         mixed = a_H @ p["mixing"].to(a_H.dtype)
         return mixed + p["bias"].to(a_H.dtype) if self.bias else mixed
 
     def mix(
-        self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+        self,
+        a_BHTS: Tensor,
+        from_query: Mapping[str, Tensor],
+        from_key: Mapping[str, Tensor],
+        p: PartParams,
     ) -> Tensor:
         return mix_heads(a_BHTS, p["mixing"])
 
@@ -121,7 +146,9 @@ class TalkingHeads(Mix):
 
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="scores"), cls(on="weights")), pattern="window(4)", vdim=5)
-        yield base(modifiers=(Alibi(), cls(heads=7), cls(on="weights", heads=5)), pattern="causal", vdim=9)
+        yield base(
+            modifiers=(Alibi(), cls(heads=7), cls(on="weights", heads=5)), pattern="causal", vdim=9
+        )
         yield base(modifiers=(cls(heads=5),), kv=3, source=13)
         yield base(modifiers=(cls(bias=True), cls(on="weights", bias=True)), pattern="causal", kv=2)
 

@@ -15,7 +15,8 @@ from ..spec.attention_spec import AttentionSpec
 
 @part
 class WeightDropout(WeightStep):
-    """Each weight is dropped with probability `rate` while training, and the others grow by 1/(1 - rate).
+    """Each weight is dropped with probability `rate` while training, and the others grow by 1/(1 -
+    rate).
 
     >>> import headwise as hw, torch
     >>> layer = hw.Attention(hw.design(model=8, heads=2, modifiers=(WeightDropout(0.5),))).eval()

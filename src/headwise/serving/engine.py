@@ -17,7 +17,13 @@ from ..ops.counter_rng import RandomStream as Numbers
 from .kv_memory import BatchingConfig, KVMemory
 from .metrics import ServingReport
 from .model_runner import MAX_RECORDED_STEPS, ModelRunner
-from .requests import RequestStream, RequestTiming, ServingRequest, record_overtaking, select_next_request
+from .requests import (
+    RequestStream,
+    RequestTiming,
+    ServingRequest,
+    record_overtaking,
+    select_next_request,
+)
 
 DEFAULT_BATCHING = BatchingConfig()
 
@@ -25,26 +31,48 @@ DEFAULT_BATCHING = BatchingConfig()
 class Engine:
     """Serves many requests with one model; the KV cache stays within `budget` bytes.
 
-    `submit` adds a request and returns the stream of its tokens. Reading any stream runs engine steps for all
-    requests; inside `with engine.background_thread():` a thread runs them. A request is admitted only when all pages
-    that it may ever need are guaranteed. So no request is preempted or recomputed, and each gets the tokens that it
-    would get alone.
+    `submit` adds a request and returns the stream of its tokens. Reading any stream runs engine
+    steps for all requests; inside `with engine.background_thread():` a thread runs them. A request
+    is admitted only when all pages that it may ever need are guaranteed. So no request is preempted
+    or recomputed, and each gets the tokens that it would get alone.
 
     >>> import headwise as hw, torch
-    >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    >>> net = hw.build(hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11}), seed=0)
+    >>> config = {
+    ...     "model_type": "llama",
+    ...     "hidden_size": 8,
+    ...     "intermediate_size": 12,
+    ...     "num_attention_heads": 2,
+    ... }
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11}), seed=0
+    ... )
     >>> engine = Engine(net, budget=200_000)
-    >>> first, second = engine.submit([3, 1, 4], max_new_tokens=5), engine.submit([1], max_new_tokens=3)
-    >>> list(first) == hw.greedy_decode(net, torch.tensor([[3, 1, 4]]), max_new_tokens=5)[0], len(second.result())
+    >>> first, second = (
+    ...     engine.submit([3, 1, 4], max_new_tokens=5),
+    ...     engine.submit([1], max_new_tokens=3),
+    ... )
+    >>> (
+    ...     list(first) == hw.greedy_decode(net, torch.tensor([[3, 1, 4]]), max_new_tokens=5)[0],
+    ...     len(second.result()),
+    ... )
     (True, 3)
     """
 
-    def __init__(self, net: Transformer, *, budget: int, batching: BatchingConfig = DEFAULT_BATCHING) -> None:
+    def __init__(
+        self, net: Transformer, *, budget: int, batching: BatchingConfig = DEFAULT_BATCHING
+    ) -> None:
         if not isinstance(net, Transformer):
-            raise ValueError(f"net is of type {type(net).__name__}; give a model from hw.build or hw.load")
+            raise ValueError(
+                f"net is of type {type(net).__name__}; give a model from hw.build or hw.load"
+            )
         if type(budget) is not int or budget < 1:
-            raise ValueError(f"budget must be a positive integer of bytes, got {budget!r}; give 2**30 for one GiB")
-        TextGenerator.of(net, 1, 0.0, DEFAULT_DECODING)  # refuses models that are not language models
+            raise ValueError(
+                f"budget must be a positive integer of bytes, got {budget!r}; give 2**30 for one "
+                "GiB"
+            )
+        TextGenerator.of(
+            net, 1, 0.0, DEFAULT_DECODING
+        )  # refuses models that are not language models
         self.net, self.memory = net.eval(), KVMemory(net, budget, batching)
         self._runner = ModelRunner(self.net, self.memory, max_positions(net.spec.stacks[-1]))
         self._condition = threading.Condition()
@@ -64,8 +92,9 @@ class Engine:
     ) -> RequestStream:
         """Add a request for ids or text and return its stream. Callable from any thread.
 
-        Requests that could never run are refused here. With a temperature above 0, tokens are sampled from stream 0 of
-        the seed, as `hw.generate` does for one prompt; `seed` may also be a `RandomStream` to sample from.
+        Requests that could never run are refused here. With a temperature above 0, tokens are
+        sampled from stream 0 of the seed, as `hw.generate` does for one prompt; `seed` may also be
+        a `RandomStream` to sample from.
         """
         request = self._make_request(prompt, max_new_tokens, temperature, config, seed)
         with self._condition:
@@ -75,7 +104,9 @@ class Engine:
         return RequestStream(request, self._step_until, self._cancel)
 
     def step(self) -> bool:
-        """Admit requests, prefill one chunk of prompts and decode one token per row; return whether work remains."""
+        """Admit requests, prefill one chunk of prompts and decode one token per row; return whether
+        work remains.
+        """
         with self._condition:
             while self._is_stepping:
                 self._condition.wait()
@@ -90,12 +121,18 @@ class Engine:
 
     @contextmanager
     def background_thread(self) -> Iterator[None]:
-        """Run steps in a thread for the duration of the `with` block. Unfinished requests survive the block."""
+        """Run steps in a thread for the duration of the `with` block. Unfinished requests survive
+        the block.
+        """
         stop = threading.Event()
-        thread = threading.Thread(target=self._run_background, args=(stop,), name="headwise-engine", daemon=True)
+        thread = threading.Thread(
+            target=self._run_background, args=(stop,), name="headwise-engine", daemon=True
+        )
         with self._condition:
             if self._has_background_thread:
-                raise ValueError("a background thread already runs this engine; leave its with block first")
+                raise ValueError(
+                    "a background thread already runs this engine; leave its with block first"
+                )
             self._has_background_thread = True
         thread.start()
         try:
@@ -112,7 +149,7 @@ class Engine:
         with self._condition:
             return ServingReport.of(self.memory, list(self._timings), self._runner)
 
-    # --- running steps -------------------------------------------------------------------------------------
+    # --- running steps ----------------------------------------------------------------------------
 
     def _step_until(self, ready: Callable[[], bool]) -> None:
         """Run steps until `ready()`; wait while another thread runs them."""
@@ -129,7 +166,9 @@ class Engine:
         while self._wait_for_work(stop):
             try:
                 self._run_step()
-            except Exception as error:  # otherwise callers that wait for this thread would wait forever
+            except (
+                Exception
+            ) as error:  # otherwise callers that wait for this thread would wait forever
                 self._fail_all(error)
 
     def _wait_for_work(self, stop: threading.Event) -> bool:
@@ -162,13 +201,15 @@ class Engine:
                 self._is_stepping = False
                 self._condition.notify_all()
 
-    # --- admission and removal -----------------------------------------------------------------------------
+    # --- admission and removal --------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Admit waiting requests while all pages that they may ever need are guaranteed."""
         while self._waiting:
             request = select_next_request(self._waiting, self.memory.batching)
-            if not self.memory.can_admit([running.place for running in self._running if running.place], request.tokens):
+            if not self.memory.can_admit(
+                [running.place for running in self._running if running.place], request.tokens
+            ):
                 return
             record_overtaking(self._waiting, request)
             self._waiting.remove(request)
@@ -194,22 +235,36 @@ class Engine:
             self._condition.notify_all()
 
     def _make_request(
-        self, prompt: Any, count: int, temperature: float, how: DecodingConfig, seed: int | Numbers | None
+        self,
+        prompt: Any,
+        count: int,
+        temperature: float,
+        how: DecodingConfig,
+        seed: int | Numbers | None,
     ) -> ServingRequest:
         """Return the request, or raise if it could never run."""
         generator = TextGenerator.of(self.net, count, temperature, how)
         if how.beams > 1:
-            raise ValueError(f"the engine does not support beam search (beams={how.beams}); call hw.generate")
+            raise ValueError(
+                f"the engine does not support beam search (beams={how.beams}); call hw.generate"
+            )
         if how.compile == "on":
-            raise ValueError("the engine does not support compile='on': its rows differ in length; leave compile out")
+            raise ValueError(
+                "the engine does not support compile='on': its rows differ in length; leave "
+                "compile out"
+            )
         prompts = parse_prompts(self.net, prompt, how.window)
         if prompts.form != "alone":
-            raise ValueError(f"the prompt is a list of {len(prompts.rows)} prompts; submit each separately")
+            raise ValueError(
+                f"the prompt is a list of {len(prompts.rows)} prompts; submit each separately"
+            )
         ids, source = self._decoder_and_source_ids(prompts.rows[0])
         check_prompt_length(self.net.spec, len(ids), count, how.window)
         if len(ids) < self.memory.min_first_chunk:
             fact = f"the prompt has {len(ids)} tokens"
-            raise ValueError(f"{fact}, but this attention pattern needs at least {self.memory.min_first_chunk}")
+            raise ValueError(
+                f"{fact}, but this attention pattern needs at least {self.memory.min_first_chunk}"
+            )
         numbers = seed if isinstance(seed, Numbers) else make_random_streams(seed, 1)[0]
         completion = generator.answer(prompts.kind, prompts.rows[0])
         request = ServingRequest(

@@ -1,4 +1,6 @@
-"""Memory of the engine: cache pages, recurrent states and encoder outputs within one budget of bytes."""
+"""Memory of the engine: cache pages, recurrent states and encoder outputs within one budget of
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,25 @@ from ..models import EncoderOutput, ModelCache, Transformer
 from ..nn.attention import Attention
 from ..spec.attention_spec import AttentionSpec
 
-# --- Layers that read cache pages in place -------------------------------------------------------------
+# --- Layers that read cache pages in place --------------------------------------------------------
 
 
 class PagedSupport(NamedTuple):
-    """Number of layers with paged caches, and the reasons of those that gather pages to decode, by module path.
+    """Number of layers with paged caches, and the reasons of those that gather pages to decode, by
+    module path.
 
     >>> import headwise as hw
-    >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    >>> PagedSupport.of(hw.build(hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11})))
+    >>> config = {
+    ...     "model_type": "llama",
+    ...     "hidden_size": 8,
+    ...     "intermediate_size": 12,
+    ...     "num_attention_heads": 2,
+    ... }
+    >>> PagedSupport.of(
+    ...     hw.build(
+    ...         hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11})
+    ...     )
+    ... )
     PagedSupport(layers=2, gathers={})
     """
 
@@ -65,18 +77,19 @@ def _gather_reason(layer: Attention) -> str:
     return "; ".join(backends.unsupported_reasons("paged", job))
 
 
-# --- Memory --------------------------------------------------------------------------------------------
+# --- Memory ---------------------------------------------------------------------------------------
 
 ADMISSION_ORDERS = ("arrival", "shortest")
 
 
 @dataclass(frozen=True)
 class BatchingConfig:
-    """How requests share a model: at most `rows` requests run at once, in cache pages of `page` tokens.
+    """How requests share a model: at most `rows` requests run at once, in cache pages of `page`
+    tokens.
 
-    A step prefills at most `chunk` prompt tokens and decodes one token per row. `order` is the order of admission:
-    "arrival", or "shortest" first, where no request is overtaken more than `patience` times. `source` is the maximum
-    source length of an encoder-decoder.
+    A step prefills at most `chunk` prompt tokens and decodes one token per row. `order` is the
+    order of admission: "arrival", or "shortest" first, where no request is overtaken more than
+    `patience` times. `source` is the maximum source length of an encoder-decoder.
 
     >>> BatchingConfig(rows=0)
     Traceback (most recent call last):
@@ -94,10 +107,14 @@ class BatchingConfig:
         for name in ("rows", "page", "chunk", "patience", "source"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
-                raise SpecError(f"BatchingConfig: {name} must be an integer of at least 1, got {size!r}; try {name}=64")
+                raise SpecError(
+                    f"BatchingConfig: {name} must be an integer of at least 1, got {size!r}; try "
+                    f"{name}=64"
+                )
         if self.order not in ADMISSION_ORDERS:
             raise SpecError(
-                f"BatchingConfig(order={self.order!r}) is unknown; {suggest(str(self.order), ADMISSION_ORDERS)}"
+                f"BatchingConfig(order={self.order!r}) is unknown; "
+                f"{suggest(str(self.order), ADMISSION_ORDERS)}"
             )
 
 
@@ -111,10 +128,11 @@ class CacheSlot:
 
 
 class KVMemory:
-    """Divides a budget of bytes into cache pages for all layers, and one state and source buffer per row.
+    """Divides a budget of bytes into cache pages for all layers, and one state and source buffer
+    per row.
 
-    The budget includes the buffer into which the pages of one layer are gathered, but not a step's activations. On a
-    CPU, pages, sources and the buffer take memory when they are first written.
+    The budget includes the buffer into which the pages of one layer are gathered, but not a step's
+    activations. On a CPU, pages, sources and the buffer take memory when they are first written.
     """
 
     def __init__(self, net: Transformer, budget: int, batching: BatchingConfig) -> None:
@@ -122,34 +140,53 @@ class KVMemory:
         self.reading = PagedSupport.of(net)
         layers = net.cache(batch=1, capacity=1).layers
         self._cache_names = [[*layer] for layer in layers]
-        caches = [cache for layer in layers for cache in layer.values() if isinstance(cache, KVCache)]
+        caches = [
+            cache for layer in layers for cache in layer.values() if isinstance(cache, KVCache)
+        ]
         if len(caches) < sum(map(len, layers)):
             raise SpecError(
-                "the engine caches attention only, and this model has recurrences or convolutions; use hw.generate"
+                "the engine caches attention only, and this model has recurrences or "
+                "convolutions; use hw.generate"
             )
         if not caches:
             raise SpecError(
-                "the engine caches self-attention, and this model has none in the stack that generates; use hw.generate"
+                "the engine caches self-attention, and this model has none in the stack that "
+                "generates; use hw.generate"
             )
         self._is_stateful = [cache.spec.is_recurrent for cache in caches]
         paged = [cache.spec for cache in caches if not cache.spec.is_recurrent]
         like, rows = caches[0], batching.rows
-        self._states = [RecurrentStateCache(c.spec, rows, c.dtype, c.device) for c in caches if c.spec.is_recurrent]
+        self._states = [
+            RecurrentStateCache(c.spec, rows, c.dtype, c.device)
+            for c in caches
+            if c.spec.is_recurrent
+        ]
         blocks = list(net.stacks.values())[-1].blocks
         self._cross_specs = [
-            block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks
+            block.attentions["cross"].spec if "cross" in block.attentions else None
+            for block in blocks
         ]
-        self._source_buffers = [_make_source_buffers(spec, batching, like) for spec in self._cross_specs]
+        self._source_buffers = [
+            _make_source_buffers(spec, batching, like) for spec in self._cross_specs
+        ]
         self.paging = PageLayout.for_specs(list_stored_specs(paged), batching.page)
         retentions = [group[:2] for group in self.paging.groups]
-        # Retention groups of each layer, without repetition: one, or one for each group of its heads.
+        # Retention groups of each layer, without repetition: one, or one for each group of its
+        # heads.
         self._groups_of_layers = {
-            tuple(retentions.index(stored.pattern.retention) for stored in list_stored_specs([spec])) for spec in paged
+            tuple(
+                retentions.index(stored.pattern.retention) for stored in list_stored_specs([spec])
+            )
+            for spec in paged
         }
         self.pages = self._num_affordable_pages(like)
-        self.pool = PagePool(paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device)
+        self.pool = PagePool(
+            paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device
+        )
         self.pool.reserve(self.pages)
-        self.min_first_chunk = max((spec.pattern.tokens_before_decode or 0 for spec in paged), default=0)
+        self.min_first_chunk = max(
+            (spec.pattern.tokens_before_decode or 0 for spec in paged), default=0
+        )
         self._free_slots = list(reversed(range(rows)))
 
     @property
@@ -160,7 +197,9 @@ class KVMemory:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of the states and sources of `batching.rows` rows."""
-        sources = sum(buffer.nbytes for source in self._source_buffers for buffer in source.values())
+        sources = sum(
+            buffer.nbytes for source in self._source_buffers for buffer in source.values()
+        )
         # Twice: each call copies the states and sources of its rows into one batch.
         return 2 * (sum(state.nbytes for state in self._states) + sources)
 
@@ -197,22 +236,34 @@ class KVMemory:
         """Raise if a request of `tokens` tokens does not fit into the budget even alone."""
         need = sum(self.pages_needed(tokens))
         if need > self.pages:
-            enough = self.budget + (need - self.pages) * self._bytes_per_page(self.pool.storage.element_size())
+            enough = self.budget + (need - self.pages) * self._bytes_per_page(
+                self.pool.storage.element_size()
+            )
             raise ValueError(
-                f"a request of {tokens:,} tokens needs {need:,} pages of {self.page_bytes:,} bytes and the budget of "
-                f"{self.budget:,} bytes holds {self.pages:,}; ask for fewer tokens, or give a budget of {enough:,}"
+                f"a request of {tokens:,} tokens needs {need:,} pages of {self.page_bytes:,} "
+                "bytes and the budget of "
+                f"{self.budget:,} bytes holds {self.pages:,}; ask for fewer tokens, or give a "
+                f"budget of {enough:,}"
             )
 
     def can_admit(self, slots: Sequence[CacheSlot], tokens: int) -> bool:
-        """Whether a row of `tokens` tokens fits beside `slots`, even if each needs all pages reserved for it."""
+        """Whether a row of `tokens` tokens fits beside `slots`, even if each needs all pages
+        reserved for it.
+        """
         rows = [place.row for place in slots]
         fresh = self.pool.block_tables.new_sequence(self.pages_needed(tokens))
-        return bool(self._free_slots) and self.pool.block_tables.num_reserved_pages([*rows, fresh]) <= self.pages
+        return (
+            bool(self._free_slots)
+            and self.pool.block_tables.num_reserved_pages([*rows, fresh]) <= self.pages
+        )
 
     def enter(self, tokens: int, namespace: bytes) -> CacheSlot:
-        """Reserve a slot for a row of `tokens` tokens; only rows of one namespace share prefixes."""
+        """Reserve a slot for a row of `tokens` tokens; only rows of one
+        namespace share prefixes.
+        """
         place = CacheSlot(
-            self.pool.block_tables.new_sequence(self.pages_needed(tokens), namespace), self._free_slots.pop()
+            self.pool.block_tables.new_sequence(self.pages_needed(tokens), namespace),
+            self._free_slots.pop(),
         )
         self._clear_states(place)
         return place
@@ -230,11 +281,15 @@ class KVMemory:
         self._clear_states(slot)
 
     def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
-        """Maximum number of pages that a layer gathers for a row after `count` more tokens, for all groups of heads."""
+        """Maximum number of pages that a layer gathers for a row after `count` more tokens, for all
+        groups of heads.
+        """
         end = slot.row.length + count
         groups = zip(self.paging.groups, slot.row.reserved_pages, strict=True)
         pages = [min(-(-end // group.page), need) for group, need in groups]
-        return max((sum(pages[group] for group in layer) for layer in self._groups_of_layers), default=0)
+        return max(
+            (sum(pages[group] for group in layer) for layer in self._groups_of_layers), default=0
+        )
 
     def remember(self, slot: CacheSlot, encoder_output: EncoderOutput) -> None:
         """Store the projected keys and values of a row's source."""
@@ -246,15 +301,23 @@ class KVMemory:
 
     def call(self, cache_slots: Sequence[CacheSlot]) -> BatchedModelCall:
         """Return caches and encoder output for one model call with these rows."""
-        slots = torch.tensor([place.state_index for place in cache_slots], device=self.pool.storage.device)
+        slots = torch.tensor(
+            [place.state_index for place in cache_slots], device=self.pool.storage.device
+        )
         batch = self.pool.batch_of([slot.row for slot in cache_slots])
-        states = [RecurrentStateCache(c.spec, len(cache_slots), c.dtype, c.device) for c in self._states]
+        states = [
+            RecurrentStateCache(c.spec, len(cache_slots), c.dtype, c.device) for c in self._states
+        ]
         for cache, all_rows in zip(states, self._states, strict=True):
             cache.set_state({name: tensor[slots] for name, tensor in all_rows.state.items()})
         paged, stateful = iter(self.pool.caches(batch)), iter(states)
-        caches = iter([cast(KVCache, next(stateful if is_state else paged)) for is_state in self._is_stateful])
+        caches = iter(
+            [cast(KVCache, next(stateful if is_state else paged)) for is_state in self._is_stateful]
+        )
         layers = [{name: next(caches) for name in names} for names in self._cache_names]
-        return BatchedModelCall(batch, ModelCache(layers), self._encoder_output(cache_slots, slots), slots, states)
+        return BatchedModelCall(
+            batch, ModelCache(layers), self._encoder_output(cache_slots, slots), slots, states
+        )
 
     def keep(self, call: BatchedModelCall) -> None:
         """Store the recurrent states after a call."""
@@ -276,24 +339,36 @@ class KVMemory:
         live = place < torch.tensor(counts, device=device)[:, None]
         whole = len(set(counts)) == 1
         tokens = (
-            SequenceInfo.contiguous(0, most, device) if whole else SequenceInfo(place, live.long() - 1, checked=True)
+            SequenceInfo.contiguous(0, most, device)
+            if whole
+            else SequenceInfo(place, live.long() - 1, checked=True)
         )
         layers = [
-            spec and ProjectedSource({name: tensor[slots, :most] for name, tensor in buffers.items()}, tokens, spec)
+            spec
+            and ProjectedSource(
+                {name: tensor[slots, :most] for name, tensor in buffers.items()}, tokens, spec
+            )
             for spec, buffers in zip(self._cross_specs, self._source_buffers, strict=True)
         ]
         return EncoderOutput(self.pool.storage.new_zeros(len(places), 0, 0), tokens, tuple(layers))
 
     def _num_affordable_pages(self, like: KVCache) -> int:
-        """Pages that fit beside the states and sources, after the padding page and the gather buffer."""
-        per_page, padding_page = self._bytes_per_page(like.dtype.itemsize), self.paging.numel * like.dtype.itemsize
+        """Pages that fit beside the states and sources, after the padding page and the gather
+        buffer.
+        """
+        per_page, padding_page = (
+            self._bytes_per_page(like.dtype.itemsize),
+            self.paging.numel * like.dtype.itemsize,
+        )
         available = self.budget - self.fixed_bytes - padding_page
         pages = available // per_page if per_page else 0
         if available < 0 or (per_page and pages < 1):
             minimum = self.fixed_bytes + padding_page + per_page
             raise ValueError(
-                f"a budget of {self.budget:,} bytes holds no request: states and sources of {self.batching.rows} rows "
-                f"take {self.fixed_bytes:,} and a page {per_page:,}; give {minimum:,} or more, or fewer rows"
+                f"a budget of {self.budget:,} bytes holds no request: states and sources of "
+                f"{self.batching.rows} rows "
+                f"take {self.fixed_bytes:,} and a page {per_page:,}; give {minimum:,} or more, or "
+                "fewer rows"
             )
         return pages
 
@@ -313,11 +388,14 @@ class BatchedModelCall:
     states: list[RecurrentStateCache] = field(default_factory=list)
 
 
-def _make_source_buffers(spec: AttentionSpec | None, batching: BatchingConfig, like: KVCache) -> dict[str, Tensor]:
+def _make_source_buffers(
+    spec: AttentionSpec | None, batching: BatchingConfig, like: KVCache
+) -> dict[str, Tensor]:
     """Return buffers for one layer's cross-attention keys and values of every row."""
     if spec is None:
         return {}
     lead = batching.rows, batching.source
     return {
-        name: reserve_zeros((*lead, *shape), like.dtype, like.device) for name, shape in spec.kv_entry_shapes().items()
+        name: reserve_zeros((*lead, *shape), like.dtype, like.device)
+        for name, shape in spec.kv_entry_shapes().items()
     }

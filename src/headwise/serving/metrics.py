@@ -1,4 +1,6 @@
-"""Measurements of the engine, and the throughput that the cost model predicts for the same steps."""
+"""Measurements of the engine, and the throughput that the cost model predicts
+for the same steps.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,12 @@ class LatencySummary(NamedTuple):
 
 @dataclass(frozen=True)
 class ServingReport:
-    """Throughput, latencies until the first token (`wait`) and between tokens (`each`), and memory against the budget.
+    """Throughput, latencies until the first token (`wait`) and between tokens (`each`), and memory
+    against the budget.
 
-    `computed` counts prefilled prompt tokens, `shared` prompt tokens found in the cache, `sources` encoder tokens.
-    `layers` is the number of layers with paged caches; `gathers` maps those that gather their pages to the reason.
+    `computed` counts prefilled prompt tokens, `shared` prompt tokens found in the cache, `sources`
+    encoder tokens. `layers` is the number of layers with paged caches; `gathers` maps those that
+    gather their pages to the reason.
     """
 
     requests: int
@@ -64,7 +68,9 @@ class ServingReport:
     steps: tuple[StepRecord, ...] = field(repr=False)
 
     @staticmethod
-    def of(memory: KVMemory, timings: Sequence[RequestTiming], runner: ModelRunner) -> ServingReport:
+    def of(
+        memory: KVMemory, timings: Sequence[RequestTiming], runner: ModelRunner
+    ) -> ServingReport:
         """Report on the requests that have ended, and all steps of the engine."""
         with_tokens = [timing for timing in timings if timing.tokens]
         steps = tuple(runner.steps)
@@ -92,25 +98,37 @@ class ServingReport:
     @property
     def data(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
-        values = {name: value for name, value in asdict(self).items() if name not in ("steps", "wait", "each")}
+        values = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("steps", "wait", "each")
+        }
         spreads = {"first_token_seconds": self.wait._asdict(), "token_seconds": self.each._asdict()}
         return {**values, "steps": len(self.steps), "tokens_per_second": self.rate, **spreads}
 
     def __str__(self) -> str:
         lines = [
-            f"{pluralise(self.requests, 'request')}, {pluralise(self.tokens, 'token')} in {self.seconds:,.2f} s of "
+            f"{pluralise(self.requests, 'request')}, {pluralise(self.tokens, 'token')} in "
+            f"{self.seconds:,.2f} s of "
             f"{pluralise(len(self.steps), 'step')}",
             _format_line("tokens per second, all requests", f"{self.rate:,.1f}"),
-            _format_line("prompt tokens computed, found in the cache", f"{self.computed:,}, {self.shared:,}"),
+            _format_line(
+                "prompt tokens computed, found in the cache", f"{self.computed:,}, {self.shared:,}"
+            ),
             " " * 34 + "".join(name.rjust(12) for name in ("mean", "median", "95 %")),
             _format_latency("time to the first token", self.wait),
             _format_latency("time between tokens", self.each),
             _format_line("peak bytes, budget", f"{self.peak_bytes:,}, {self.budget:,}"),
             _format_line(
-                "layers that read pages in place, all layers", f"{self.layers - len(self.gathers)}, {self.layers}"
+                "layers that read pages in place, all layers",
+                f"{self.layers - len(self.gathers)}, {self.layers}",
             ),
             *(
-                f"  {count} {'layer gathers its' if count == 1 else 'layers gather their'} pages: {why}"
+                (
+                    f"  {count} {'layer gathers its' if count == 1 else 'layers gather their'} "
+                    "pages: "
+                    f"{why}"
+                )
                 for why, count in Counter(self.gathers.values()).items()
             ),
         ]
@@ -131,14 +149,22 @@ class ThroughputPrediction:
         dtype = DTYPE_NAMES.get(str(next(net.parameters()).dtype))
         if dtype is None:
             raise SpecError(
-                f"weights of {next(net.parameters()).dtype} have no price; use float32, bfloat16 or float16"
+                f"weights of {next(net.parameters()).dtype} have no price; use float32, bfloat16 "
+                "or float16"
             )
         source = -(-report.sources // max(1, report.requests))
         serving = ServingCost(
-            net.spec, device, NumberFormats(dtype), allocator=CacheAllocator("paged", 16), source_tokens=source
+            net.spec,
+            device,
+            NumberFormats(dtype),
+            allocator=CacheAllocator("paged", 16),
+            source_tokens=source,
         )
         chosen = (
-            [report.steps[n * len(report.steps) // MAX_PRICED_STEPS] for n in range(MAX_PRICED_STEPS)]
+            [
+                report.steps[n * len(report.steps) // MAX_PRICED_STEPS]
+                for n in range(MAX_PRICED_STEPS)
+            ]
             if report.steps
             else []
         )
@@ -147,7 +173,9 @@ class ThroughputPrediction:
         measured = sum(step.seconds for step in chosen)
         least = sum(_min_step_seconds(serving, step) for step in chosen)
         seconds = report.seconds * least / measured if measured else 0.0
-        return ThroughputPrediction(device.description, seconds, report.tokens / seconds if seconds else 0.0)
+        return ThroughputPrediction(
+            device.description, seconds, report.tokens / seconds if seconds else 0.0
+        )
 
     @property
     def data(self) -> dict[str, Any]:
@@ -155,14 +183,21 @@ class ThroughputPrediction:
         return {"device": self.device, "seconds": self.seconds, "tokens_per_second": self.tokens}
 
     def __str__(self) -> str:
-        return _format_line("predicted maximum of tokens per second", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
+        return (
+            _format_line("predicted maximum of tokens per second", f"{self.tokens:,.1f}")
+            + f"\n  on {self.device}"
+        )
 
 
 def _min_step_seconds(serving: ServingCost, step: StepRecord) -> float:
-    """Minimum seconds of one step, with its rows, and its prompts, all assumed to be equally long."""
+    """Minimum seconds of one step, with its rows, and its prompts, all assumed
+    to be equally long.
+    """
     chunks: Counter[RequestChunk] = Counter()
     if step.rows:
-        chunks[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += step.rows
+        chunks[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += (
+            step.rows
+        )
     if step.num_prompts:
         num_tokens, past = (round(count / step.num_prompts) for count in (step.tokens, step.past))
         chunks[RequestChunk(max(1, num_tokens), past, serving.source_tokens)] += step.num_prompts

@@ -1,4 +1,6 @@
-"""Runs one engine step: prefills a chunk of prompts and decodes one token per row, in few model calls."""
+"""Runs one engine step: prefills a chunk of prompts and decodes one token per row, in few model
+calls.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ RequestPart = tuple[ServingRequest, int]  # a request and its number of tokens i
 
 
 class StepRecord(NamedTuple):
-    """One step: decoded rows and their total context; prompts, their new tokens and their cached tokens (`past`)."""
+    """One step: decoded rows and their total context; prompts, their new tokens and their cached
+    tokens (`past`).
+    """
 
     rows: int
     context: int
@@ -44,8 +48,12 @@ class ModelRunner:
         self.steps: deque[StepRecord] = deque(maxlen=MAX_RECORDED_STEPS)
         self.peak = self.shared = self.sources = 0  # bytes, tokens, tokens
         self._num_postponed = 0  # steps in a row that only read prompts
-        moved = sum(p.nbytes for p in list(net.stacks.values())[-1].parameters()) + CALL_OVERHEAD_BYTES
-        self._call_cost_pages = moved / (GATHER_PASSES * memory.page_bytes) if memory.page_bytes else float("inf")
+        moved = (
+            sum(p.nbytes for p in list(net.stacks.values())[-1].parameters()) + CALL_OVERHEAD_BYTES
+        )
+        self._call_cost_pages = (
+            moved / (GATHER_PASSES * memory.page_bytes) if memory.page_bytes else float("inf")
+        )
 
     def step(self, requests: Sequence[ServingRequest]) -> None:
         """Run one step for these requests."""
@@ -60,26 +68,39 @@ class ModelRunner:
         self._run_calls(rows)
         if prompts or rows:
             num_tokens, seconds = sum(count for _, count in prompts), perf_counter() - begun
-            self.steps.append(StepRecord(len(rows), context, len(prompts), num_tokens, past, seconds))
+            self.steps.append(
+                StepRecord(len(rows), context, len(prompts), num_tokens, past, seconds)
+            )
 
-    def _rows_to_decode(self, requests: Sequence[ServingRequest], *, is_reading: bool) -> list[RequestPart]:
+    def _rows_to_decode(
+        self, requests: Sequence[ServingRequest], *, is_reading: bool
+    ) -> list[RequestPart]:
         """The rows that get a token in this step: all whose prompts are read, or none.
 
-        A step of few rows takes almost as long as one of many. So the first rows of a burst wait for the others until
-        half of the prompts are read, unless that takes too long. Rows that have begun to decode never wait.
+        A step of few rows takes almost as long as one of many. So the first rows of a burst wait
+        for the others until half of the prompts are read, unless that takes too long. Rows that
+        have begun to decode never wait.
         """
-        rows = [(request, 1) for request in requests if not request.ended and not request.is_prefilling]
+        rows = [
+            (request, 1) for request in requests if not request.ended and not request.is_prefilling
+        ]
         num_waiting = sum(not request.ended and request.is_prefilling for request in requests)
-        is_burst = is_reading and num_waiting > len(rows) and all(request.num_output_ids <= 1 for request, _ in rows)
+        is_burst = (
+            is_reading
+            and num_waiting > len(rows)
+            and all(request.num_output_ids <= 1 for request, _ in rows)
+        )
         self._num_postponed = self._num_postponed + 1 if rows and is_burst else 0
         if self._num_postponed > MAX_POSTPONED_STEPS:
             self._num_postponed = 0
         return [] if self._num_postponed else rows
 
-    # --- prefill -------------------------------------------------------------------------------------------
+    # --- prefill ----------------------------------------------------------------------------------
 
     def _schedule_prefill(self, reading: Sequence[ServingRequest]) -> list[RequestPart]:
-        """Choose prompts and their token counts; a request that could share a prefix being computed waits for it."""
+        """Choose prompts and their token counts; a request that could share a prefix being computed
+        waits for it.
+        """
         candidates: list[tuple[ServingRequest, int]] = []
 
         def unread() -> Iterator[int]:
@@ -91,17 +112,25 @@ class ModelRunner:
                     if self.memory.shares
                     else None
                 )
-                if next_hash in in_progress or (sources and sources + len(request.source) > self.memory.batching.chunk):
+                if next_hash in in_progress or (
+                    sources and sources + len(request.source) > self.memory.batching.chunk
+                ):
                     continue
                 in_progress |= {next_hash} if next_hash else set()
                 sources += len(request.source)
                 candidates.append((request, length))
                 yield len(request.context) - length
 
-        counts = list(split_prefill(unread(), self.memory.batching.chunk, self.memory.min_first_chunk))
+        counts = list(
+            split_prefill(unread(), self.memory.batching.chunk, self.memory.min_first_chunk)
+        )
         for request, length in candidates[: len(counts)]:
             self._start_request(request, length)
-        return [(request, n) for (request, _), n in zip(candidates, counts, strict=False) if not request.ended]
+        return [
+            (request, n)
+            for (request, _), n in zip(candidates, counts, strict=False)
+            if not request.ended
+        ]
 
     def _num_cached_tokens(self, request: ServingRequest) -> int:
         """Number of its tokens that are cached, or that it could share before it starts."""
@@ -132,19 +161,22 @@ class ModelRunner:
             request.base = len(request.ids) - (request.config.window or 1)
             self.memory.restart(request.placed)
 
-    # --- model calls ---------------------------------------------------------------------------------------
+    # --- model calls ------------------------------------------------------------------------------
 
     def _run_calls(self, parts: Sequence[RequestPart]) -> None:
-        """Run the parts in calls of similar size: by new tokens, or by pages if each part has one token.
+        """Run the parts in calls of similar size: by new tokens, or by pages if each part has one
+        token.
 
-        If no layer gathers pages to decode, all rows share one call, because a long row does not slow the others.
+        If no layer gathers pages to decode, all rows share one call, because a long row does not
+        slow the others.
         """
         is_decode = all(count == 1 for _, count in parts)
         if is_decode and parts and not self.memory.reading.gathers:
             self._run_call(parts)
             return
         size = {
-            request.number: self._gathered_pages((request, count)) if is_decode else count for request, count in parts
+            request.number: self._gathered_pages((request, count)) if is_decode else count
+            for request, count in parts
         }
         ordered = sorted(parts, key=lambda part: -size[part[0].number])
         for count in split_by_size(
@@ -156,7 +188,9 @@ class ModelRunner:
             ordered = ordered[count:]
 
     def _split_by_buffer(self, parts: Sequence[RequestPart]) -> Iterator[Sequence[RequestPart]]:
-        """Split the parts so that their pages, padded to the longest row, fit into the gather buffer."""
+        """Split the parts so that their pages, padded to the longest row, fit into the gather
+        buffer.
+        """
         widest = max(map(self._gathered_pages, parts))
         max_rows = max(1, self.memory.pages // max(1, widest))
         yield from (parts[first : first + max_rows] for first in range(0, len(parts), max_rows))
@@ -177,7 +211,9 @@ class ModelRunner:
                 self._run_call([part])
 
     def _forward(self, parts: Sequence[RequestPart]) -> tuple[list[ServingRequest], Tensor]:
-        """Return the fully read requests and their next-token logits; a failed call changes no state."""
+        """Return the fully read requests and their next-token logits; a failed call changes no
+        state.
+        """
         rows, counts = [request.row for request, _ in parts], [count for _, count in parts]
         before, longest = [row.length for row in rows], max(counts)
         ids = [
@@ -191,10 +227,12 @@ class ModelRunner:
                 x = torch.tensor(ids, device=self.memory.device)
                 h = self.net.hidden(x, sequence=at, source=call.memory, cache=call.caches)
                 done = [n for n, (request, _) in enumerate(parts) if request.num_pending == 0]
-                ends = torch.tensor([counts[n] - 1 for n in done], dtype=torch.int64, device=h.device)
-                logits = self.net.apply_head(h[torch.tensor(done, dtype=torch.int64, device=h.device), ends][:, None])[
-                    :, 0
-                ]
+                ends = torch.tensor(
+                    [counts[n] - 1 for n in done], dtype=torch.int64, device=h.device
+                )
+                logits = self.net.apply_head(
+                    h[torch.tensor(done, dtype=torch.int64, device=h.device), ends][:, None]
+                )[:, 0]
                 self.memory.keep(call)
         except BaseException:
             for row, length in zip(rows, before, strict=True):
@@ -206,12 +244,16 @@ class ModelRunner:
         return [parts[n][0] for n in done], logits
 
     def _append_tokens(self, requests: Sequence[ServingRequest], logits: Tensor) -> None:
-        """Choose and append the next token of each request; rows with equal options are sampled together."""
+        """Choose and append the next token of each request; rows with equal options are sampled
+        together.
+        """
         groups: dict[object, list[int]] = defaultdict(list)
         broken = logits.amax(-1).isnan().tolist()  # a NaN is the maximum of its row
         for n, request in enumerate(requests):
             if broken[n]:
-                request.fail(ValueError("the model produced NaN logits; check its weights and the prompt"))
+                request.fail(
+                    ValueError("the model produced NaN logits; check its weights and the prompt")
+                )
             else:
                 groups[request.temperature, request.config].append(n)
         for rows in groups.values():
@@ -219,7 +261,9 @@ class ModelRunner:
             numbers = [request.numbers for request in group] if group[0].temperature else []
             past = [request.ids for request in group]
             temperature, how = group[0].temperature, group[0].config
-            chosen = logits if len(rows) == len(logits) else logits[rows]  # without a copy if all rows are alike
+            chosen = (
+                logits if len(rows) == len(logits) else logits[rows]
+            )  # without a copy if all rows are alike
             ids = sample_tokens(chosen, past, temperature=temperature, config=how, streams=numbers)
             for request, token_id in zip(group, ids, strict=True):
                 try:

@@ -1,4 +1,6 @@
-"""Requests with their prompts, options and outputs, and the order in which they are admitted and grouped."""
+"""Requests with their prompts, options and outputs, and the order in which they are admitted and
+grouped.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ from ..generation.text_output import Completion
 from ..ops.counter_rng import RandomStream as Numbers
 from .kv_memory import BatchingConfig, CacheSlot
 
-# --- Requests ------------------------------------------------------------------------------------------
+# --- Requests -------------------------------------------------------------------------------------
 
 
 class RequestTiming(NamedTuple):
-    """When a request was submitted, and when its first and last token arrived (0 if there is none)."""
+    """When a request was submitted, and when its first and last token arrived
+    (0 if there is none).
+    """
 
     submitted_at: float
     first: float = 0.0
@@ -45,9 +49,9 @@ class RequestTiming(NamedTuple):
 class ServingRequest:
     """A request that is waiting or running.
 
-    `ids` are the prompt and the output so far; `num_output_ids` counts the output ids, `emitted_ids` are those that no
-    stop text can take back. `ended` is
-    "length", "stop", "cancelled" or "failed", and empty until then.
+    `ids` are the prompt and the output so far; `num_output_ids` counts the output ids,
+    `emitted_ids` are those that no stop text can take back. `ended` is "length", "stop",
+    "cancelled" or "failed", and empty until then.
     """
 
     ids: list[int]
@@ -77,7 +81,9 @@ class ServingRequest:
 
     @property
     def namespace(self) -> bytes:
-        """Prefix namespace: rows with different sources share no prefix, because their caches differ for equal ids."""
+        """Prefix namespace: rows with different sources share no prefix, because their caches
+        differ for equal ids.
+        """
         return sha256(array("q", self.source).tobytes()).digest() if self.source else b""
 
     @property
@@ -131,20 +137,30 @@ StepUntil = Callable[[Callable[[], bool]], None]
 class RequestStream:
     """Iterator over the ids of one request as they arrive.
 
-    The engine never waits for the reader: ids are kept until they are read, at most `max_new_tokens`. Reading runs
-    engine steps unless another thread does.
+    The engine never waits for the reader: ids are kept until they are read, at most
+    `max_new_tokens`. Reading runs engine steps unless another thread does.
     """
 
     def __init__(
-        self, request: ServingRequest, step_until: StepUntil, cancel: Callable[[ServingRequest], None]
+        self,
+        request: ServingRequest,
+        step_until: StepUntil,
+        cancel: Callable[[ServingRequest], None],
     ) -> None:
-        self._request, self._step_until, self._cancel, self._num_read = request, step_until, cancel, 0
+        self._request, self._step_until, self._cancel, self._num_read = (
+            request,
+            step_until,
+            cancel,
+            0,
+        )
 
     def __iter__(self) -> Iterator[int]:
         return self
 
     def __next__(self) -> int:
-        self._step_until(lambda: len(self._request.emitted_ids) > self._num_read or bool(self._request.ended))
+        self._step_until(
+            lambda: len(self._request.emitted_ids) > self._num_read or bool(self._request.ended)
+        )
         if len(self._request.emitted_ids) > self._num_read:
             self._num_read += 1
             return self._request.emitted_ids[self._num_read - 1]
@@ -183,7 +199,9 @@ class RequestStream:
         return self._request.timing
 
     def result(self) -> list[int] | str:
-        """Wait for the end and return the output: text for text, else ids. A cancelled request returns what it has."""
+        """Wait for the end and return the output: text for text, else ids. A cancelled request
+        returns what it has.
+        """
         self._step_until(lambda: bool(self._request.ended))
         if self._request.error is not None:
             raise self._request.error
@@ -194,11 +212,15 @@ class RequestStream:
         self._cancel(self._request)
 
 
-# --- Scheduling ----------------------------------------------------------------------------------------
+# --- Scheduling -----------------------------------------------------------------------------------
 
 
-def select_next_request(waiting: Sequence[ServingRequest], batching: BatchingConfig) -> ServingRequest:
-    """Return the request to admit next; the oldest goes first once it was overtaken `patience` times."""
+def select_next_request(
+    waiting: Sequence[ServingRequest], batching: BatchingConfig
+) -> ServingRequest:
+    """Return the request to admit next; the oldest goes first once it was overtaken `patience`
+    times.
+    """
     oldest = waiting[0]
     if batching.order == "arrival" or oldest.times_overtaken >= batching.patience:
         return oldest
@@ -212,11 +234,13 @@ def record_overtaking(waiting: Sequence[ServingRequest], chosen: ServingRequest)
             request.times_overtaken += 1
 
 
-def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int = 0) -> Iterator[int]:
+def split_prefill(
+    pending: Iterable[int], chunk_size: int, min_first_chunk: int = 0
+) -> Iterator[int]:
     """Yield how many tokens of each prompt a step prefills, in order, up to `chunk_size` in total.
 
-    The first `min_first_chunk` tokens of a prompt must be in one step; they wait for a step with room, or go first in
-    one even if they exceed it.
+    The first `min_first_chunk` tokens of a prompt must be in one step; they wait for a step with
+    room, or go first in one even if they exceed it.
 
     >>> (
     ...     list(split_prefill([100, 3, 5], 64)),
@@ -238,10 +262,13 @@ def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int 
 def split_by_size(sizes: Sequence[int], call_cost: float) -> list[int]:
     """Return the number of rows in each call, for rows sorted by decreasing size.
 
-    A call costs as much as if all its rows had the size of the first. A call is split if that saves more than
-    `call_cost`.
+    A call costs as much as if all its rows had the size of the first. A call is split if that saves
+    more than `call_cost`.
 
-    >>> split_by_size([40, 39, 2, 2, 2, 1], call_cost=100), split_by_size([40, 39, 2], call_cost=100)
+    >>> (
+    ...     split_by_size([40, 39, 2, 2, 2, 1], call_cost=100),
+    ...     split_by_size([40, 39, 2], call_cost=100),
+    ... )
     ([2, 4], [3])
     """
     count = len(sizes)
@@ -249,5 +276,7 @@ def split_by_size(sizes: Sequence[int], call_cost: float) -> list[int]:
         return [count] * count
     saved, at = max(((sizes[0] - sizes[n]) * (count - n), n) for n in range(1, count))
     return (
-        [count] if saved <= call_cost else split_by_size(sizes[:at], call_cost) + split_by_size(sizes[at:], call_cost)
+        [count]
+        if saved <= call_cost
+        else split_by_size(sizes[:at], call_cost) + split_by_size(sizes[at:], call_cost)
     )

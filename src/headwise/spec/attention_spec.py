@@ -1,4 +1,6 @@
-"""`AttentionSpec`: the complete description of an attention layer. Layers, costs and surgery are derived from it."""
+"""`AttentionSpec`: the complete description of an attention layer. Layers, costs and surgery are
+derived from it.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,10 @@ SLOTS: dict[str, type] = {
 class AttentionSpec:
     """Frozen description of an attention layer, independent of how it is executed.
 
-    Specs can be compared, printed, and written as text (`headwise.to_toml`). `model` is the model width. `source` is
-    the width of the sequence that cross-attention attends to; giving it states that the positions of both sequences
-    are comparable, because position-dependent parts then use their difference.
+    Specs can be compared, printed, and written as text (`headwise.to_toml`). `model` is the model
+    width. `source` is the width of the sequence that cross-attention attends to; giving it states
+    that the positions of both sequences are comparable, because position-dependent parts then use
+    their difference.
     """
 
     model: int
@@ -72,7 +75,8 @@ class AttentionSpec:
             _check_type(name, getattr(self, name), kind)
         if not isinstance(self.modifiers, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] - users err
             raise SpecError(
-                f"modifiers={self.modifiers!r} is not a tuple; write modifiers=({self.modifiers!r},) with the comma"
+                f"modifiers={self.modifiers!r} is not a tuple; write "
+                f"modifiers=({self.modifiers!r},) with the comma"
             )
         for modifier in self.modifiers:
             _check_type("modifiers", modifier, Modifier)
@@ -90,28 +94,46 @@ class AttentionSpec:
     def _conflicts(self) -> Iterator[str]:
         combining = [step for _, step in self.parts_of(OutputStep) if step.combines_rows]
         if len(combining) > 1:
-            yield f"{' and '.join(map(repr, combining))} each combine rows into output heads; keep only one of them"
+            yield (
+                f"{' and '.join(map(repr, combining))} each combine rows into output heads; "
+                "keep only one of them"
+            )
             return
         if reasons := [reason for step in combining for reason in step.conflicts(self)]:
-            yield from reasons  # the number of rows, which the other checks need, is only defined without conflicts
+            # the number of rows, which the other checks need, is only defined without conflicts
+            yield from reasons
             return
         if (rows := self.num_heads_after(Phase.WEIGHTS)) != self.heads.rows:
-            yield f"there are {rows} rows of attention weights, but heads has {self.heads.rows}; use values= for {rows}"
+            yield (
+                f"there are {rows} rows of attention weights, but heads has {self.heads.rows}; "
+                f"use values= for {rows}"
+            )
             return
         mixes = [type(mix).__name__ for _, mix in self.parts_of(Mix) if mix.phase is Phase.WEIGHTS]
         if len(mixes) > 1:
-            yield f"{' and '.join(mixes)} both mix attention weights into output heads; keep only one of them"
+            yield (
+                f"{' and '.join(mixes)} both mix attention weights into output heads; keep only "
+                "one of them"
+            )
         if mixes and self.score_head_of_row != self.score_head_of_output:
-            yield f"{mixes[0]} computes output heads, but an output step combines rows into output heads; keep only one"
+            yield (
+                f"{mixes[0]} computes output heads, but an output step combines rows into "
+                "output heads; keep only one"
+            )
         if isinstance(self.pattern, PerHead):
             listed, masked = len(self.pattern.pattern_of_head), self.num_heads_after(Phase.SCORES)
             if listed != masked:
-                yield f"pattern_of_head lists {listed} heads, but {masked} heads are masked; give one pattern for each"
+                yield (
+                    f"pattern_of_head lists {listed} heads, but {masked} heads are masked; give "
+                    "one pattern for each"
+                )
         for _, part in self.parts():
             yield from part.conflicts(self)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Every part with the prefix of its parameter names: "project", "output" (the merge), "alibi", "alibi_2"."""
+        """Every part with the prefix of its parameter names: "project", "output" (the merge),
+        "alibi", "alibi_2".
+        """
         yield "project", self.project
         yield "similarity", self.similarity
         yield "normaliser", self.normaliser
@@ -124,7 +146,11 @@ class AttentionSpec:
 
     def params(self) -> dict[str, Param]:
         """The declaration of every parameter by its full name, such as "project.q"."""
-        return {f"{name}.{key}": param for name, part in self.parts() for key, param in part.params(self).items()}
+        return {
+            f"{name}.{key}": param
+            for name, part in self.parts()
+            for key, param in part.params(self).items()
+        }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter by its full name."""
@@ -139,7 +165,9 @@ class AttentionSpec:
     def kv_entry_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors cached for one token, by name: "k", "v", "dynamic.gate"."""
         return {
-            key if part is self.project else f"{name}.{key}": layout.unmerged_shape(self.sizes_of(part))
+            key if part is self.project else f"{name}.{key}": layout.unmerged_shape(
+                self.sizes_of(part)
+            )
             for name, part in self.parts()
             for key, layout in part.kv_entry_layouts(self).items()
         }
@@ -153,11 +181,19 @@ class AttentionSpec:
         """The sizes of the axes that all parts may use in their layouts."""
         heads = self.heads
         sizes = {"model": self.model, "source": self.source or self.model}
-        sizes |= {"q": heads.q, "kv": heads.kv, "v": heads.num_value_heads, "dim": heads.dim, "vdim": heads.vdim}
+        sizes |= {
+            "q": heads.q,
+            "kv": heads.kv,
+            "v": heads.num_value_heads,
+            "dim": heads.dim,
+            "vdim": heads.vdim,
+        }
         return sizes | {"out": len(self.score_head_of_output), "row": len(self.score_head_of_row)}
 
     def sizes_of(self, part: Part) -> dict[str, int]:
-        """The sizes of all axes that a part may use in its layouts: those of the spec and its own."""
+        """The sizes of all axes that a part may use in its layouts: those of
+        the spec and its own.
+        """
         return self.sizes | dict(part.sizes(self))
 
     def num_heads_after(self, until: Phase) -> int:
@@ -176,19 +212,27 @@ class AttentionSpec:
 
     @property
     def kv_head_of_output(self) -> tuple[int, ...]:
-        """The value head that each output head's row of weights uses; equal numbers form a group."""
+        """The value head that each output head's row of weights uses; equal
+        numbers form a group.
+        """
         return tuple(self.heads.value_head_of_row[row] for row in self.score_head_of_output)
 
     def default_score_heads(self, rows: int) -> tuple[int, ...]:
-        """The score head that each output head comes from, for `rows` rows of weights and no pruned heads."""
+        """The score head that each output head comes from, for `rows` rows of weights and no pruned
+        heads.
+        """
         score_heads = tuple(range(rows))
         for _, step in self.parts_of(OutputStep):
-            score_heads = tuple(score_heads[row] for row in step.own_row_of_output(len(score_heads)))
+            score_heads = tuple(
+                score_heads[row] for row in step.own_row_of_output(len(score_heads))
+            )
         return score_heads
 
     @property
     def score_head_of_row(self) -> tuple[int, ...]:
-        """The score head of each row of attention weights that is multiplied with values, in the order of the rows."""
+        """The score head of each row of attention weights that is multiplied with values, in the
+        order of the rows.
+        """
         score_heads = self.score_head_of_output
         for _, step in reversed(self.parts_of(OutputStep)):
             score_heads = step.required_rows(score_heads)
@@ -198,12 +242,16 @@ class AttentionSpec:
     def core_score_heads(self) -> tuple[int, ...]:
         """The score heads whose scores the attention core computes, in order.
 
-        They are all score heads unless pruning left some that only a gate needs, which sees queries but no scores
-        (`Routed` with router="norm"). If heads are mixed, if a part multiplies the layer's input with weights of each
-        head to get scores (`Learned` with kind="dense"), or if some key or value head belongs to such heads alone, the
-        core computes all.
+        They are all score heads unless pruning left some that only a gate needs, which sees queries
+        but no scores (`Routed` with router="norm"). If heads are mixed, if a part multiplies the
+        layer's input with weights of each head to get scores (`Learned` with kind="dense"), or if
+        some key or value head belongs to such heads alone, the core computes all.
         """
-        return self._find_core_score_heads() if self._core_score_heads is None else self._core_score_heads
+        return (
+            self._find_core_score_heads()
+            if self._core_score_heads is None
+            else self._core_score_heads
+        )
 
     def _find_core_score_heads(self) -> tuple[int, ...]:
         heads, every = self.heads, tuple(range(self.heads.q))
@@ -216,44 +264,67 @@ class AttentionSpec:
 
     @property
     def core_pattern(self) -> Pattern:
-        """The pattern of the heads that the core masks: of `core_score_heads` in order, or of those mixed from them."""
+        """The pattern of the heads that the core masks: of `core_score_heads` in order, or of those
+        mixed from them.
+        """
         pattern = self._core_pattern
         return self._select_core_pattern(self.core_score_heads) if pattern is None else pattern
 
     def _select_core_pattern(self, core: tuple[int, ...]) -> Pattern:
         if not isinstance(self.pattern, PerHead) or len(core) == self.heads.q:
             return self.pattern
-        # A cache keeps the tokens of all heads, so the mask stays one per head if the core has one pattern.
+        # A cache keeps the tokens of all heads, so the mask stays one per head if the core has one
+        # pattern.
         return PerHead.from_heads(head_pattern(self.pattern, head) for head in core)
 
     @property
     def core_rows(self) -> tuple[int, ...]:
-        """The rows of weights that the core computes: one for each of its score heads, or those that these mix to."""
-        return self.core_score_heads if self.heads.rows == self.heads.q else tuple(range(self.heads.rows))
+        """The rows of weights that the core computes: one for each of its score heads, or those
+        that these mix to.
+        """
+        return (
+            self.core_score_heads
+            if self.heads.rows == self.heads.q
+            else tuple(range(self.heads.rows))
+        )
 
     @property
     def _makes_scores_from_input(self) -> bool:
-        return any(param.applied for _, step in self.parts_of(ScoreStep) for param in step.params(self).values())
+        return any(
+            param.applied
+            for _, step in self.parts_of(ScoreStep)
+            for param in step.params(self).values()
+        )
 
     @property
     def num_core_heads(self) -> int:
         """The number of `core_score_heads`."""
         count = len(self.core_score_heads)
-        return self.heads.q if count == self.heads.q else count  # q, because it may carry its name in a formula
+        return (
+            self.heads.q if count == self.heads.q else count
+        )  # q, because it may carry its name in a formula
 
     def projection_form(self, one: bool) -> Project:
         """The project, or with `one` its equivalent form for a single query, if it has one."""
-        return self.project.equivalent_forms(self).get("step", self.project) if one else self.project
+        return (
+            self.project.equivalent_forms(self).get("step", self.project) if one else self.project
+        )
 
     @property
     def recurrent_part(self) -> tuple[str, RecurrentPart] | None:
-        """The part whose state can replace the cache of past tokens, with its name; None if there is none."""
-        recurrent = [(name, part) for name, part in self.parts_of(RecurrentPart) if part.state_layouts(self)]
+        """The part whose state can replace the cache of past tokens, with its name; None if there
+        is none.
+        """
+        recurrent = [
+            (name, part) for name, part in self.parts_of(RecurrentPart) if part.state_layouts(self)
+        ]
         return recurrent[0] if recurrent else None
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether decoding uses a recurrent state: a part has one, and every query attends to all past tokens."""
+        """Whether decoding uses a recurrent state: a part has one, and every query attends to all
+        past tokens.
+        """
         return self.recurrent_part is not None and self.pattern == Causal()
 
     @property
@@ -266,7 +337,9 @@ class AttentionSpec:
         return self._required_heads(self._rows_of_output(out), [part for _, part in self.parts()])
 
     def compared_score_heads(self, out: int) -> frozenset[int]:
-        """The score heads whose scores this output head depends on; a gate may need the queries of others."""
+        """The score heads whose scores this output head depends on; a gate may need the queries of
+        others.
+        """
         return self._required_heads(self._rows_of_output(out), self._parts_of_scores)
 
     @property
@@ -281,19 +354,30 @@ class AttentionSpec:
 
     def _required_heads(self, rows: tuple[int, ...], parts: Sequence[Part]) -> frozenset[int]:
         heads, needed = frozenset[int](), frozenset(rows)
-        while heads != needed:  # repeated because each part may add heads that another part's requirements depend on
+        while (
+            heads != needed
+        ):  # repeated because each part may add heads that another part's requirements depend on
             heads = needed
             for part in reversed(parts):
                 needed = part.required_score_heads(self, needed)
         return heads
 
     def shift_sensitivity(self) -> Iterator[str]:
-        """Reasons why adding a constant to all scores of a row changes the output; empty if it does not."""
+        """Reasons why adding a constant to all scores of a row changes the output; empty if it does
+        not.
+        """
         if not self.normaliser.shift_invariant:
-            yield f"{type(self.normaliser).__name__} is not invariant to a constant added to all scores of a row"
+            yield (
+                f"{type(self.normaliser).__name__} is not invariant to a constant added to all "
+                "scores of a row"
+            )
         for name, modifier in self.parts_of(Modifier):
             nonlinear = isinstance(modifier, ScoreStep) and not modifier.additive
-            mixes = isinstance(modifier, Mix) and modifier.phase is Phase.SCORES and not modifier.position_independent
+            mixes = (
+                isinstance(modifier, Mix)
+                and modifier.phase is Phase.SCORES
+                and not modifier.position_independent
+            )
             if nonlinear or mixes:
                 yield f"{name} turns a constant added to all scores of a row into different amounts"
 
@@ -307,7 +391,9 @@ class AttentionSpec:
         core = form.core(self)
         keys = core.key_head_of_query
         return CoreShape(
-            keys if len(self.core_score_heads) == len(keys) else tuple(keys[head] for head in self.core_score_heads),
+            keys
+            if len(self.core_score_heads) == len(keys)
+            else tuple(keys[head] for head in self.core_score_heads),
             core.value_head_of_row,
             core.dim,
             core.vdim,
@@ -318,8 +404,8 @@ class AttentionSpec:
     def with_heads(self, **changes: Any) -> AttentionSpec:
         """A copy with other heads, such as ``spec.with_heads(kv=2)``.
 
-        A change of q or kv resets `kv_head_of_query`, `value_heads` and `score_head_of_output` to even groups, unless
-        they are given too.
+        A change of q or kv resets `kv_head_of_query`, `value_heads` and `score_head_of_output` to
+        even groups, unless they are given too.
         """
         field_names = {f.name for f in fields(Heads)}
         if unknown := sorted(set(changes) - field_names):
@@ -330,10 +416,16 @@ class AttentionSpec:
         return replace(self, heads=replace(self.heads, **(resets | changes)))
 
     def at_depth(self, layer: int, layers: int) -> AttentionSpec:
-        """A copy for one layer of a stack: depth schedules of parts become values, and heads get matching widths."""
+        """A copy for one layer of a stack: depth schedules of parts become values, and heads get
+        matching widths.
+        """
         if type(layer) is not int or type(layers) is not int or not 0 <= layer < layers:
-            raise SpecError(f"there is no layer {layer!r} of {layers!r}; give integers with 0 <= layer < layers")
-        parts = {slot: getattr(self, slot).at_depth(layer, layers) for slot in SLOTS if slot != "pattern"}
+            raise SpecError(
+                f"there is no layer {layer!r} of {layers!r}; give integers with 0 <= layer < layers"
+            )
+        parts = {
+            slot: getattr(self, slot).at_depth(layer, layers) for slot in SLOTS if slot != "pattern"
+        }
         modifiers, heads = tuple(m.at_depth(layer, layers) for m in self.modifiers), self.heads
         for part in (*parts.values(), *modifiers):
             heads = part.widen_heads(heads)

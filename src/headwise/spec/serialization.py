@@ -60,7 +60,9 @@ def to_toml(spec: AttentionSpec) -> str:
     """The spec as a TOML document; nested parts are inline tables."""
     data = to_dict(spec)
     modifiers: list[dict[str, Any]] = data.pop("modifiers", [])
-    tables: dict[str, dict[str, Any]] = {name: value for name, value in data.items() if isinstance(value, dict)}
+    tables: dict[str, dict[str, Any]] = {
+        name: value for name, value in data.items() if isinstance(value, dict)
+    }
     lines = [f"{name} = {format_toml(value)}" for name, value in data.items() if name not in tables]
     sections = [(f"[{name}]", table) for name, table in tables.items()]
     sections += [("[[modifiers]]", table) for table in modifiers]
@@ -84,7 +86,9 @@ def _slot_value(name: str, value: Any) -> Any:
     if name in SLOTS:
         return _registered_object(name, value)
     if name == "modifiers":
-        return tuple(_registered_object(f"modifiers[{n}]", item) for n, item in enumerate(_list(name, value)))
+        return tuple(
+            _registered_object(f"modifiers[{n}]", item) for n, item in enumerate(_list(name, value))
+        )
     return value
 
 
@@ -92,9 +96,15 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         defaults = field_defaults(type(value))
         values = {f.name: getattr(value, f.name) for f in fields(value)}
-        options = {name: _plain(v) for name, v in values.items() if name not in defaults or defaults[name] != v}
+        options = {
+            name: _plain(v)
+            for name, v in values.items()
+            if name not in defaults or defaults[name] != v
+        }
         return {"part": type(value).__name__} | options
-    return [_plain(item) for item in _list("", value)] if isinstance(value, (tuple, list)) else value
+    return (
+        [_plain(item) for item in _list("", value)] if isinstance(value, (tuple, list)) else value
+    )
 
 
 def _registered_object(where: str, value: Any) -> Any:
@@ -108,7 +118,9 @@ def _registered_object(where: str, value: Any) -> Any:
     try:
         return cls(**options)
     except TypeError as error:
-        raise SpecError(f"{where}: cannot build {name} from {options}: {error}; see its docstring") from None
+        raise SpecError(
+            f"{where}: cannot build {name} from {options}: {error}; see its docstring"
+        ) from None
 
 
 def _field_value(where: str, value: Any) -> Any:
@@ -162,5 +174,11 @@ def format_toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(format_toml(item) for item in _list("", value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {format_toml(item)}" for name, item in check_table("", value).items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{name} = {format_toml(item)}" for name, item in check_table("", value).items()
+            )
+            + "}"
+        )
     return repr(value)

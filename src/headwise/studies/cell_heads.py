@@ -1,7 +1,8 @@
-"""Summaries of the heads of a study's model on a task: measures and classes, diversity, gates, and scores.
+"""Summaries of the heads of a study's model on a task: measures and classes, diversity, gates, and
+scores.
 
-`summarise_heads` returns means over the heads of a model, small enough to be stored for every cell and every moment at
-which heads are measured: before training, during it, and on each further test.
+`summarise_heads` returns means over the heads of a model, small enough to be stored for every cell
+and every moment at which heads are measured: before training, during it, and on each further test.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from ..head_analysis.head_classes import classify_heads
 from ..head_analysis.head_measurement import measure_heads
 from ..head_analysis.head_similarity import spread_of_sets
 from ..head_analysis.head_table import HeadTable, Measure
-from ..head_analysis.rank_analysis import MAX_QUERIES, effective_rank, measure_rank_collapse, score_stages
+from ..head_analysis.rank_analysis import (
+    MAX_QUERIES,
+    effective_rank,
+    measure_rank_collapse,
+    score_stages,
+)
 from ..head_analysis.weight_bands import WeightBand
 from ..inspect.adapters.native_attention import HeadwiseCall
 from ..inspect.attention_sites import find_attention
@@ -30,21 +36,36 @@ from ..inspect.hooks import ModelRun, ObservedCall
 from ..inspect.model_inputs import prepare_inputs
 from ..models import Transformer
 
-HEAD_MEASURES = ("entropy", "breadth", "confidence", "distance", "sink", "previous", "self", "induction")
+HEAD_MEASURES = (
+    "entropy",
+    "breadth",
+    "confidence",
+    "distance",
+    "sink",
+    "previous",
+    "self",
+    "induction",
+)
 UNCLEAR = "unclear"
 
 
 def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, Any]:
-    """Means over all heads of a model on texts of a task, and the heads of each class; or a note why there are none.
+    """Means over all heads of a model on texts of a task, and the heads of each class; or a note
+    why there are none.
 
-    - `measures`, `chance`: `HEAD_MEASURES` and their chance levels; `classes`: number of heads by their first class;
-    - `diversity`: generalised Jensen-Shannon divergence of the heads of a layer, from 0 (equal) to 1 (1909.00015);
-    - `support`, `support_spread`: number of keys with a weight above 0, mean over heads, and the standard deviation of
+    - `measures`, `chance`: `HEAD_MEASURES` and their chance levels; `classes`: number of heads by
+      their first class;
+    - `diversity`: generalised Jensen-Shannon divergence of the heads of a layer, from 0 (equal) to
+      1 (1909.00015);
+    - `support`, `support_spread`: number of keys with a weight above 0, mean over heads, and the
+      standard deviation of
       this number over the heads of the model;
-    - `score_deviation`: standard deviation of the scores of a query over its keys; `score_rank`: their effective rank;
+    - `score_deviation`: standard deviation of the scores of a query over its keys; `score_rank`:
+      their effective rank;
       `score_change`: size of what modifiers and mixing add to the scores, as a share of the scores;
     - `gates`: for each attention with gates, the share of tokens for which each head is on;
-    - `residual`: how different the tokens of a text are after each layer, from 0 (equal) to 1 (2103.03404).
+    - `residual`: how different the tokens of a text are after each layer, from 0 (equal) to 1
+      (2103.03404).
     """
     if num_texts < 2:
         return {"note": "not measured"}
@@ -72,7 +93,9 @@ def _means(table: HeadTable, kind: str) -> dict[str, float]:
     """Mean over heads of the values or chance levels of every measure that has them."""
     means: dict[str, float] = {}
     for name in HEAD_MEASURES:
-        values = [getattr(head.measures[name], kind) for head in table.heads if name in head.measures]
+        values = [
+            getattr(head.measures[name], kind) for head in table.heads if name in head.measures
+        ]
         if finite := [value for value in values if value is not None and math.isfinite(value)]:
             means[name] = sum(finite) / len(finite)
     return means
@@ -107,7 +130,9 @@ class LayerDiversity:
 
 
 class HeadSupport:
-    """Collects the number of keys to which each head gives a weight above 0 during `measure_heads`."""
+    """Collects the number of keys to which each head gives a weight above 0
+    during `measure_heads`.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], tuple[float, int]] = {}
@@ -144,14 +169,18 @@ class _CallHook:
         self.gates: list[Tensor] = []
 
     def on_call(self, call: ObservedCall) -> None:
-        """Read the spread, rank and change of the scores, and the share of tokens for which each head is on."""
+        """Read the spread, rank and change of the scores, and the share of tokens for which each
+        head is on.
+        """
         if not isinstance(call, HeadwiseCall):
             return
         stages, allowed = score_stages(call), call.allowed_pairs(slice(0, MAX_QUERIES))
         if "scores" in stages:
             scores = stages["scores"]
             final = stages.get("mixed", scores)
-            self.scores.append((_row_deviation(final, allowed), _mean_rank(final), _change(scores, final, allowed)))
+            self.scores.append(
+                (_row_deviation(final, allowed), _mean_rank(final), _change(scores, final, allowed))
+            )
         self.gates += [(gate != 0).float().mean((0, 1)).flatten() for gate in call.inputs.gates]
 
     def on_head_outputs(self, outputs: Tensor) -> None:
@@ -159,7 +188,9 @@ class _CallHook:
 
 
 def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:
-    """Standard deviation of the scores of a query over its allowed keys, mean over queries with at least two."""
+    """Standard deviation of the scores of a query over its allowed keys, mean over queries with at
+    least two.
+    """
     allowed = allowed.expand(scores_BHTS.shape)[..., : scores_BHTS.shape[2], :]
     count = allowed.sum(-1)
     mean = scores_BHTS.masked_fill(~allowed, 0).sum(-1) / count.clamp(min=1)
@@ -173,12 +204,18 @@ def _mean_rank(scores_BHTS: Tensor) -> float:
 
 def _change(before_BHTS: Tensor, after_BHTS: Tensor, allowed: Tensor) -> float:
     allowed = allowed.expand(before_BHTS.shape)
-    difference, scores = ((x.masked_fill(~allowed, 0)) for x in (after_BHTS - before_BHTS, before_BHTS))
-    return float(difference.norm() / scores.norm())  # NaN or infinite without scores, as of weights learned by position
+    difference, scores = (
+        (x.masked_fill(~allowed, 0)) for x in (after_BHTS - before_BHTS, before_BHTS)
+    )
+    return float(
+        difference.norm() / scores.norm()
+    )  # NaN or infinite without scores, as of weights learned by position
 
 
 def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str, Any]:
-    """Means of scores over attentions and texts, gates of each attention, and the differences between tokens."""
+    """Means of scores over attentions and texts, gates of each attention, and the differences
+    between tokens.
+    """
     sites = [module for module in find_attention(net) if module.site.observe.possible]
     scores: list[tuple[float, float, float]] = []
     gates: dict[str, list[Tensor]] = {}
@@ -190,11 +227,15 @@ def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str,
             if hook.gates:
                 gates.setdefault(name, []).append(torch.stack(hook.gates).prod(0))
     depths = measure_rank_collapse(net, examples)
-    summary: dict[str, Any] = {"residual": [one.residual.value for one in depths if one.stack == depths[-1].stack]}
+    summary: dict[str, Any] = {
+        "residual": [one.residual.value for one in depths if one.stack == depths[-1].stack]
+    }
     if scores:
         means = np.mean(scores, 0).tolist()
         named = zip(("score_deviation", "score_rank", "score_change"), means, strict=True)
         summary |= {name: mean for name, mean in named if math.isfinite(mean)}
     if gates:
-        summary["gates"] = {name: torch.stack(values).mean(0).tolist() for name, values in gates.items()}
+        summary["gates"] = {
+            name: torch.stack(values).mean(0).tolist() for name, values in gates.items()
+        }
     return summary

@@ -1,4 +1,6 @@
-"""Cells: the training runs of a study, each with an id that depends only on what determines its numbers."""
+"""Cells: the training runs of a study, each with an id that depends only on what determines its
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from ..training.train_step import StepOptions, TrainStep, check_model
 from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 
-CELL_FORMAT = 3  # grows when the results of a cell change, so that old results are not mixed with new ones
+CELL_FORMAT = (
+    3  # grows when the results of a cell change, so that old results are not mixed with new ones
+)
 ID_LENGTH = 12
 MIN_CHECKPOINT_STEPS = 50  # shorter runs take seconds, of which checkpoints would be a tenth
 
@@ -32,8 +36,8 @@ MIN_CHECKPOINT_STEPS = 50  # shorter runs take seconds, of which checkpoints wou
 class Cell:
     """One training run: a variant on a task with a learning rate and a seed.
 
-    `config` holds everything that determines its numbers, as plain values; equal configs have equal ids, also in
-    different studies.
+    `config` holds everything that determines its numbers, as plain values; equal configs have equal
+    ids, also in different studies.
     """
 
     variant: str
@@ -85,7 +89,8 @@ class CellGrid:
             key = self.models[name, task].spec, self.recipes[name, task], self.rates(variant)
             if key in names:
                 raise SpecError(
-                    f"the variants {names[key]!r} and {name!r} are the same model on {task!r}; leave one out, or "
+                    f"the variants {names[key]!r} and {name!r} are the same model on {task!r}; "
+                    "leave one out, or "
                     "give it other options"
                 )
             names[key] = name
@@ -93,7 +98,8 @@ class CellGrid:
     def _check_step(self, readout: Readout) -> None:
         """Raise unless the heads of the readout are measured at its step on one task or more."""
         problems = [
-            explain_missing_step(self.recipes[readout.variant, task], readout.name) for task in self.study.tasks
+            explain_missing_step(self.recipes[readout.variant, task], readout.name)
+            for task in self.study.tasks
         ]
         if all(problems):
             raise SpecError(f"the contrast of {readout.text!r} cannot be measured: {problems[0]}")
@@ -138,7 +144,9 @@ class CellGrid:
 
 
 def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
-    """The recipe of a variant on a task: the study's, changed by the task and then by the variant."""
+    """The recipe of a variant on a task: the study's, changed by the task and
+    then by the variant.
+    """
     changes = {**study.recipe, **task.recipe, **variant.recipe}
     try:
         steps = from_dict(changes).steps
@@ -152,9 +160,11 @@ def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
         raise SpecError(f"the recipe of {variant.name!r} on {task.name!r}: {error}") from None
 
 
-def check_training(study: Study, variant: Variant, task: StudyTask, spec: ModelSpec, recipe: Recipe) -> None:
-    """Raise SpecError unless a cell can begin: build and edit its model, train on one example, and test on one of each
-    test.
+def check_training(
+    study: Study, variant: Variant, task: StudyTask, spec: ModelSpec, recipe: Recipe
+) -> None:
+    """Raise SpecError unless a cell can begin: build and edit its model, train on one example, and
+    test on one of each test.
     """
     where, recipe = "the model", replace(recipe, batch=1, accumulate=1)
     try:
@@ -162,7 +172,9 @@ def check_training(study: Study, variant: Variant, task: StudyTask, spec: ModelS
         where = "a training step"
         with join_process_group() as launch:
             setup = TrainingSetup.of(task.task, spec, recipe, Path(), launch)
-        step = TrainStep(shard_model(net, setup.ranks), recipe, StepOptions("fp32", "off", attention="plain"))
+        step = TrainStep(
+            shard_model(net, setup.ranks), recipe, StepOptions("fp32", "off", attention="plain")
+        )
         step.compute_gradients(setup.first_batch)
         for name, test in task.tests.items():
             where = f"the test {name!r}"
@@ -172,29 +184,46 @@ def check_training(study: Study, variant: Variant, task: StudyTask, spec: ModelS
             where = f"the edit {name!r}"
             edit.check_model(net)
     except ValueError as error:
-        raise SpecError(f"the variant {variant.name!r} on {task.name!r} cannot be run; {where}: {error}") from None
+        raise SpecError(
+            f"the variant {variant.name!r} on {task.name!r} cannot be run; {where}: {error}"
+        ) from None
 
 
 def explain_missing_step(recipe: Recipe, text: str) -> str:
-    """Why the heads may not be measured at a step, with a remedy; "" at step 0 and where a checkpoint is kept.
+    """Why the heads may not be measured at a step, with a remedy; "" at step 0 and where a
+    checkpoint is kept.
 
-    Any evaluation can be the best so far and write a checkpoint, which counts among the last `keep`.
+    Any evaluation can be the best so far and write a checkpoint, which counts among the last
+    `keep`.
     """
     step, last, every = int(text), recipe.steps, recipe.checkpoint_every
     if step == 0:
         return ""
     if step > last or (step % every and step != last):
-        return f"checkpoints are written every {every} steps and at the last, {last}; use one of these, or step 0"
+        return (
+            f"checkpoints are written every {every} steps and at the last, {last}; use one of "
+            "these, or step 0"
+        )
     later = sum(last // one - step // one for one in (every, recipe.evaluate_every))
     common = math.lcm(every, recipe.evaluate_every)
     later -= last // common - step // common
     later += step < last and last % every > 0 and last % recipe.evaluate_every > 0
     if 1 < recipe.keep > later:
         return ""
-    fact = f"up to {later} later ones replace it" if recipe.keep > 1 else "heads are only measured at step 0"
-    return f"with recipe.keep = {recipe.keep} {fact}; set recipe.keep = {max(2, later + 1)}, or use step 0"
+    fact = (
+        f"up to {later} later ones replace it"
+        if recipe.keep > 1
+        else "heads are only measured at step 0"
+    )
+    return (
+        f"with recipe.keep = {recipe.keep} {fact}; set recipe.keep = {max(2, later + 1)}, or "
+        "use step 0"
+    )
 
 
 def describe_task(task: Task) -> dict[str, Any]:
     """A task as plain values, from which `make_task` makes it again."""
-    return {"task": task.name, **{one.name: getattr(task, one.name) for one in fields(task) if one.init}}
+    return {
+        "task": task.name,
+        **{one.name: getattr(task, one.name) for one in fields(task) if one.init},
+    }

@@ -1,4 +1,6 @@
-"""Decoding of a study's models against context length: time of the prompt and of a step, and bytes of the KV cache."""
+"""Decoding of a study's models against context length: time of the prompt and of a step, and bytes
+of the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,26 @@ FORMAT = 1  # grows when other things are measured
 
 
 def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
-    """Decoding of each variant on the first task with a decoder; measured once, then read from the study's folder.
+    """Decoding of each variant on the first task with a decoder; measured once, then read from the
+    study's folder.
 
-    The result has `task`, and `variants`: by name a list with one record for each context, or a note why there is none.
+    The result has `task`, and `variants`: by name a list with one record for each context, or a
+    note why there is none.
     """
     path = folder / DECODE_FILE
-    task = next((one.name for one in grid.study.tasks.values() if _is_decoder(grid, one.name)), None)
+    task = next(
+        (one.name for one in grid.study.tasks.values() if _is_decoder(grid, one.name)), None
+    )
     if task is None:
         return {"task": None, "variants": {}}
     specs = {name: grid.models[name, task].spec for name in grid.study.variants}
     stored = read_json_file(path) if path.exists() else None
     key = {"format": FORMAT, "task": task}
-    if isinstance(stored, dict) and stored.items() >= key.items() and list(stored["variants"]) == list(specs):
+    if (
+        isinstance(stored, dict)
+        and stored.items() >= key.items()
+        and list(stored["variants"]) == list(specs)
+    ):
         return stored
     measured = {**key, "variants": {name: measure_decoding(spec) for name, spec in specs.items()}}
     write_atomically(path, json.dumps(measured, indent=1).encode() + b"\n")
@@ -53,9 +63,11 @@ def _is_decoder(grid: CellGrid, task: str) -> bool:
 
 @compile_when_called()
 @use_threads(1)
-def measure_decoding(spec: ModelSpec, contexts: Sequence[int] = CONTEXTS) -> list[dict[str, Any]] | str:
-    """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context, for one row and
-    random weights; or why the model does not decode.
+def measure_decoding(
+    spec: ModelSpec, contexts: Sequence[int] = CONTEXTS
+) -> list[dict[str, Any]] | str:
+    """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context,
+    for one row and random weights; or why the model does not decode.
     """
     net, generator = build(spec, seed=0).eval(), torch.Generator().manual_seed(0)
     records: list[dict[str, Any]] = []
@@ -72,14 +84,18 @@ def measure_decoding(spec: ModelSpec, contexts: Sequence[int] = CONTEXTS) -> lis
 
 @torch.inference_mode()
 def _measure_context(net: Transformer, ids: torch.Tensor) -> dict[str, Any]:
-    """Times of the prompt `ids` and of a step after it, and bytes of the cache by formula and as held."""
+    """Times of the prompt `ids` and of a step after it, and bytes of the cache by formula and as
+    held.
+    """
     context = ids.shape[1]
     capacity = context + STEPS + 1
     cache = net.cache(batch=1, capacity=capacity)
     prompt = _time_call(net, ids, cache)
     seconds = [_time_call(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
     times = {"prompt": prompt, "step": statistics.median(seconds)}
-    formula = sum(cache_bytes(spec, batch=1, capacity=capacity) for _, spec in net.spec.attention_specs())
+    formula = sum(
+        cache_bytes(spec, batch=1, capacity=capacity) for _, spec in net.spec.attention_specs()
+    )
     formula += BYTES_PER_VALUE * net.spec.num_state_values
     return {"context": context, **times, "formula": formula, "held": cache.nbytes}
 

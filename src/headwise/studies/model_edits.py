@@ -1,4 +1,6 @@
-"""Edits of a trained model, after which it is tested again: heads ablated or pruned, key-value heads shared."""
+"""Edits of a trained model, after which it is tested again: heads ablated or pruned, key-value
+heads shared.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from ..head_analysis.annotated_examples import examples_from_task
 from ..inspect.ablation import ABLATION_MODES, ablate
 from ..models import Transformer
 from ..surgery.conversion import ALIGN_SIDES, Pool, convert
-from ..surgery.head_selection import RANKING_METHODS, HeadRanking, HeadSelection, KeepTop, score_heads
+from ..surgery.head_selection import (
+    RANKING_METHODS,
+    HeadRanking,
+    HeadSelection,
+    KeepTop,
+    score_heads,
+)
 from ..surgery.l0_gates import GateTrainingOptions, KeepOpenGates
 from ..surgery.pruning import prune
 from ..traces.record_types import Record
@@ -34,9 +42,12 @@ TEST_BATCHES = 4
 class ModelEdit:
     """One edit of every trained model of a study, as the table [edits.NAME] of its file states it.
 
-    - `change`: "ablate" replaces the outputs of a `share` of all heads, or of `count` heads, as `mode` says; "prune"
-      removes that share, and "convert" shares keys and values so that `kv` key-value heads are left in each layer;
-    - `ranking`: which heads are changed, the least important ones by a method of `HeadRanking`, or by "gates", which
+    - `change`: "ablate" replaces the outputs of a `share` of all heads, or of `count` heads, as
+      `mode` says; "prune"
+      removes that share, and "convert" shares keys and values so that `kv` key-value heads are left
+      in each layer;
+    - `ranking`: which heads are changed, the least important ones by a method of `HeadRanking`, or
+      by "gates", which
       are trained for `gate_steps` (1905.09418);
     - `align`: how heads are rotated before their mean is taken, as in `Pool`;
     - `texts`: texts of the task on which heads are judged or compared;
@@ -87,17 +98,29 @@ class ModelEdit:
         }
         for key, allowed in choices.items():
             if (value := getattr(self, key)) not in allowed:
-                raise SpecError(f"edits.{name}.{key} = {value!r} is unknown; {suggest(value, allowed)}")
+                raise SpecError(
+                    f"edits.{name}.{key} = {value!r} is unknown; {suggest(value, allowed)}"
+                )
         if self.change == "convert" and self.kv < 1:
             raise SpecError(f"edits.{name} leaves {self.kv} key-value heads; give kv = 1 or more")
         if self.count and (self.change != "ablate" or self.share):
-            raise SpecError(f'edits.{name}.count is for change = "ablate" without a share; leave one of them out')
+            raise SpecError(
+                f'edits.{name}.count is for change = "ablate" without a share; leave one of them '
+                "out"
+            )
         if self.change != "convert" and not self.count and not 0 < self.share < 1:
-            raise SpecError(f"edits.{name}.share = {self.share:g} must be between 0 and 1; give share = 0.5")
+            raise SpecError(
+                f"edits.{name}.share = {self.share:g} must be between 0 and 1; give share = 0.5"
+            )
         if self.change == "ablate" and (self.steps or self.ranking == GATES):
-            raise SpecError(f'edits.{name} trains heads that it ablates; give change = "prune", or leave steps out')
+            raise SpecError(
+                f'edits.{name} trains heads that it ablates; give change = "prune", or leave '
+                "steps out"
+            )
         if self.texts < 2 or self.steps < 0 or self.gate_steps < 1:
-            raise SpecError(f"edits.{name} needs texts >= 2, steps >= 0 and gate_steps >= 1; correct the file")
+            raise SpecError(
+                f"edits.{name} needs texts >= 2, steps >= 0 and gate_steps >= 1; correct the file"
+            )
 
     def check_model(self, net: Transformer) -> None:
         """Raise SpecError if the heads of a model cannot share keys and values as the edit says."""
@@ -114,7 +137,11 @@ def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
     sentences: list[str] = []
     for name, edit in edits.items():
         heads = pluralise(edit.kv, "key-value head")
-        chosen = "chosen at random" if edit.ranking == "random" else f"the least important by {edit.ranking}"
+        chosen = (
+            "chosen at random"
+            if edit.ranking == "random"
+            else f"the least important by {edit.ranking}"
+        )
         text = {
             "ablate": f"{_amount(edit)} replaced ({edit.mode}), {chosen}",
             "prune": f"{edit.share:.0%} of the heads pruned, {chosen}",
@@ -129,8 +156,12 @@ def _amount(edit: ModelEdit) -> str:
     return f"{edit.count} of all heads" if edit.count else f"{edit.share:.0%} of the heads"
 
 
-def evaluate_edit(net: Transformer, task: Task, recipe: Recipe, edit: ModelEdit, folder: Path) -> dict[str, Any]:
-    """Edit a copy of a trained model and test it: metrics, parameters, and training steps after the edit."""
+def evaluate_edit(
+    net: Transformer, task: Task, recipe: Recipe, edit: ModelEdit, folder: Path
+) -> dict[str, Any]:
+    """Edit a copy of a trained model and test it: metrics, parameters, and training steps after the
+    edit.
+    """
     examples = examples_from_task(net, task, edit.texts).examples
     edited, context = net, nullcontext()
     if edit.change == "ablate":
@@ -141,7 +172,9 @@ def evaluate_edit(net: Transformer, task: Task, recipe: Recipe, edit: ModelEdit,
     elif edit.change == "prune":
         edited = prune(net, _selection(edit, recipe), examples).after
     else:
-        edited = convert(net, Pool(edit.kv, align=edit.align, seed=recipe.seed), examples, kind="self").after
+        edited = convert(
+            net, Pool(edit.kv, align=edit.align, seed=recipe.seed), examples, kind="self"
+        ).after
     if edit.steps:
         edited = _retrain(edited, task, recipe, edit.steps, folder)
     with context:
@@ -155,7 +188,9 @@ def evaluate_edit(net: Transformer, task: Task, recipe: Recipe, edit: ModelEdit,
 def _selection(edit: ModelEdit, recipe: Recipe) -> HeadSelection:
     if edit.ranking == GATES:
         return KeepOpenGates(
-            GateTrainingOptions(heads=1 - edit.share, steps=edit.gate_steps, batch=recipe.batch, seed=recipe.seed)
+            GateTrainingOptions(
+                heads=1 - edit.share, steps=edit.gate_steps, batch=recipe.batch, seed=recipe.seed
+            )
         )
     return KeepTop(1 - edit.share, HeadRanking(edit.ranking, seed=recipe.seed), scope="model")
 

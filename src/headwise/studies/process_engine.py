@@ -1,4 +1,6 @@
-"""Run cells in a pool of processes: one cell and one thread a process, killed processes are replaced."""
+"""Run cells in a pool of processes: one cell and one thread a process, killed processes are
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +22,36 @@ from .run_cell import read_result, run_cell, write_result
 MAX_ATTEMPTS = 3  # of a cell whose process dies
 STARTED_FILE = "started"
 WORKERS_FAIL = (
-    f"the worker processes ended {MAX_ATTEMPTS} times before they ran a cell (their output above may say why); "
+    f"the worker processes ended {MAX_ATTEMPTS} times before they ran a cell (their output above "
+    "may say why); "
     "run the study with --jobs 0, which needs no workers"
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 class CellEngine(Protocol):
-    """Interface of engines: they yield each result once, in any order, and free their workers at the end."""
+    """Interface of engines: they yield each result once, in any order, and free their workers at
+    the end.
+    """
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
-        """Run the cells that have no result in their folder yet; yields every cell with its result."""
+        """Run the cells that have no result in their folder yet; yields every
+        cell with its result.
+        """
         ...
 
 
 class ProcessEngine:
-    """Runs cells in `jobs` spawned processes on this machine; 0 runs them one by one in this process.
+    """Runs cells in `jobs` spawned processes on this machine; 0 runs them one by one in this
+    process.
 
-    A cell whose process dies (out of memory, kill -9) goes on from its last checkpoint. When a process dies, all cells
-    that run may have been the cause. Each is tried at most three times, the last time alone; if its process dies then
-    too, it is recorded as killed.
+    A cell whose process dies (out of memory, kill -9) goes on from its last checkpoint. When a
+    process dies, all cells that run may have been the cause. Each is tried at most three times, the
+    last time alone; if its process dies then too, it is recorded as killed.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
@@ -78,10 +86,14 @@ class ProcessEngine:
             return
         yield from self._run_in_pools(pending, folder)
 
-    def _run_in_pools(self, pending: dict[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+    def _run_in_pools(
+        self, pending: dict[str, Cell], folder: Path
+    ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         attempts, num_failed_starts = Counter[str](), 0
         while pending:
-            suspect = next((cell_id for cell_id in pending if attempts[cell_id] == MAX_ATTEMPTS - 1), None)
+            suspect = next(
+                (cell_id for cell_id in pending if attempts[cell_id] == MAX_ATTEMPTS - 1), None
+            )
             cells = {suspect: pending[suspect]} if suspect is not None else dict(pending)
             for cell_id in cells:
                 (folder / cell_id / STARTED_FILE).unlink(missing_ok=True)
@@ -92,16 +104,22 @@ class ProcessEngine:
             except BrokenProcessPool as error:
                 self._pool = None
                 unfinished = [cell_id for cell_id in cells if cell_id in pending]
-                started = [cell_id for cell_id in unfinished if (folder / cell_id / STARTED_FILE).exists()]
+                started = [
+                    cell_id for cell_id in unfinished if (folder / cell_id / STARTED_FILE).exists()
+                ]
                 num_failed_starts = 0 if started else num_failed_starts + 1
                 if num_failed_starts == MAX_ATTEMPTS:
                     raise ChildProcessError(WORKERS_FAIL) from error
                 attempts.update(started)
-                for cell_id in [cell_id for cell_id in started if attempts[cell_id] >= MAX_ATTEMPTS]:
+                for cell_id in [
+                    cell_id for cell_id in started if attempts[cell_id] >= MAX_ATTEMPTS
+                ]:
                     result = read_result(folder / cell_id) or record_killed(folder / cell_id)
                     yield pending.pop(cell_id), result
 
-    def _run_in_pool(self, pending: Mapping[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+    def _run_in_pool(
+        self, pending: Mapping[str, Cell], folder: Path
+    ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run cells in one pool, until all are done or a process dies."""
         if self._pool is None:
             self._pool = self._make_pool()
@@ -134,19 +152,31 @@ class ProcessEngine:
 def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, Any]) -> str:
     """One line about a finished cell.
 
-    >>> make_progress_line(3, 12, Cell("gqa", "recall", 1e-3, 1, {}), {"status": "done", "timing": {"seconds": 4.25}})
+    >>> make_progress_line(
+    ...     3,
+    ...     12,
+    ...     Cell("gqa", "recall", 1e-3, 1, {}),
+    ...     {"status": "done", "timing": {"seconds": 4.25}},
+    ... )
     ' 3/12  recall  gqa  lr 0.001  seed 1  done in 4.2 s'
     """
     seconds = result.get("timing", {}).get("seconds", 0.0)
-    status = result["status"] if result["status"] == "done" else f"{result['status']}: {result.get('message', '')}"
+    status = (
+        result["status"]
+        if result["status"] == "done"
+        else f"{result['status']}: {result.get('message', '')}"
+    )
     return (
-        f"{done:>{len(str(total))}}/{total}  {cell.task}  {cell.variant}  lr {cell.rate:g}  seed {cell.seed}  "
+        f"{done:>{len(str(total))}}/{total}  {cell.task}  {cell.variant}  lr {cell.rate:g}  seed "
+        f"{cell.seed}  "
         f"{status} in {seconds:.1f} s"
     )
 
 
 def prepare_worker(part_files: Sequence[str]) -> None:
-    """Prepare a worker: one thread for every library, the user's own parts, and Ctrl-C is left to the parent."""
+    """Prepare a worker: one thread for every library, the user's own parts, and Ctrl-C is left to
+    the parent.
+    """
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -167,6 +197,10 @@ def _run_marked(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 def record_killed(folder: Path) -> dict[str, Any]:
     """Write and return the result of a cell whose process died too often."""
-    result = {"status": "killed", "message": f"its process died {MAX_ATTEMPTS} times", "timing": {"seconds": 0.0}}
+    result = {
+        "status": "killed",
+        "message": f"its process died {MAX_ATTEMPTS} times",
+        "timing": {"seconds": 0.0},
+    }
     write_result(folder, result)
     return result

@@ -1,9 +1,10 @@
-"""Run cells of a study, or measure heads, as tasks of Ray, on several machines or on a local cluster started here.
+"""Run cells of a study, or measure heads, as tasks of Ray, on several machines or on a local
+cluster started here.
 
-Ray starts the worker processes, one processor and one thread each, and runs a task again whose process or machine dies.
-Workers return results; only the driver, which runs the study, writes them. Heads are measured
-by shards of the texts; the sums of every text are kept apart until all are merged, in their order, so no sum depends on
-how the texts were divided.
+Ray starts the worker processes, one processor and one thread each, and runs a task again whose
+process or machine dies. Workers return results; only the driver, which runs the study, writes them.
+Heads are measured by shards of the texts; the sums of every text are kept apart until all are
+merged, in their order, so no sum depends on how the texts were divided.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ NEW_CLUSTER = "local"  # Ray's name for a cluster that is started with the call
 
 
 class RayEngine:
-    """Runs cells on the Ray cluster at `address`, as "host:port"; without one, on a cluster of `jobs` processors here.
+    """Runs cells on the Ray cluster at `address`, as "host:port"; without one, on a cluster of
+    `jobs` processors here.
 
-    The machines of a cluster need the same version of headwise, and the files of `--import` at the same paths. A cell
-    whose process dies is run again from its start, at most three times; then it is recorded as killed.
+    The machines of a cluster need the same version of headwise, and the files of `--import` at the
+    same paths. A cell whose process dies is run again from its start, at most three times; then it
+    is recorded as killed.
     """
 
     def __init__(self, address: str = "", jobs: int | None = None) -> None:
         if address and jobs is not None:
-            raise SpecError(f"the cluster at {address} has its own number of processors; leave --jobs {jobs} out")
+            raise SpecError(
+                f"the cluster at {address} has its own number of processors; leave --jobs {jobs} "
+                "out"
+            )
         self.address, self.jobs = address, jobs
         self.ray = _import_ray()
 
@@ -58,20 +64,34 @@ class RayEngine:
                 **size,
             )
         except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-            remedy = "start one with ray start --head and give its HOST:PORT, or leave --address out to start one here"
-            fact = f"cannot reach a Ray cluster at {self.address}" if self.address else "cannot start a Ray cluster"
+            remedy = (
+                "start one with ray start --head and give its HOST:PORT, or leave --address "
+                "out to start one here"
+            )
+            fact = (
+                f"cannot reach a Ray cluster at {self.address}"
+                if self.address
+                else "cannot start a Ray cluster"
+            )
             raise SpecError(f"{fact}: {str(error).splitlines()[0]}; {remedy}") from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Disconnect; a cluster that was started here ends, and with it the tasks that still run."""
+        """Disconnect; a cluster that was started here ends, and with it the
+        tasks that still run.
+        """
         self.ray.shutdown()
 
     @property
     def lost_task_errors(self) -> tuple[type[Exception], ...]:
         """Exceptions of tasks whose process or machine ended, or whose result was lost."""
         errors = self.ray.exceptions
-        return errors.OutOfMemoryError, errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError
+        return (
+            errors.OutOfMemoryError,
+            errors.WorkerCrashedError,
+            errors.NodeDiedError,
+            errors.ObjectLostError,
+        )
 
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run the cells; yields each with its result, finished ones first."""
@@ -93,7 +113,11 @@ class RayEngine:
         try:
             result = self.ray.get(task)
         except self.ray.exceptions.OutOfMemoryError:
-            result = {"status": "out of memory", "message": "Ray ended its process to free memory", "timing": {}}
+            result = {
+                "status": "out of memory",
+                "message": "Ray ended its process to free memory",
+                "timing": {},
+            }
         except self.lost_task_errors:
             return record_killed(folder)
         write_result(folder, result)
@@ -108,7 +132,9 @@ def run_cell_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> 
 
 
 def _import_ray() -> ModuleType:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported: it shall report nothing
+    os.environ.setdefault(
+        "RAY_USAGE_STATS_ENABLED", "0"
+    )  # Ray reads it when it is imported: it shall report nothing
     try:
         importlib.import_module("ray.exceptions")
         return importlib.import_module("ray")
@@ -121,17 +147,23 @@ SumsByExample = dict[tuple[str, str, str], list[TextSums]]
 
 
 class RayHeads:
-    """Engine of `measure_heads` on the Ray cluster at `address` ("host:port"); without one, on a cluster started here.
+    """Engine of `measure_heads` on the Ray cluster at `address` ("host:port"); without one, on a
+    cluster started here.
 
-    Workers have one processor and one thread, so that measures are those of one process with one thread, bit for bit.
-    The machines need the same version of headwise, and the files of `--import` at the same paths.
+    Workers have one processor and one thread, so that measures are those of one process with one
+    thread, bit for bit. The machines need the same version of headwise, and the files of `--import`
+    at the same paths.
     """
 
     def __init__(self, address: str = "") -> None:
         self._engine = RayEngine(address)
 
     def __call__(
-        self, model: nn.Module, examples: Iterable[Example], options: MeasureOptions, progress: Callable[[int], object]
+        self,
+        model: nn.Module,
+        examples: Iterable[Example],
+        options: MeasureOptions,
+        progress: Callable[[int], object],
     ) -> MetricSums:
         """Sums of every metric of the examples, in their order."""
         texts, options = list(examples), options._replace(engine=None)
@@ -141,19 +173,27 @@ class RayHeads:
             ray = engine.ray
             run_remotely = ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(sum_shard_elsewhere)
             model_ref = ray.put(model)
-            tasks = [run_remotely.remote(model_ref, shard, options, imported_part_files()) for shard in shards]
+            tasks = [
+                run_remotely.remote(model_ref, shard, options, imported_part_files())
+                for shard in shards
+            ]
             for task, shard in zip(tasks, shards, strict=True):
                 try:
                     merged.append(ray.get(task), len(shard))
                 except engine.lost_task_errors as error:
                     fact = "Ray ended a worker that measured texts, or lost its result"
-                    raise SpecError(f"{fact} ({str(error).splitlines()[0]}); use --engine local") from None
+                    raise SpecError(
+                        f"{fact} ({str(error).splitlines()[0]}); use --engine local"
+                    ) from None
                 progress(merged.num_examples)
         return merged
 
 
 def sum_shard_elsewhere(
-    model: nn.Module, examples: Sequence[Example], options: MeasureOptions, part_files: Sequence[str]
+    model: nn.Module,
+    examples: Sequence[Example],
+    options: MeasureOptions,
+    part_files: Sequence[str],
 ) -> SumsByExample:
     """Sums of the texts of one shard, in a worker of Ray."""
     prepare_worker(part_files)

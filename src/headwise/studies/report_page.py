@@ -1,7 +1,8 @@
-"""The report of a study as one self-contained HTML page: claims, figures and tables, in light and dark.
+"""The report of a study as one self-contained HTML page: claims, figures and tables, in light and
+dark.
 
-Figures are SVG text whose colours are CSS variables of the page, so that one figure serves light and dark; every mark
-has a title for hovering.
+Figures are SVG text whose colours are CSS variables of the page, so that one figure serves light
+and dark; every mark has a title for hovering.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from ..escaping import escape_html, escape_svg
 from .study_file import StudyTask
 from .study_report import ReportTable, StudyReport, describe_protocol, list_task_details
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; more series repeat them with dashed lines.
-SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#7f7f7f")
+# Okabe and Ito's colours, which colour-blind readers can tell apart; more series repeat them with
+# dashed lines.
+SERIES_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#8c6d1f",
+    "#7f7f7f",
+)
 DASHES = ("", "5 3", "2 2", "7 2 2 2")
 WIDTH, PLOT_HEIGHT = 640, 260
 LABEL_WIDTH, LEFT, TOP, BOTTOM = 110, 56, 12, 40
@@ -46,7 +57,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps numbers from `low` to `high` to pixels from `start` to `end`, linearly or by their logarithm."""
+    """Maps numbers from `low` to `high` to pixels from `start` to `end`, linearly or by their
+    logarithm.
+    """
 
     low: float
     high: float
@@ -56,7 +69,9 @@ class Scale:
 
     @staticmethod
     def around(values: Sequence[float], start: float, end: float, log: bool = False) -> Scale:
-        """A scale that holds all values, with a margin; `log` has no effect on values within a factor of 4."""
+        """A scale that holds all values, with a margin; `log` has no effect on values within a
+        factor of 4.
+        """
         finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
         low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
         log = log and high / low > MIN_LOG_RATIO
@@ -69,7 +84,9 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         low, high, at = (
-            (math.log(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+            (math.log(x) for x in (self.low, self.high, value))
+            if self.log
+            else (self.low, self.high, value)
         )
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
@@ -79,7 +96,12 @@ class Scale:
         if self.log:
             steps = (1, 2, 5) if self.high / self.low < 100 else (1,)
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            return [step * 10.0**n for n in decades for step in steps if self.low <= step * 10.0**n <= self.high]
+            return [
+                step * 10.0**n
+                for n in decades
+                for step in steps
+                if self.low <= step * 10.0**n <= self.high
+            ]
         step = nice_step((self.high - self.low) / 5)
         first = math.ceil(self.low / step)
         return [n * step for n in range(first, math.floor(self.high / step) + 1)]
@@ -92,7 +114,9 @@ def nice_step(rough: float) -> float:
     (0.05, 10.0)
     """
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
-    return next((step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9)), 10 * power)
+    return next(
+        (step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9)), 10 * power
+    )
 
 
 def format_tick(value: float) -> str:
@@ -109,31 +133,49 @@ def format_tick(value: float) -> str:
 
 def series_style(number: int) -> tuple[str, str]:
     """Colour and dash pattern of a series."""
-    return SERIES_COLOURS[number % len(SERIES_COLOURS)], DASHES[number // len(SERIES_COLOURS) % len(DASHES)]
+    return SERIES_COLOURS[number % len(SERIES_COLOURS)], DASHES[
+        number // len(SERIES_COLOURS) % len(DASHES)
+    ]
 
 
 def _interval_line(x: Scale, span: Span, y: float) -> list[str]:
     """A line over the interval of a span; none if it has no interval."""
     if not math.isfinite(span.low):
         return []
-    return [f'<line class="interval" x1="{x(span.low):.1f}" x2="{x(span.high):.1f}" y1="{y}" y2="{y}"/>']
+    return [
+        f'<line class="interval" x1="{x(span.low):.1f}" x2="{x(span.high):.1f}" y1="{y}" y2="{y}"/>'
+    ]
 
 
 def strip_figure(
-    rows: Mapping[str, Sequence[float]], means: Mapping[str, Span], baseline: str, label: str, bold: Sequence[str] = ()
+    rows: Mapping[str, Sequence[float]],
+    means: Mapping[str, Span],
+    baseline: str,
+    label: str,
+    bold: Sequence[str] = (),
 ) -> str:
-    """One row per variant: a dot for each seed, the mean with its interval, and a line at the baseline's mean."""
+    """One row per variant: a dot for each seed, the mean with its interval, and a line at the
+    baseline's mean.
+    """
     values = [value for seeds in rows.values() for value in seeds]
-    x = Scale.around([*values, *(end for mean in means.values() for end in mean)], LEFT + 90, WIDTH - 16)
+    x = Scale.around(
+        [*values, *(end for mean in means.values() for end in mean)], LEFT + 90, WIDTH - 16
+    )
     height = TOP + ROW_HEIGHT * len(rows) + BOTTOM
     parts = [*_x_axis(x, height - BOTTOM, label)]
     if math.isfinite(means[baseline].value):
         at = x(means[baseline].value)
-        parts.append(f'<line class="reference" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
+        parts.append(
+            f'<line class="reference" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" '
+            f'y2="{height - BOTTOM}"/>'
+        )
     for number, (name, seeds) in enumerate(rows.items()):
         y = TOP + ROW_HEIGHT * (number + 0.5)
         weight = ' style="font-weight:700"' if name in bold else ""
-        parts.append(f'<text x="{LEFT + 80}" y="{y + 4:.1f}" text-anchor="end"{weight}>{escape_svg(name)}</text>')
+        parts.append(
+            f'<text x="{LEFT + 80}" y="{y + 4:.1f}" '
+            f'text-anchor="end"{weight}>{escape_svg(name)}</text>'
+        )
         mean = means[name]
         if math.isfinite(mean.value):
             parts += _interval_line(x, mean, y)
@@ -146,33 +188,50 @@ def strip_figure(
     return _svg(height, parts, f"{label} of every seed, by variant")
 
 
-def difference_figure(rows: Mapping[str, tuple[Sequence[float], Span]], label: str, bold: Sequence[str] = ()) -> str:
-    """One comparison per row: a dot for each seed's difference, their mean with its interval; a line at 0."""
+def difference_figure(
+    rows: Mapping[str, tuple[Sequence[float], Span]], label: str, bold: Sequence[str] = ()
+) -> str:
+    """One comparison per row: a dot for each seed's difference, their mean with its interval; a
+    line at 0.
+    """
     ends = [end for seeds, span in rows.values() for end in (*seeds, *span)]
     x = Scale.around([0.0, *ends], 16, WIDTH - 16)
     height = TOP + 2 * ROW_HEIGHT * len(rows) + BOTTOM
     parts = [*_x_axis(x, height - BOTTOM, label)]
-    parts.append(f'<line class="reference" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
+    parts.append(
+        f'<line class="reference" x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{TOP}" '
+        f'y2="{height - BOTTOM}"/>'
+    )
     for number, (name, (seeds, span)) in enumerate(rows.items()):
         y = TOP + ROW_HEIGHT * (2 * number + 1.4)
         weight = ' style="font-weight:700"' if name in bold else ""
         parts.append(f'<text x="16" y="{y - 14:.1f}"{weight}>{escape_svg(name)}</text>')
         parts += _interval_line(x, span, y)
         parts.append(_mark(x(span.value), y - 6, "mean", f"{name}: {span.value:+.4g}"))
-        parts += [f'<circle class="seed" cx="{x(value):.1f}" cy="{y:.1f}" r="3"/>' for value in seeds]
+        parts += [
+            f'<circle class="seed" cx="{x(value):.1f}" cy="{y:.1f}" r="3"/>' for value in seeds
+        ]
     return _svg(height, parts, f"{label}: differences of every seed")
 
 
-def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_label: str, higher_is_better: bool) -> str:
-    """Quality against a cost on a logarithmic axis; the variants on the Pareto front are joined and labelled bold."""
+def scatter_figure(
+    points: Mapping[str, tuple[float, Span]], x_label: str, y_label: str, higher_is_better: bool
+) -> str:
+    """Quality against a cost on a logarithmic axis; the variants on the Pareto front are joined and
+    labelled bold.
+    """
     finite = {
-        name: point for name, point in points.items() if math.isfinite(point[0]) and math.isfinite(point[1].value)
+        name: point
+        for name, point in points.items()
+        if math.isfinite(point[0]) and math.isfinite(point[1].value)
     }
     if not finite:
         return ""
     x = Scale.around([cost for cost, _ in finite.values()], LEFT, WIDTH - LABEL_WIDTH, log=True)
     y = Scale.around([end for _, mean in finite.values() for end in mean], TOP + PLOT_HEIGHT, TOP)
-    front = pareto_front({name: (cost, mean.value) for name, (cost, mean) in finite.items()}, higher_is_better)
+    front = pareto_front(
+        {name: (cost, mean.value) for name, (cost, mean) in finite.items()}, higher_is_better
+    )
     height = TOP + PLOT_HEIGHT + BOTTOM
     parts = [*_x_axis(x, TOP + PLOT_HEIGHT, x_label), *_y_axis(y, y_label, WIDTH - LABEL_WIDTH)]
     path = " ".join(f"{x(finite[name][0]):.1f},{y(finite[name][1].value):.1f}" for name in front)
@@ -188,32 +247,48 @@ def scatter_figure(points: Mapping[str, tuple[float, Span]], x_label: str, y_lab
         ends = f" ({low:.4g} to {high:.4g})" if low < high else ""
         title = f"{name}: {x_label} {cost:,.4g}, {y_label} {mean.value:.4g}{ends}"
         parts.append(
-            f'<g{faded}><line stroke="{colour}" x1="{x(cost):.1f}" x2="{x(cost):.1f}" y1="{y(low):.1f}" '
-            f'y2="{y(high):.1f}"/><circle fill="{colour}" cx="{x(cost):.1f}" cy="{y(mean.value):.1f}" r="4">'
+            f'<g{faded}><line stroke="{colour}" x1="{x(cost):.1f}" x2="{x(cost):.1f}" '
+            f'y1="{y(low):.1f}" '
+            f'y2="{y(high):.1f}"/><circle fill="{colour}" cx="{x(cost):.1f}" '
+            f'cy="{y(mean.value):.1f}" r="4">'
             f"<title>{escape_svg(title)}</title></circle>"
-            f'<line class="leader" x1="{x(cost) + 5:.1f}" y1="{y(mean.value):.1f}" x2="{WIDTH - LABEL_WIDTH + 2}" '
+            f'<line class="leader" x1="{x(cost) + 5:.1f}" y1="{y(mean.value):.1f}" '
+            f'x2="{WIDTH - LABEL_WIDTH + 2}" '
             f'y2="{labels[number]:.1f}"/>{_label(labels[number], name, colour, bold=on_front)}</g>'
         )
     return _svg(height, parts, f"{y_label} against {x_label}")
 
 
 def curve_figure(
-    curves: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, log: bool = False
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    log: bool = False,
 ) -> str:
     """One line per variant, labelled at its right end; `log` sets the horizontal axis."""
     non_empty = {name: points for name, points in curves.items() if points}
     if not non_empty:
         return ""
-    x = Scale.around([at for points in non_empty.values() for at, _ in points], LEFT, WIDTH - LABEL_WIDTH, log=log)
-    y = Scale.around([value for points in non_empty.values() for _, value in points], TOP + PLOT_HEIGHT, TOP)
+    x = Scale.around(
+        [at for points in non_empty.values() for at, _ in points],
+        LEFT,
+        WIDTH - LABEL_WIDTH,
+        log=log,
+    )
+    y = Scale.around(
+        [value for points in non_empty.values() for _, value in points], TOP + PLOT_HEIGHT, TOP
+    )
     parts = [*_x_axis(x, TOP + PLOT_HEIGHT, x_label), *_y_axis(y, y_label, WIDTH - LABEL_WIDTH)]
     labels = _spread([y(points[-1][1]) for points in non_empty.values()])
     for number, (name, points) in enumerate(non_empty.items()):
         colour, dash = series_style(list(curves).index(name))
-        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points if math.isfinite(value))
+        path = " ".join(
+            f"{x(at):.1f},{y(value):.1f}" for at, value in points if math.isfinite(value)
+        )
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         parts.append(
-            f'<polyline class="curve" stroke="{colour}"{dashed} points="{path}"><title>{escape_svg(name)}</title>'
+            f'<polyline class="curve" stroke="{colour}"{dashed} '
+            f'points="{path}"><title>{escape_svg(name)}</title>'
             f"</polyline>{_label(labels[number], name, colour, dash)}"
         )
     return _svg(TOP + PLOT_HEIGHT + BOTTOM, parts, f"{y_label} against {x_label}, by variant")
@@ -228,7 +303,9 @@ def pareto_front(points: Mapping[str, tuple[float, float]], higher_is_better: bo
     sign = 1 if higher_is_better else -1
     front: list[str] = []
     best = -math.inf
-    for name, (_, quality) in sorted(points.items(), key=lambda item: (item[1][0], -sign * item[1][1])):
+    for name, (_, quality) in sorted(
+        points.items(), key=lambda item: (item[1][0], -sign * item[1][1])
+    ):
         if sign * quality > best:
             front.append(name)
             best = sign * quality
@@ -244,7 +321,8 @@ def _label(y: float, name: str, colour: str, dash: str = "", bold: bool = False)
     weight, left = ' style="font-weight:700"' if bold else "", WIDTH - LABEL_WIDTH
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
-        f'<line class="sample" stroke="{colour}"{dashed} x1="{left + 6}" x2="{left + 22}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<line class="sample" stroke="{colour}"{dashed} x1="{left + 6}" x2="{left + 22}" '
+        f'y1="{y:.1f}" y2="{y:.1f}"/>'
         f'<text x="{left + 26}" y="{y + 4:.1f}"{weight}>{escape_svg(name)}</text>'
     )
 
@@ -263,7 +341,10 @@ def _x_axis(x: Scale, y: float, label: str) -> Iterator[str]:
         yield f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{y}" y2="{y + 4}"/>'
         yield f'<text x="{at:.1f}" y="{y + 16}" text-anchor="middle">{format_tick(tick)}</text>'
     middle = (x.start + x.end) / 2
-    yield f'<text class="label" x="{middle:.0f}" y="{y + 32}" text-anchor="middle">{escape_svg(label)}</text>'
+    yield (
+        f'<text class="label" x="{middle:.0f}" y="{y + 32}" '
+        f'text-anchor="middle">{escape_svg(label)}</text>'
+    )
 
 
 def _y_axis(y: Scale, label: str, right: float) -> Iterator[str]:
@@ -273,7 +354,9 @@ def _y_axis(y: Scale, label: str, right: float) -> Iterator[str]:
         yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>'
     middle = (y.start + y.end) / 2
     turned = f"translate(13 {middle:.0f}) rotate(-90)"
-    yield f'<text class="label" transform="{turned}" text-anchor="middle">{escape_svg(label)}</text>'
+    yield (
+        f'<text class="label" transform="{turned}" text-anchor="middle">{escape_svg(label)}</text>'
+    )
 
 
 def _svg(height: float, parts: Sequence[str], title: str) -> str:
@@ -314,7 +397,10 @@ def render_page(report: StudyReport) -> str:
         f"<h1>{escape_html(study.name)}</h1>",
         f'<p class="muted">{pluralise(len(study.variants), "variant")}, {", ".join(study.tasks)}, '
         f"{pluralise(len(study.seeds), 'seed')}</p>",
-        f'<p class="hypothesis"><b>Hypothesis, stated before the runs.</b> {escape_html(study.hypothesis)}</p>',
+        (
+            '<p class="hypothesis"><b>Hypothesis, stated before the runs.</b> '
+            f"{escape_html(study.hypothesis)}</p>"
+        ),
         "<h2>What can be claimed</h2>",
         _list(report.claims, "claims"),
     ]
@@ -330,7 +416,8 @@ def render_page(report: StudyReport) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+        "'unsafe-inline'\">"
         f"<title>{escape_html(study.name)}: headwise study</title><style>{STYLE}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
@@ -345,41 +432,66 @@ def _figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
     means = {name: Span(*scores[name, task.name].mean) for name in names}
     best = [name for name in names if scores[name, task.name].is_best]
     strips = strip_figure(
-        {name: scores[name, task.name].values for name in names}, means, study.baseline, task.metric, best
+        {name: scores[name, task.name].values for name in names},
+        means,
+        study.baseline,
+        task.metric,
+        best,
     )
-    yield _figure(strips, f"Every dot is one seed; bar: mean and 95 % interval; dashed: the mean of {study.baseline}.")
+    yield _figure(
+        strips,
+        "Every dot is one seed; bar: mean and 95 % interval; dashed: the mean of "
+        f"{study.baseline}.",
+    )
     if study.contrasts:
         yield from (_figure(*pair) for pair in draw_differences(report, task))
     sizes = {name: report.results.grid.models[name, task.name].size for name in study.variants}
     costs = {
         "parameters": {name: float(size.parameters) for name, size in sizes.items()},
         "FLOPs of a training step": {name: float(size.step_flops) for name, size in sizes.items()},
-        "KV bytes of a row": {name: float(size.kv_bytes or math.nan) for name, size in sizes.items()},
+        "KV bytes of a row": {
+            name: float(size.kv_bytes or math.nan) for name, size in sizes.items()
+        },
     }
     for label, values in costs.items():
         points = {name: (values[name], means[name]) for name in study.variants}
         if figure := scatter_figure(points, label, task.metric, task.higher_is_better):
-            yield _figure(figure, f"{task.metric} against {label}; joined: no variant is better and cheaper.")
+            yield _figure(
+                figure, f"{task.metric} against {label}; joined: no variant is better and cheaper."
+            )
     yield from _curves(report, task)
     yield from (_figure(*pair) for pair in draw_lengths(report, task))
     yield from _head_figures(report, task)
 
 
 def draw_differences(report: StudyReport, task: StudyTask) -> Iterator[tuple[str, str]]:
-    """Every comparison of the study on a task, as a figure with its caption; none if nothing was compared."""
-    named = {name: one for (name, of_task), one in report.comparisons.items() if of_task == task.name}
+    """Every comparison of the study on a task, as a figure with its caption; none if nothing was
+    compared.
+    """
+    named = {
+        name: one for (name, of_task), one in report.comparisons.items() if of_task == task.name
+    }
     rows, bold = {}, []
     for name, one in named.items():
-        label = f"{name} minus {report.results.study.baseline}" if name in report.results.study.variants else name
+        label = (
+            f"{name} minus {report.results.study.baseline}"
+            if name in report.results.study.variants
+            else name
+        )
         rows[label] = one.pairs, Span(*one.difference)
         bold += [label] if one.is_significant else []
     if rows:
-        caption = "Every dot is one seed; bar: mean and 95 % interval of the paired t test; bold: significant."
+        caption = (
+            "Every dot is one seed; bar: mean and 95 % interval of the paired t test; bold: "
+            "significant."
+        )
         yield difference_figure(rows, f"difference on {task.name}", bold), caption
 
 
 def draw_lengths(report: StudyReport, task: StudyTask) -> Iterator[tuple[str, str]]:
-    """The metric against the length of the inputs, if further tests have other lengths, with its caption."""
+    """The metric against the length of the inputs, if further tests have other lengths, with its
+    caption.
+    """
     lengths = {name: _longest(test) for name, test in task.tests.items()}
     trained = _longest(task.task)
     if not set(lengths.values()) - {trained}:
@@ -389,11 +501,14 @@ def draw_lengths(report: StudyReport, task: StudyTask) -> Iterator[tuple[str, st
         points = {trained: report.scores[variant, task.name].mean.value}
         for name, length in lengths.items():
             points[length] = report.test_mean(variant, task, name)
-        curves[variant] = [(float(at), value) for at, value in sorted(points.items()) if math.isfinite(value)]
+        curves[variant] = [
+            (float(at), value) for at, value in sorted(points.items()) if math.isfinite(value)
+        ]
     if figure := curve_figure(curves, "tokens of an input", task.metric):
         yield (
             figure,
-            f"{task.metric} against the length; models were trained on up to {trained} tokens; mean over seeds.",
+            f"{task.metric} against the length; models were trained on up to {trained} tokens; "
+            "mean over seeds.",
         )
 
 
@@ -403,10 +518,20 @@ def _longest(task: Task) -> int:
 
 
 def _head_figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
-    """Weight on tokens after an earlier occurrence, and entropy, during training, if heads were measured then."""
-    for measure, label in (("induction", "induction weight"), ("entropy", "entropy of a row, nats")):
-        curves = {variant: report.head_curve(variant, task, measure) for variant in report.results.study.variants}
-        if any(len(points) > 2 for points in curves.values()) and (figure := curve_figure(curves, "step", label)):
+    """Weight on tokens after an earlier occurrence, and entropy, during training, if heads were
+    measured then.
+    """
+    for measure, label in (
+        ("induction", "induction weight"),
+        ("entropy", "entropy of a row, nats"),
+    ):
+        curves = {
+            variant: report.head_curve(variant, task, measure)
+            for variant in report.results.study.variants
+        }
+        if any(len(points) > 2 for points in curves.values()) and (
+            figure := curve_figure(curves, "step", label)
+        ):
             yield _figure(figure, f"Heads during training: {label}, mean over heads and seeds.")
 
 
@@ -417,7 +542,9 @@ def _decoding(report: StudyReport) -> Iterator[str]:
     figures: list[str] = []
     for kind, label in (("step", "ms for a token"), ("prompt", "ms for the prompt")):
         curves = {
-            name: [(float(one["context"]), 1000 * one[kind]) for one in records] if isinstance(records, list) else []
+            name: [(float(one["context"]), 1000 * one[kind]) for one in records]
+            if isinstance(records, list)
+            else []
             for name, records in report.decoding["variants"].items()
         }
         if svg := curve_figure(curves, "tokens", label, log=True):
@@ -442,7 +569,11 @@ def _curves(report: StudyReport, task: StudyTask) -> Iterator[str]:
         by_step[name] = points
         by_time[name] = [(at * step, loss) for at, loss in points]
         by_flops[name] = [(at * flops, loss) for at, loss in points]
-    for label, curves in (("step", by_step), ("seconds of training", by_time), ("training FLOPs", by_flops)):
+    for label, curves in (
+        ("step", by_step),
+        ("seconds of training", by_time),
+        ("training FLOPs", by_flops),
+    ):
         if figure := curve_figure(curves, label, "validation loss"):
             yield _figure(figure, f"Validation loss against {label}, median seed of each variant.")
 
@@ -464,7 +595,8 @@ def _table(table: ReportTable) -> str:
     rows = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in table.rows)
     caption = f"<caption>{escape_html(table.caption)}</caption>" if table.caption else ""
     return (
-        f'<h3>{escape_html(table.title)}</h3><div class="wide"><table>{caption}<thead><tr>{head}</tr></thead>'
+        f"<h3>{escape_html(table.title)}</h3><div "
+        f'class="wide"><table>{caption}<thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 

@@ -1,4 +1,6 @@
-"""One cell: train the model, test it, measure its heads, and write the result once. Any engine calls `run_cell`."""
+"""One cell: train the model, test it, measure its heads, and write the result once. Any engine
+calls `run_cell`.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ TEST_BATCHES = 4  # batches of each further test
 
 
 def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Run a cell in its folder and return its result; a folder that holds a result is read, not run again.
+    """Run a cell in its folder and return its result; a folder that holds a result is read, not run
+    again.
 
-    A cell that was killed resumes from its last checkpoint and ends with the same bits. Divergence, lack of memory and
-    invalid settings are results too: they carry a status and a message instead of metrics.
+    A cell that was killed resumes from its last checkpoint and ends with the same bits. Divergence,
+    lack of memory and invalid settings are results too: they carry a status and a message instead
+    of metrics.
     """
     path = Path(folder)
     if (stored := read_result(path)) is not None:
@@ -52,7 +56,10 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         if "allocate memory" not in str(error):
             raise
         result = {"status": "out of memory", "message": str(error).splitlines()[0]}
-    times = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor_start}
+    times = {
+        "seconds": time.perf_counter() - start,
+        "processor": time.process_time() - processor_start,
+    }
     result["timing"] = times | result.get("timing", {})
     write_result(path, result)
     shutil.rmtree(path / RUN_FOLDER / CHECKPOINT_FOLDER, ignore_errors=True)
@@ -67,13 +74,17 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
-        raise SpecError(f"{folder / RESULT_FILE} is damaged; delete it, and the cell is run again") from None
+        raise SpecError(
+            f"{folder / RESULT_FILE} is damaged; delete it, and the cell is run again"
+        ) from None
 
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Write the result of a cell, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / RESULT_FILE, json.dumps(result, indent=1, sort_keys=True).encode() + b"\n")
+    write_atomically(
+        folder / RESULT_FILE, json.dumps(result, indent=1, sort_keys=True).encode() + b"\n"
+    )
 
 
 def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -81,7 +92,11 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from .cell_heads import summarise_heads
     from .model_edits import ModelEdit, evaluate_edit
 
-    task, recipe, num_texts = read_task(config["task"]), read_recipe(config["recipe"]), config["head_texts"]
+    task, recipe, num_texts = (
+        read_task(config["task"]),
+        read_recipe(config["recipe"]),
+        config["head_texts"],
+    )
     clock = StepClock()
     trained = _train(config, folder / RUN_FOLDER, clock)
     curve = list(_read_curve(folder / RUN_FOLDER / LOG_FILE))
@@ -89,7 +104,10 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     sums = {name: evaluate_model(trained.net, test, recipe.batch) for name, test in tests.items()}
     counts = evaluate_model(trained.net, task, recipe.batch, trained.split)
     heads_at = _measure_heads_during_training(config, folder / RUN_FOLDER)
-    heads_at |= {f"test {name}": summarise_heads(trained.net, test, num_texts) for name, test in tests.items()}
+    heads_at |= {
+        f"test {name}": summarise_heads(trained.net, test, num_texts)
+        for name, test in tests.items()
+    }
     edits = {name: ModelEdit(**values) for name, values in config["edits"].items()}
     return {
         "metrics": dict(trained.metrics),
@@ -100,12 +118,15 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "best_step": trained.best,
         "curve": [{key: point[key] for key in ("step", "metrics")} for point in curve],
         "tests": {
-            name: {key: total / count for key, (total, count) in of_test.items()} for name, of_test in sums.items()
+            name: {key: total / count for key, (total, count) in of_test.items()}
+            for name, of_test in sums.items()
         },
         "heads": summarise_heads(trained.net, task, num_texts),
         "heads_at": heads_at,
         "edits": {
-            name: evaluate_edit(trained.net, task, recipe, edit, folder / RUN_FOLDER / EDIT_FOLDER / name)
+            name: evaluate_edit(
+                trained.net, task, recipe, edit, folder / RUN_FOLDER / EDIT_FOLDER / name
+            )
             for name, edit in edits.items()
         },
         "timing": {"training": trained.seconds, "step": clock.median},
@@ -113,7 +134,9 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class StepClock:
-    """Logger of a training run that measures the processor time of its steps, which other processes do not change."""
+    """Logger of a training run that measures the processor time of its steps, which other processes
+    do not change.
+    """
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -156,7 +179,9 @@ def _train(config: Mapping[str, Any], folder: Path, clock: StepClock) -> Trainin
 
 
 def _measure_heads_during_training(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Summaries of the heads before the first step, and at every checkpoint if the recipe keeps several."""
+    """Summaries of the heads before the first step, and at every checkpoint if the recipe keeps
+    several.
+    """
     from ..model_spec.serialization import from_dict as read_model
     from ..models import build
     from ..training.training_run import CheckpointFolder, read_checkpoint
@@ -178,12 +203,16 @@ def _measure_heads_during_training(config: Mapping[str, Any], folder: Path) -> d
 
 def read_task(values: Mapping[str, Any]) -> Task:
     """The task that `describe_task` described."""
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    options = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+    }
     name = str(options.pop("task"))
     return make_task(name, **options)
 
 
-def evaluate_model(net: Transformer, task: Task, batch_size: int, split: str = "test") -> dict[str, tuple[float, int]]:
+def evaluate_model(
+    net: Transformer, task: Task, batch_size: int, split: str = "test"
+) -> dict[str, tuple[float, int]]:
     """Sum and number of terms of each metric of a model on a few batches of a split."""
     from ..training.evaluation import sum_batch_metrics
 
@@ -195,5 +224,7 @@ def _read_curve(path: Path) -> Iterator[dict[str, Any]]:
     """The evaluations of a run; those of steps that a resumed run repeated are given once."""
     from ..files import read_lines
 
-    evaluations = {record["step"]: record for record in read_lines(path) if record.get("event") == "evaluation"}
+    evaluations = {
+        record["step"]: record for record in read_lines(path) if record.get("event") == "evaluation"
+    }
     yield from (evaluations[step] for step in sorted(evaluations))

@@ -1,4 +1,6 @@
-"""The price of a study before it runs: parameters, FLOPs and time of every cell, from a few real training steps."""
+"""The price of a study before it runs: parameters, FLOPs and time of every cell, from a few real
+training steps.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,18 @@ class StudyPlan:
         times = [price.seconds for price in self.prices]
         if any(time is None for time in times):
             return None
-        return sum(price.count * (price.seconds or 0.0) for price in self.prices) / max(1, self.jobs)
+        return sum(price.count * (price.seconds or 0.0) for price in self.prices) / max(
+            1, self.jobs
+        )
 
     @property
     def data(self) -> list[dict[str, Any]]:
         """The prices as plain values."""
         return [
-            {**{key: value for key, value in vars(price).items() if key != "size"}, **price.size._asdict()}
+            {
+                **{key: value for key, value in vars(price).items() if key != "size"},
+                **price.size._asdict(),
+            }
             for price in self.prices
         ]
 
@@ -74,15 +81,23 @@ class StudyPlan:
         if self.seconds is not None and self.seconds > hours * 3600:
             raise SpecError(
                 f"the study {self.study.name!r} has {self.num_cells} cells and would take about "
-                f"{format_seconds(self.seconds)}, more than the budget of {hours:g} h; give fewer variants, seeds or "
+                f"{format_seconds(self.seconds)}, more than the budget of {hours:g} h; give fewer "
+                "variants, seeds or "
                 "steps, a smaller --scale, or a larger --budget"
             )
 
 
-def plan_study(study: Study, engine: ProcessEngine, progress: Callable[[str], object] = lambda line: None) -> StudyPlan:
-    """Price every cell; times come from a few training steps of each variant on each task, run by the engine."""
+def plan_study(
+    study: Study, engine: ProcessEngine, progress: Callable[[str], object] = lambda line: None
+) -> StudyPlan:
+    """Price every cell; times come from a few training steps of each variant on each task, run by
+    the engine.
+    """
     grid = CellGrid(study)
-    trials = {(variant.name, task.name): _trial_cell(grid, variant.name, task.name) for variant, task in grid.pairs}
+    trials = {
+        (variant.name, task.name): _trial_cell(grid, variant.name, task.name)
+        for variant, task in grid.pairs
+    }
     timings: dict[str, Mapping[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="headwise-plan-") as folder, engine:
         progress("starting the processes")
@@ -120,14 +135,16 @@ def _warm_up_cells(grid: CellGrid, jobs: int) -> list[Cell]:
 def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
     """The first cell of a variant on a task, cut to a few steps and one evaluation."""
     study = grid.study
-    cell = grid.cell(study.variants[variant], study.tasks[task], grid.rates(study.variants[variant])[0], seed)
+    cell = grid.cell(
+        study.variants[variant], study.tasks[task], grid.rates(study.variants[variant])[0], seed
+    )
     recipe = {**cell.config["recipe"], "steps": TRIAL_STEPS, "evaluate_every": TRIAL_STEPS}
     return replace(cell, config={**cell.config, "recipe": recipe})
 
 
 def _predict_seconds(grid: CellGrid, key: tuple[str, str], timing: Mapping[str, float]) -> float:
-    """Processor seconds of a whole cell: the trial's, with its steps and its evaluation repeated as often as the recipe
-    says.
+    """Processor seconds of a whole cell: the trial's, with its steps and its evaluation repeated as
+    often as the recipe says.
     """
     recipe, step = grid.recipes[key], timing["step"]
     evaluations = -(-recipe.steps // recipe.evaluate_every)
@@ -149,9 +166,13 @@ def format_seconds(seconds: float) -> str:
 
 def format_plan(plan: StudyPlan) -> str:
     """The plan as a table for a terminal."""
-    lines = [f"{plan.study.name}, scale {plan.study.scale}: {pluralise(plan.num_cells, 'cell')}", ""]
+    lines = [
+        f"{plan.study.name}, scale {plan.study.scale}: {pluralise(plan.num_cells, 'cell')}",
+        "",
+    ]
     header = (
-        f"{'task':<10}{'variant':<16}{'cells':>6}{'steps':>7}{'parameters':>12}{'FLOPs':>9}{'KV bytes':>10}{'time':>9}"
+        f"{'task':<10}{'variant':<16}{'cells':>6}{'steps':>7}"
+        f"{'parameters':>12}{'FLOPs':>9}{'KV bytes':>10}{'time':>9}"
     )
     lines.append(header)
     for price in plan.prices:
@@ -162,10 +183,18 @@ def format_plan(plan: StudyPlan) -> str:
             f"{price.flops:>9.1e}{kv:>10}{time:>9}"
         )
     problems = [
-        f"{price.variant} on {price.task} cannot run: {price.problem}" for price in plan.prices if price.problem
+        f"{price.variant} on {price.task} cannot run: {price.problem}"
+        for price in plan.prices
+        if price.problem
     ]
     matched = {f"{price.variant}: {price.match}" for price in plan.prices if price.match}
     total = "unknown time" if plan.seconds is None else format_seconds(plan.seconds)
     where = f"with {plan.jobs} processes" if plan.jobs else "in this process"
-    lines += ["", f"{total} in all {where}; the column is the time of one cell, from {TRIAL_STEPS} steps timed here"]
+    lines += [
+        "",
+        (
+            f"{total} in all {where}; the column is the time of one cell, from {TRIAL_STEPS} steps "
+            "timed here"
+        ),
+    ]
     return "\n".join([*lines, *problems, *sorted(matched)])

@@ -1,4 +1,6 @@
-"""Run a study: choose a learning rate for each variant on each task, then train the seeds of the report."""
+"""Run a study: choose a learning rate for each variant on each task, then train the seeds of the
+report.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from .process_engine import CellEngine, ProcessEngine, make_progress_line
 from .run_cell import read_result
 from .study_file import Study
 
-CELLS_FOLDER, RESULTS_FILE, TIMINGS_FILE, STUDY_FILE = "cells", "results.jsonl", "timings.jsonl", "study.json"
+CELLS_FOLDER, RESULTS_FILE, TIMINGS_FILE, STUDY_FILE = (
+    "cells",
+    "results.jsonl",
+    "timings.jsonl",
+    "study.json",
+)
 STUDY_FOLDER = FolderKind("study", (STUDY_FILE,))
 TUNE, REPORT = "tune", "report"
 
@@ -38,7 +45,9 @@ class CellResult:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The cell and its result as plain values, without times, so that equal runs give equal bytes."""
+        """The cell and its result as plain values, without times, so that equal runs give equal
+        bytes.
+        """
         cell = self.cell
         names = {"id": cell.id, "stage": self.stage, "task": cell.task, "variant": cell.variant}
         values = {key: value for key, value in self.result.items() if key != "timing"}
@@ -47,7 +56,9 @@ class CellResult:
 
 @dataclass
 class StudyResults:
-    """The results of a study: all cells, and the learning rate chosen for each variant on each task."""
+    """The results of a study: all cells, and the learning rate chosen for each variant on each
+    task.
+    """
 
     grid: CellGrid
     rates: dict[tuple[str, str], float]
@@ -76,7 +87,8 @@ def run_study(
 ) -> StudyResults:
     """Run the cells of a study that have no result in `out` yet, and write results.jsonl.
 
-    A cell that fails is recorded and stops nothing else. `only` selects cells, to run a part of the study.
+    A cell that fails is recorded and stops nothing else. `only` selects cells, to run a part of the
+    study.
     """
     folder, grid = check_output(out, STUDY_FOLDER, "continue"), CellGrid(study)
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,9 +108,11 @@ def run_study(
 
 
 def choose_rates(study: Study, tuned: Sequence[CellResult]) -> dict[tuple[str, str], float]:
-    """The learning rate with the best validation metric for each variant on each task; none where all cells failed.
+    """The learning rate with the best validation metric for each variant on each task; none where
+    all cells failed.
 
-    If the metric is not measured during training, as of generated texts, the validation loss chooses.
+    If the metric is not measured during training, as of generated texts, the validation loss
+    chooses.
     """
     best: dict[tuple[str, str], tuple[float, float]] = {}
     for one in tuned:
@@ -121,7 +135,9 @@ def check_same_study(folder: Path, name: str) -> None:
         document = read_json_file(path)
         stored = document.get("study") if isinstance(document, dict) else None
         if stored != name:
-            raise SpecError(f"{folder} holds the study {stored!r}, not {name!r}; give another --out")
+            raise SpecError(
+                f"{folder} holds the study {stored!r}, not {name!r}; give another --out"
+            )
         return
     write_atomically(path, json.dumps({"study": name}).encode() + b"\n")
 
@@ -129,9 +145,14 @@ def check_same_study(folder: Path, name: str) -> None:
 def write_results(results: StudyResults, folder: Path) -> None:
     """Write all cells in the order of the study; their times are in a file of their own."""
     lines = [json.dumps(one.record, sort_keys=True) for one in results.cells]
-    times = [json.dumps({"id": one.cell.id, **one.result.get("timing", {})}) for one in results.cells]
+    times = [
+        json.dumps({"id": one.cell.id, **one.result.get("timing", {})}) for one in results.cells
+    ]
     contents = {RESULTS_FILE: lines, TIMINGS_FILE: times}
-    write_together(folder, {name: "".join(f"{line}\n" for line in rows).encode() for name, rows in contents.items()})
+    write_together(
+        folder,
+        {name: "".join(f"{line}\n" for line in rows).encode() for name, rows in contents.items()},
+    )
 
 
 def _run_stage(
@@ -143,14 +164,18 @@ def _run_stage(
     progress: Callable[[str], object],
 ) -> list[CellResult]:
     chosen = [cell for cell in cells if only(cell)]
-    num_before = sum(read_result(folder / CELLS_FOLDER / cell.id) is not None for cell in chosen)  # they come first
+    num_before = sum(
+        read_result(folder / CELLS_FOLDER / cell.id) is not None for cell in chosen
+    )  # they come first
     time_left, done = TimeLeft(), dict[str, Mapping[str, Any]]()
     time_left.seconds(CountedMessage(stage, num_before, len(chosen), "cells"))
     for number, (cell, result) in enumerate(engine.run(chosen, folder / CELLS_FOLDER), 1):
         done[cell.id] = result
         line = f"{stage:<6}  {make_progress_line(number, len(chosen), cell, result)}"
         seconds = (
-            time_left.seconds(CountedMessage(stage, number, len(chosen), "cells")) if number > num_before else None
+            time_left.seconds(CountedMessage(stage, number, len(chosen), "cells"))
+            if number > num_before
+            else None
         )
         progress(line if seconds is None else f"{line}, {format_duration(seconds)} left")
     return [CellResult(cell, stage, done[cell.id]) for cell in chosen]

@@ -1,4 +1,6 @@
-"""The model of a variant on a task: the task's own model with another size and attention, matched to the baseline."""
+"""The model of a variant on a task: the task's own model with another size and attention, matched
+to the baseline.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from ..costs import cache_bytes, count_parameters
 from ..costs.size_matching import SizeMatch, list_sizes, match_size
 from ..costs.workload import Workload
 from ..data import Batch, Task
-from ..data.synthetic_task import NETWORKS, ModelShape, make_small_decoder, make_small_encoder, make_small_translator
+from ..data.synthetic_task import (
+    NETWORKS,
+    ModelShape,
+    make_small_decoder,
+    make_small_encoder,
+    make_small_translator,
+)
 from ..errors import SpecError
 from ..interfaces.part_types import Modifier
 from ..model_spec import ModelSpec, StackSpec
@@ -23,7 +31,13 @@ from ..training.run_setup import AttentionEdit, replace_self_attention
 from ..training.training_run import count_step_flops
 from .study_file import Study, StudyTask, Variant
 
-DESIGN_OPTIONS = ("kv", "dim", "vdim", "bias", "pattern")  # passed to design; other options are fields of the spec
+DESIGN_OPTIONS = (
+    "kv",
+    "dim",
+    "vdim",
+    "bias",
+    "pattern",
+)  # passed to design; other options are fields of the spec
 
 
 BYTES_PER_VALUE = 4  # cells are trained in fp32
@@ -31,7 +45,9 @@ FIXED_SIZES = ("model", "q")  # matching changes other sizes of a layer
 
 
 class ModelSize(NamedTuple):
-    """Size and cost of a model on a task: parameters, FLOPs of one training step, and KV bytes of a row in fp32."""
+    """Size and cost of a model on a task: parameters, FLOPs of one training step, and KV bytes of a
+    row in fp32.
+    """
 
     parameters: int
     attention_parameters: int
@@ -48,8 +64,12 @@ class VariantModel:
     match: str = ""
 
 
-def make_variant_model(study: Study, variant: Variant, task: StudyTask, batch: Batch) -> VariantModel:
-    """Make the model of a variant, matched to the baseline's if the study matches sizes; `batch` has its lengths."""
+def make_variant_model(
+    study: Study, variant: Variant, task: StudyTask, batch: Batch
+) -> VariantModel:
+    """Make the model of a variant, matched to the baseline's if the study matches sizes; `batch`
+    has its lengths.
+    """
     spec, match = _edit_model(study, variant, task), ""
     if study.match != "none" and variant.name != study.baseline:
         baseline = _edit_model(study, study.variants[study.baseline], task)
@@ -57,13 +77,16 @@ def make_variant_model(study: Study, variant: Variant, task: StudyTask, batch: B
             spec, match = _match_model(study, spec, baseline, batch)
         except SpecError as error:
             raise SpecError(
-                f"the variant {variant.name!r} cannot be matched on {task.name!r} by {study.match}: {error}"
+                f"the variant {variant.name!r} cannot be matched on {task.name!r} by "
+                f"{study.match}: {error}"
             ) from None
     return VariantModel(spec, measure_size(spec, batch), match)
 
 
 def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
-    """Count the parameters of a model, the FLOPs of a step on this batch, and the KV bytes of one of its rows."""
+    """Count the parameters of a model, the FLOPs of a step on this batch, and the KV bytes of one
+    of its rows.
+    """
     attention = [layer for _, layer in spec.attention_specs()]
     return ModelSize(
         count_parameters(spec),
@@ -74,18 +97,22 @@ def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
 
 
 def _kv_bytes(spec: ModelSpec, batch: Batch) -> int | None:
-    """Bytes that decoding keeps for one row of this length; None if some layer is not causal, as in encoders."""
+    """Bytes that decoding keeps for one row of this length; None if some layer is not causal, as in
+    encoders.
+    """
     length = batch.x.shape[1] if batch.x.dim() == 2 else 0
     if not length:
         return None
     try:
-        attention = sum(cache_bytes(layer, batch=1, capacity=length) for _, layer in spec.attention_specs())
+        attention = sum(
+            cache_bytes(layer, batch=1, capacity=length) for _, layer in spec.attention_specs()
+        )
         return attention + BYTES_PER_VALUE * spec.num_state_values
     except SpecError:
         return None
 
 
-# --- The size of a task's own model --------------------------------------------------------------------
+# --- The size of a task's own model ---------------------------------------------------------------
 
 
 def read_shape(spec: ModelSpec) -> ModelShape:
@@ -98,8 +125,15 @@ def read_shape(spec: ModelSpec) -> ModelShape:
     stack = spec.stacks[-1]
     block = stack.layers[0]
     attention = block.attention
-    if not isinstance(attention, AttentionSpec) or stack.embedding is None or stack.embedding.patches:
-        raise SpecError(f"the model {spec.name!r} is not one of the small token models; leave the table [model] out")
+    if (
+        not isinstance(attention, AttentionSpec)
+        or stack.embedding is None
+        or stack.embedding.patches
+    ):
+        raise SpecError(
+            f"the model {spec.name!r} is not one of the small token models; leave the table "
+            "[model] out"
+        )
     rotary = any(modifier.positional for modifier in attention.modifiers)
     positions = "rotary" if rotary else "sinusoidal" if stack.embedding.positions else "none"
     feed = 0 if block.feed is None else getattr(block.feed, "hidden", 0)
@@ -107,10 +141,14 @@ def read_shape(spec: ModelSpec) -> ModelShape:
 
 
 def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
-    """The model of a task with another width, heads, layers, feed-forward width, positions or network.
+    """The model of a task with another width, heads, layers, feed-forward width, positions or
+    network.
 
     >>> from headwise.data import make_task
-    >>> [block.mixer for block in resize_model(make_task("dates"), {"network": "gru-fixed"}).stacks[1].layers]
+    >>> [
+    ...     block.mixer
+    ...     for block in resize_model(make_task("dates"), {"network": "gru-fixed"}).stacks[1].layers
+    ... ]
     [RecurrentSpec(initial='source'), RecurrentSpec(initial='source')]
     """
     own = task.model()
@@ -119,7 +157,10 @@ def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
     shape = replace(read_shape(own), **changes)
     if own.kind not in NETWORKS[shape.network]:
         fitting = ", ".join(name for name, kinds in NETWORKS.items() if own.kind in kinds)
-        fact = f"network = {shape.network!r} is for models of kind {' or '.join(NETWORKS[shape.network])}"
+        fact = (
+            f"network = {shape.network!r} is for models of kind "
+            f"{' or '.join(NETWORKS[shape.network])}"
+        )
         raise SpecError(f"{fact}, but that of {own.name} is {own.kind}; use one of {fitting}")
     stack = own.stacks[-1]
     vocabulary = _vocabulary(stack)
@@ -138,7 +179,7 @@ def _vocabulary(stack: StackSpec) -> int:
     return stack.embedding.tokens
 
 
-# --- The attention of a variant ------------------------------------------------------------------------
+# --- The attention of a variant -------------------------------------------------------------------
 
 
 def _edit_model(study: Study, variant: Variant, task: StudyTask) -> ModelSpec:
@@ -153,7 +194,9 @@ def _make_edit(variant: Variant, folder: Path) -> AttentionEdit:
     return partial(_edit_attention, variant, file_spec)
 
 
-def _edit_attention(variant: Variant, file_spec: AttentionSpec | None, old: AttentionSpec) -> AttentionSpec:
+def _edit_attention(
+    variant: Variant, file_spec: AttentionSpec | None, old: AttentionSpec
+) -> AttentionSpec:
     design_options = {key: value for key, value in variant.options.items() if key in DESIGN_OPTIONS}
     new = old if file_spec is None else file_spec
     if variant.preset:
@@ -161,11 +204,17 @@ def _edit_attention(variant: Variant, file_spec: AttentionSpec | None, old: Atte
     elif design_options:
         parts: dict[str, Any] = {slot: getattr(new, slot) for slot in SLOTS if slot != "pattern"}
         modifiers = tuple(part for _, part in new.parts_of(Modifier))
-        defaults = {"pattern": new.pattern, "model": new.model, "heads": new.heads.q, "modifiers": modifiers}
+        defaults = {
+            "pattern": new.pattern,
+            "model": new.model,
+            "heads": new.heads.q,
+            "modifiers": modifiers,
+        }
         new = design(**{**parts, **defaults, **design_options})
     if new.model != old.model:
         raise SpecError(
-            f"the spec of the variant {variant.name!r} has model={new.model}, but the model of the task has "
+            f"the spec of the variant {variant.name!r} has model={new.model}, but the model of "
+            "the task has "
             f"{old.model}; set model.width = {new.model} in the study"
         )
     fields = {key: value for key, value in variant.options.items() if key not in DESIGN_OPTIONS}
@@ -180,7 +229,9 @@ def _set_fields(spec: AttentionSpec, fields: Mapping[str, Any], name: str) -> At
         for key in parents:
             target = target.get(key) if isinstance(target, dict) else None
         if not isinstance(target, dict):
-            raise SpecError(f"the variant {name!r} sets {path}, but its spec has no {'.'.join(parents)}")
+            raise SpecError(
+                f"the variant {name!r} sets {path}, but its spec has no {'.'.join(parents)}"
+            )
         target[last] = value
     return serialization.from_dict(table)
 
@@ -195,15 +246,20 @@ def _read_spec(path: Path) -> AttentionSpec:
     return from_json(text) if path.suffix == ".json" else from_toml(text)
 
 
-# --- Matching ------------------------------------------------------------------------------------------
+# --- Matching -------------------------------------------------------------------------------------
 
 
-# Matches of this process: the layers of a model, and those of other tasks and scales of a study, are mostly alike.
+# Matches of this process: the layers of a model, and those of other tasks and scales of a study,
+# are mostly alike.
 _matches: dict[tuple[AttentionSpec, AttentionSpec, str, float, Workload], SizeMatch] = {}
 
 
-def _match_model(study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch) -> tuple[ModelSpec, str]:
-    """Match every self-attention to the baseline's of the same name; returns a sentence about the sizes."""
+def _match_model(
+    study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch
+) -> tuple[ModelSpec, str]:
+    """Match every self-attention to the baseline's of the same name; returns a sentence about the
+    sizes.
+    """
     goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
     length = batch.x.shape[1] if batch.x.dim() == 2 else 1
     workload = Workload() if study.match == "params" else Workload(context=length)
@@ -220,8 +276,12 @@ def _match_model(study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batc
     return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
 
 
-def _match_layer(old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload) -> SizeMatch:
-    """The first size that reaches the goal; never the model width or the query heads, which the whole model shares."""
+def _match_layer(
+    old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: float, workload: Workload
+) -> SizeMatch:
+    """The first size that reaches the goal; never the model width or the query heads, which the
+    whole model shares.
+    """
     nearest: SizeMatch | None = None
     for free in list_sizes(old):
         if free in FIXED_SIZES:
@@ -234,6 +294,12 @@ def _match_layer(old: AttentionSpec, goal: AttentionSpec, by: str, tolerance: fl
             return match
         if nearest is None or abs(match.difference) < abs(nearest.difference):
             nearest = match
-    sizes = ", ".join(f"{name}={size}" for name, size in list_sizes(old).items() if name not in FIXED_SIZES)
-    fact = f"the nearest is {nearest}" if nearest else f"no single one of its sizes ({sizes}) reaches the baseline's"
+    sizes = ", ".join(
+        f"{name}={size}" for name, size in list_sizes(old).items() if name not in FIXED_SIZES
+    )
+    fact = (
+        f"the nearest is {nearest}"
+        if nearest
+        else f"no single one of its sizes ({sizes}) reaches the baseline's"
+    )
     raise SpecError(f"{fact}; set other sizes in its options, or raise tolerance = {tolerance:g}")

@@ -1,4 +1,6 @@
-"""Copies of a model with some attentions replaced, shrunk or removed; all other weights are copied unchanged."""
+"""Copies of a model with some attentions replaced, shrunk or removed; all other weights are copied
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ from .pruning_plan import check_heads
 
 
 class AttentionChange(NamedTuple):
-    """Replacement of one attention: its new spec, and its weights by their names inside it, such as "project.q".
+    """Replacement of one attention: its new spec, and its weights by their names inside it, such as
+    "project.q".
 
-    With spec=None the attention is removed, and its output becomes the vector weights["constant"] at every token.
+    With spec=None the attention is removed, and its output becomes the vector weights["constant"]
+    at every token.
     """
 
     spec: AttentionSpec | None
@@ -38,7 +42,8 @@ def to_native_model(model: nn.Module) -> Transformer:
 
 
 def get_attention_parameters(net: Transformer, site: str) -> dict[str, Tensor]:
-    """Return every parameter and constant of one attention by its name inside it, including those shared by layers.
+    """Return every parameter and constant of one attention by its name inside it, including those
+    shared by layers.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -70,7 +75,9 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
-    >>> removed = replace_attentions(net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})})
+    >>> removed = replace_attentions(
+    ...     net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})}
+    ... )
     >>> [block.constant_sublayers for block in removed.spec.stacks[0].layers]
     [(), ('attention',)]
     """
@@ -85,7 +92,9 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
 
 
 def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> AttentionChange:
-    """For a removed attention, compute the vector its layer adds: the constant after the layer's scale and norm."""
+    """For a removed attention, compute the vector its layer adds: the constant after the layer's
+    scale and norm.
+    """
     attention = get_attention(net, site)
     if change.spec is not None:
         return change
@@ -93,13 +102,21 @@ def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> A
     layer = net.stacks[stack].blocks[int(depth)]
     if layer.spec.form == "merged":
         raise SpecError(
-            f"cannot remove {site}: in a merged block it computes a running mean, which is no constant. Keep one "
+            f"cannot remove {site}: in a merged block it computes a running mean, which is no "
+            "constant. Keep one "
             "of its heads"
         )
-    added = change.weights.get("constant", torch.zeros(attention.spec.model)).to(next(net.parameters())) * layer.scale
-    norm = layer._modules.get({"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, ""))
+    added = (
+        change.weights.get("constant", torch.zeros(attention.spec.model)).to(next(net.parameters()))
+        * layer.scale
+    )
+    norm = layer._modules.get(
+        {"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, "")
+    )
     with torch.no_grad():
-        return AttentionChange(None, {"constant": added if norm is None else cast(NormLayer, norm)(added)})
+        return AttentionChange(
+            None, {"constant": added if norm is None else cast(NormLayer, norm)(added)}
+        )
 
 
 def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> ModelSpec:
@@ -124,11 +141,16 @@ def _replace_block_specs(block: BlockSpec, changes: Mapping[str, AttentionChange
     constant_sublayers = tuple(
         role for role in ATTENTION_SUBLAYERS if role in block.constant_sublayers or role in removed
     )
-    specs = {role: changes[role].spec if role in changes else getattr(block, role) for role in ATTENTION_SUBLAYERS}
+    specs = {
+        role: changes[role].spec if role in changes else getattr(block, role)
+        for role in ATTENTION_SUBLAYERS
+    }
     return replace(block, **specs, constant_sublayers=constant_sublayers)
 
 
-def _tensors(net: Transformer, spec: ModelSpec, changes: Mapping[str, AttentionChange]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    net: Transformer, spec: ModelSpec, changes: Mapping[str, AttentionChange]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a copy of every tensor of the new model; a shared one has the name of its first use."""
     old_tensors = net.state_dict()
     for name in spec.shapes():
@@ -136,7 +158,11 @@ def _tensors(net: Transformer, spec: ModelSpec, changes: Mapping[str, AttentionC
         if site in changes:
             tensor = changes[site].weights[inner]
         else:
-            tensor = old_tensors[name] if name in old_tensors else _get_parameter(get_attention(net, site), inner)
+            tensor = (
+                old_tensors[name]
+                if name in old_tensors
+                else _get_parameter(get_attention(net, site), inner)
+            )
         yield name, tensor.detach().clone().contiguous()
 
 
@@ -147,21 +173,30 @@ def _check_shared(new: Transformer, changes: Mapping[str, AttentionChange]) -> N
             continue
         attention = get_attention(new, site)
         for name, expected in change.weights.items():
-            if not torch.equal(_get_parameter(attention, name), expected.to(_get_parameter(attention, name))):
-                raise SpecError(f"{site}.{name} is shared with other layers; make the same change in all of them")
+            if not torch.equal(
+                _get_parameter(attention, name), expected.to(_get_parameter(attention, name))
+            ):
+                raise SpecError(
+                    f"{site}.{name} is shared with other layers; make the same change in all of "
+                    "them"
+                )
 
 
-# --- Removal of heads, equal to zero ablation ----------------------------------------------------------
+# --- Removal of heads, equal to zero ablation -----------------------------------------------------
 
 NO_CONSTANTS: Mapping[str, Tensor] = {}
 
 
 def remove_heads(
-    net: Transformer, keep: Mapping[str, Sequence[int]], constants: Mapping[str, Tensor] = NO_CONSTANTS
+    net: Transformer,
+    keep: Mapping[str, Sequence[int]],
+    constants: Mapping[str, Tensor] = NO_CONSTANTS,
 ) -> Transformer:
-    """Return a new model that keeps only these heads at these sites; a site that keeps none outputs one vector.
+    """Return a new model that keeps only these heads at these sites; a site that keeps none outputs
+    one vector.
 
-    `constants` are vectors [model] added to the output of sites, such as the average output of the removed heads.
+    `constants` are vectors [model] added to the output of sites, such as the average output of the
+    removed heads.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}
@@ -175,20 +210,32 @@ def remove_heads(
     True
     """
     if wrong := [site for site in constants if site not in keep]:
-        raise SpecError(f"cannot add a constant to {wrong[0]}: keep does not list it. Add the heads that it keeps")
-    changes = {site: _shrink_attention(net, site, heads, constants.get(site)) for site, heads in keep.items()}
-    if changes.keys() >= {site for site, _ in net.spec.attention_specs()} and not any(keep.values()):
+        raise SpecError(
+            f"cannot add a constant to {wrong[0]}: keep does not list it. Add the heads that it "
+            "keeps"
+        )
+    changes = {
+        site: _shrink_attention(net, site, heads, constants.get(site))
+        for site, heads in keep.items()
+    }
+    if changes.keys() >= {site for site, _ in net.spec.attention_specs()} and not any(
+        keep.values()
+    ):
         raise SpecError(f"cannot remove all heads of {net.spec.name}. Keep at least one")
     return replace_attentions(net, changes)
 
 
-def _shrink_attention(net: Transformer, site: str, heads: Sequence[int], constant: Tensor | None) -> AttentionChange:
+def _shrink_attention(
+    net: Transformer, site: str, heads: Sequence[int], constant: Tensor | None
+) -> AttentionChange:
     spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
     check_heads(site, heads, len(spec.score_head_of_output))
     _check_removable(net, site)
     if not heads:
         bias = output_without_heads(spec, weights, next(net.parameters()))
-        return AttentionChange(None, {"constant": bias if constant is None else _add_rounded(bias, constant)})
+        return AttentionChange(
+            None, {"constant": bias if constant is None else _add_rounded(bias, constant)}
+        )
     smaller, weights_left = keep_heads(spec, weights, heads)
     if constant is None:
         return AttentionChange(smaller, weights_left)
@@ -199,25 +246,38 @@ def _check_removable(net: Transformer, site: str) -> None:
     stack, depth, _ = site.split(".")
     if net.stacks[stack].blocks[int(depth)].spec.form == "merged":
         raise SpecError(
-            f"cannot remove heads of {site}: a merged block uses the same heads for cross-attention and for its "
+            f"cannot remove heads of {site}: a merged block uses the same heads for "
+            "cross-attention and for its "
             "running mean. Remove heads of other layers"
         )
 
 
-def output_without_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """Return the output of a layer with all heads ablated to zero, [model]: its output bias, or zeros."""
+def output_without_heads(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], like: Tensor
+) -> Tensor:
+    """Return the output of a layer with all heads ablated to zero, [model]: its output bias, or
+    zeros.
+    """
     merge_weights = {
-        name.removeprefix("output."): tensor for name, tensor in weights.items() if name.startswith("output.")
+        name.removeprefix("output."): tensor
+        for name, tensor in weights.items()
+        if name.startswith("output.")
     }
     zeros_BTOV = like.new_zeros(1, 1, len(spec.score_head_of_output), spec.heads.vdim)
     with torch.no_grad():
         return spec.merge.merge(zeros_BTOV, merge_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
 
 
-def add_constant(spec: AttentionSpec, weights: Mapping[str, Tensor], constant: Tensor, like: Tensor) -> AttentionChange:
-    """Add a vector to the output of a layer, through its output bias, which is created if there is none."""
+def add_constant(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], constant: Tensor, like: Tensor
+) -> AttentionChange:
+    """Add a vector to the output of a layer, through its output bias, which is created if there is
+    none.
+    """
     if "bias" not in field_defaults(type(spec.merge)):
-        raise SpecError(f"{type(spec.merge).__name__} has no bias to add a constant to; use fold='none'")
+        raise SpecError(
+            f"{type(spec.merge).__name__} has no bias to add a constant to; use fold='none'"
+        )
     bias = _add_rounded(output_without_heads(spec, weights, like), constant)
     biased = replace(spec, merge=replace(spec.merge, bias="o"))
     return AttentionChange(biased, {**weights, "output.o_bias": bias})

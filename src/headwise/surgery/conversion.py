@@ -1,4 +1,6 @@
-"""Conversion of attention layers: MHA to GQA or MQA by pooling, to MLA, collaborative heads, mixture of heads, MHA."""
+"""Conversion of attention layers: MHA to GQA or MQA by pooling, to MLA, collaborative heads,
+mixture of heads, MHA.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ from .attention_replacement import (
     get_attention_parameters,
     replace_attentions,
 )
-from .head_alignment import AlignmentResult, CrossProducts, align_heads, compute_similarity, find_symmetry
+from .head_alignment import (
+    AlignmentResult,
+    CrossProducts,
+    align_heads,
+    compute_similarity,
+    find_symmetry,
+)
 from .head_grouping import (
     HeadGroups,
     collect_kv_statistics,
@@ -51,9 +59,9 @@ KVStatistics = Mapping[str, CrossProducts] | None
 class ConvertedLayer(NamedTuple):
     """Converted layer: its spec and weights, and the groups, errors and notes of the conversion.
 
-    Weights of 16 bits are converted in float32. `equivalent_weights` are aligned but not yet pooled: they compute the
-    same function as before. `pooling_errors` is the fraction of the keys' ("k") and values' ("v") squared norm that
-    group means lose, unaligned and aligned.
+    Weights of 16 bits are converted in float32. `equivalent_weights` are aligned but not yet
+    pooled: they compute the same function as before. `pooling_errors` is the fraction of the keys'
+    ("k") and values' ("v") squared norm that group means lose, unaligned and aligned.
     """
 
     spec: AttentionSpec
@@ -84,7 +92,9 @@ class AttentionConversion(ABC):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """Uses of the texts, as notes of a proof; empty if the conversion does not depend on texts."""
+        """Uses of the texts, as notes of a proof; empty if the conversion does
+        not depend on texts.
+        """
         return () if self.importance_ranking is None else ("heads were chosen",)
 
     @property
@@ -94,18 +104,23 @@ class AttentionConversion(ABC):
 
     @abstractmethod
     def convert_layer(
-        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        statistics: KVStatistics,
+        importance: Sequence[float],
     ) -> ConvertedLayer:
         """Convert one layer; `importance` holds a score per output head, infinity where unknown."""
 
 
 @dataclass(frozen=True)
 class Pool(AttentionConversion):
-    """GQA by mean pooling: `kv` key-value heads, each the mean of a group of equal size (2305.13245).
+    """GQA by mean pooling: `kv` key-value heads, each the mean of a group of equal size
+    (2305.13245).
 
-    grouping="consecutive" groups neighbours, "similar" heads with similar values (`score`: "distance" or "cosine").
-    align="values", "keys" or "both" rotates the heads of a group towards each other before they are averaged, without
-    changing the function (2412.20677).
+    grouping="consecutive" groups neighbours, "similar" heads with similar values (`score`:
+    "distance" or "cosine"). align="values", "keys" or "both" rotates the heads of a group towards
+    each other before they are averaged, without changing the function (2412.20677).
     """
 
     kv: int
@@ -115,7 +130,11 @@ class Pool(AttentionConversion):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("align", ALIGN_SIDES), ("grouping", GROUPINGS), ("score", ("distance", "cosine"))):
+        for name, choices in (
+            ("align", ALIGN_SIDES),
+            ("grouping", GROUPINGS),
+            ("score", ("distance", "cosine")),
+        ):
             if (value := getattr(self, name)) not in choices:
                 raise SpecError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
 
@@ -136,34 +155,61 @@ class Pool(AttentionConversion):
         if self.align == "none":
             aligned = ""
         else:
-            aligned = f", after aligning {'keys and values' if self.align == 'both' else self.align}"
+            aligned = (
+                f", after aligning {'keys and values' if self.align == 'both' else self.align}"
+            )
         if self.kv == 1:
             return f"one key-value head per layer, the mean of all{aligned}"
-        return f"{self.kv} key-value heads per layer, means of {_describe_grouping(self.grouping)}{aligned}"
+        return (
+            f"{self.kv} key-value heads per layer, means of "
+            f"{_describe_grouping(self.grouping)}{aligned}"
+        )
 
     def convert_layer(
-        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        statistics: KVStatistics,
+        importance: Sequence[float],
     ) -> ConvertedLayer:
         groups = self._group_heads(spec, weights, statistics)
-        spec.with_heads(kv=self.kv)  # raises before heads are aligned if parts of the layer need more key-value heads
+        spec.with_heads(
+            kv=self.kv
+        )  # raises before heads are aligned if parts of the layer need more key-value heads
         alignment = AlignmentResult(dict(weights), {}, {})
         if sides := ALIGN_SIDES[self.align]:
             assert statistics is not None
             alignment = align_heads(spec, weights, groups, statistics, sides=sides)
             if alignment.skip_reasons.keys() == set(sides):
-                raise SpecError(f"cannot align heads: {'; '.join(alignment.skip_reasons.values())}. Use align='none'")
-        notes = tuple(f"{KV_NAMES[side]} were not aligned: {reason}" for side, reason in alignment.skip_reasons.items())
-        errors = {side: error for side, error in alignment.pooling_errors.items() if side not in alignment.skip_reasons}
+                raise SpecError(
+                    f"cannot align heads: {'; '.join(alignment.skip_reasons.values())}. Use "
+                    "align='none'"
+                )
+        notes = tuple(
+            f"{KV_NAMES[side]} were not aligned: {reason}"
+            for side, reason in alignment.skip_reasons.items()
+        )
+        errors = {
+            side: error
+            for side, error in alignment.pooling_errors.items()
+            if side not in alignment.skip_reasons
+        }
         pooled_spec, pooled_weights = make_groups_contiguous(
             *head_axis_ops.share_kv_heads(spec, alignment.weights, groups)
         )
-        return ConvertedLayer(pooled_spec, pooled_weights, alignment.weights if sides else None, groups, errors, notes)
+        return ConvertedLayer(
+            pooled_spec, pooled_weights, alignment.weights if sides else None, groups, errors, notes
+        )
 
-    def _group_heads(self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics) -> HeadGroups:
+    def _group_heads(
+        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics
+    ) -> HeadGroups:
         if self.grouping == "consecutive":
             return group_adjacent_heads(spec.heads.kv, self.kv)
         assert statistics is not None
-        group_adjacent_heads(spec.heads.kv, self.kv)  # raises if the heads do not divide into equal groups
+        group_adjacent_heads(
+            spec.heads.kv, self.kv
+        )  # raises if the heads do not divide into equal groups
         symmetry, _ = find_symmetry(spec, weights, "v")
         return group_similar_heads(
             compute_similarity(statistics["v"], symmetry, kind=self.score), self.kv, seed=self.seed
@@ -182,7 +228,11 @@ class ToMHA(AttentionConversion):
         return "one key-value head per query head"
 
     def convert_layer(
-        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        statistics: KVStatistics,
+        importance: Sequence[float],
     ) -> ConvertedLayer:
         split_spec, split_weights = head_axis_ops.split_kv_heads(spec, weights)
         return ConvertedLayer(split_spec, split_weights)
@@ -190,7 +240,9 @@ class ToMHA(AttentionConversion):
 
 @dataclass(frozen=True)
 class ToLatent(AttentionConversion):
-    """MLA: keys and values of all heads from one latent vector. Same function; a start for a smaller latent."""
+    """MLA: keys and values of all heads from one latent vector. Same function; a start for a
+    smaller latent.
+    """
 
     is_exact: ClassVar[bool] = True
 
@@ -200,7 +252,11 @@ class ToLatent(AttentionConversion):
         return "keys and values of all heads from one latent vector"
 
     def convert_layer(
-        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        statistics: KVStatistics,
+        importance: Sequence[float],
     ) -> ConvertedLayer:
         latent_spec, latent_weights = convert_to_latent(spec, weights)
         return ConvertedLayer(latent_spec, latent_weights)
@@ -208,7 +264,9 @@ class ToLatent(AttentionConversion):
 
 @dataclass(frozen=True)
 class ToCollaborative(AttentionConversion):
-    """Collaborative heads: queries and keys of all heads share one space of `width` channels (2006.16362)."""
+    """Collaborative heads: queries and keys of all heads share one space of `width` channels
+    (2006.16362).
+    """
 
     width: int
 
@@ -218,17 +276,25 @@ class ToCollaborative(AttentionConversion):
         return f"queries and keys of all heads in a shared space of {self.width} channels"
 
     def convert_layer(
-        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        statistics: KVStatistics,
+        importance: Sequence[float],
     ) -> ConvertedLayer:
         result = convert_to_collaborative(spec, weights, self.width)
         return ConvertedLayer(
-            result.spec, result.weights, notes=(f"relative error of attention scores {result.relative_error:.2%}",)
+            result.spec,
+            result.weights,
+            notes=(f"relative error of attention scores {result.relative_error:.2%}",),
         )
 
 
 @dataclass(frozen=True)
 class ToMixtureOfHeads(AttentionConversion):
-    """Mixture of heads: the most important heads are always active, `num_active` others per token (2410.11842)."""
+    """Mixture of heads: the most important heads are always active, `num_active` others per token
+    (2410.11842).
+    """
 
     num_always_active: int
     num_active: int
@@ -243,20 +309,30 @@ class ToMixtureOfHeads(AttentionConversion):
     def summary(self) -> str:
         """The converted layer in one clause."""
         return (
-            f"{self.num_always_active} heads per layer always active, and for each token the {self.num_active} of the "
+            f"{self.num_always_active} heads per layer always active, and for each token the "
+            f"{self.num_active} of the "
             f"others with the highest router scores"
         )
 
     def convert_layer(
-        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
+        self,
+        spec: AttentionSpec,
+        weights: Weights,
+        statistics: KVStatistics,
+        importance: Sequence[float],
     ) -> ConvertedLayer:
         if not 0 <= self.num_always_active <= len(importance):
             raise SpecError(
-                f"num_always_active must be between 0 and {len(importance)}, the number of heads, got "
+                f"num_always_active must be between 0 and {len(importance)}, the number of heads, "
+                "got "
                 f"{self.num_always_active}"
             )
-        always_active = sorted(range(len(importance)), key=lambda head: -importance[head])[: self.num_always_active]
-        routed_spec, routed_weights = convert_to_mixture_of_heads(spec, weights, sorted(always_active), self.num_active)
+        always_active = sorted(range(len(importance)), key=lambda head: -importance[head])[
+            : self.num_always_active
+        ]
+        routed_spec, routed_weights = convert_to_mixture_of_heads(
+            spec, weights, sorted(always_active), self.num_active
+        )
         return ConvertedLayer(routed_spec, routed_weights)
 
 
@@ -264,7 +340,7 @@ def _describe_grouping(grouping: str) -> str:
     return "neighbours" if grouping == "consecutive" else "similar heads"
 
 
-# --- Conversion of a whole model -----------------------------------------------------------------------
+# --- Conversion of a whole model ------------------------------------------------------------------
 
 ATTENTION_KINDS = ("all", "self", "cross")
 MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over the examples
@@ -272,7 +348,9 @@ MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over t
 
 @dataclass(frozen=True, eq=False)
 class ConversionResult:
-    """Model before and after, and the converted layers before their weights are rounded to the dtype of the model."""
+    """Model before and after, and the converted layers before their weights are rounded to the
+    dtype of the model.
+    """
 
     before: Transformer
     after: Transformer
@@ -291,7 +369,8 @@ class ConversionResult:
 
     @property
     def equivalent(self) -> Transformer | None:
-        """The model with aligned heads, not yet pooled, which computes the same as `before`; None without alignment.
+        """The model with aligned heads, not yet pooled, which computes the same as `before`; None
+        without alignment.
 
         It is made anew at each access, in float32 if `before` has 16 bits.
         """
@@ -320,23 +399,36 @@ class ConversionResult:
         return self._in_float32(_attention_changes(self.layers))
 
     def _in_float32(self, changes: Mapping[str, AttentionChange]) -> Transformer:
-        return replace_attentions(cast_model(self.before, full_precision(parameter_dtype(self.before))), changes)
+        return replace_attentions(
+            cast_model(self.before, full_precision(parameter_dtype(self.before))), changes
+        )
 
     @property
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """The groups of key-value heads that were pooled, by site."""
-        return {site: tuple(map(tuple, layer.groups)) for site, layer in self.layers.items() if layer.groups}
+        return {
+            site: tuple(map(tuple, layer.groups))
+            for site, layer in self.layers.items()
+            if layer.groups
+        }
 
     @property
     def data(self) -> dict[str, Any]:
         """The conversion as JSON-serialisable values."""
-        groups = {site: [list(group) for group in site_groups] for site, site_groups in self.groups.items()}
+        groups = {
+            site: [list(group) for group in site_groups]
+            for site, site_groups in self.groups.items()
+        }
         conversion = {
             "name": type(self.conversion).__name__.lower(),
             "options": repr(self.conversion),
             "sentence": self.conversion.summary,
         }
-        errors = {site: dict(layer.pooling_errors) for site, layer in self.layers.items() if layer.pooling_errors}
+        errors = {
+            site: dict(layer.pooling_errors)
+            for site, layer in self.layers.items()
+            if layer.pooling_errors
+        }
         return {
             "operation": "convert",
             "conversion": conversion,
@@ -355,18 +447,25 @@ def convert(
     tokenizer: object = None,
     log: Callable[[str], Any] = lambda _: None,
 ) -> ConversionResult:
-    """Return a converted copy of a model; an int is the number of key-value heads per layer, as in `Pool`.
+    """Return a converted copy of a model; an int is the number of key-value heads per layer, as in
+    `Pool`.
 
-    `texts` are needed by conversions that look at keys, values or importance. Model, texts and tokenizer as in
-    `hw.prune`; `model` is not changed. kind="self" or "cross" converts attentions of one kind only.
-    `save_pretrained` of the result writes the converted model.
+    `texts` are needed by conversions that look at keys, values or importance. Model, texts and
+    tokenizer as in `hw.prune`; `model` is not changed. kind="self" or "cross" converts attentions
+    of one kind only. `save_pretrained` of the result writes the converted model.
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> done = convert(net, 2)
-    >>> [spec.heads.kv for _, spec in done.after.spec.attention_specs()], done.groups["decoder.0.attention"]
+    >>> (
+    ...     [spec.heads.kv for _, spec in done.after.spec.attention_specs()],
+    ...     done.groups["decoder.0.attention"],
+    ... )
     ([2, 2], ((0, 1), (2, 3)))
     """
     original, net, examples, reading_notes = read_model_and_texts(model, texts, tokenizer)
@@ -375,19 +474,28 @@ def convert(
     strategy = Pool(conversion) if isinstance(conversion, int) else conversion
     if not isinstance(strategy, AttentionConversion):
         raise SpecError(
-            f"conversion={conversion!r} is no AttentionConversion; give a number of key-value heads, or "
+            f"conversion={conversion!r} is no AttentionConversion; give a number of key-value "
+            "heads, or "
             "hw.surgery.Pool(...)"
         )
-    sites = [site for site in count_heads(net.spec) if kind in ("all", "cross" if site.endswith("cross") else "self")]
+    sites = [
+        site
+        for site in count_heads(net.spec)
+        if kind in ("all", "cross" if site.endswith("cross") else "self")
+    ]
     if not sites:
         raise SpecError(f"{net.spec.name} has no {kind}-attention; use kind='all'")
     if strategy.needs_statistics and len(examples) < 2:
         raise SpecError(
-            f"cannot collect keys and values from {len(examples)} texts. Give at least 2, or use align='none'"
+            f"cannot collect keys and values from {len(examples)} texts. Give at least 2, or use "
+            "align='none'"
         )
     layers = _convert_layers(net, strategy, sites, examples, log)
     after = replace_attentions(net, _attention_changes(layers, parameter_dtype(net)))
-    notes = [*_pooling_notes(layers), *(f"{site}: {note}" for site, layer in layers.items() for note in layer.notes)]
+    notes = [
+        *_pooling_notes(layers),
+        *(f"{site}: {note}" for site, layer in layers.items() for note in layer.notes),
+    ]
     notes += reading_notes
     return ConversionResult(net, after, strategy, layers, tuple(notes), original)
 
@@ -395,11 +503,16 @@ def convert(
 def _attention_changes(
     layers: Mapping[str, ConvertedLayer], dtype: torch.dtype = torch.float32
 ) -> dict[str, AttentionChange]:
-    """Return the changes of all layers, with weights of float32 rounded to the dtype of the model."""
+    """Return the changes of all layers, with weights of float32 rounded to the
+    dtype of the model.
+    """
     return {
         site: AttentionChange(
             layer.spec,
-            {name: w.to(dtype) if w.dtype == torch.float32 else w for name, w in layer.weights.items()},
+            {
+                name: w.to(dtype) if w.dtype == torch.float32 else w
+                for name, w in layer.weights.items()
+            },
         )
         for site, layer in layers.items()
     }
@@ -408,9 +521,13 @@ def _attention_changes(
 def _pooling_notes(layers: Mapping[str, ConvertedLayer]) -> Iterator[str]:
     """Yield the range of pooling errors over all layers, aligned and unaligned."""
     for side, name in KV_NAMES.items():
-        errors = [layer.pooling_errors[side] for layer in layers.values() if side in layer.pooling_errors]
+        errors = [
+            layer.pooling_errors[side] for layer in layers.values() if side in layer.pooling_errors
+        ]
         if errors:
-            (low, high), (least, most) = ((min(column), max(column)) for column in zip(*errors, strict=True))
+            (low, high), (least, most) = (
+                (min(column), max(column)) for column in zip(*errors, strict=True)
+            )
             yield (
                 f"pooling {name} loses {least:.0%} to {most:.0%} of their squared norm, "
                 f"unaligned {low:.0%} to {high:.0%}"
@@ -428,25 +545,37 @@ def _convert_layers(
     ranking, layers = conversion.importance_ranking, dict[str, ConvertedLayer]()
     scores = {} if ranking is None else score_heads(net, examples, ranking, log).scores
     for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
-        log(f"collecting keys and values of {len(batches)} examples: {group[0]} and {len(group) - 1} more")
+        log(
+            f"collecting keys and values of {len(batches)} examples: {group[0]} and "
+            f"{len(group) - 1} more"
+        )
         counted = count_items(batches, log, "collecting keys and values", "texts")
-        statistics = collect_kv_statistics(net.eval(), counted, group) if conversion.needs_statistics else {}
+        statistics = (
+            collect_kv_statistics(net.eval(), counted, group) if conversion.needs_statistics else {}
+        )
         for site in group:
             spec, parameters = get_attention(net, site).spec, get_attention_parameters(net, site)
             weights = {
-                name: w.to(full_precision(w.dtype)) if w.is_floating_point() else w for name, w in parameters.items()
+                name: w.to(full_precision(w.dtype)) if w.is_floating_point() else w
+                for name, w in parameters.items()
             }
-            importance = [scores.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))]
+            importance = [
+                scores.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))
+            ]
             log(f"{site}: {conversion.summary}")
             try:
-                layers[site] = conversion.convert_layer(spec, weights, statistics.get(site), importance)
+                layers[site] = conversion.convert_layer(
+                    spec, weights, statistics.get(site), importance
+                )
             except SpecError as error:
                 raise SpecError(f"{site}: {error}") from None
     return layers
 
 
 def _batch_sites(net: Transformer, sites: Sequence[str]) -> list[list[str]]:
-    """Split sites into consecutive lists whose cross products take at most MAX_STATISTICS numbers."""
+    """Split sites into consecutive lists whose cross products take at most
+    MAX_STATISTICS numbers.
+    """
     batches, used = [list[str]()], 0
     for site in sites:
         heads = get_attention(net, site).spec.heads

@@ -1,4 +1,6 @@
-"""Figures of pruning curves: quality against heads kept, part against part, and stacked columns of kept heads."""
+"""Figures of pruning curves: quality against heads kept, part against part, and stacked columns of
+kept heads.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..head_analysis.head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_style, save_figure
+from ..head_analysis.head_figures import (
+    CLASS_STYLES,
+    FIGURE_THEMES,
+    FigureTheme,
+    class_style,
+    save_figure,
+)
 from .curve_report import assess_group_survival, get_joint_curves, group_by_part, list_grouped_heads
 from .head_selection import RANDOM
 from .pruning_curves import ALL_PARTS, CurveValue, PruningCurves
@@ -70,21 +78,35 @@ def list_figures(curves: PruningCurves) -> Iterator[tuple[str, Callable[[FigureT
 
 def plot_parts_left(curves: PruningCurves, order: str, paper: FigureTheme) -> Figure:
     """Plot the heads kept in each part."""
-    colours = zip([part for part in curves.parts if part != ALL_PARTS], LINE_COLOURS["dark"], strict=False)
+    colours = zip(
+        [part for part in curves.parts if part != ALL_PARTS], LINE_COLOURS["dark"], strict=False
+    )
     inks = {part: (PART_LETTERS.get(part, part[0].upper()), colour) for part, colour in colours}
     return plot_columns(curves, order, group_by_part(curves), inks, paper)
 
 
 def plot_classes_left(curves: PruningCurves, order: str, paper: FigureTheme) -> Figure:
     """Plot the heads kept in each class."""
-    return plot_columns(curves, order, curves.classes, {name: class_style(name, paper) for name in CLASS_STYLES}, paper)
+    return plot_columns(
+        curves,
+        order,
+        curves.classes,
+        {name: class_style(name, paper) for name in CLASS_STYLES},
+        paper,
+    )
 
 
 def plot_by_order(curves: PruningCurves, name: str, paper: FigureTheme) -> Figure:
-    """Plot one panel per part and one line per order, with intervals; for random orders the mean and range."""
+    """Plot one panel per part and one line per order, with intervals; for random orders the mean
+    and range.
+    """
     from matplotlib.figure import Figure
 
-    parts = [part for part in curves.parts if any(curves.list_values(part, order, name) for order in curves.orders)]
+    parts = [
+        part
+        for part in curves.parts
+        if any(curves.list_values(part, order, name) for order in curves.orders)
+    ]
     num_columns = min(2, len(parts))
     num_rows = -(-len(parts) // num_columns)
     figure = Figure(figsize=(4.4 * num_columns, 2.9 * num_rows + 0.5), layout="constrained")
@@ -102,14 +124,20 @@ def plot_by_order(curves: PruningCurves, name: str, paper: FigureTheme) -> Figur
         _draw_lines(axes, lines, paper)
         num_heads = curves.count_part_heads(part)
         axes.set_title(
-            f"all {num_heads} heads" if part == ALL_PARTS else f"{num_heads} heads of {part}, other parts complete"
+            f"all {num_heads} heads"
+            if part == ALL_PARTS
+            else f"{num_heads} heads of {part}, other parts complete"
         )
         axes.set(xlim=(num_heads, 0), xlabel="heads kept")
         axes.set_xticks([value.num_heads for value in lines[0].values])
         if name in (LOSS, curves.objective):
             _draw_limit(axes, curves.max_loss_increase, paper)
     figure.supxlabel(
-        f"{_band_label(curves, name)} {curves.num_texts} texts", fontsize=6.5, color=paper.muted, x=0.01, ha="left"
+        f"{_band_label(curves, name)} {curves.num_texts} texts",
+        fontsize=6.5,
+        color=paper.muted,
+        x=0.01,
+        ha="left",
     )
     return figure
 
@@ -127,11 +155,15 @@ def plot_by_part(curves: PruningCurves, paper: FigureTheme) -> Figure:
             value._replace(num_heads=value.num_heads / heads_per_percent)
             for value in curves.list_values(part, order, name)
         ]
-        colour = paper.muted if part == ALL_PARTS else LINE_COLOURS[paper.name][index % len(MARKERS) - 1]
+        colour = (
+            paper.muted if part == ALL_PARTS else LINE_COLOURS[paper.name][index % len(MARKERS) - 1]
+        )
         lines.append(PlotLine(part, values, colour, MARKERS[index % len(MARKERS)]))
     _draw_lines(axes, lines, paper)
     axes.set(xlim=(100, 0), xlabel="heads of the part kept, %; other parts complete")
-    axes.set_title(f"{curves.model}: {_axis_label(curves, name)}, change from the full model; by {order}")
+    axes.set_title(
+        f"{curves.model}: {_axis_label(curves, name)}, change from the full model; by {order}"
+    )
     _draw_limit(axes, curves.max_loss_increase, paper)
     return figure
 
@@ -143,7 +175,8 @@ def plot_columns(
     inks: Mapping[str, tuple[str, str]],
     paper: FigureTheme,
 ) -> Figure:
-    """Plot the heads kept as stacked columns of groups; triangles mark significantly more or fewer than by chance.
+    """Plot the heads kept as stacked columns of groups; triangles mark significantly more or fewer
+    than by chance.
 
     A cross and the letter of a group mark the first column in which no head of it is left.
     """
@@ -151,7 +184,8 @@ def plot_columns(
 
     kept_heads = list_grouped_heads(get_joint_curves(curves)[order], groups)
     verdicts = {
-        (result.group, result.num_heads): result.verdict for result in assess_group_survival(groups, kept_heads[1:])
+        (result.group, result.num_heads): result.verdict
+        for result in assess_group_survival(groups, kept_heads[1:])
     }
     group_names = [name for name in inks if name in set(groups.values())]
     figure = Figure(figsize=(max(4.6, 0.62 * len(kept_heads) + 1.6), 4.6), layout="constrained")
@@ -160,10 +194,17 @@ def plot_columns(
         for column, heads in enumerate(kept_heads):
             count = Counter(groups[head] for head in heads)[name]
             verdict = verdicts.get((name, len(heads)), "")
-            _draw_box(axes, (column, bottoms[column], count, len(groups)), inks[name], verdict, paper)
+            _draw_box(
+                axes, (column, bottoms[column], count, len(groups)), inks[name], verdict, paper
+            )
             bottoms[column] += count
     _mark_extinctions(axes, kept_heads, groups, {name: inks[name] for name in group_names}, paper)
-    axes.set(xlim=(-0.6, len(kept_heads) - 0.4), ylim=(0, len(groups) * 1.02), xlabel="heads kept", ylabel="heads")
+    axes.set(
+        xlim=(-0.6, len(kept_heads) - 0.4),
+        ylim=(0, len(groups) * 1.02),
+        xlabel="heads kept",
+        ylabel="heads",
+    )
     axes.set_xticks(range(len(kept_heads)), [str(len(heads)) for heads in kept_heads])
     axes.set_title(f"{curves.model}: heads kept by {order}")
     axes.tick_params(axis="x", length=0)
@@ -171,7 +212,7 @@ def plot_columns(
     return figure
 
 
-# --- drawing -------------------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
 
 
 def _draw_lines(axes: Axes, lines: Sequence[PlotLine], paper: FigureTheme) -> None:
@@ -185,13 +226,25 @@ def _draw_lines(axes: Axes, lines: Sequence[PlotLine], paper: FigureTheme) -> No
             alpha=0.16,
             lw=0,
         )
-        axes.plot(counts, [value.value for value in line.values], color=line.colour, marker=line.marker, ms=3.2)
+        axes.plot(
+            counts,
+            [value.value for value in line.values],
+            color=line.colour,
+            marker=line.marker,
+            ms=3.2,
+        )
     axes.axhline(0, color=paper.muted, lw=0.5)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     ends = [line.values[-1].value for line in lines]
     for line, end, label_y in zip(lines, ends, spread_labels(ends, low, high), strict=True):
-        arrow_style = {"arrowstyle": "-", "color": line.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3}
+        arrow_style = {
+            "arrowstyle": "-",
+            "color": line.colour,
+            "lw": 0.5,
+            "shrinkA": 1,
+            "shrinkB": 3,
+        }
         axes.annotate(
             line.name,
             (line.values[-1].num_heads, end),
@@ -205,7 +258,8 @@ def _draw_lines(axes: Axes, lines: Sequence[PlotLine], paper: FigureTheme) -> No
 
 
 def spread_labels(values: Sequence[float], low: float, high: float) -> list[float]:
-    """Return label positions near their values, in the same order, without overlap, between low and high.
+    """Return label positions near their values, in the same order, without overlap, between low and
+    high.
 
     >>> [round(position, 3) for position in spread_labels([0.5, 0.5, 0.0], 0.0, 1.0)]
     [0.463, 0.537, 0.0]
@@ -221,7 +275,11 @@ def spread_labels(values: Sequence[float], low: float, high: float) -> list[floa
             run = previous + run
         half = step * (len(run) - 1) / 2
         runs.append((run, max(low + half, min(high - half, middle))))
-    positions = {n: middle + step * (k - (len(run) - 1) / 2) for run, middle in runs for k, n in enumerate(run)}
+    positions = {
+        n: middle + step * (k - (len(run) - 1) / 2)
+        for run, middle in runs
+        for k, n in enumerate(run)
+    }
     return [positions[n] for n in range(len(values))]
 
 
@@ -238,14 +296,22 @@ def _draw_limit(axes: Axes, at: float, paper: FigureTheme) -> None:
     )
 
 
-def _make_line(curves: PruningCurves, part: str, order: str, name: str, paper: FigureTheme) -> PlotLine:
+def _make_line(
+    curves: PruningCurves, part: str, order: str, name: str, paper: FigureTheme
+) -> PlotLine:
     index = curves.orders.index(order)
     colour = paper.muted if order == RANDOM else LINE_COLOURS[paper.name][index % len(MARKERS)]
-    return PlotLine(order, curves.list_values(part, order, name), colour, MARKERS[index % len(MARKERS)])
+    return PlotLine(
+        order, curves.list_values(part, order, name), colour, MARKERS[index % len(MARKERS)]
+    )
 
 
 def _draw_box(
-    axes: Axes, box: tuple[int, float, int, int], letter_and_colour: tuple[str, str], verdict: str, paper: FigureTheme
+    axes: Axes,
+    box: tuple[int, float, int, int],
+    letter_and_colour: tuple[str, str],
+    verdict: str,
+    paper: FigureTheme,
 ) -> None:
     column, bottom, count, num_heads = box
     letter, colour = letter_and_colour
@@ -276,7 +342,11 @@ def _mark_extinctions(
     """Mark the first column from which on a group has no heads."""
     marks_in_column = Counter[int]()
     for name, (letter, colour) in inks.items():
-        columns = [column for column, heads in enumerate(kept_heads) if any(groups[head] == name for head in heads)]
+        columns = [
+            column
+            for column, heads in enumerate(kept_heads)
+            if any(groups[head] == name for head in heads)
+        ]
         if (first := max(columns) + 1) == len(kept_heads):
             continue
         height = len(kept_heads[first]) + len(groups) * (0.045 + 0.06 * marks_in_column[first])
@@ -319,6 +389,8 @@ def _axis_label(curves: PruningCurves, name: str) -> str:
 
 def _band_label(curves: PruningCurves, name: str) -> str:
     first = next(iter(curves.parts))
-    num_draws = len(curves.select_curves(first, RANDOM)) if curves.list_values(first, RANDOM, name) else 0
+    num_draws = (
+        len(curves.select_curves(first, RANDOM)) if curves.list_values(first, RANDOM, name) else 0
+    )
     random_note = f", for {RANDOM} mean and range of {num_draws} draws" if num_draws > 1 else ""
     return f"bands: 95 % intervals over texts{random_note}; scales differ;"

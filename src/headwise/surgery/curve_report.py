@@ -1,7 +1,8 @@
 """Findings from pruning curves, as sentences with confidence intervals, and the report CURVES.md.
 
-The questions are the claims of 1905.10650 and 1905.09418: how many heads can be removed, in which order, from which
-part, and which heads stay. A difference whose interval contains 0 counts as not significant.
+The questions are the claims of 1905.10650 and 1905.09418: how many heads can be removed, in which
+order, from which part, and which heads stay. A difference whose interval contains 0 counts as not
+significant.
 """
 
 from __future__ import annotations
@@ -28,8 +29,21 @@ from .head_selection import RANDOM
 from .pruning_curves import ALL_PARTS, CurvePoint, CurveValue, PruningCurve, PruningCurves
 from .pruning_plan import HeadId
 from .verification.proof import replace_non_finite
-from .verification.proof_report import TEXT_WIDTH, format_number, format_table, to_one_line, wrap_text
-from .verification.quality_metrics import ACCURACY, BLEU, LOSS, PERPLEXITY, IntervalEstimate, make_estimate
+from .verification.proof_report import (
+    TEXT_WIDTH,
+    format_number,
+    format_table,
+    to_one_line,
+    wrap_text,
+)
+from .verification.quality_metrics import (
+    ACCURACY,
+    BLEU,
+    LOSS,
+    PERPLEXITY,
+    IntervalEstimate,
+    make_estimate,
+)
 
 PART_LABELS = {"cross": "cross-attention"}
 PUBLISHED_ORDER = ("encoder", "decoder", "cross")  # first removed to last removed (1905.09418)
@@ -49,7 +63,9 @@ def list_findings(curves: PruningCurves) -> list[str]:
 
 
 def find_smallest_harmless(curve: PruningCurve, max_loss_increase: float) -> CurvePoint:
-    """Return the last point up to which the upper bound of the loss increase stays below `max_loss_increase`."""
+    """Return the last point up to which the upper bound of the loss increase stays below
+    `max_loss_increase`.
+    """
     last_harmless = curve.points[0]
     for point in curve.points[1:]:
         if not point.loss_change.high < max_loss_increase:
@@ -58,14 +74,19 @@ def find_smallest_harmless(curve: PruningCurve, max_loss_increase: float) -> Cur
     return last_harmless
 
 
-def compare_losses(one: Sequence[CurvePoint], other: Sequence[CurvePoint], num_tests: int = 1) -> IntervalEstimate:
-    """Return the difference of mean losses of two lists of points, with a paired interval over texts.
+def compare_losses(
+    one: Sequence[CurvePoint], other: Sequence[CurvePoint], num_tests: int = 1
+) -> IntervalEstimate:
+    """Return the difference of mean losses of two lists of points, with a paired interval over
+    texts.
 
     The interval is corrected for `num_tests` tests (Bonferroni).
     """
     differences = _mean_text_losses(one) - _mean_text_losses(other)
     positions = np.array([float(text.num_positions) for text in one[0].text_counts])
-    return make_estimate(Jackknife.of_ratio(differences, positions), 1 - (1 - CONFIDENCE) / num_tests)
+    return make_estimate(
+        Jackknife.of_ratio(differences, positions), 1 - (1 - CONFIDENCE) / num_tests
+    )
 
 
 def _mean_text_losses(points: Sequence[CurvePoint]) -> Array:
@@ -74,7 +95,8 @@ def _mean_text_losses(points: Sequence[CurvePoint]) -> Array:
 
 
 class GroupSurvival(NamedTuple):
-    """Heads of a group among those kept, the number expected by chance, and the p-value of the difference.
+    """Heads of a group among those kept, the number expected by chance, and the p-value of the
+    difference.
 
     `p_value` is corrected for all groups and counts tested.
     """
@@ -100,7 +122,8 @@ class GroupSurvival(NamedTuple):
 def assess_group_survival(
     groups: Mapping[HeadId, str], kept_heads: Sequence[Collection[HeadId]]
 ) -> list[GroupSurvival]:
-    """Test for every group and every set of kept heads whether more or fewer of its heads are kept than by chance.
+    """Test for every group and every set of kept heads whether more or fewer of its heads are kept
+    than by chance.
 
     Two-sided hypergeometric test, corrected for all tests (Holm).
 
@@ -114,13 +137,22 @@ def assess_group_survival(
         kept_counts = Counter(groups[head] for head in heads)
         for group, size in sizes.items():
             p = compute_hypergeometric_p_value(kept_counts[group], len(heads), size, len(groups))
-            results.append(GroupSurvival(group, len(heads), kept_counts[group], len(heads) * size / len(groups), p))
-    corrected = correct_p_values(np.array([result.p_value for result in results])) if results else []
+            results.append(
+                GroupSurvival(
+                    group, len(heads), kept_counts[group], len(heads) * size / len(groups), p
+                )
+            )
+    corrected = (
+        correct_p_values(np.array([result.p_value for result in results])) if results else []
+    )
     return [result._replace(p_value=float(p)) for result, p in zip(results, corrected, strict=True)]
 
 
-def compute_hypergeometric_p_value(num_in_group: int, num_drawn: int, group_size: int, num_heads: int) -> float:
-    """Return the two-sided p-value of `num_in_group` group members in a draw of `num_drawn` heads without replacement.
+def compute_hypergeometric_p_value(
+    num_in_group: int, num_drawn: int, group_size: int, num_heads: int
+) -> float:
+    """Return the two-sided p-value of `num_in_group` group members in a draw of `num_drawn` heads
+    without replacement.
 
     The group has `group_size` of all `num_heads` heads. The p-value is twice the smaller tail.
 
@@ -128,31 +160,40 @@ def compute_hypergeometric_p_value(num_in_group: int, num_drawn: int, group_size
     0.3333333333333333
     """
     num_draws = [
-        comb(group_size, n) * comb(num_heads - group_size, num_drawn - n) for n in range(min(group_size, num_drawn) + 1)
+        comb(group_size, n) * comb(num_heads - group_size, num_drawn - n)
+        for n in range(min(group_size, num_drawn) + 1)
     ]
     total = comb(num_heads, num_drawn)
-    return min(1.0, 2 * min(sum(num_draws[: num_in_group + 1]), sum(num_draws[num_in_group:])) / total)
+    return min(
+        1.0, 2 * min(sum(num_draws[: num_in_group + 1]), sum(num_draws[num_in_group:])) / total
+    )
 
 
-# --- findings ------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 
 def _describe_harmless_removal(curves: PruningCurves, part: str) -> str:
     num_heads, results = curves.count_part_heads(part), list[str]()
     for order in curves.orders:
         points = [
-            find_smallest_harmless(curve, curves.max_loss_increase) for curve in curves.select_curves(part, order)
+            find_smallest_harmless(curve, curves.max_loss_increase)
+            for curve in curves.select_curves(part, order)
         ]
         removed = sorted({num_heads - point.num_heads for point in points})
         if len(points) > 1:
-            results.append(f"{' to '.join(map(str, removed[:1] + removed[1:][-1:]))} by {order} ({len(points)} draws)")
+            results.append(
+                f"{' to '.join(map(str, removed[:1] + removed[1:][-1:]))} by {order} "
+                f"({len(points)} draws)"
+            )
         elif removed[0]:
             results.append(f"{removed[0]} by {order} ({_format_interval(points[0].loss_change)})")
         else:
             results.append(f"none by {order}")
     return (
-        f"{describe_part(curves, part)}: heads removed with an increase of {_metric_name(curves)} below "
-        f"{curves.max_loss_increase:g} (95% confidence), of the counts tested: {', '.join(results)}."
+        f"{describe_part(curves, part)}: heads removed with an increase of {_metric_name(curves)} "
+        "below "
+        f"{curves.max_loss_increase:g} (95% confidence), of the counts tested: "
+        f"{', '.join(results)}."
     )
 
 
@@ -162,11 +203,16 @@ def _compare_orders(curves: PruningCurves, part: str, other: str) -> str:
     other_points_by_count = _points_by_count(curves.select_curves(part, other))
     counts = [count for count in points_by_count if count in other_points_by_count][1:]
     draws = len(curves.select_curves(part, other))
-    name = f"{describe_part(curves, part)}: {first} against {other}{f', a mean of {draws} draws' if draws > 1 else ''}"
+    name = (
+        f"{describe_part(curves, part)}: {first} against "
+        f"{other}{f', a mean of {draws} draws' if draws > 1 else ''}"
+    )
     if not counts:
         return f"{name}: no number of heads was measured for both."
     signs = [
-        _difference_sign(compare_losses(points_by_count[count], other_points_by_count[count], len(counts)))
+        _difference_sign(
+            compare_losses(points_by_count[count], other_points_by_count[count], len(counts))
+        )
         for count in counts
     ]
     overall = compare_losses(
@@ -174,9 +220,11 @@ def _compare_orders(curves: PruningCurves, part: str, other: str) -> str:
         [p for count in counts for p in other_points_by_count[count]],
     )
     return (
-        f"{name}: over all counts {_metric_name(curves)} {_describe_difference(overall)}; of {len(counts)} "
+        f"{name}: over all counts {_metric_name(curves)} {_describe_difference(overall)}; of "
+        f"{len(counts)} "
         f"counts it is lower at "
-        f"{signs.count(-1)}, higher at {signs.count(1)}, and not significantly different at {signs.count(0)}."
+        f"{signs.count(-1)}, higher at {signs.count(1)}, and not significantly different at "
+        f"{signs.count(0)}."
     )
 
 
@@ -190,13 +238,22 @@ def _describe_generation(curves: PruningCurves) -> Iterator[str]:
             if not values or len(curves.select_curves(part, order)) > 1:
                 continue
             results = ", ".join(_list_verdicts(values))
-            yield f"{describe_part(curves, part)}, by {order}: {name} of generated answers is {results}."
+            yield (
+                f"{describe_part(curves, part)}, by {order}: {name} of generated answers is "
+                f"{results}."
+            )
 
 
 def _list_verdicts(values: Sequence[CurveValue]) -> Iterator[str]:
-    """Yield the numbers of heads kept that score lower than, like, or higher than the full model."""
+    """Yield the numbers of heads kept that score lower than, like, or higher
+    than the full model.
+    """
     for sign, verdict in ((-1, "lower"), (0, "not significantly different"), (1, "higher")):
-        counts = [str(value.num_heads) for value in values if _difference_sign(IntervalEstimate(*value[1:])) == sign]
+        counts = [
+            str(value.num_heads)
+            for value in values
+            if _difference_sign(IntervalEstimate(*value[1:])) == sign
+        ]
         if counts:
             yield f"{verdict} with {', '.join(counts)} heads kept"
 
@@ -210,30 +267,45 @@ def _compare_parts(curves: PruningCurves) -> Iterator[str]:
     shares = set[float].intersection(*({point.share for point in own} for own in points.values()))
     if not shares:
         return
-    shared_points = {part: [point for point in points[part] if point.share in shares] for part in parts}
+    shared_points = {
+        part: [point for point in points[part] if point.share in shares] for part in parts
+    }
     full_model = curves.select_curves(parts[0], curves.orders[0])[0].points[:1]
     cost = {part: compare_losses(shared_points[part], full_model) for part in parts}
     parts.sort(key=lambda part: cost[part].value)
-    changes = ", ".join(f"{part} {cost[part].value:+.3f} ({_format_interval(cost[part])})" for part in parts)
+    changes = ", ".join(
+        f"{part} {cost[part].value:+.3f} ({_format_interval(cost[part])})" for part in parts
+    )
     yield (
         f"Heads of one part removed, the others kept, by {curves.orders[0]}: mean change of "
         f"{_metric_name(curves)} over {len(shares)} fractions kept: {changes}."
     )
     tests = len(parts) * (len(parts) - 1) // 2
-    differences = [compare_losses(shared_points[other], shared_points[one], tests) for one, other in pairwise(parts)]
+    differences = [
+        compare_losses(shared_points[other], shared_points[one], tests)
+        for one, other in pairwise(parts)
+    ]
     for (one, other), difference in zip(pairwise(parts), differences, strict=True):
         yield (
-            f"Removing {other} heads instead of {one} heads: {_metric_name(curves)} {_describe_difference(difference)}."
+            f"Removing {other} heads instead of {one} heads: {_metric_name(curves)} "
+            f"{_describe_difference(difference)}."
         )
     if sorted(parts) == sorted(PUBLISHED_ORDER):
         verdict = _order_verdict(parts, differences)
-        yield f"Claim that encoder heads can be removed first and cross-attention heads last: {verdict}."
+        yield (
+            "Claim that encoder heads can be removed first and cross-attention heads last: "
+            f"{verdict}."
+        )
 
 
 def _order_verdict(parts: Sequence[str], differences: Sequence[IntervalEstimate]) -> str:
     significant = all(_difference_sign(difference) > 0 for difference in differences)
     if tuple(parts) == PUBLISHED_ORDER:
-        return "supported" if significant else "order observed, but not significant (an interval contains 0)"
+        return (
+            "supported"
+            if significant
+            else "order observed, but not significant (an interval contains 0)"
+        )
     caveat = "" if significant else ", not all significantly different"
     return f"not supported; cheapest first: {', '.join(parts)}{caveat}"
 
@@ -241,16 +313,25 @@ def _order_verdict(parts: Sequence[str], differences: Sequence[IntervalEstimate]
 def group_by_part(curves: PruningCurves) -> dict[HeadId, str]:
     """Return the part of every head; empty unless all parts were swept together and each alone."""
     single_parts = {part: own for part, own in curves.parts.items() if part != ALL_PARTS}
-    groups = {(site, head): part for part, own in single_parts.items() for site, n in own.items() for head in range(n)}
+    groups = {
+        (site, head): part
+        for part, own in single_parts.items()
+        for site, n in own.items()
+        for head in range(n)
+    }
     return (
         groups
-        if ALL_PARTS in curves.parts and single_parts and len(groups) == curves.count_part_heads(ALL_PARTS)
+        if ALL_PARTS in curves.parts
+        and single_parts
+        and len(groups) == curves.count_part_heads(ALL_PARTS)
         else {}
     )
 
 
 def get_joint_curves(curves: PruningCurves) -> dict[str, PruningCurve]:
-    """Return the curve over all parts of each order without repetitions; empty if parts were not swept together."""
+    """Return the curve over all parts of each order without repetitions; empty if parts were not
+    swept together.
+    """
     lines = {order: curves.select_curves(ALL_PARTS, order) for order in curves.orders}
     return {order: own[0] for order, own in lines.items() if len(own) == 1}
 
@@ -260,16 +341,26 @@ def list_point_heads(point: CurvePoint) -> list[HeadId]:
     return [(site, head) for site, heads in point.keep.items() for head in heads]
 
 
-def _describe_survival(curves: PruningCurves, groups: Mapping[HeadId, str], what: str) -> Iterator[str]:
-    """Yield the findings on which groups keep more or fewer heads than by chance, for every order but random."""
+def _describe_survival(
+    curves: PruningCurves, groups: Mapping[HeadId, str], what: str
+) -> Iterator[str]:
+    """Yield the findings on which groups keep more or fewer heads than by chance, for every order
+    but random.
+    """
     for order, curve in get_joint_curves(curves).items() if groups else ():
         results = assess_group_survival(groups, list_grouped_heads(curve, groups)[1:])
         by_group = {
             group: [result for result in results if result.group == group]
             for group, _ in Counter(groups.values()).most_common()
         }
-        findings = [f"{group} {text}" for group, own in by_group.items() for text in _describe_significance(own)]
-        undecided = [group for group, own in by_group.items() if not list(_describe_significance(own))]
+        findings = [
+            f"{group} {text}"
+            for group, own in by_group.items()
+            for text in _describe_significance(own)
+        ]
+        undecided = [
+            group for group, own in by_group.items() if not list(_describe_significance(own))
+        ]
         if undecided:
             findings.append(f"no significant difference from chance for {', '.join(undecided)}")
         extinct = [
@@ -277,7 +368,11 @@ def _describe_survival(curves: PruningCurves, groups: Mapping[HeadId, str], what
             for group, own in by_group.items()
             if (count := _extinction_count(own)) is not None
         ]
-        findings.append(f"no heads left of {', '.join(extinct)}" if extinct else f"every {what} keeps some heads")
+        findings.append(
+            f"no heads left of {', '.join(extinct)}"
+            if extinct
+            else f"every {what} keeps some heads"
+        )
         yield f"Heads kept by {order}, {what} by {what}: {'; '.join(findings)}."
 
 
@@ -287,8 +382,12 @@ def list_grouped_heads(curve: PruningCurve, groups: Mapping[HeadId, str]) -> lis
 
 
 def _extinction_count(results: Sequence[GroupSurvival]) -> int | None:
-    """Return the number of heads kept at the first point without any head of a group; None if some stay."""
-    last_present = max((index for index, result in enumerate(results) if result.num_in_group), default=-1)
+    """Return the number of heads kept at the first point without any head of a group; None if some
+    stay.
+    """
+    last_present = max(
+        (index for index, result in enumerate(results) if result.num_in_group), default=-1
+    )
     return None if last_present + 1 == len(results) else results[last_present + 1].num_heads
 
 
@@ -301,7 +400,8 @@ def _describe_significance(results: Sequence[GroupSurvival]) -> Iterator[str]:
                 ", ".join(str(result.num_heads) for result in significant),
             )
             yield (
-                f"{direction} than by chance with {counts} heads kept (most significant: {best.num_in_group} of "
+                f"{direction} than by chance with {counts} heads kept (most significant: "
+                f"{best.num_in_group} of "
                 f"{best.num_heads}, expected {best.expected_in_group:.1f}, p = {best.p_value:.1g})"
             )
 
@@ -310,12 +410,19 @@ def describe_part(curves: PruningCurves, part: str) -> str:
     """Return the phrase for the heads of a part.
 
     >>> describe_part(
-    ...     PruningCurves("small", "translation", 2, 9, {"cross": {"decoder.0.cross": 3}}, (), {}, 0.1), "cross"
+    ...     PruningCurves(
+    ...         "small", "translation", 2, 9, {"cross": {"decoder.0.cross": 3}}, (), {}, 0.1
+    ...     ),
+    ...     "cross",
     ... )
     'The 3 cross-attention heads alone'
     """
     heads = curves.count_part_heads(part)
-    return f"All {heads} heads" if part == ALL_PARTS else f"The {heads} {PART_LABELS.get(part, part)} heads alone"
+    return (
+        f"All {heads} heads"
+        if part == ALL_PARTS
+        else f"The {heads} {PART_LABELS.get(part, part)} heads alone"
+    )
 
 
 def _metric_name(curves: PruningCurves) -> str:
@@ -337,15 +444,21 @@ def _difference_sign(difference: IntervalEstimate) -> int:
 
 
 def _describe_difference(difference: IntervalEstimate) -> str:
-    verdict = {0: "does not differ significantly", 1: "is higher", -1: "is lower"}[_difference_sign(difference)]
+    verdict = {0: "does not differ significantly", 1: "is higher", -1: "is lower"}[
+        _difference_sign(difference)
+    ]
     return f"{verdict}, {difference.value:+.3f} ({_format_interval(difference)})"
 
 
 def _format_interval(estimate: IntervalEstimate) -> str:
-    return f"{estimate.low:+.3f} to {estimate.high:+.3f}" if estimate.low < estimate.high else "no spread"
+    return (
+        f"{estimate.low:+.3f} to {estimate.high:+.3f}"
+        if estimate.low < estimate.high
+        else "no spread"
+    )
 
 
-# --- Files and terminal --------------------------------------------------------------------------------
+# --- Files and terminal ---------------------------------------------------------------------------
 
 COLUMNS_PER_TABLE = 3  # that fit the page width
 CURVES_JSON, CURVES_PAGE = "curves.json", "CURVES.md"
@@ -364,7 +477,9 @@ CURVES_FOLDER = FolderKind(
 
 
 def write_report(curves: PruningCurves, folder: Path, existing: Existing = "refuse") -> None:
-    """Write curves.json, CURVES.md and all figures to a folder, which appears complete or not at all."""
+    """Write curves.json, CURVES.md and all figures to a folder, which appears complete or not at
+    all.
+    """
     from .curve_figures import write_figures
 
     data = (json.dumps(to_report_data(curves), indent=1, allow_nan=False) + "\n").encode()
@@ -382,20 +497,33 @@ def to_report_data(curves: PruningCurves) -> dict[str, Any]:
 def render_report(curves: PruningCurves, figure_names: list[str]) -> str:
     """Return the report as a Markdown page: setup, findings, tables, and how to reproduce it."""
     parts = [
-        [f"# {escape_markdown(curves.model)}: quality against heads kept", "", *wrap_text(_describe_setup(curves))]
+        [
+            f"# {escape_markdown(curves.model)}: quality against heads kept",
+            "",
+            *wrap_text(_describe_setup(curves)),
+        ]
     ]
     parts.append(
         [
             "## Findings",
             "",
-            *(row for finding in list_findings(curves) for row in wrap_text(to_one_line(finding, 600), "- ")),
+            *(
+                row
+                for finding in list_findings(curves)
+                for row in wrap_text(to_one_line(finding, 600), "- ")
+            ),
         ]
     )
-    parts += [[f"## {describe_part(curves, part)}", "", *_order_tables(curves, part)] for part in curves.parts]
+    parts += [
+        [f"## {describe_part(curves, part)}", "", *_order_tables(curves, part)]
+        for part in curves.parts
+    ]
     parts.append(["## Heads kept", "", *_survival_tables(curves)])
     parts.append(["## How to reproduce", "", *_reproduction_section(curves)])
     if figure_names:
-        parts.insert(2, ["## Figures", "", *(f"![{name}]({name}-light.svg)" for name in figure_names)])
+        parts.insert(
+            2, ["## Figures", "", *(f"![{name}]({name}-light.svg)" for name in figure_names)]
+        )
     return "\n\n".join("\n".join(part).rstrip() for part in parts) + "\n"
 
 
@@ -415,14 +543,22 @@ def render_terminal(curves: PruningCurves) -> str:
 
 
 def format_short_table(curves: PruningCurves, part: str) -> list[str]:
-    """Return a table of the change of the first metric from the full model, by heads kept and order."""
+    """Return a table of the change of the first metric from the full model, by heads kept and
+    order.
+    """
     columns = [
-        {value.num_heads: value for value in curves.list_values(part, order, curves.metric_names[0])}
+        {
+            value.num_heads: value
+            for value in curves.list_values(part, order, curves.metric_names[0])
+        }
         for order in curves.orders
     ]
     counts = sorted({count for column in columns for count in column}, reverse=True)[1:]
     rows = [
-        (str(count), *(f"{column[count].value:+.3f}" if count in column else "-" for column in columns))
+        (
+            str(count),
+            *(f"{column[count].value:+.3f}" if count in column else "-" for column in columns),
+        )
         for count in counts
     ]
     return format_table(("heads kept", *curves.orders), rows)
@@ -431,7 +567,8 @@ def format_short_table(curves: PruningCurves, part: str) -> list[str]:
 def _describe_setup(curves: PruningCurves) -> str:
     full = curves.curves[0].points[0].rows[0].after
     setup = (
-        f"{curves.objective.capitalize()} over {curves.num_texts} texts, {curves.num_positions:,} scored positions, "
+        f"{curves.objective.capitalize()} over {curves.num_texts} texts, {curves.num_positions:,} "
+        "scored positions, "
         f"as heads are removed without retraining."
     )
     baseline = (
@@ -439,23 +576,37 @@ def _describe_setup(curves: PruningCurves) -> str:
         f"{format_number(full.high)})."
     )
     draws = f"; for {RANDOM} the range of draws" if RANDOM in curves.orders else ""
-    values = f" Values are changes from the full model, in brackets 95% intervals over texts{draws}."
+    values = (
+        f" Values are changes from the full model, in brackets 95% intervals over texts{draws}."
+    )
     return f"{setup}{baseline if LOSS in curves.metric_names else ''}{values}"
 
 
 def _order_tables(curves: PruningCurves, part: str) -> Iterator[str]:
     """Yield one table per order: changes of all metrics from the full model by heads kept."""
     for order in curves.orders:
-        rows = {name: curves.list_values(part, order, name)[1:] for name in curves.metric_names if name != PERPLEXITY}
-        names, draws = [name for name, values in rows.items() if values], len(curves.select_curves(part, order))
+        rows = {
+            name: curves.list_values(part, order, name)[1:]
+            for name in curves.metric_names
+            if name != PERPLEXITY
+        }
+        names, draws = (
+            [name for name, values in rows.items() if values],
+            len(curves.select_curves(part, order)),
+        )
         for start in range(0, len(names), COLUMNS_PER_TABLE):
             columns = names[start : start + COLUMNS_PER_TABLE]
-            yield from wrap_text(f"{order}{f', the mean and the range of {draws} draws' if draws > 1 else ''}:")
+            yield from wrap_text(
+                f"{order}{f', the mean and the range of {draws} draws' if draws > 1 else ''}:"
+            )
             yield ""
             lines = zip(*(rows[name] for name in columns), strict=True)
             yield from format_table(
                 ("heads kept", *(_format_unit(curves, name) for name in columns)),
-                [(str(values[0].num_heads), *map(partial(_format_cell, curves), columns, values)) for values in lines],
+                [
+                    (str(values[0].num_heads), *map(partial(_format_cell, curves), columns, values))
+                    for values in lines
+                ],
             )
             yield ""
 
@@ -475,12 +626,15 @@ def _format_cell(curves: PruningCurves, name: str, curve_value: CurveValue) -> s
 def _survival_tables(curves: PruningCurves) -> Iterator[str]:
     """Yield tables of the number of heads kept in each group, as shown in the figures."""
     yield from wrap_text(
-        "Heads removed from all parts together; + and - mark significantly more or fewer than by chance."
+        "Heads removed from all parts together; + and - mark significantly more or fewer than by "
+        "chance."
     )
     for what, groups in (("part", group_by_part(curves)), ("class", curves.classes)):
         for order, curve in get_joint_curves(curves).items() if groups else ():
             yield from ("", f"{order}:", "")
-            yield from format_table(*_survival_columns(list_grouped_heads(curve, groups), groups, what))
+            yield from format_table(
+                *_survival_columns(list_grouped_heads(curve, groups), groups, what)
+            )
 
 
 def _survival_columns(
@@ -506,7 +660,10 @@ def _survival_columns(
 def _reproduction_section(curves: PruningCurves) -> Iterator[str]:
     if curves.command:
         yield from (
-            f"    {row}" for row in textwrap.wrap(to_one_line(curves.command), TEXT_WIDTH, subsequent_indent="    ")
+            f"    {row}"
+            for row in textwrap.wrap(
+                to_one_line(curves.command), TEXT_WIDTH, subsequent_indent="    "
+            )
         )
         yield ""
     yield from wrap_text(f"All numbers are in {CURVES_JSON}, with the heads kept at every point.")

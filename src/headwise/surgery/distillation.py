@@ -1,4 +1,6 @@
-"""Retraining of pruned or converted models, by distillation from the original model and on their own loss."""
+"""Retraining of pruned or converted models, by distillation from the original model and on their
+own loss.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from ..training.optimisers import AdamWOptimiser, group_parameters
 from ..training.recipe import SCHEDULES, Recipe
 from .attention_replacement import replace_attentions
 
-# --- Batches and losses per text -----------------------------------------------------------------------
+# --- Batches and losses per text ------------------------------------------------------------------
 
 
 # Inputs of a model, and the arguments that hold their positions and segments.
@@ -37,9 +39,11 @@ STATE_LOSSES = ("cosine", "l2")
 
 
 class DistillationBatch(NamedTuple):
-    """Padded batch: the model's keyword arguments, a mask of output positions that are no padding, and labels.
+    """Padded batch: the model's keyword arguments, a mask of output positions that are no padding,
+    and labels.
 
-    `positions` and `labels` are [texts, positions]; a text with one output, such as a class, has one position.
+    `positions` and `labels` are [texts, positions]; a text with one output, such as a class, has
+    one position.
     """
 
     inputs: Mapping[str, Any]
@@ -49,34 +53,53 @@ class DistillationBatch(NamedTuple):
     def compute_outputs(self, net: Transformer) -> Tensor:
         """Return the model's outputs, [texts, positions, width]."""
         like = next(net.parameters())
-        inputs = {name: value.to(like) if _is_float_tensor(value) else value for name, value in self.inputs.items()}
+        inputs = {
+            name: value.to(like) if _is_float_tensor(value) else value
+            for name, value in self.inputs.items()
+        }
         return net(**inputs).reshape(*self.positions.shape, -1)
 
     def losses(self, outputs: Tensor) -> Tensor:
         """Return the cross-entropy of each text, a mean over its labelled positions."""
         assert self.labels is not None
         logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).transpose(1, 2)
-        per_position = F.cross_entropy(logits, self.labels, ignore_index=IGNORE_INDEX, reduction="none")
+        per_position = F.cross_entropy(
+            logits, self.labels, ignore_index=IGNORE_INDEX, reduction="none"
+        )
         return _mean_by_text(per_position, self.labels != IGNORE_INDEX)
 
-    def kl_divergences(self, outputs: Tensor, teacher_outputs: Tensor, temperature: float = 1.0) -> Tensor:
+    def kl_divergences(
+        self, outputs: Tensor, teacher_outputs: Tensor, temperature: float = 1.0
+    ) -> Tensor:
         """Return KL(teacher || model) of each text, averaged over positions.
 
         Logits are divided by `temperature` and the result is multiplied by its square (1503.02531).
 
         >>> batch = DistillationBatch({}, torch.tensor([[True, False]]))
-        >>> outputs, teacher_outputs = torch.zeros(1, 2, 2), torch.tensor([[[0.0, 100.0], [7.0, 8.0]]])
-        >>> batch.kl_divergences(outputs, teacher_outputs)  # log 2: the padding position does not count
+        >>> outputs, teacher_outputs = (
+        ...     torch.zeros(1, 2, 2),
+        ...     torch.tensor([[[0.0, 100.0], [7.0, 8.0]]]),
+        ... )
+        >>> batch.kl_divergences(
+        ...     outputs, teacher_outputs
+        ... )  # log 2: the padding position does not count
         tensor([0.6931])
         """
         log_probs, teacher_log_probs = (
-            to_at_least_float32(logits / temperature).log_softmax(-1) for logits in (outputs, teacher_outputs)
+            to_at_least_float32(logits / temperature).log_softmax(-1)
+            for logits in (outputs, teacher_outputs)
         )
-        per_position = F.kl_div(log_probs, teacher_log_probs, reduction="none", log_target=True).sum(-1)
+        per_position = F.kl_div(
+            log_probs, teacher_log_probs, reduction="none", log_target=True
+        ).sum(-1)
         return _mean_by_text(per_position, self.positions) * temperature**2
 
-    def state_distances(self, outputs: Tensor, teacher_outputs: Tensor, metric: str = "cosine") -> Tensor:
-        """Return the distance of hidden states from the teacher's, per text: 1 - cosine, or mean square for "l2"."""
+    def state_distances(
+        self, outputs: Tensor, teacher_outputs: Tensor, metric: str = "cosine"
+    ) -> Tensor:
+        """Return the distance of hidden states from the teacher's, per text: 1 - cosine, or mean
+        square for "l2".
+        """
         states, teacher_states = to_at_least_float32(outputs), to_at_least_float32(teacher_outputs)
         per_position = (
             1 - F.cosine_similarity(states, teacher_states, dim=-1)
@@ -97,13 +120,20 @@ def _mean_by_text(per_position: Tensor, mask: Tensor) -> Tensor:
 class DistillationTexts:
     """Training texts of a model, which collates any of them into a batch.
 
-    `has_loss` is true if the objective has labels. `numbers` are the indices of the texts with any target; `notes` name
-    the objective and the number of texts left out.
+    `has_loss` is true if the objective has labels. `numbers` are the indices of the texts with any
+    target; `notes` name the objective and the number of texts left out.
     """
 
-    def __init__(self, net: Transformer, examples: Sequence[Example], objective: str | Objective | None = None) -> None:
+    def __init__(
+        self,
+        net: Transformer,
+        examples: Sequence[Example],
+        objective: str | Objective | None = None,
+    ) -> None:
         if not isinstance(net, Transformer):
-            raise SpecError(f"expected a headwise model, got {type(net).__name__}; load it with hw.load")
+            raise SpecError(
+                f"expected a headwise model, got {type(net).__name__}; load it with hw.load"
+            )
         if not examples:
             raise SpecError("no texts to train on; give at least one example")
         self.net, self.examples = net, examples
@@ -113,20 +143,36 @@ class DistillationTexts:
         self.numbers = [number for number, question in enumerate(questions) if question.num_targets]
         num_skipped = len(examples) - len(self.numbers)
         self.notes = tuple(
-            filter(None, [note, f"left out {pluralise(num_skipped, 'text')} without targets" if num_skipped else ""])
+            filter(
+                None,
+                [
+                    note,
+                    f"left out {pluralise(num_skipped, 'text')} without targets"
+                    if num_skipped
+                    else "",
+                ],
+            )
         )
 
     def make_batch(self, numbers: Sequence[int], epoch_seed: int = 0) -> DistillationBatch:
-        """Return a padded batch of these texts; random masks, if the objective has any, differ by `epoch_seed`."""
-        return collate_questions(self.net, [self._question(number, epoch_seed) for number in numbers])
+        """Return a padded batch of these texts; random masks, if the objective has any, differ by
+        `epoch_seed`.
+        """
+        return collate_questions(
+            self.net, [self._question(number, epoch_seed) for number in numbers]
+        )
 
     def _question(self, number: int, epoch_seed: int = 0) -> EvaluationInput:
-        """Return the input and labels of a text; all texts are checked once before training starts."""
+        """Return the input and labels of a text; all texts are checked once
+        before training starts.
+        """
         question = self.objective.prepare_input(
             self.net, self.examples[number], number + epoch_seed * len(self.examples)
         )
         if wrong := [
-            name for name in question.inputs.kwargs if name not in (*STREAM_ARGUMENTS, *STREAM_ARGUMENTS.values())
+            name
+            for name in question.inputs.kwargs
+            if name not in (*STREAM_ARGUMENTS, *STREAM_ARGUMENTS.values())
         ]:
             raise SpecError(
                 f"cannot train on text {number}: it has the input {wrong[0]!r}. Supported are "
@@ -134,7 +180,8 @@ class DistillationTexts:
             )
         if question.inputs.args:
             raise SpecError(
-                f"cannot train on text {number}: it has positional inputs. Give named ones such as {{'x': ids}}"
+                f"cannot train on text {number}: it has positional inputs. Give named ones such "
+                "as {'x': ids}"
             )
         if epoch_seed == 0:
             _check_labels(self.net, question, number)
@@ -144,9 +191,14 @@ class DistillationTexts:
 def _check_labels(net: Transformer, question: EvaluationInput, number: int) -> None:
     if question.labels is None:
         return
-    num_positions, num_classes = _count_positions(net, question.inputs.kwargs), net.spec.heads[0].outputs
+    num_positions, num_classes = (
+        _count_positions(net, question.inputs.kwargs),
+        net.spec.heads[0].outputs,
+    )
     if len(question.labels) != num_positions:
-        fact = f"text {number} has {num_positions} output positions and {len(question.labels)} labels"
+        fact = (
+            f"text {number} has {num_positions} output positions and {len(question.labels)} labels"
+        )
         raise SpecError(f"{fact}; give one label per position")
     labels = question.labels[question.labels != IGNORE_INDEX]
     if len(wrong := labels[(labels < 0) | (labels >= num_classes)]):
@@ -157,7 +209,11 @@ def _check_labels(net: Transformer, question: EvaluationInput, number: int) -> N
 def _count_positions(net: Transformer, inputs: Mapping[str, Any]) -> int:
     """Return the number of output positions of a text."""
     heads = net.spec.heads
-    return 1 if heads and heads[0].at != "each" else _count_stack_tokens(net.spec.stacks[-1], _ids(inputs["x"]))
+    return (
+        1
+        if heads and heads[0].at != "each"
+        else _count_stack_tokens(net.spec.stacks[-1], _ids(inputs["x"]))
+    )
 
 
 def _ids(x: Tensor | TokenTypeInput) -> Tensor:
@@ -177,21 +233,34 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
     inputs: dict[str, Any] = {}
     names = set(questions[0].inputs.kwargs)
     sequence_arguments = {*STREAM_ARGUMENTS.values()}
-    if any(set(question.inputs.kwargs) | sequence_arguments != names | sequence_arguments for question in questions):
-        raise SpecError("some texts have a source and some have none; give a source with every text")
+    if any(
+        set(question.inputs.kwargs) | sequence_arguments != names | sequence_arguments
+        for question in questions
+    ):
+        raise SpecError(
+            "some texts have a source and some have none; give a source with every text"
+        )
     for (stream, sequence_argument), stack in zip(
         STREAM_ARGUMENTS.items(), (net.spec.stacks[-1], net.spec.stacks[0]), strict=True
     ):
         if stream in names:
             rows = [question.inputs.kwargs[stream] for question in questions]
             inputs[stream] = _stack_rows(rows)
-            sequences = [_input_sequence(question.inputs.kwargs, stream, stack) for question in questions]
-            inputs[sequence_argument] = _stack_sequences(sequences, _count_stack_tokens(stack, _ids(inputs[stream])))
+            sequences = [
+                _input_sequence(question.inputs.kwargs, stream, stack) for question in questions
+            ]
+            inputs[sequence_argument] = _stack_sequences(
+                sequences, _count_stack_tokens(stack, _ids(inputs[stream]))
+            )
     counts = [_count_positions(net, question.inputs.kwargs) for question in questions]
     positions = torch.arange(max(counts))[None] < torch.tensor(counts)[:, None]
     device = next(net.parameters()).device
     label_rows = [question.labels for question in questions if question.labels is not None]
-    labels = _pad_rows([row[None] for row in label_rows], IGNORE_INDEX).to(device) if label_rows else None
+    labels = (
+        _pad_rows([row[None] for row in label_rows], IGNORE_INDEX).to(device)
+        if label_rows
+        else None
+    )
     return DistillationBatch(inputs, positions.to(device), labels)
 
 
@@ -207,29 +276,41 @@ def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
     longest = max(row.shape[axis] for row in rows)
     no_padding = (0,) if axis == 1 else (0, 0, 0)
     try:
-        return torch.cat([F.pad(row, (*no_padding, longest - row.shape[axis]), value=value) for row in rows])
+        return torch.cat(
+            [F.pad(row, (*no_padding, longest - row.shape[axis]), value=value) for row in rows]
+        )
     except (RuntimeError, IndexError):
         shapes = sorted({str(list(row.shape[1:])) for row in rows})
-        raise SpecError(f"cannot batch texts of shapes {' and '.join(shapes)}. Use batch=1") from None
+        raise SpecError(
+            f"cannot batch texts of shapes {' and '.join(shapes)}. Use batch=1"
+        ) from None
 
 
 def _input_sequence(inputs: Mapping[str, Any], stream: str, stack: StackSpec) -> SequenceInfo:
     x = _ids(inputs[stream])
     sequence = inputs.get(STREAM_ARGUMENTS[stream])
-    return SequenceInfo.contiguous(0, _count_stack_tokens(stack, x), x.device) if sequence is None else sequence
+    return (
+        SequenceInfo.contiguous(0, _count_stack_tokens(stack, x), x.device)
+        if sequence is None
+        else sequence
+    )
 
 
 def _stack_sequences(rows: Sequence[SequenceInfo], count: int) -> SequenceInfo | None:
-    """Return padded positions and segments of all rows; None if all rows start at 0 and have no padding."""
+    """Return padded positions and segments of all rows; None if all rows start at 0 and have no
+    padding.
+    """
     if all(row.start == 0 and row.count == count for row in rows):
         return None
     gaps = [(0, count - row.count) for row in rows]
     position = torch.cat([F.pad(row.position, gap) for row, gap in zip(rows, gaps, strict=True)])
-    segment = torch.cat([F.pad(row.segment, gap, value=-1) for row, gap in zip(rows, gaps, strict=True)])
+    segment = torch.cat(
+        [F.pad(row.segment, gap, value=-1) for row, gap in zip(rows, gaps, strict=True)]
+    )
     return SequenceInfo(position, segment)
 
 
-# --- Retraining ----------------------------------------------------------------------------------------
+# --- Retraining -----------------------------------------------------------------------------------
 
 HELD_OUT_STREAM = 1  # random stream for the held-out split, separate from that of the batches
 
@@ -238,14 +319,15 @@ HELD_OUT_STREAM = 1  # random stream for the held-out split, separate from that 
 class RetrainingOptions(CheckedDataclass, ABC):
     """Options of retraining: steps, batch size, optimiser and loss.
 
-    The loss is alpha times the distance from the teacher plus (1 - alpha) times the model's own loss, averaged over
-    texts. The distance is KL(teacher || model) of the logits at a `temperature`, times its square (1503.02531); for a
-    model without an output head it is 1 - cosine of the hidden states, or with states="l2" the mean squared error. A
-    model without a loss of its own learns from the teacher alone.
+    The loss is alpha times the distance from the teacher plus (1 - alpha) times the model's own
+    loss, averaged over texts. The distance is KL(teacher || model) of the logits at a
+    `temperature`, times its square (1503.02531); for a model without an output head it is 1 -
+    cosine of the hidden states, or with states="l2" the mean squared error. A model without a loss
+    of its own learns from the teacher alone.
 
-    The optimiser is AdamW with peak learning rate `rate`; `warmup` is a fraction of the steps of the `schedule`. `clip`
-    limits the gradient norm, 0 disables it. A fraction `held_out` of the texts is not trained on, and evaluated `every`
-    that many steps.
+    The optimiser is AdamW with peak learning rate `rate`; `warmup` is a fraction of the steps of
+    the `schedule`. `clip` limits the gradient norm, 0 disables it. A fraction `held_out` of the
+    texts is not trained on, and evaluated `every` that many steps.
     """
 
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
@@ -261,7 +343,10 @@ class RetrainingOptions(CheckedDataclass, ABC):
         "every": (1, 10**9),
         "seed": (0, 2**63 - 1),
     }
-    choices: ClassVar[Mapping[str, Collection[str]]] = {"schedule": SCHEDULES, "states": STATE_LOSSES}
+    choices: ClassVar[Mapping[str, Collection[str]]] = {
+        "schedule": SCHEDULES,
+        "states": STATE_LOSSES,
+    }
     steps: int = 200
     batch: int = 16
     rate: float = 3e-4
@@ -284,21 +369,33 @@ class RetrainingOptions(CheckedDataclass, ABC):
     @property
     def recipe(self) -> Recipe:
         """The options as a training recipe of the optimiser."""
-        args = {name: getattr(self, name) for name in ("steps", "schedule", "warmup", "weight_decay", "clip", "seed")}
+        args = {
+            name: getattr(self, name)
+            for name in ("steps", "schedule", "warmup", "weight_decay", "clip", "seed")
+        }
         return Recipe(lr=self.rate, **args)
 
 
 class DistillationLoader:
-    """Batches of training texts, reshuffled every epoch, and a held-out split; both follow from the seed."""
+    """Batches of training texts, reshuffled every epoch, and a held-out split; both follow from the
+    seed.
+    """
 
     def __init__(self, texts: DistillationTexts, options: RetrainingOptions) -> None:
         count = len(texts.numbers)
         num_held_out = max(1, round(options.held_out * count))
         if count - num_held_out < options.batch:
-            fact = f"cannot fill a batch of {options.batch}: {count} texts, {num_held_out} of them held out"
-            remedy = f"Use batch={count - num_held_out}" if count > num_held_out else "Give more texts"
+            fact = (
+                f"cannot fill a batch of {options.batch}: {count} texts, {num_held_out} of "
+                "them held out"
+            )
+            remedy = (
+                f"Use batch={count - num_held_out}" if count > num_held_out else "Give more texts"
+            )
             raise SpecError(f"{fact}. {remedy}")
-        shuffled = [texts.numbers[n] for n in make_rng(options.seed, HELD_OUT_STREAM).permutation(count)]
+        shuffled = [
+            texts.numbers[n] for n in make_rng(options.seed, HELD_OUT_STREAM).permutation(count)
+        ]
         self.texts, self.options = texts, options
         self.held_out_ids = sorted(shuffled[:num_held_out])
         self.train_ids = sorted(shuffled[num_held_out:])
@@ -317,16 +414,24 @@ class DistillationLoader:
 
 
 class Student:
-    """A model being trained, with or without a teacher; only parameters named in `trainable` are updated."""
+    """A model being trained, with or without a teacher; only parameters named in `trainable` are
+    updated.
+    """
 
     def __init__(
-        self, net: Transformer, teacher: Transformer | None, loader: DistillationLoader, trainable: Collection[str]
+        self,
+        net: Transformer,
+        teacher: Transformer | None,
+        loader: DistillationLoader,
+        trainable: Collection[str],
     ) -> None:
         self.net, self.teacher, self.loader, self.options = net, teacher, loader, loader.options
         has_loss = loader.texts.has_loss
         self.alpha = self.options.alpha if has_loss else 1.0
         if teacher is None and not has_loss:
-            raise SpecError(f"{net.spec.name} has no loss on these texts and no teacher; give a teacher")
+            raise SpecError(
+                f"{net.spec.name} has no loss on these texts and no teacher; give a teacher"
+            )
         if teacher is None:
             self.alpha = 0.0
         heads = net.spec.heads
@@ -356,7 +461,10 @@ class Student:
         with torch.no_grad():
             teacher_outputs = batch.compute_outputs(self.teacher)
         if teacher_outputs.shape != outputs.shape:
-            fact = f"the teacher has {teacher_outputs.shape[-1]} outputs per position, the model {outputs.shape[-1]}"
+            fact = (
+                f"the teacher has {teacher_outputs.shape[-1]} outputs per position, the model "
+                f"{outputs.shape[-1]}"
+            )
             raise SpecError(f"{fact}; use the model that this one was made from as the teacher")
         if self._has_logits:
             return batch.kl_divergences(outputs, teacher_outputs, self.options.temperature)
@@ -367,7 +475,10 @@ class Student:
         was_training = net.training
         net.eval()
         with torch.no_grad():
-            losses = [(float(self.loss(net, batch)) * count, count) for batch, count in self.loader.iter_held_out()]
+            losses = [
+                (float(self.loss(net, batch)) * count, count)
+                for batch, count in self.loader.iter_held_out()
+            ]
         net.train(was_training)
         return sum(loss for loss, _ in losses) / sum(count for _, count in losses)
 
@@ -388,16 +499,19 @@ class Student:
 
 
 def cast_for_training(net: Transformer, student: Transformer) -> Transformer:
-    """Return the student in float32 or more: in lower precision, small updates are lost to rounding."""
+    """Return the student in float32 or more: in lower precision, small updates are lost to
+    rounding.
+    """
     dtype = torch.promote_types(next(net.parameters()).dtype, torch.float32)
     return student.to(dtype)
 
 
-# --- Training loop -------------------------------------------------------------------------------------
+# --- Training loop --------------------------------------------------------------------------------
 
 
 class RetrainingPoint(NamedTuple):
-    """Progress of training: the mean training loss since the last evaluation, and the held-out loss.
+    """Progress of training: the mean training loss since the last evaluation, and the held-out
+    loss.
 
     `num_open_gates` is the expected number of open gates, None without gates.
     """
@@ -447,9 +561,13 @@ class NoAuxiliaryTraining(AuxiliaryTraining):
 
 
 class RetrainingLoop:
-    """Training loop of a student: its loss curve, and its weights at the best or last evaluation."""
+    """Training loop of a student: its loss curve, and its weights at the best
+    or last evaluation.
+    """
 
-    def __init__(self, student: Student, auxiliary: AuxiliaryTraining, progress: PointCallback, keep: str) -> None:
+    def __init__(
+        self, student: Student, auxiliary: AuxiliaryTraining, progress: PointCallback, keep: str
+    ) -> None:
         self.student, self.auxiliary, self.progress, self._keep = student, auxiliary, progress, keep
         self.curve: list[RetrainingPoint] = []
         self.step = self.saved_step = 0  # steps done, and the step of the saved weights
@@ -461,7 +579,11 @@ class RetrainingLoop:
         """Train for all steps or until interrupted, then load the saved weights."""
         stopped = False
         try:
-            with InterruptGuard() as interrupts, fork_rng(self.student.options.seed), eval_mode(self.student.teacher):
+            with (
+                InterruptGuard() as interrupts,
+                fork_rng(self.student.options.seed),
+                eval_mode(self.student.teacher),
+            ):
                 self._evaluate()
                 while self.step < self.student.options.steps and not interrupts.is_requested:
                     self._train_step()
@@ -478,23 +600,42 @@ class RetrainingLoop:
     def _train_step(self) -> None:
         """Take one step, and evaluate every `options.every` steps."""
         self.step += 1
-        self._losses.append(self.student.step(self.step, lambda: self.auxiliary.extra_loss(self.step)))
+        self._losses.append(
+            self.student.step(self.step, lambda: self.auxiliary.extra_loss(self.step))
+        )
         self.auxiliary.step(self.step)
         if self.step % self.student.options.every == 0:
             self._evaluate()
         else:
-            self.progress(RetrainingPoint(self.step, self._losses[-1], num_open_gates=self.auxiliary.num_open_gates))
+            self.progress(
+                RetrainingPoint(
+                    self.step, self._losses[-1], num_open_gates=self.auxiliary.num_open_gates
+                )
+            )
 
     def _evaluate(self) -> None:
         mean = sum(self._losses) / len(self._losses) if self._losses else None
         point = RetrainingPoint(
-            self.step, mean, self.student.held_out_loss(self.student.net), self.auxiliary.num_open_gates
+            self.step,
+            mean,
+            self.student.held_out_loss(self.student.net),
+            self.auxiliary.num_open_gates,
         )
-        best = min((earlier.held_out for earlier in self.curve if earlier.held_out is not None), default=None)
+        best = min(
+            (earlier.held_out for earlier in self.curve if earlier.held_out is not None),
+            default=None,
+        )
         self.curve.append(point)
-        if self._keep == "last" or best is None or (point.held_out is not None and point.held_out < best):
+        if (
+            self._keep == "last"
+            or best is None
+            or (point.held_out is not None and point.held_out < best)
+        ):
             self.saved_step = self.step
-            self._tensors = {name: tensor.detach().clone() for name, tensor in self.student.net.state_dict().items()}
+            self._tensors = {
+                name: tensor.detach().clone()
+                for name, tensor in self.student.net.state_dict().items()
+            }
         self._losses = []
         self.progress(point)
 
@@ -521,7 +662,7 @@ def eval_mode(net: Transformer | None) -> Iterator[None]:
             net.train(was_training)
 
 
-# --- Uptraining of a changed model ---------------------------------------------------------------------
+# --- Uptraining of a changed model ----------------------------------------------------------------
 
 TRAINABLE_PARTS = ("all", "attention")
 KEEP_MODES = ("best", "last")
@@ -529,10 +670,12 @@ KEEP_MODES = ("best", "last")
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class UptrainingOptions(RetrainingOptions):
-    """Options of `uptrain`: those of retraining, which parameters to train, and which weights to return.
+    """Options of `uptrain`: those of retraining, which parameters to train, and which weights to
+    return.
 
-    which="attention" trains the attention layers only. keep="best" returns the weights with the lowest held-out loss,
-    which may be those of step 0, before any training; keep="last" those of the last step.
+    which="attention" trains the attention layers only. keep="best" returns the weights with the
+    lowest held-out loss, which may be those of step 0, before any training; keep="last" those of
+    the last step.
 
     >>> UptrainingOptions(steps=50, alpha=1.0)
     UptrainingOptions(steps=50, alpha=1.0)
@@ -544,7 +687,9 @@ class UptrainingOptions(RetrainingOptions):
 
 
 class UptrainingResult(NamedTuple):
-    """Uptrained model and its loss curve; its weights are those of `step`. `stop_reason` is set if interrupted."""
+    """Uptrained model and its loss curve; its weights are those of `step`. `stop_reason` is set if
+    interrupted.
+    """
 
     net: Transformer
     curve: tuple[RetrainingPoint, ...]
@@ -562,8 +707,8 @@ def uptrain(
 ) -> UptrainingResult:
     """Train a copy of `student` to match its teacher's outputs and to lower its own loss.
 
-    Neither argument is changed. `progress` is called after every step. On KeyboardInterrupt the weights saved so far
-    are returned.
+    Neither argument is changed. `progress` is called after every step. On KeyboardInterrupt the
+    weights saved so far are returned.
     """
     loader = DistillationLoader(DistillationTexts(student, examples, options.objective), options)
     net = cast_for_training(student, replace_attentions(student, {}))
@@ -571,7 +716,9 @@ def uptrain(
     loop = RetrainingLoop(trainee, NoAuxiliaryTraining(), progress, options.keep)
     loop.run()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
-    return UptrainingResult(net, tuple(loop.curve), loop.saved_step, loop.stop_reason, loader.texts.notes)
+    return UptrainingResult(
+        net, tuple(loop.curve), loop.saved_step, loop.stop_reason, loader.texts.notes
+    )
 
 
 def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:
@@ -583,7 +730,9 @@ def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:
     'decoder.0.attention.project.q'
     """
     sites = tuple(f"{site}." for site, _ in net.spec.attention_specs())
-    names = [name for name, _ in net.named_parameters() if trainable == "all" or name.startswith(sites)]
+    names = [
+        name for name, _ in net.named_parameters() if trainable == "all" or name.startswith(sites)
+    ]
     if not names:
         raise SpecError(f"{net.spec.name} has no attention parameters; use which='all'")
     return names

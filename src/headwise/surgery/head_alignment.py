@@ -1,4 +1,6 @@
-"""Alignment of key-value heads by orthogonal maps that the rest of the layer can undo (Procrustes analysis)."""
+"""Alignment of key-value heads by orthogonal maps that the rest of the layer can undo (Procrustes
+analysis).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ MAX_ROUNDS, MIN_GAIN = 100, 1e-10
 
 
 def solve_procrustes(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
-    """Return the map R in the symmetry group with the largest trace of R P, for each P = X^T Y of [.., width, width].
+    """Return the map R in the symmetry group with the largest trace of R P, for each P = X^T Y of
+    [.., width, width].
 
-    R minimises ||X R^T - Y||^2: from singular vectors within a block of channels (Schoenemann 1966), and within a plane
-    (a RoPE pair) as the rotation by the angle with tangent (P_ab - P_ba) / (P_aa + P_bb). Other channels stay.
+    R minimises ||X R^T - Y||^2: from singular vectors within a block of channels (Schoenemann
+    1966), and within a plane (a RoPE pair) as the rotation by the angle with tangent (P_ab - P_ba)
+    / (P_aa + P_bb). Other channels stay.
 
-    >>> quarter = solve_procrustes(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), SymmetryGroup(planes=((0, 1),)))
+    >>> quarter = solve_procrustes(
+    ...     torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), SymmetryGroup(planes=((0, 1),))
+    ... )
     >>> quarter.round().tolist()  # maps (1, 0) to (0, 1) and (0, -1) to (1, 0)
     [[-0.0, -1.0], [1.0, -0.0]]
     """
@@ -42,13 +48,16 @@ def solve_procrustes(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
 
 
 def max_trace(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
-    """Return the largest trace of R P over all R in the symmetry group, for each P of [.., width, width].
+    """Return the largest trace of R P over all R in the symmetry group, for each P of [.., width,
+    width].
 
     >>> max_trace(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), SymmetryGroup.full(2)).item()
     2.0
     """
     bound = {channel for group in (*symmetry.planes, *symmetry.blocks) for channel in group}
-    trace = products.diagonal(dim1=-2, dim2=-1)[..., [c for c in range(products.shape[-1]) if c not in bound]].sum(-1)
+    trace = products.diagonal(dim1=-2, dim2=-1)[
+        ..., [c for c in range(products.shape[-1]) if c not in bound]
+    ].sum(-1)
     if symmetry.planes:
         trace = trace + torch.hypot(*_plane_sine_cosine(products, symmetry)).sum(-1)
     for block in symmetry.blocks:
@@ -58,17 +67,21 @@ def max_trace(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
 
 
 def _plane_sine_cosine(products: Tensor, symmetry: SymmetryGroup) -> tuple[Tensor, Tensor]:
-    """Return P_ab - P_ba and P_aa + P_bb of each plane: sine and cosine of its best angle, times their common norm."""
+    """Return P_ab - P_ba and P_aa + P_bb of each plane: sine and cosine of its best angle, times
+    their common norm.
+    """
     a, b = (list(side) for side in zip(*symmetry.planes, strict=True))
     return products[..., a, b] - products[..., b, a], products[..., a, a] + products[..., b, b]
 
 
 def align_to_mean(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
-    """Return maps R_i in the symmetry group that bring heads closest to their mean, [heads, width, width]; R_0 is I.
+    """Return maps R_i in the symmetry group that bring heads closest to their mean, [heads, width,
+    width]; R_0 is I.
 
-    Generalised Procrustes analysis (Gower 1975) on P_ij = X_i^T X_j: each head in turn is mapped onto the sum of the
-    others. It starts once from the heads as they are and once from all mapped onto the most central head, and the
-    better result is returned. No step increases the error, so aligned heads never pool worse than unaligned ones.
+    Generalised Procrustes analysis (Gower 1975) on P_ij = X_i^T X_j: each head in turn is mapped
+    onto the sum of the others. It starts once from the heads as they are and once from all mapped
+    onto the most central head, and the better result is returned. No step increases the error, so
+    aligned heads never pool worse than unaligned ones.
 
     >>> p = torch.eye(2, dtype=torch.float64)
     >>> maps = align_to_mean(
@@ -77,7 +90,9 @@ def align_to_mean(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
     >>> maps[1].tolist()
     [[-1.0, 0.0], [0.0, -1.0]]
     """
-    identity = torch.eye(products.shape[-1], dtype=products.dtype).expand(products.shape[1:]).clone()
+    identity = (
+        torch.eye(products.shape[-1], dtype=products.dtype).expand(products.shape[1:]).clone()
+    )
     center = int(max_trace(products, symmetry).sum(0).argmax())
     results = [
         _iterate_maps(products, symmetry, start)
@@ -88,7 +103,9 @@ def align_to_mean(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
 
 
 def _iterate_maps(products: Tensor, symmetry: SymmetryGroup, maps: Tensor) -> Tensor:
-    """Map every head once per round until the relative gain of a round is below MIN_GAIN; changes `maps` in place."""
+    """Map every head once per round until the relative gain of a round is below MIN_GAIN; changes
+    `maps` in place.
+    """
     objective = squared_norm_of_sum(products, maps)
     for _ in range(MAX_ROUNDS):
         for head in range(len(maps)):
@@ -109,14 +126,16 @@ def pooling_error(products: Tensor, maps: Tensor) -> float:
     """Return the squared error of the mean of mapped heads, sum_i ||X_i R_i^T - mean||^2.
 
     >>> identity = torch.eye(1).expand(2, 1, 1)
-    >>> pooling_error(torch.tensor([[[[1.0]], [[-1.0]]], [[[-1.0]], [[1.0]]]]), identity)  # heads 1 and -1, mean 0
+    >>> pooling_error(
+    ...     torch.tensor([[[[1.0]], [[-1.0]]], [[[-1.0]], [[1.0]]]]), identity
+    ... )  # heads 1 and -1, mean 0
     2.0
     """
     total = torch.einsum("iiaa->", products)
     return max((total - squared_norm_of_sum(products, maps) / len(maps)).item(), 0.0)
 
 
-# --- Cross products of the key and value heads of a layer ----------------------------------------------
+# --- Cross products of the key and value heads of a layer -----------------------------------------
 
 SIMILARITY_KINDS = ("distance", "cosine")
 
@@ -125,8 +144,9 @@ SIMILARITY_KINDS = ("distance", "cosine")
 class CrossProducts:
     """Cross products sums[i, j] = X_i^T X_j over `num_tokens` tokens, [heads, heads, width, width].
 
-    They are on the CPU, in float64. `normalised_sums` are those of X with rows of unit length. Least squares between
-    mapped heads depend on nothing else, so tokens need not be stored; products over two sets of tokens add up.
+    They are on the CPU, in float64. `normalised_sums` are those of X with rows of unit length.
+    Least squares between mapped heads depend on nothing else, so tokens need not be stored;
+    products over two sets of tokens add up.
 
     >>> x = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])  # two tokens of one head
     >>> both = CrossProducts.from_features(x) + CrossProducts.from_features(x)
@@ -143,15 +163,22 @@ class CrossProducts:
         """Return the cross products of features [.., heads, width]."""
         x = features.detach().double().flatten(0, -3)
         if not x.isfinite().all():
-            raise ValueError("keys or values are not finite (NaN or inf); check the weights, or mask padding tokens")
+            raise ValueError(
+                "keys or values are not finite (NaN or inf); check the weights, or mask padding "
+                "tokens"
+            )
         lengths = x.norm(dim=-1, keepdim=True)
         return CrossProducts(
-            _pairwise_products(x), _pairwise_products(x / torch.where(lengths > 0, lengths, 1.0)), len(x)
+            _pairwise_products(x),
+            _pairwise_products(x / torch.where(lengths > 0, lengths, 1.0)),
+            len(x),
         )
 
     def __add__(self, other: CrossProducts) -> CrossProducts:
         return CrossProducts(
-            self.sums + other.sums, self.normalised_sums + other.normalised_sums, self.num_tokens + other.num_tokens
+            self.sums + other.sums,
+            self.normalised_sums + other.normalised_sums,
+            self.num_tokens + other.num_tokens,
         )
 
 
@@ -161,17 +188,22 @@ def _pairwise_products(x: Tensor) -> Tensor:
 
 
 def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
-    """Return keys ("k") and values ("v") of a layer's input before RoPE and QK norms, [batch, tokens, heads, width].
+    """Return keys ("k") and values ("v") of a layer's input before RoPE and QK norms, [batch,
+    tokens, heads, width].
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
     >>> z = torch.randn(1, 3, 8)
-    >>> torch.equal(compute_kv_features(layer, z)["k"].flatten(2), z @ layer.state_dict()["project.k"].T)
+    >>> torch.equal(
+    ...     compute_kv_features(layer, z)["k"].flatten(2), z @ layer.state_dict()["project.k"].T
+    ... )
     True
     """
     project, p = attention.spec.project, attention.weights["project"]
     with torch.no_grad():
-        k_BSGK, v_BSGV = project.expand_kv(project.project_kv(z, _before_qk_transform, p), _before_qk_transform, p)
+        k_BSGK, v_BSGV = project.expand_kv(
+            project.project_kv(z, _before_qk_transform, p), _before_qk_transform, p
+        )
     return {"k": k_BSGK, "v": v_BSGV}
 
 
@@ -182,10 +214,11 @@ def _before_qk_transform(x_BTHK: Tensor, side: str) -> Tensor:
 def compute_similarity(
     products: CrossProducts, symmetry: SymmetryGroup | None = None, *, kind: str = "distance"
 ) -> Tensor:
-    """Return the similarity of every pair of heads after the best map in the symmetry group, [heads, heads].
+    """Return the similarity of every pair of heads after the best map in the symmetry group,
+    [heads, heads].
 
-    "distance" is minus the mean squared distance, "cosine" the mean cosine of rows (2412.20677); the map maximises the
-    respective similarity. Without `symmetry` heads are compared as they are.
+    "distance" is minus the mean squared distance, "cosine" the mean cosine of rows (2412.20677);
+    the map maximises the respective similarity. Without `symmetry` heads are compared as they are.
 
     >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # one token, two orthogonal heads
     >>> [
@@ -202,10 +235,12 @@ def compute_similarity(
     if kind == "cosine":
         return max_trace(products.normalised_sums, group) / products.num_tokens
     squared_norms = products.sums.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1).sum(-1)
-    return (2 * max_trace(products.sums, group) - squared_norms[:, None] - squared_norms) / products.num_tokens
+    return (
+        2 * max_trace(products.sums, group) - squared_norms[:, None] - squared_norms
+    ) / products.num_tokens
 
 
-# --- Alignment of a layer's key-value heads ------------------------------------------------------------
+# --- Alignment of a layer's key-value heads -------------------------------------------------------
 
 SIDE_NAMES = {"k": "keys", "v": "values"}
 GroupSequence = Sequence[Sequence[int]]
@@ -214,8 +249,8 @@ GroupSequence = Sequence[Sequence[int]]
 class AlignmentResult(NamedTuple):
     """Weights of the same function with aligned heads.
 
-    `skip_reasons` has the sides ("k", "v") that could not be aligned. `pooling_errors` has, by side, the fraction of
-    the squared norm that group means lose, before and after alignment.
+    `skip_reasons` has the sides ("k", "v") that could not be aligned. `pooling_errors` has, by
+    side, the fraction of the squared norm that group means lose, before and after alignment.
     """
 
     weights: dict[str, Tensor]
@@ -231,29 +266,37 @@ def align_heads(
     *,
     sides: str = "kv",
 ) -> AlignmentResult:
-    """Map the heads of each group as close to each other as possible without changing the function (2412.20677).
+    """Map the heads of each group as close to each other as possible without changing the function
+    (2412.20677).
 
-    Values are mapped by any orthogonal matrix, undone in W_O. Keys are mapped by matrices that commute with the
-    query-key transforms, such as a rotation of each RoPE pair, undone in W_Q. A side that cannot be mapped without
-    changing the function stays, with the reason.
+    Values are mapped by any orthogonal matrix, undone in W_O. Keys are mapped by matrices that
+    commute with the query-key transforms, such as a rotation of each RoPE pair, undone in W_Q. A
+    side that cannot be mapped without changing the function stays, with the reason.
 
     >>> import headwise as hw
     >>> from headwise.surgery.head_alignment import compute_kv_features
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
     >>> products = {
-    ...     side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, torch.randn(1, 9, 8)).items()
+    ...     side: CrossProducts.from_features(x)
+    ...     for side, x in compute_kv_features(layer, torch.randn(1, 9, 8)).items()
     ... }
     >>> aligned = align_heads(layer.spec, layer.state_dict(), [(0, 1)], products)
     >>> aligned.skip_reasons, aligned.pooling_errors["v"][1] <= aligned.pooling_errors["v"][0]
     ({}, True)
     """
     _check_alignment(spec, groups, products, sides)
-    aligned, skip_reasons, errors = dict(weights), dict[str, str](), dict[str, tuple[float, float]]()
+    aligned, skip_reasons, errors = (
+        dict(weights),
+        dict[str, str](),
+        dict[str, tuple[float, float]](),
+    )
     for side in sides:
         symmetry, reason = find_symmetry(spec, aligned, side)
         maps = compute_maps(groups, products[side], symmetry)
         errors[side] = (
-            _relative_error(groups, products[side], torch.eye(maps.shape[-1]).to(maps).expand_as(maps)),
+            _relative_error(
+                groups, products[side], torch.eye(maps.shape[-1]).to(maps).expand_as(maps)
+            ),
             _relative_error(groups, products[side], maps),
         )
         if reason:
@@ -263,8 +306,11 @@ def align_heads(
     return AlignmentResult(aligned, skip_reasons, errors)
 
 
-def find_symmetry(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str) -> tuple[SymmetryGroup, str]:
-    """Return the symmetry group by which heads of a side ("k", "v") can be mapped; the reason if it is trivial.
+def find_symmetry(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], side: str
+) -> tuple[SymmetryGroup, str]:
+    """Return the symmetry group by which heads of a side ("k", "v") can be mapped; the reason if it
+    is trivial.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(dims=2), hw.ShawValues(reach=3)))
@@ -274,13 +320,17 @@ def find_symmetry(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str)
     """
     heads = spec.heads
     identity = torch.eye(heads.dim if side == "k" else heads.vdim, dtype=torch.float64)
-    for name, absorbed in _absorb_maps(spec, weights, side, identity.expand(heads.kv, -1, -1)).items():
+    for name, absorbed in _absorb_maps(
+        spec, weights, side, identity.expand(heads.kv, -1, -1)
+    ).items():
         if not absorbed:
             return SymmetryGroup(), f"{name} cannot absorb a matrix per head of {SIDE_NAMES[side]}"
     symmetry, limiting = SymmetryGroup.full(len(identity)), list[str]()
     for name, part in spec.parts():
         part_weights = {
-            key.removeprefix(f"{name}."): weight for key, weight in weights.items() if key.startswith(f"{name}.")
+            key.removeprefix(f"{name}."): weight
+            for key, weight in weights.items()
+            if key.startswith(f"{name}.")
         }
         part_symmetry = part.symmetry(spec, side, part_weights)
         if part_symmetry != SymmetryGroup.full(len(identity)):
@@ -290,12 +340,17 @@ def find_symmetry(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str)
         return symmetry, ""
     return (
         symmetry,
-        f"{' and '.join(limiting)} {'depends' if len(limiting) == 1 else 'depend'} on the basis of {SIDE_NAMES[side]}",
+        f"{' and '.join(limiting)} {'depends' if len(limiting) == 1 else 'depend'} on the basis "
+        f"of {SIDE_NAMES[side]}",
     )
 
 
-def map_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, maps: Tensor) -> dict[str, Tensor]:
-    """Return the changed weights after mapping every head of a side by its map [heads, width, width]; same function."""
+def map_heads(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, maps: Tensor
+) -> dict[str, Tensor]:
+    """Return the changed weights after mapping every head of a side by its map [heads, width,
+    width]; same function.
+    """
     changed = {
         name: tensor
         for absorbed in _absorb_maps(spec, weights, side, maps).values()
@@ -307,14 +362,22 @@ def map_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, map
 def _absorb_maps(
     spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, maps: Tensor
 ) -> dict[str, Mapping[str, Tensor]]:
-    """Return the weights that absorb the maps, by part: the projection, and the part that undoes the maps."""
+    """Return the weights that absorb the maps, by part: the projection, and the part that undoes
+    the maps.
+    """
     exact, heads = {name: tensor.detach().double() for name, tensor in weights.items()}, spec.heads
     maps = maps.to(next(iter(exact.values())).device)
     project, merge = type(spec.project).__name__, type(spec.merge).__name__
     absorbed = {project: spec.project.absorb_matrix(spec, exact, side, maps)}
     if side == "k":
-        query_weights = spec.project.absorb_matrix(spec, exact, "q", maps[list(heads.kv_head_of_query)])
-        return {project: {**absorbed[project], **query_weights} if absorbed[project] and query_weights else {}}
+        query_weights = spec.project.absorb_matrix(
+            spec, exact, "q", maps[list(heads.kv_head_of_query)]
+        )
+        return {
+            project: {**absorbed[project], **query_weights}
+            if absorbed[project] and query_weights
+            else {}
+        }
     value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_output]
     return absorbed | {merge: spec.merge.absorb_matrix(spec, exact, maps[value_heads].mT)}
 
@@ -330,7 +393,10 @@ def compute_maps(groups: GroupSequence, products: CrossProducts, symmetry: Symme
 
 def _relative_error(groups: GroupSequence, products: CrossProducts, maps: Tensor) -> float:
     total = torch.einsum("iiaa->", products.sums).item()
-    error = sum(pooling_error(products.sums[list(group)][:, list(group)], maps[list(group)]) for group in groups)
+    error = sum(
+        pooling_error(products.sums[list(group)][:, list(group)], maps[list(group)])
+        for group in groups
+    )
     return error / total if total else 0.0
 
 
@@ -343,15 +409,19 @@ def _check_alignment(
     if not sides or set(sides) - set(SIDE_NAMES) or len(set(sides)) != len(sides):
         raise SpecError(f"sides must be 'k', 'v' or 'kv', got {sides!r}")
     if sorted(head for group in groups for head in group) != list(range(heads.kv)):
-        raise SpecError(f"groups must contain each of {heads.kv} key-value heads once, got {groups}")
+        raise SpecError(
+            f"groups must contain each of {heads.kv} key-value heads once, got {groups}"
+        )
     for side in sides:
         if side not in products:
             raise SpecError(
-                f"products are missing for {SIDE_NAMES[side]}; give products[{side!r}], or leave {side!r} out of sides"
+                f"products are missing for {SIDE_NAMES[side]}; give products[{side!r}], or leave "
+                f"{side!r} out of sides"
             )
         width = heads.dim if side == "k" else heads.vdim
         if products[side].sums.shape != (expected := (heads.kv, heads.kv, width, width)):
             shape = list(products[side].sums.shape)
             raise SpecError(
-                f"products[{side!r}] must have shape {list(expected)}, got {shape}; collect them from this layer"
+                f"products[{side!r}] must have shape {list(expected)}, got {shape}; collect them "
+                "from this layer"
             )

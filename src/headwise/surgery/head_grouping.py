@@ -23,38 +23,47 @@ from ..nn.head_axis_ops import select_heads, transform_axes
 from ..spec.attention_spec import AttentionSpec
 from .head_alignment import CrossProducts, compute_kv_features
 
-# --- Statistics of keys and values ---------------------------------------------------------------------
+# --- Statistics of keys and values ----------------------------------------------------------------
 
 
 def collect_kv_statistics(
     model: nn.Module, batches: Iterable[Any], sites: Iterable[str] | None = None
 ) -> dict[str, dict[str, CrossProducts]]:
-    """Collect cross products of keys ("k") and values ("v") of each headwise attention, or of `sites`, over batches.
+    """Collect cross products of keys ("k") and values ("v") of each headwise attention, or of
+    `sites`, over batches.
 
-    A batch is a tensor or a mapping of keyword arguments of the model; padding tokens do not count. Only sums are
-    stored: (heads x head dimension)^2 numbers per site and side.
+    A batch is a tensor or a mapping of keyword arguments of the model; padding tokens do not count.
+    Only sums are stored: (heads x head dimension)^2 numbers per site and side.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> statistics = collect_kv_statistics(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
-    >>> [(site, side, sums.num_tokens) for site, sides in statistics.items() for side, sums in sides.items()]
+    >>> [
+    ...     (site, side, sums.num_tokens)
+    ...     for site, sides in statistics.items()
+    ...     for side, sums in sides.items()
+    ... ]
     [('decoder.0.attention', 'k', 5), ('decoder.0.attention', 'v', 5)]
     """
     attentions = _select_attentions(model, sites)
     if any(module.training for module in model.modules()):
         raise ValueError(
-            f"cannot collect statistics: {type(model).__name__} is in train mode, where dropout changes outputs. "
+            f"cannot collect statistics: {type(model).__name__} is in train mode, where dropout "
+            "changes outputs. "
             "Call .eval()"
         )
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise ValueError(
-            f"batches must be an iterable of batches, got {type(batches).__name__}; pass a single one as [batch]"
+            f"batches must be an iterable of batches, got {type(batches).__name__}; pass a single "
+            "one as [batch]"
         )
     collectors = {site: KVStatisticsCollector(attention) for site, attention in attentions.items()}
     with (
         torch.no_grad(),
-        install_hooks({collector.attention: (collector,) for collector in collectors.values()}, METHOD_PATCHES),
+        install_hooks(
+            {collector.attention: (collector,) for collector in collectors.values()}, METHOD_PATCHES
+        ),
     ):
         for batch in batches:
             model(**batch) if isinstance(batch, Mapping) else model(batch)
@@ -71,7 +80,9 @@ def _select_attentions(model: nn.Module, sites: Iterable[str] | None) -> dict[st
     }
     for site in sites or ():
         if site not in attentions:
-            raise SpecError(f"the model has no headwise attention {site!r}; {suggest(site, attentions)}")
+            raise SpecError(
+                f"the model has no headwise attention {site!r}; {suggest(site, attentions)}"
+            )
     return attentions if sites is None else {site: attentions[site] for site in sites}
 
 
@@ -93,9 +104,15 @@ class KVStatisticsCollector:
     def add(self, z_BSE: Tensor, sequence: SequenceInfo | None) -> None:
         """Add one input [batch, tokens, model], without its padding."""
         for side, features in compute_kv_features(self.attention, z_BSE).items():
-            real_features = features if sequence is None else features[sequence.is_real.expand(features.shape[:2])]
+            real_features = (
+                features
+                if sequence is None
+                else features[sequence.is_real.expand(features.shape[:2])]
+            )
             products = CrossProducts.from_features(real_features)
-            self.statistics[side] = self.statistics[side] + products if side in self.statistics else products
+            self.statistics[side] = (
+                self.statistics[side] + products if side in self.statistics else products
+            )
 
 
 def _notify_collectors(attention: Attention, z_BSE: Tensor, sequence: SequenceInfo | None) -> None:
@@ -125,19 +142,22 @@ METHOD_PATCHES = (
     MethodPatch(Attention, "extend_kv", _wrap_attention_kv),
 )
 
-# --- Groups --------------------------------------------------------------------------------------------
+# --- Groups ---------------------------------------------------------------------------------------
 
 HeadGroups = tuple[tuple[int, ...], ...]
 
 MAX_EXHAUSTIVE = 20_000  # groupings up to which all are tried
 
 
-def group_similar_heads(similarity: Tensor, num_groups: int, *, seed: int = 0, restarts: int = 200) -> HeadGroups:
-    """Return equal groups that maximise the similarity summed over all pairs within groups (2412.20677).
+def group_similar_heads(
+    similarity: Tensor, num_groups: int, *, seed: int = 0, restarts: int = 200
+) -> HeadGroups:
+    """Return equal groups that maximise the similarity summed over all pairs within groups
+    (2412.20677).
 
-    Up to MAX_EXHAUSTIVE groupings, all are tried. Above it, heads are swapped greedily, starting from groups of
-    neighbours and from `restarts` random groupings. The paper calls this annealing, but its code takes no downhill
-    step either.
+    Up to MAX_EXHAUSTIVE groupings, all are tried. Above it, heads are swapped greedily, starting
+    from groups of neighbours and from `restarts` random groupings. The paper calls this annealing,
+    but its code takes no downhill step either.
 
     >>> similarity = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
     >>> group_similar_heads(similarity, 2)
@@ -150,21 +170,35 @@ def group_similar_heads(similarity: Tensor, num_groups: int, *, seed: int = 0, r
             _iter_groupings(tuple(range(len(score))), len(score) // num_groups),
             key=lambda groups: sum_similarity_within(score, groups),
         )
-    return search_by_swaps(score, num_groups, seed=seed, restarts=restarts, initial_groups=neighbours)
+    return search_by_swaps(
+        score, num_groups, seed=seed, restarts=restarts, initial_groups=neighbours
+    )
 
 
 def search_by_swaps(
-    similarity: Tensor, num_groups: int, *, seed: int, restarts: int, initial_groups: HeadGroups | None = None
+    similarity: Tensor,
+    num_groups: int,
+    *,
+    seed: int,
+    restarts: int,
+    initial_groups: HeadGroups | None = None,
 ) -> HeadGroups:
-    """Improve `initial_groups` and `restarts` random groupings by best swaps; return the best result."""
+    """Improve `initial_groups` and `restarts` random groupings by best swaps; return the best
+    result.
+    """
     score = _check_similarity(similarity)
     generator = torch.Generator().manual_seed(seed)
-    starts = [group_adjacent_heads(len(score), num_groups) if initial_groups is None else initial_groups]
+    starts = [
+        group_adjacent_heads(len(score), num_groups) if initial_groups is None else initial_groups
+    ]
     orders = [torch.randperm(len(score), generator=generator).tolist() for _ in range(restarts)]
     size = len(score) // num_groups
-    starts += [tuple(tuple(order[n : n + size]) for n in range(0, len(order), size)) for order in orders]
+    starts += [
+        tuple(tuple(order[n : n + size]) for n in range(0, len(order), size)) for order in orders
+    ]
     return max(
-        (_improve_by_swaps(score, groups) for groups in starts), key=lambda groups: sum_similarity_within(score, groups)
+        (_improve_by_swaps(score, groups) for groups in starts),
+        key=lambda groups: sum_similarity_within(score, groups),
     )
 
 
@@ -177,7 +211,8 @@ def group_adjacent_heads(num_heads: int, num_groups: int) -> HeadGroups:
     if type(num_groups) is not int or num_groups < 1 or num_heads % num_groups:
         sizes = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise SpecError(
-            f"cannot split {num_heads} key-value heads into {num_groups!r} equal groups. Use one of {sizes}"
+            f"cannot split {num_heads} key-value heads into {num_groups!r} equal groups. Use one "
+            f"of {sizes}"
         )
     size = num_heads // num_groups
     return tuple(tuple(range(n, n + size)) for n in range(0, num_heads, size))
@@ -185,7 +220,9 @@ def group_adjacent_heads(num_heads: int, num_groups: int) -> HeadGroups:
 
 def sum_similarity_within(similarity: Tensor, groups: HeadGroups) -> float:
     """Return the similarity summed over all pairs within groups."""
-    return math.fsum(similarity[a, b].item() for group in groups for a in group for b in group if a < b)
+    return math.fsum(
+        similarity[a, b].item() for group in groups for a in group for b in group if a < b
+    )
 
 
 def count_groupings(num_heads: int, num_groups: int) -> int:
@@ -202,17 +239,25 @@ def count_groupings(num_heads: int, num_groups: int) -> int:
 def _check_similarity(similarity: Tensor) -> Tensor:
     score = similarity.detach().double()
     if score.dim() != 2 or score.shape[0] != score.shape[1] or not score.isfinite().all():
-        raise ValueError(f"similarity must be a finite tensor [heads, heads], got shape {list(score.shape)}")
+        raise ValueError(
+            f"similarity must be a finite tensor [heads, heads], got shape {list(score.shape)}"
+        )
     return (score + score.T) / 2
 
 
 def _iter_groupings(heads: tuple[int, ...], size: int) -> Iterator[HeadGroups]:
-    """Yield every grouping once: the first head is joined with every choice of `size - 1` others, then recurse."""
+    """Yield every grouping once: the first head is joined with every choice of `size - 1` others,
+    then recurse.
+    """
     if not heads:
         yield ()
         return
     first, rest = heads[0], heads[1:]
-    for partners in torch.combinations(torch.tensor(rest, dtype=torch.int64), size - 1).tolist() if size > 1 else [[]]:
+    for partners in (
+        torch.combinations(torch.tensor(rest, dtype=torch.int64), size - 1).tolist()
+        if size > 1
+        else [[]]
+    ):
         others = tuple(head for head in rest if head not in partners)
         for groups in _iter_groupings(others, size):
             yield ((first, *partners), *groups)
@@ -240,16 +285,22 @@ def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:
 
 
 def _canonical_order(group_of_head: Tensor, num_groups: int) -> HeadGroups:
-    return tuple(sorted(tuple((group_of_head == number).nonzero().flatten().tolist()) for number in range(num_groups)))
+    return tuple(
+        sorted(
+            tuple((group_of_head == number).nonzero().flatten().tolist())
+            for number in range(num_groups)
+        )
+    )
 
 
-# --- Reordering of heads, which does not change the function -------------------------------------------
+# --- Reordering of heads, which does not change the function --------------------------------------
 
 
 def make_groups_contiguous(
     spec: AttentionSpec, weights: Mapping[str, Tensor]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """Reorder query heads so that those sharing a key-value head are contiguous, as other libraries expect.
+    """Reorder query heads so that those sharing a key-value head are contiguous, as other libraries
+    expect.
 
     If all groups have the same size, `heads.is_evenly_grouped` is true afterwards.
 
@@ -260,13 +311,18 @@ def make_groups_contiguous(
     >>> ordered == spec
     True
     """
-    return permute_heads(spec, weights, sorted(range(spec.heads.q), key=lambda head: spec.heads.kv_head_of_query[head]))
+    return permute_heads(
+        spec,
+        weights,
+        sorted(range(spec.heads.q), key=lambda head: spec.heads.kv_head_of_query[head]),
+    )
 
 
 def permute_heads(
     spec: AttentionSpec, weights: Mapping[str, Tensor], order: Sequence[int]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """Reorder the score heads of a layer; output heads follow, key-value heads are sorted by first use.
+    """Reorder the score heads of a layer; output heads follow, key-value heads are sorted by first
+    use.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)
@@ -282,11 +338,19 @@ def permute_heads(
         raise SpecError(f"cannot reorder heads: keys and values are grouped separately ({heads})")
     rows_per_output = len(spec.score_head_of_row) // len(spec.score_head_of_output)
     if mixed := [
-        out for out in range(len(spec.score_head_of_output)) if len(spec.required_score_heads(out)) > rows_per_output
+        out
+        for out in range(len(spec.score_head_of_output))
+        if len(spec.required_score_heads(out)) > rows_per_output
     ]:
         needed = sorted(spec.required_score_heads(mixed[0]))
-        raise SpecError(f"cannot reorder heads: output head {mixed[0]} uses score heads {needed} at fixed positions")
-    outputs = sorted(range(len(spec.score_head_of_output)), key=lambda out: new_index[spec.score_head_of_output[out]])
+        raise SpecError(
+            f"cannot reorder heads: output head {mixed[0]} uses score heads {needed} at fixed "
+            "positions"
+        )
+    outputs = sorted(
+        range(len(spec.score_head_of_output)),
+        key=lambda out: new_index[spec.score_head_of_output[out]],
+    )
     kv_head_of_query = tuple(kv.index(heads.kv_head_of_query[head]) for head in order)
     score_heads = tuple(new_index[spec.score_head_of_output[out]] for out in outputs)
     new_spec = replace(
@@ -295,7 +359,9 @@ def permute_heads(
         heads=replace(
             heads,
             kv_head_of_query=kv_head_of_query,
-            score_head_of_output=() if score_heads == spec.default_score_heads(heads.q) else score_heads,
+            score_head_of_output=()
+            if score_heads == spec.default_score_heads(heads.q)
+            else score_heads,
         ),
     )
     row_heads = [
@@ -304,7 +370,11 @@ def permute_heads(
         for head in spec.score_head_of_row[out * rows_per_output : (out + 1) * rows_per_output]
     ]
     if row_heads != list(new_spec.score_head_of_row):
-        raise SpecError(f"order={list(order)} separates score heads of one output head. Keep them adjacent")
+        raise SpecError(
+            f"order={list(order)} separates score heads of one output head. Keep them adjacent"
+        )
     return new_spec, transform_axes(
-        spec, weights, {"q": select_heads(order), "kv": select_heads(kv), "out": select_heads(outputs)}
+        spec,
+        weights,
+        {"q": select_heads(order), "kv": select_heads(kv), "out": select_heads(outputs)},
     )

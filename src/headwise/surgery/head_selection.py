@@ -1,4 +1,6 @@
-"""Importance scores of attention heads, and strategies that choose which heads a pruned model keeps."""
+"""Importance scores of attention heads, and strategies that choose which heads a pruned model
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ from ..models import Transformer
 from ..output_paths import FileKind, check_output
 from ..progress import CountedMessage
 from .attention_replacement import remove_heads
-from .pruning_plan import HeadId, HeadUnit, PruningPlan, count_heads, fingerprint_model, list_rounded_shares, list_units
+from .pruning_plan import (
+    HeadId,
+    HeadUnit,
+    PruningPlan,
+    count_heads,
+    fingerprint_model,
+    list_rounded_shares,
+    list_units,
+)
 from .verification.efficiency import TimingOptions, compare_speed
 from .verification.quality_metrics import measure_quality
 
@@ -40,10 +50,12 @@ LogFunction = Callable[[str], Any]
 
 
 class HeadRanking(NamedTuple):
-    """How heads are ranked: a method of `hw.estimate_importance` or "random", the objective, and limits of the work.
+    """How heads are ranked: a method of `hw.estimate_importance` or "random", the objective, and
+    limits of the work.
 
-    "best" is "michel" if the objective has a gradient and "leave-one-out" otherwise: on a trained translation model
-    leave-one-out was no better than chance when many heads were removed at once (docs/findings/translator.md).
+    "best" is "michel" if the objective has a gradient and "leave-one-out" otherwise: on a trained
+    translation model leave-one-out was no better than chance when many heads were removed at once
+    (docs/findings/translator.md).
     """
 
     method: str = "best"
@@ -58,14 +70,18 @@ DEFAULT_RANKING = HeadRanking()
 
 
 class HeadScores(NamedTuple):
-    """A score for every head, notes on how it was estimated, and the method. Higher is more important."""
+    """A score for every head, notes on how it was estimated, and the method. Higher is more
+    important.
+    """
 
     scores: Mapping[HeadId, float]
     notes: tuple[str, ...] = ()
     method: str = ""
 
     def unit_score(self, unit: HeadUnit) -> float:
-        """Return the sum of the scores of a unit's heads; infinity, which keeps the unit, if one is unknown or NaN."""
+        """Return the sum of the scores of a unit's heads; infinity, which keeps the unit, if one is
+        unknown or NaN.
+        """
         head_scores = [self.scores.get((unit.site, head), math.inf) for head in unit.heads]
         return math.inf if any(map(math.isnan, head_scores)) else sum(head_scores)
 
@@ -76,28 +92,44 @@ def score_heads(
     ranking: HeadRanking = DEFAULT_RANKING,
     log: LogFunction = lambda _: None,
 ) -> HeadScores:
-    """Score the heads of a model by their importance on example texts; `log` is called with the number of texts done.
+    """Score the heads of a model by their importance on example texts; `log` is called with the
+    number of texts done.
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> sorted(score_heads(net, [], HeadRanking("random")).scores.values())
     [0.0, 1.0, 2.0, 3.0]
     """
     if ranking.method not in RANKING_METHODS:
-        raise SpecError(f"unknown ranking method {ranking.method!r}; {suggest(ranking.method, RANKING_METHODS)}")
+        raise SpecError(
+            f"unknown ranking method {ranking.method!r}; {suggest(ranking.method, RANKING_METHODS)}"
+        )
     if ranking.method == RANDOM:
-        heads = [(site, head) for site, count in count_heads(net.spec).items() for head in range(count)]
+        heads = [
+            (site, head) for site, count in count_heads(net.spec).items() for head in range(count)
+        ]
         ranks = np.random.default_rng(ranking.seed).permutation(len(heads))
-        return HeadScores({head: float(rank) for head, rank in zip(heads, ranks, strict=True)}, method=RANDOM)
+        return HeadScores(
+            {head: float(rank) for head, rank in zip(heads, ranks, strict=True)}, method=RANDOM
+        )
     if len(examples) < 2:
         raise SpecError(
-            f"cannot rank heads by {ranking.method}: {len(examples)} examples. Give at least 2, or use method='random'"
+            f"cannot rank heads by {ranking.method}: {len(examples)} examples. Give at least 2, "
+            "or use method='random'"
         )
     if ranking.method == BEST:
         has_gradient = choose_objective(net, ranking.objective, examples[0])[0].has_gradient
-        return score_heads(net, examples, ranking._replace(method="michel" if has_gradient else "leave-one-out"), log)
+        return score_heads(
+            net,
+            examples,
+            ranking._replace(method="michel" if has_gradient else "leave-one-out"),
+            log,
+        )
     options = replace(
         ImportanceOptions(),
         num_examples=ranking.num_examples,
@@ -112,16 +144,25 @@ def score_heads(
 
     progress(0)
     importance = estimate_importance(
-        net, examples, method=ranking.method, objective=ranking.objective, options=options, progress=progress
+        net,
+        examples,
+        method=ranking.method,
+        objective=ranking.objective,
+        options=options,
+        progress=progress,
     )
     notes = (
         f"ranked by {importance.method} of {importance.objective} over {importance.texts} texts",
         *importance.notes,
     )
-    return HeadScores({(score.site, score.head): score.value for score in importance.heads}, notes, importance.method)
+    return HeadScores(
+        {(score.site, score.head): score.value for score in importance.heads},
+        notes,
+        importance.method,
+    )
 
 
-# --- Selections of heads -------------------------------------------------------------------------------
+# --- Selections of heads --------------------------------------------------------------------------
 
 KEEP_SCOPES = ("layer", "stack", "model")
 
@@ -136,12 +177,16 @@ class HeadSelection(ABC):
 
     @abstractmethod
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        """Choose the heads to keep, judged by `examples`; `log` is called with progress messages."""
+        """Choose the heads to keep, judged by `examples`; `log` is called with
+        progress messages.
+        """
 
     def prepare(
         self, net: Transformer, examples: Sequence[Example], log: LogFunction
     ) -> tuple[Transformer, PruningPlan]:
-        """Return the model to prune and the plan for it; the model differs from `net` if choosing trained it."""
+        """Return the model to prune and the plan for it; the model differs from `net` if choosing
+        trained it.
+        """
         return net, self.plan(net, examples, log)
 
 
@@ -149,11 +194,12 @@ class HeadSelection(ABC):
 class KeepTop(HeadSelection):
     """Keep the most important heads of every layer, of every stack or of the whole model.
 
-    `amount` is a fraction between 0 and 1, or an integer: heads per layer, or heads of the model with scope="model".
-    `unit` is what is removed together: "head", "group" (the query heads of one key-value head), or "auto", which takes
-    groups if a layer has several. scope="stack" removes the same head indices from all layers of a stack, ranked by
-    the sum of their scores over the layers. With scope="model" at least `min_units` units stay in every layer; 0 lets
-    whole attentions be removed.
+    `amount` is a fraction between 0 and 1, or an integer: heads per layer, or heads of the model
+    with scope="model". `unit` is what is removed together: "head", "group" (the query heads of one
+    key-value head), or "auto", which takes groups if a layer has several. scope="stack" removes the
+    same head indices from all layers of a stack, ranked by the sum of their scores over the layers.
+    With scope="model" at least `min_units` units stay in every layer; 0 lets whole attentions be
+    removed.
     """
 
     amount: float | int
@@ -167,7 +213,10 @@ class KeepTop(HeadSelection):
             raise SpecError(f"unknown scope={self.scope!r}; {suggest(self.scope, KEEP_SCOPES)}")
         is_count = type(self.amount) is int and self.amount >= 1
         if not is_count and not (isinstance(self.amount, float) and 0 < self.amount < 1):
-            raise SpecError(f"cannot keep {self.amount!r} of the heads. Give a fraction such as 0.5, or an int >= 1")
+            raise SpecError(
+                f"cannot keep {self.amount!r} of the heads. Give a fraction such as 0.5, or an "
+                "int >= 1"
+            )
         if type(self.min_units) is not int or self.min_units < 0:
             raise SpecError(f"min_units must be an int >= 0, got {self.min_units!r}")
 
@@ -178,10 +227,15 @@ class KeepTop(HeadSelection):
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("ranking heads")
-        scores, units_by_site = score_heads(net, examples, self.ranking, log), list_units(net.spec, self.unit)
-        select = {"layer": self._select_per_layer, "stack": self._select_per_stack, "model": self._select_per_model}[
-            self.scope
-        ]
+        scores, units_by_site = (
+            score_heads(net, examples, self.ranking, log),
+            list_units(net.spec, self.unit),
+        )
+        select = {
+            "layer": self._select_per_layer,
+            "stack": self._select_per_stack,
+            "model": self._select_per_model,
+        }[self.scope]
         keep: dict[str, list[int]] = {site: [] for site in units_by_site}
         for unit in select(units_by_site, scores):
             keep[unit.site] += unit.heads
@@ -191,7 +245,9 @@ class KeepTop(HeadSelection):
             "model": "the model",
         }[self.scope]
         notes = (*list_rounded_shares(self.amount, self.scope, keep, units_by_site), *scores.notes)
-        return PruningPlan.of(net.spec, keep, f"the most important of {scope} by {scores.method}", notes)
+        return PruningPlan.of(
+            net.spec, keep, f"the most important of {scope} by {scores.method}", notes
+        )
 
     def _select_per_layer(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
@@ -210,11 +266,14 @@ class KeepTop(HeadSelection):
             rows = [units_by_site[site] for site in sites]
             if len({tuple(unit.heads for unit in row) for row in rows}) > 1:
                 raise SpecError(
-                    f"cannot select per stack: layers of {stack} have different heads of {kind}. Use scope='layer' "
+                    f"cannot select per stack: layers of {stack} have different heads of {kind}. "
+                    "Use scope='layer' "
                     "or 'model'"
                 )
             columns = sorted(
-                zip(*rows, strict=True), key=lambda column: sum(map(scores.unit_score, column)), reverse=True
+                zip(*rows, strict=True),
+                key=lambda column: sum(map(scores.unit_score, column)),
+                reverse=True,
             )
             for column in columns[: self._num_units(sites[0], rows[0])]:
                 yield from column
@@ -226,7 +285,8 @@ class KeepTop(HeadSelection):
         num_kept = self.amount if isinstance(self.amount, int) else round(self.amount * num_heads)
         if num_kept > num_heads:
             raise SpecError(
-                f"cannot keep {self.amount} heads: the model has {num_heads}. Give amount <= {num_heads - 1}"
+                f"cannot keep {self.amount} heads: the model has {num_heads}. Give amount <= "
+                f"{num_heads - 1}"
             )
         yield from select_top_units(units_by_site, scores, num_kept, self.min_units)
 
@@ -236,10 +296,13 @@ class KeepTop(HeadSelection):
             return max(1, round(self.amount * len(units) + 1e-9))
         size, heads = len(units[0].heads), sum(len(unit.heads) for unit in units)
         if self.amount > heads:
-            raise SpecError(f"cannot keep {self.amount} heads of {site}: it has {heads}. Give amount <= {heads}")
+            raise SpecError(
+                f"cannot keep {self.amount} heads of {site}: it has {heads}. Give amount <= {heads}"
+            )
         if self.amount % size:
             raise SpecError(
-                f"cannot keep {self.amount} heads of {site}: its heads come in groups of {size}. Give a multiple, "
+                f"cannot keep {self.amount} heads of {site}: its heads come in groups of {size}. "
+                "Give a multiple, "
                 "or use unit='head'"
             )
         return self.amount // size
@@ -262,7 +325,9 @@ class DropHeads(HeadSelection):
 
 @dataclass(frozen=True)
 class DropClasses(HeadSelection):
-    """Remove the heads whose classes, as `hw.classify_heads` assigns them, are all among `classes`."""
+    """Remove the heads whose classes, as `hw.classify_heads` assigns them, are
+    all among `classes`.
+    """
 
     classes: tuple[str, ...]
 
@@ -271,22 +336,30 @@ class DropClasses(HeadSelection):
         table = classify_heads(measure_heads(net, examples))
         class_names = sorted({label.name for head in table.heads for label in head.classes})
         if wrong := [name for name in self.classes if name not in class_names]:
-            raise SpecError(f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], class_names)}")
+            raise SpecError(
+                f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], class_names)}"
+            )
         return PruningPlan.without(
-            net.spec, self._heads_to_drop(table), f"without class {' and '.join(self.classes)}", table.notes
+            net.spec,
+            self._heads_to_drop(table),
+            f"without class {' and '.join(self.classes)}",
+            table.notes,
         )
 
     def _heads_to_drop(self, table: HeadTable) -> list[HeadId]:
         named = [(head, {label.name for label in head.classes}) for head in table.heads]
-        return [(head.site, head.head) for head, names in named if names and names <= set(self.classes)]
+        return [
+            (head.site, head.head) for head, names in named if names and names <= set(self.classes)
+        ]
 
 
 @dataclass(frozen=True)
 class KeepOnePerCluster(HeadSelection):
-    """Keep the most important head of each cluster of similar heads, and every head without a cluster.
+    """Keep the most important head of each cluster of similar heads, and every head without a
+    cluster.
 
-    Heads closer than `max_distance`, a Jensen-Shannon distance, form one cluster; None uses the default of
-    `hw.measure_redundancy`.
+    Heads closer than `max_distance`, a Jensen-Shannon distance, form one cluster; None uses the
+    default of `hw.measure_redundancy`.
     """
 
     ranking: HeadRanking = DEFAULT_RANKING
@@ -297,26 +370,38 @@ class KeepOnePerCluster(HeadSelection):
         redundancy = measure_redundancy(
             net,
             examples,
-            options=RedundancyOptions(seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1),
+            options=RedundancyOptions(
+                seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1
+            ),
         )
         log("ranking heads")
         scores, keep = score_heads(net, examples, self.ranking, log), dict[str, list[int]]()
         clusters = [
             [(member.site, member.head) for member in members]
             for same_input in redundancy.readers
-            for members in (*same_input.cluster_members, *((head,) for head in same_input.without_rest))
+            for members in (
+                *same_input.cluster_members,
+                *((head,) for head in same_input.without_rest),
+            )
         ]
         for members in clusters:
             site, head = max(members, key=lambda member: scores.scores[member])
             keep.setdefault(site, []).append(head)
         clustered_sites = {site for members in clusters for site, _ in members}
-        keep = {site: keep.get(site, []) for site in count_heads(net.spec) if site in clustered_sites}
+        keep = {
+            site: keep.get(site, []) for site in count_heads(net.spec) if site in clustered_sites
+        }
         notes = (*scores.notes, *redundancy.notes)
-        return PruningPlan.of(net.spec, keep, f"the most important head of each of {len(clusters)} clusters", notes)
+        return PruningPlan.of(
+            net.spec, keep, f"the most important head of each of {len(clusters)} clusters", notes
+        )
 
 
 def select_top_units(
-    units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores, num_heads: int, min_units: int = 0
+    units_by_site: Mapping[str, tuple[HeadUnit, ...]],
+    scores: HeadScores,
+    num_heads: int,
+    min_units: int = 0,
 ) -> list[HeadUnit]:
     """Return the units with the highest scores over all sites, at most `num_heads` heads.
 
@@ -336,19 +421,23 @@ def select_top_units(
         for units in units_by_site.values()
         for unit in _top_units(units, scores.unit_score, min(min_units, len(units)))
     ]
-    candidates = [unit for units in units_by_site.values() for unit in units if unit not in selected]
+    candidates = [
+        unit for units in units_by_site.values() for unit in units if unit not in selected
+    ]
     for unit in sorted(candidates, key=scores.unit_score, reverse=True):
         if sum(len(other.heads) for other in selected) + len(unit.heads) <= num_heads:
             selected.append(unit)
     return selected
 
 
-def _top_units(units: Sequence[HeadUnit], score: Callable[[HeadUnit], float], count: int) -> list[HeadUnit]:
+def _top_units(
+    units: Sequence[HeadUnit], score: Callable[[HeadUnit], float], count: int
+) -> list[HeadUnit]:
     """Return the `count` units with the highest scores; ties go to the first."""
     return sorted(units, key=score, reverse=True)[:count]
 
 
-# --- Pruning to a budget -------------------------------------------------------------------------------
+# --- Pruning to a budget --------------------------------------------------------------------------
 
 BUDGET_KINDS = ("parameters", "cache", "time", "loss")
 DEFAULT_TIMING = TimingOptions(seconds=2.0)
@@ -357,8 +446,9 @@ DEFAULT_TIMING = TimingOptions(seconds=2.0)
 class PruningBudget(NamedTuple):
     """Limit that a pruned model has to meet.
 
-    `kind` is "parameters", "cache" (bytes of keys and values per token), "time" (of the attentions) or "loss". A limit
-    below 1 is a fraction of the current value, a larger one an absolute value; for "loss" it is the largest increase.
+    `kind` is "parameters", "cache" (bytes of keys and values per token), "time" (of the attentions)
+    or "loss". A limit below 1 is a fraction of the current value, a larger one an absolute value;
+    for "loss" it is the largest increase.
 
     >>> PruningBudget("cache", 0.5).validate()
     PruningBudget(kind='cache', limit=0.5)
@@ -372,10 +462,13 @@ class PruningBudget(NamedTuple):
         if self.kind not in BUDGET_KINDS:
             raise SpecError(f"unknown budget {self.kind!r}; {suggest(self.kind, BUDGET_KINDS)}")
         if not self.limit > 0 and not (self.kind == "loss" and self.limit == 0):
-            raise SpecError(f"budget {self.kind} must be > 0, got {self.limit:g}; give a fraction such as 0.5")
+            raise SpecError(
+                f"budget {self.kind} must be > 0, got {self.limit:g}; give a fraction such as 0.5"
+            )
         if self.kind == "time" and not self.limit < 1:
             raise SpecError(
-                f"budget time must be a fraction of the current time, got {self.limit:g}; give a value below 1 "
+                f"budget time must be a fraction of the current time, got {self.limit:g}; give a "
+                "value below 1 "
                 "such as 0.7"
             )
         return self
@@ -383,10 +476,12 @@ class PruningBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class PruneToBudget(HeadSelection):
-    """Remove the least important unit, one at a time, until the budget is met (for "loss": as long as it is met).
+    """Remove the least important unit, one at a time, until the budget is met (for "loss": as long
+    as it is met).
 
-    Scores are estimated again after every `rescore_every` removed units, or only once if it is None. At least
-    `min_units` units stay in every layer. Progress is saved in the file `state_path` and resumed from there.
+    Scores are estimated again after every `rescore_every` removed units, or only once if it is
+    None. At least `min_units` units stay in every layer. Progress is saved in the file `state_path`
+    and resumed from there.
     """
 
     budget: PruningBudget
@@ -399,13 +494,23 @@ class PruneToBudget(HeadSelection):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """Uses of the texts: the ranking of heads, unless it is random, and a budget of the loss."""
-        return () if self.ranking.method == RANDOM and self.budget.kind != "loss" else super().text_uses
+        """Uses of the texts: the ranking of heads, unless it is random, and a
+        budget of the loss.
+        """
+        return (
+            ()
+            if self.ranking.method == RANDOM and self.budget.kind != "loss"
+            else super().text_uses
+        )
 
     def __post_init__(self) -> None:
         self.budget.validate()
-        if self.rescore_every is not None and (type(self.rescore_every) is not int or self.rescore_every < 1):
-            raise SpecError(f"rescore_every must be an int >= 1 or None, got {self.rescore_every!r}")
+        if self.rescore_every is not None and (
+            type(self.rescore_every) is not int or self.rescore_every < 1
+        ):
+            raise SpecError(
+                f"rescore_every must be an int >= 1 or None, got {self.rescore_every!r}"
+            )
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         if self.budget.kind == "loss" and len(examples) < 2:
@@ -419,10 +524,12 @@ class PruneToBudget(HeadSelection):
         else:
             if self.budget.kind != "loss":
                 reached = (
-                    f"{search.current:g} with the {sum(map(len, search.keep.values()))} heads that have to be kept"
+                    f"{search.current:g} with the {sum(map(len, search.keep.values()))} "
+                    "heads that have to be kept"
                 )
                 raise SpecError(
-                    f"cannot meet budget {self.budget.kind}={self.budget.limit:g}: it is {reached}. Give a larger limit"
+                    f"cannot meet budget {self.budget.kind}={self.budget.limit:g}: it is "
+                    f"{reached}. Give a larger limit"
                 )
         return self._build_plan(net, search)
 
@@ -436,18 +543,29 @@ STATE_FILE = FileKind("state of a pruning", (b'{"model": ',))
 
 
 class _BudgetSearch:
-    """State of a budget search: the units removed so far, in order, and the current value of the budget."""
+    """State of a budget search: the units removed so far, in order, and the current value of the
+    budget.
+    """
 
     def __init__(
-        self, selection: PruneToBudget, net: Transformer, examples: Sequence[Example], log: LogFunction
+        self,
+        selection: PruneToBudget,
+        net: Transformer,
+        examples: Sequence[Example],
+        log: LogFunction,
     ) -> None:
         self.selection, self.net = selection, net
         self.examples, self.log = examples, log
-        self.units = [unit for units in list_units(net.spec, selection.unit).values() for unit in units]
+        self.units = [
+            unit for units in list_units(net.spec, selection.unit).values() for unit in units
+        ]
         self.removed_units, self.notes = list[HeadUnit](), list[str]()
         self.current, self.is_met = self._measure(net), False
         self.initial = self.current
-        self._scores, self._scored_at = HeadScores({}), -1  # and the number of units removed when they were estimated
+        self._scores, self._scored_at = (
+            HeadScores({}),
+            -1,
+        )  # and the number of units removed when they were estimated
         self._load_state()
 
     @property
@@ -458,7 +576,10 @@ class _BudgetSearch:
     def _heads_without(self, units: Sequence[HeadUnit]) -> dict[str, tuple[int, ...]]:
         removed = {(unit.site, head) for unit in units for head in unit.heads}
         head_counts = count_heads(self.net.spec)
-        return {site: tuple(h for h in range(count) if (site, h) not in removed) for site, count in head_counts.items()}
+        return {
+            site: tuple(h for h in range(count) if (site, h) not in removed)
+            for site, count in head_counts.items()
+        }
 
     def steps(self) -> Iterator[None]:
         """Remove one unit per iteration, as long as one may be removed."""
@@ -466,14 +587,18 @@ class _BudgetSearch:
             before = list(self.removed_units)
             self.removed_units.append(unit)
             value = self._measure(remove_heads(self.net, self.keep))
-            if self.selection.budget.kind == "loss" and value - self.initial > self.selection.budget.limit:
+            if (
+                self.selection.budget.kind == "loss"
+                and value - self.initial > self.selection.budget.limit
+            ):
                 self.removed_units, self.is_met = before, True
                 yield
                 return
             self.current, self.is_met = value, self._is_within(value)
             self._save_state()
             self.log(
-                f"{len(self.removed_units)} of {len(self.units)} units removed, {self.selection.budget.kind} "
+                f"{len(self.removed_units)} of {len(self.units)} units removed, "
+                f"{self.selection.budget.kind} "
                 f"{value:.6g}"
             )
             yield
@@ -486,7 +611,9 @@ class _BudgetSearch:
         """Return the unit with the lowest score among those that may be removed."""
         remaining = [unit for unit in self.units if unit not in self.removed_units]
         removable = [
-            unit for unit in remaining if sum(other.site == unit.site for other in remaining) > self.selection.min_units
+            unit
+            for unit in remaining
+            if sum(other.site == unit.site for other in remaining) > self.selection.min_units
         ]
         if len(remaining) < 2 or not removable:
             return None
@@ -496,13 +623,19 @@ class _BudgetSearch:
         return min(removable, key=self._scores.unit_score)
 
     def _score_without(self, count: int) -> HeadScores:
-        """Score the heads without the first `count` removed units; heads keep their indices in the original model."""
+        """Score the heads without the first `count` removed units; heads keep their indices in the
+        original model.
+        """
         keep = self._heads_without(self.removed_units[:count])
         importance = score_heads(
-            remove_heads(self.net, keep) if count else self.net, self.examples, self.selection.ranking
+            remove_heads(self.net, keep) if count else self.net,
+            self.examples,
+            self.selection.ranking,
         )
         self.notes = self.notes or list(importance.notes)
-        return HeadScores({(site, keep[site][head]): score for (site, head), score in importance.scores.items()})
+        return HeadScores(
+            {(site, keep[site][head]): score for (site, head), score in importance.scores.items()}
+        )
 
     def _measure(self, net: Transformer) -> float:
         """Return the value that the budget limits."""
@@ -512,8 +645,16 @@ class _BudgetSearch:
         if kind == "cache":
             return count_cache_bytes(net.spec, next(net.parameters()).element_size())
         if kind == "time":
-            return 1.0 if net is self.net else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
-        return measure_quality(net, self.examples, self.selection.ranking.objective, self.net).rows[0].after.value
+            return (
+                1.0
+                if net is self.net
+                else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
+            )
+        return (
+            measure_quality(net, self.examples, self.selection.ranking.objective, self.net)
+            .rows[0]
+            .after.value
+        )
 
     # --- saved state ------------------------------------------------------------------------------
 
@@ -527,14 +668,17 @@ class _BudgetSearch:
             removed = [HeadUnit(site, tuple(heads)) for site, heads in state["removed_units"]]
             notes = [str(note) for note in state["notes"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpecError(f"cannot resume from {path}: {error}. Delete the file to start again") from None
+            raise SpecError(
+                f"cannot resume from {path}: {error}. Delete the file to start again"
+            ) from None
         if (
             fingerprint != fingerprint_model(self.net)
             or selection_key != self._selection_key
             or not set(removed) <= set(self.units)
         ):
             raise SpecError(
-                f"cannot resume from {path}: it belongs to another model or selection. Delete the file to start again"
+                f"cannot resume from {path}: it belongs to another model or selection. Delete the "
+                "file to start again"
             )
         self.removed_units, self.notes = removed, notes
         self.current = self._measure(remove_heads(self.net, self.keep)) if removed else self.current
@@ -556,7 +700,12 @@ def count_cache_bytes(model_spec: ModelSpec, element_size: int) -> int:
     """Return the bytes of keys and values that the last stack caches per token.
 
     >>> import headwise as hw
-    >>> llama = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    >>> llama = {
+    ...     "model_type": "llama",
+    ...     "hidden_size": 8,
+    ...     "num_attention_heads": 4,
+    ...     "num_key_value_heads": 2,
+    ... }
     >>> count_cache_bytes(
     ...     hw.families.read_model_spec(llama | {"num_hidden_layers": 3, "head_dim": 6}), 2
     ... )  # 3 layers, k and v, 2 heads

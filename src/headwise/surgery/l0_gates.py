@@ -1,4 +1,6 @@
-"""Pruning by L0 gates: train a gate on every head, with a target for the number of open gates (1905.09418)."""
+"""Pruning by L0 gates: train a gate on every head, with a target for the number of open gates
+(1905.09418).
+"""
 
 from __future__ import annotations
 
@@ -43,26 +45,28 @@ from .pruning_plan import PruningPlan
 GATE_UNITS = ("head", "kv")
 FREEZE_MODES = ("none", "model", "decoder")
 
-MULTIPLIER_RATE = (
-    0.03  # the method of multipliers uses 2, once at each minimum; a step is a small part of the way to one
-)
+# the method of multipliers uses 2, once at each minimum; a step is a small part of the way to one
+MULTIPLIER_RATE = 0.03
 
 COUNT_TOLERANCE = 0.5  # expected open gates may differ by this much from the target
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class GateTrainingOptions(RetrainingOptions):
-    """Options for training with a gate on every head (1905.09418) until `heads` of them are open: a number or fraction.
+    """Options for training with a gate on every head (1905.09418) until `heads` of them are open: a
+    number or fraction.
 
-    With unit="kv" all query heads of one key-value head share a gate, and `heads` counts these groups. `sites` are
-    names of attentions or prefixes such as "encoder"; empty means all. freeze="model" trains the gates only,
-    freeze="decoder" also keeps the last of two stacks and its output head fixed, as published for encoder pruning.
+    With unit="kv" all query heads of one key-value head share a gate, and `heads` counts these
+    groups. `sites` are names of attentions or prefixes such as "encoder"; empty means all.
+    freeze="model" trains the gates only, freeze="decoder" also keeps the last of two stacks and its
+    output head fixed, as published for encoder pruning.
 
-    The expected number of open gates S is held at a target T by the method of multipliers (Hestenes 1969): with N gates
-    the loss gets the terms a (S - T) + `strength` (S - T)^2 / N, where a starts at 0 and grows every step by a multiple
-    of strength (S - T) / N. T falls linearly from N over the first `ramp` fraction of the steps (1910.04732, which
-    learns both factors). So the pressure per gate does not depend on their number, and a replaces the factor that
-    Voita et al. choose by hand. `start` is the initial log alpha of the gates, `gates_rate` their learning rate.
+    The expected number of open gates S is held at a target T by the method of multipliers (Hestenes
+    1969): with N gates the loss gets the terms a (S - T) + `strength` (S - T)^2 / N, where a starts
+    at 0 and grows every step by a multiple of strength (S - T) / N. T falls linearly from N over
+    the first `ramp` fraction of the steps (1910.04732, which learns both factors). So the pressure
+    per gate does not depend on their number, and a replaces the factor that Voita et al. choose by
+    hand. `start` is the initial log alpha of the gates, `gates_rate` their learning rate.
     """
 
     ranges: ClassVar = {
@@ -86,27 +90,34 @@ class GateTrainingOptions(RetrainingOptions):
     def target_count(self, count: int) -> int:
         """Return how many of `count` units are to stay open.
 
-        >>> GateTrainingOptions(heads=0.25).target_count(8), GateTrainingOptions(heads=3).target_count(8)
+        >>> (
+        ...     GateTrainingOptions(heads=0.25).target_count(8),
+        ...     GateTrainingOptions(heads=3).target_count(8),
+        ... )
         (2, 3)
         """
         units = "heads" if self.unit == "head" else "groups of heads"
         if isinstance(self.heads, float) and not 0 < self.heads < 1:
             raise SpecError(
-                f"heads must be an int or a fraction between 0 and 1, got {self.heads!r} for {count} {units}"
+                f"heads must be an int or a fraction between 0 and 1, got {self.heads!r} for "
+                f"{count} {units}"
             )
         target = max(1, round(self.heads * count)) if isinstance(self.heads, float) else self.heads
         if not 1 <= target <= count:
             raise SpecError(
-                f"cannot keep {target} of {count} {units}. Give heads=1 to {count}, or a fraction such as 0.5"
+                f"cannot keep {target} of {count} {units}. Give heads=1 to {count}, or a fraction "
+                "such as 0.5"
             )
         return target
 
 
 class GateTrainingResult(NamedTuple):
-    """Result of gate training: the model without gates, the heads to keep, and the probability that each gate is open.
+    """Result of gate training: the model without gates, the heads to keep, and the probability that
+    each gate is open.
 
-    `keep` can be passed to `remove_heads`. `held_out` is the loss of the pruned model on held-out examples. `curve` has
-    the loss and the expected number of open gates; `stop_reason` is empty unless training was interrupted.
+    `keep` can be passed to `remove_heads`. `held_out` is the loss of the pruned model on held-out
+    examples. `curve` has the loss and the expected number of open gates; `stop_reason` is empty
+    unless training was interrupted.
     """
 
     net: Transformer
@@ -119,49 +130,76 @@ class GateTrainingResult(NamedTuple):
 
 
 def train_gates(
-    net: Transformer, examples: Sequence[Example], options: GateTrainingOptions, progress: PointCallback = no_progress
+    net: Transformer,
+    examples: Sequence[Example],
+    options: GateTrainingOptions,
+    progress: PointCallback = no_progress,
 ) -> GateTrainingResult:
-    """Train gates on the heads of a copy of a model until the target number is open; return which heads to keep.
+    """Train gates on the heads of a copy of a model until the target number is open; return which
+    heads to keep.
 
     `net` itself is not changed. With `alpha` above 0 it is the teacher.
     """
     loader = DistillationLoader(DistillationTexts(net, examples, options.objective), options)
     if options.alpha == 0 and not loader.texts.has_loss:
-        raise SpecError(f"{net.spec.name} has no loss on these examples; use alpha=1 to train on its own outputs")
+        raise SpecError(
+            f"{net.spec.name} has no loss on these examples; use alpha=1 to train on its own "
+            "outputs"
+        )
     sites = select_attentions(net, options.sites)
     units = {site: list_gate_units(spec, options.unit) for site, spec in sites.items()}
     target = options.target_count(sum(map(len, units.values())))
     # Raise for heads that cannot be removed before any training.
     remove_heads(net, {site: groups[0] for site, groups in units.items()})
-    gated = cast_for_training(net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites}))
-    student = Student(gated, net if options.alpha > 0 else None, loader, _trainable_names(net, options.freeze))
-    loop = RetrainingLoop(student, GateCountConstraint(gated, units, target, options), progress, "last")
+    gated = cast_for_training(
+        net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites})
+    )
+    student = Student(
+        gated, net if options.alpha > 0 else None, loader, _trainable_names(net, options.freeze)
+    )
+    loop = RetrainingLoop(
+        student, GateCountConstraint(gated, units, target, options), progress, "last"
+    )
     loop.run()
     ungated = replace_attentions(
         gated, {site: _remove_gate(gated, site, spec) for site, spec in sites.items()}
     ).requires_grad_(True)
-    open_probabilities = {site: tuple(get_open_probabilities(gated, site).tolist()) for site in sites}
+    open_probabilities = {
+        site: tuple(get_open_probabilities(gated, site).tolist()) for site in sites
+    }
     keep = select_most_open(open_probabilities, units, target)
     held_out = student.held_out_loss(remove_heads(ungated, keep))
     notes = [*loader.texts.notes, *_target_notes(loop, target)]
     ungated.to(next(net.parameters()).dtype).train(net.training)
     return GateTrainingResult(
-        ungated, keep, open_probabilities, tuple(loop.curve), held_out, loop.stop_reason, tuple(notes)
+        ungated,
+        keep,
+        open_probabilities,
+        tuple(loop.curve),
+        held_out,
+        loop.stop_reason,
+        tuple(notes),
     )
 
 
 def select_most_open(
-    open_probabilities: Mapping[str, Sequence[float]], units: Mapping[str, Sequence[tuple[int, ...]]], count: int
+    open_probabilities: Mapping[str, Sequence[float]],
+    units: Mapping[str, Sequence[tuple[int, ...]]],
+    count: int,
 ) -> dict[str, tuple[int, ...]]:
     """Return the heads of the `count` units most likely to be open, by site; ties go to the first.
 
-    >>> select_most_open({"a": (0.1, 0.9), "b": (0.7, 0.7)}, {"a": ((0,), (1,)), "b": ((0,), (1,))}, 2)
+    >>> select_most_open(
+    ...     {"a": (0.1, 0.9), "b": (0.7, 0.7)}, {"a": ((0,), (1,)), "b": ((0,), (1,))}, 2
+    ... )
     {'a': (1,), 'b': (0,)}
     """
     ranked = [(site, heads) for site, groups in units.items() for heads in groups]
     ranked.sort(key=lambda unit: -open_probabilities[unit[0]][unit[1][0]])
     return {
-        site: tuple(sorted(h for unit_site, heads in ranked[:count] if unit_site == site for h in heads))
+        site: tuple(
+            sorted(h for unit_site, heads in ranked[:count] if unit_site == site for h in heads)
+        )
         for site in units
     }
 
@@ -171,11 +209,17 @@ def _target_notes(loop: RetrainingLoop, target: int) -> list[str]:
     num_open = loop.curve[-1].num_open_gates or 0.0
     if abs(num_open - target) <= COUNT_TOLERANCE:
         return []
-    return [f"{num_open:.1f} gates were expected to be open at the end, the target was {target}; train for more steps"]
+    return [
+        (
+            f"{num_open:.1f} gates were expected to be open at the end, the target was {target}; "
+            "train for more steps"
+        )
+    ]
 
 
 def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, AttentionSpec]:
-    """Return the attentions with these names or prefixes, with their specs; all if `names` is empty.
+    """Return the attentions with these names or prefixes, with their specs; all if `names` is
+    empty.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -187,7 +231,11 @@ def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, 
     for name in names:
         if not any(_has_prefix(site, name) for site in specs):
             raise SpecError(f"{net.spec.name} has no attention {name!r}; {suggest(name, specs)}")
-    return {site: spec for site, spec in specs.items() if not names or any(_has_prefix(site, name) for name in names)}
+    return {
+        site: spec
+        for site, spec in specs.items()
+        if not names or any(_has_prefix(site, name) for name in names)
+    }
 
 
 def _has_prefix(site: str, prefix: str) -> bool:
@@ -195,7 +243,8 @@ def _has_prefix(site: str, prefix: str) -> bool:
 
 
 def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of heads that share a gate: single heads, or with unit="kv" those of one key-value head.
+    """Return the groups of heads that share a gate: single heads, or with unit="kv" those of one
+    key-value head.
 
     >>> import headwise as hw
     >>> list_gate_units(hw.design(model=8, heads=4, kv=2), "kv")
@@ -204,7 +253,11 @@ def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ..
     if unit == "head":
         return tuple((head,) for head in range(len(spec.score_head_of_output)))
     return tuple(
-        tuple(head for head, own_kv_head in enumerate(spec.kv_head_of_output) if own_kv_head == kv_head)
+        tuple(
+            head
+            for head, own_kv_head in enumerate(spec.kv_head_of_output)
+            if own_kv_head == kv_head
+        )
         for kv_head in sorted(set(spec.kv_head_of_output))
     )
 
@@ -212,12 +265,17 @@ def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ..
 def get_open_probabilities(net: Transformer, site: str) -> Tensor:
     """Return the probability that the gate of each head of an attention is open, [heads]."""
     attention = get_attention(net, site)
-    per_gate = [gate.open_probabilities(attention.weights[name]) for name, gate in attention.spec.parts_of(Gate)]
+    per_gate = [
+        gate.open_probabilities(attention.weights[name])
+        for name, gate in attention.spec.parts_of(Gate)
+    ]
     return next(probabilities for probabilities in per_gate if probabilities is not None)
 
 
 class GateCountConstraint(AuxiliaryTraining):
-    """Optimiser of the gates and of the multiplier that holds the number of open gates at a target."""
+    """Optimiser of the gates and of the multiplier that holds the number of
+    open gates at a target.
+    """
 
     def __init__(
         self,
@@ -229,23 +287,36 @@ class GateCountConstraint(AuxiliaryTraining):
         self.net, self.units, self.target, self.options = net, units, target, options
         self.num_units = sum(map(len, units.values()))
         self.multiplier = 0.0
-        gate_weights = [get_attention(net, site).weights[name] for site in units for name in _gate_names(net, site)]
-        parameters = {str(n): p for n, weights in enumerate(gate_weights) for p in weights.parameters()}
+        gate_weights = [
+            get_attention(net, site).weights[name]
+            for site in units
+            for name in _gate_names(net, site)
+        ]
+        parameters = {
+            str(n): p for n, weights in enumerate(gate_weights) for p in weights.parameters()
+        }
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        self._optimiser = AdamWOptimiser({"gates, kept": parameters}, Recipe(lr=options.gates_rate, weight_decay=0.0))
+        self._optimiser = AdamWOptimiser(
+            {"gates, kept": parameters}, Recipe(lr=options.gates_rate, weight_decay=0.0)
+        )
 
     def count_expected_open(self) -> Tensor:
         """Return the expected number of open gates, differentiable."""
         first_heads = {site: [heads[0] for heads in groups] for site, groups in self.units.items()}
         return torch.stack(
-            [get_open_probabilities(self.net, site)[heads].sum() for site, heads in first_heads.items()]
+            [
+                get_open_probabilities(self.net, site)[heads].sum()
+                for site, heads in first_heads.items()
+            ]
         ).sum()
 
     def target_at(self, step: int) -> float:
         """Return the target number of open gates at a step."""
         ramp_steps = self.options.ramp * self.options.steps
-        return self.num_units - (self.num_units - self.target) * (min(1.0, step / ramp_steps) if ramp_steps else 1.0)
+        return self.num_units - (self.num_units - self.target) * (
+            min(1.0, step / ramp_steps) if ramp_steps else 1.0
+        )
 
     def extra_loss(self, step: int) -> Tensor:
         excess = self.count_expected_open() - self.target_at(step)
@@ -265,7 +336,9 @@ def _gate_names(net: Transformer, site: str) -> list[str]:
     """Return the names of the parts with gate probabilities."""
     attention = get_attention(net, site)
     gates = attention.spec.parts_of(Gate)
-    return [name for name, gate in gates if gate.open_probabilities(attention.weights[name]) is not None]
+    return [
+        name for name, gate in gates if gate.open_probabilities(attention.weights[name]) is not None
+    ]
 
 
 def _add_gate(net: Transformer, site: str, options: GateTrainingOptions) -> AttentionChange:
@@ -296,22 +369,29 @@ def _trainable_names(net: Transformer, freeze: str) -> list[str]:
         return names
     stacks = net.spec.stacks
     if len(stacks) < 2:
-        raise SpecError(f"freeze='decoder' needs two stacks, {net.spec.name} has one; use 'none' or 'model'")
+        raise SpecError(
+            f"freeze='decoder' needs two stacks, {net.spec.name} has one; use 'none' or 'model'"
+        )
     last = stacks[-1]
     tables = [last.embedding and last.embedding.table, *(head.table for head in net.spec.heads)]
-    frozen_prefixes = (f"{last.name}.", "head.", *(f"{table}.embedding.tokens" for table in tables if table))
+    frozen_prefixes = (
+        f"{last.name}.",
+        "head.",
+        *(f"{table}.embedding.tokens" for table in tables if table),
+    )
     return [name for name in names if not name.startswith(frozen_prefixes)]
 
 
-# --- Selection by gates --------------------------------------------------------------------------------
+# --- Selection by gates ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class KeepOpenGates(HeadSelection):
-    """Keep the heads whose gates stay open when the model is trained with a gate on every head (1905.09418).
+    """Keep the heads whose gates stay open when the model is trained with a gate on every head
+    (1905.09418).
 
-    The trained model is the one that is pruned: its weights have adapted to fewer heads. With freeze="model" they are
-    unchanged.
+    The trained model is the one that is pruned: its weights have adapted to fewer heads. With
+    freeze="model" they are unchanged.
     """
 
     options: GateTrainingOptions
@@ -323,12 +403,15 @@ class KeepOpenGates(HeadSelection):
             net,
             examples,
             self.options,
-            lambda point: log(CountedMessage("training gates", point.step, self.options.steps, "steps")),
+            lambda point: log(
+                CountedMessage("training gates", point.step, self.options.steps, "steps")
+            ),
         )
         probabilities = [p for of_site in result.open_probabilities.values() for p in of_site]
         num_decided = sum(p > 0.9 or p < 0.1 for p in probabilities)
         notes = [
-            f"{num_decided} of {len(probabilities)} gates ended with a probability of being open below 0.1 or "
+            f"{num_decided} of {len(probabilities)} gates ended with a probability of being open "
+            "below 0.1 or "
             "above 0.9",
             *result.notes,
         ]

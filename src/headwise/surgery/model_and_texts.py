@@ -1,4 +1,6 @@
-"""The inputs and outputs of `hw.prune` and `hw.convert`: any model with plain texts, and folders of the result."""
+"""The inputs and outputs of `hw.prune` and `hw.convert`: any model with plain texts, and folders of
+the result.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,27 @@ from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
 from ..output_paths import check_output
 from .attention_replacement import to_native_model
-from .hf_export.model_folder import COMPRESSED_MODEL, WrittenFolder, list_companion_files, write_model_folder
+from .hf_export.model_folder import (
+    COMPRESSED_MODEL,
+    WrittenFolder,
+    list_companion_files,
+    write_model_folder,
+)
 
 
 class OriginalModel(NamedTuple):
-    """A model as the caller gave it, and the tokenizer given with it, for writing folders of its kind."""
+    """A model as the caller gave it, and the tokenizer given with it, for writing folders of its
+    kind.
+    """
 
     model: nn.Module
     tokenizer: object = None
 
 
 class SurgeryInputs(NamedTuple):
-    """The original model, a headwise model equal to it, the texts as examples, and notes on skipped texts."""
+    """The original model, a headwise model equal to it, the texts as examples, and notes on skipped
+    texts.
+    """
 
     original: OriginalModel
     net: Transformer
@@ -43,12 +54,14 @@ class SurgeryInputs(NamedTuple):
 
 def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> SurgeryInputs:
     """Return a headwise or transformers model and texts in the form that surgery needs."""
-    if getattr(getattr(check_is_module(model), "config", None), "model_type", None) is None and not isinstance(
-        model, Transformer
-    ):
+    if getattr(
+        getattr(check_is_module(model), "config", None), "model_type", None
+    ) is None and not isinstance(model, Transformer):
         raise SpecError(
-            f"{type(model).__name__} is no model of transformers or headwise; hw.prune_module(model, heads, example) "
-            "removes heads of any nn.Module, and hw.convert_module(model, kv, example) shares its keys and values"
+            f"{type(model).__name__} is no model of transformers or headwise; "
+            "hw.prune_module(model, heads, example) "
+            "removes heads of any nn.Module, and hw.convert_module(model, kv, example) shares its "
+            "keys and values"
         )
     net = to_native_model(model)
     original = OriginalModel(model, tokenizer)
@@ -57,7 +70,9 @@ def read_model_and_texts(model: Any, texts: Any, tokenizer: object = None) -> Su
             assert isinstance(reader, Transformer)
             return SurgeryInputs(original, reader, *read_texts(reader, texts))
     needs_tokenizer = tokenizer is not None or _has_strings(texts)
-    net.usage = read_live_processor(model, net.spec, tokenizer, "required" if needs_tokenizer else "if it fits")
+    net.usage = read_live_processor(
+        model, net.spec, tokenizer, "required" if needs_tokenizer else "if it fits"
+    )
     return SurgeryInputs(original, net, *read_texts(net, texts))
 
 
@@ -70,11 +85,12 @@ def _has_strings(texts: Any) -> bool:
 def split_examples(
     examples: list[Example], uses: Sequence[str], min_count: int = 8
 ) -> tuple[list[Example], list[Example], list[str]]:
-    """Split the examples in two, for the change of a model and for its proof; also return notes for the report.
+    """Split the examples in two, for the change of a model and for its proof; also return notes for
+    the report.
 
-    `uses` is what the change uses texts for; if that is nothing, the proof takes all examples. With fewer than
-    `min_count` examples, both are all of them. Examples that repeat an earlier one are left out before, so that no text
-    is on both sides.
+    `uses` is what the change uses texts for; if that is nothing, the proof takes all examples. With
+    fewer than `min_count` examples, both are all of them. Examples that repeat an earlier one are
+    left out before, so that no text is on both sides.
 
     >>> split_examples([], ["heads were aligned"])[2]
     ['heads were aligned with the 0 texts of the proof, because they are too few to split']
@@ -94,10 +110,11 @@ def split_examples(
 def save_result(
     net: Transformer, original: OriginalModel, folder: Path | str, record: Mapping[str, Any]
 ) -> WrittenFolder:
-    """Write a changed model to a new folder of the kind of the original model, with a record of the change.
+    """Write a changed model to a new folder of the kind of the original model, with a record of the
+    change.
 
-    A transformers model gives a folder that transformers loads: its own weights in memory count, not those of the
-    folder that it came from.
+    A transformers model gives a folder that transformers loads: its own weights in memory count,
+    not those of the folder that it came from.
     """
     check_output(folder, COMPRESSED_MODEL)
     if isinstance(original.model, Transformer):
@@ -115,7 +132,10 @@ def _save_original(original: OriginalModel, net: Transformer, folder: Path) -> N
     """Write a live transformers model with its tokenizer, as `write_model_folder` reads it."""
     save_model: Any = getattr(original.model, "save_pretrained", None)
     if save_model is None:
-        fact = f"{type(original.model).__name__} has no save_pretrained, so its folder cannot be written"
+        fact = (
+            f"{type(original.model).__name__} has no save_pretrained, so its folder cannot be "
+            "written"
+        )
         raise SpecError(f"{fact}; save the headwise model instead, hw.save(result.after, folder)")
     save_model(folder)
     own_folder = find_model_folder(original.model)
@@ -127,5 +147,7 @@ def _save_original(original: OriginalModel, net: Transformer, folder: Path) -> N
     save_tokenizer: Any = getattr(original.tokenizer, "save_pretrained", None)
     if save_tokenizer is not None:
         save_tokenizer(folder)
-    elif net.usage.tokenizer is not None and (original.tokenizer or not (folder / TOKENIZER_FILE).exists()):
+    elif net.usage.tokenizer is not None and (
+        original.tokenizer or not (folder / TOKENIZER_FILE).exists()
+    ):
         (folder / TOKENIZER_FILE).write_text(net.usage.tokenizer, encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Conversion of any nn.Module between MHA, GQA and MQA, at modules whose projections are declared or have usual names.
+"""Conversion of any nn.Module between MHA, GQA and MQA, at modules whose projections are declared
+or have usual names.
 
 A module that reads its number of key-value heads gets smaller projections. Any other one, such as
-`nn.MultiheadAttention`, keeps the shapes that its forward expects: a parametrization stores the rows of each shared
-head once and repeats them when the weight is read.
+`nn.MultiheadAttention`, keeps the shapes that its forward expects: a parametrization stores the
+rows of each shared head once and repeats them when the weight is read.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ from .module_pruning import (
 
 
 class SharedHeads(nn.Module):
-    """Parametrization of a projection: blocks of rows in the same group are stored once, as the mean of the group.
+    """Parametrization of a projection: blocks of rows in the same group are stored once, as the
+    mean of the group.
 
     >>> linear = nn.Linear(3, 4)
     >>> _ = parametrize.register_parametrization(linear, "weight", SharedHeads((0, 0, 1, 1)))
-    >>> linear.weight.shape, [parameter.shape for name, parameter in linear.named_parameters() if "weight" in name]
+    >>> (
+    ...     linear.weight.shape,
+    ...     [parameter.shape for name, parameter in linear.named_parameters() if "weight" in name],
+    ... )
     (torch.Size([4, 3]), [torch.Size([2, 3])])
     """
 
@@ -53,19 +58,26 @@ class SharedHeads(nn.Module):
     def forward(self, stored: Tensor) -> Tensor:
         """All rows, from those that are stored."""
         num_stored = int(self.stored_block.max()) + 1
-        return stored.unflatten(0, (num_stored, -1)).index_select(0, self.stored_block).flatten(0, 1)
+        return (
+            stored.unflatten(0, (num_stored, -1)).index_select(0, self.stored_block).flatten(0, 1)
+        )
 
     def right_inverse(self, rows: Tensor) -> Tensor:
         """The means that are stored for these rows."""
         blocks = self.stored_block.tolist()
-        groups = [[n for n, stored in enumerate(blocks) if stored == group] for group in range(max(blocks) + 1)]
+        groups = [
+            [n for n, stored in enumerate(blocks) if stored == group]
+            for group in range(max(blocks) + 1)
+        ]
         return average_blocks(rows, len(blocks), groups)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleConversion:
-    """The converted copy of a model, the averaged key-value heads by site, the number of parameters removed (negative:
-    added), and the largest difference on the example from the model with full projections and equal heads."""
+    """The converted copy of a model, the averaged key-value heads by site, the number of parameters
+    removed (negative: added), and the largest difference on the example from the model with full
+    projections and equal heads.
+    """
 
     after: nn.Module
     groups: Mapping[str, HeadGroups]
@@ -74,36 +86,53 @@ class ModuleConversion:
 
 
 class KVGroups(NamedTuple):
-    """One attention module: its projections, and for each key-value head after the conversion those it averages."""
+    """One attention module: its projections, and for each key-value head after the conversion those
+    it averages.
+    """
 
     site: AttentionSite
     groups: HeadGroups
 
     def rows(self) -> dict[str, tuple[int, list[tuple[int, ...]]]]:
-        """For each projection that changes, its number of blocks of rows, and the blocks that each new one averages."""
+        """For each projection that changes, its number of blocks of rows, and the blocks that each
+        new one averages.
+        """
         site, kv = self.site, self.site.num_kv_heads
         if not site.is_fused:
             return {name: (kv, list(self.groups)) for name in (site.k, site.v)}
         queries = [(head,) for head in range(site.heads)]
         if site.fused == "by projection":
-            shared = [tuple(start + head for head in group) for start in (0, kv) for group in self.groups]
-            return {site.q: (site.heads + 2 * kv, queries + [tuple(site.heads + n for n in group) for group in shared])}
+            shared = [
+                tuple(start + head for head in group) for start in (0, kv) for group in self.groups
+            ]
+            return {
+                site.q: (
+                    site.heads + 2 * kv,
+                    queries + [tuple(site.heads + n for n in group) for group in shared],
+                )
+            }
         queries = [(3 * head,) for head in range(site.heads)]  # q, k and v of each head in turn
-        shared = [tuple(3 * head + part for head in group) for part in (1, 2) for group in self.groups]
+        shared = [
+            tuple(3 * head + part for head in group) for part in (1, 2) for group in self.groups
+        ]
         return {site.q: (3 * site.heads, queries + shared)}
 
 
 def convert_module(
     model: nn.Module, conversion: AttentionConversion | int, example: Any, *, kind: str = "all"
 ) -> ModuleConversion:
-    """Return a copy of any model whose attentions have `conversion` key-value heads, each the mean of neighbours.
+    """Return a copy of any model whose attentions have `conversion` key-value heads, each the mean
+    of neighbours.
 
-    `conversion` is a number, `Pool(number)` or, for modules that read their number of key-value heads, `ToMHA()`. It
-    applies to all sites, or to those of one `kind`, "self" or "cross". On `example`, an input of the model, the copy
-    must equal the model with full projections whose heads are equal. `model` is not changed. A copy made of another
-    model of the same class has the same parameters, so that it can load the state dict of the result.
+    `conversion` is a number, `Pool(number)` or, for modules that read their number of key-value
+    heads, `ToMHA()`. It applies to all sites, or to those of one `kind`, "self" or "cross". On
+    `example`, an input of the model, the copy must equal the model with full projections whose
+    heads are equal. `model` is not changed. A copy made of another model of the same class has the
+    same parameters, so that it can load the state dict of the result.
 
-    >>> attention = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 12, batch_first=True), 2).eval()
+    >>> attention = nn.TransformerEncoder(
+    ...     nn.TransformerEncoderLayer(8, 4, 12, batch_first=True), 2
+    ... ).eval()
     >>> done = convert_module(attention, 2, torch.randn(2, 5, 8))
     >>> done.removed_params, done.groups["model.0.attention"]
     (144, ((0, 1), (2, 3)))
@@ -112,12 +141,21 @@ def convert_module(
     if kind not in ATTENTION_KINDS:
         raise SpecError(f"unknown kind={kind!r}; {suggest(kind, ATTENTION_KINDS)}")
     if model.training:
-        raise SpecError("the model is in train mode, where outputs are random; call model.eval() first")
+        raise SpecError(
+            "the model is in train mode, where outputs are random; call model.eval() first"
+        )
     by_name = {site_module.site.name: site_module for site_module in find_attention(model)}
-    names = [name for name, own in by_name.items() if kind == "all" or (own.site.kind == "cross") == (kind == "cross")]
+    names = [
+        name
+        for name, own in by_name.items()
+        if kind == "all" or (own.site.kind == "cross") == (kind == "cross")
+    ]
     if not names:
         kind_text = "attention" if kind == "all" else f"{kind}-attention"
-        raise SpecError(f"{type(model).__name__} has no {kind_text} that headwise finds; hw.sites(model) lists it")
+        raise SpecError(
+            f"{type(model).__name__} has no {kind_text} that headwise finds; hw.sites(model) "
+            "lists it"
+        )
     inputs, changes = prepare_inputs(model, example, 0), dict[str, KVGroups]()
     for name in names:
         site = by_name[name].site
@@ -130,16 +168,22 @@ def convert_module(
         if _reads_kv_heads(module := after.get_submodule(path), change.site):
             _resize(after, path, change)
         elif isinstance(strategy, ToMHA):
-            raise SpecError(f"cannot convert {path} to MHA: {type(module).__name__} does not read a number of "
-                            "key-value heads; name it in AttentionSite(attributes={...: 'kv_heads'})")  # fmt: skip
+            raise SpecError(f"cannot convert {path} to MHA: {type(module).__name__} does not read "
+                            "a number of "
+                            "key-value heads; name it in AttentionSite(attributes={...: "
+                            "'kv_heads'})")  # fmt: skip
         else:
             _share(after, path, change)
         if isinstance(strategy, Pool):
             equal_heads |= _equal_heads(model, path, change)
     groups = {name: changes[by_name[name].site.path].groups for name in names}
-    removed = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in after.parameters())
+    removed = sum(p.numel() for p in model.parameters()) - sum(
+        p.numel() for p in after.parameters()
+    )
     expected = run_and_record(model, inputs, list(changes), equal_heads)
-    return ModuleConversion(after, groups, removed, _compare(after, expected, inputs, list(changes)))
+    return ModuleConversion(
+        after, groups, removed, _compare(after, expected, inputs, list(changes))
+    )
 
 
 def _check_conversion(conversion: AttentionConversion) -> Pool | ToMHA:
@@ -148,7 +192,8 @@ def _check_conversion(conversion: AttentionConversion) -> Pool | ToMHA:
     if plain or isinstance(conversion, ToMHA):
         return cast("Pool | ToMHA", conversion)
     raise SpecError(
-        f"{conversion!r} needs layers of headwise; of other modules, heads can be averaged with neighbours: give a "
+        f"{conversion!r} needs layers of headwise; of other modules, heads can be averaged with "
+        "neighbours: give a "
         "number of key-value heads"
     )
 
@@ -164,27 +209,39 @@ def _group_heads(name: str, site: AttentionSite, conversion: Pool | ToMHA) -> He
         raise SpecError(f"{name}: {error}") from None
 
 
-# --- Projections, checked by behaviour ---------------------------------------------------------------------
+# --- Projections, checked by behaviour ------------------------------------------------------------
 
 
 def _find_projections(
     model: nn.Module, site: Site, proposed: Sequence[AttentionSite], inputs: ModelInputs
 ) -> AttentionSite:
-    """Return the first proposed projections whose rows belong to heads as they say; raises if there are none.
+    """Return the first proposed projections whose rows belong to heads as they say; raises if there
+    are none.
 
-    While the query heads of a key-value head are ablated, the outputs must not depend on their rows of q, k and v. If
-    these are one projection, the outputs must be affine in the rows of v, which those of q and k would not be.
+    While the query heads of a key-value head are ablated, the outputs must not depend on their rows
+    of q, k and v. If these are one projection, the outputs must be affine in the rows of v, which
+    those of q and k would not be.
     """
     module = model.get_submodule(site.path)
     if isinstance(module, nn.MultiheadAttention) and module.bias_k is not None:
-        raise SpecError(f"cannot convert {site.name}: its bias_kv differs between heads; build it without add_bias_kv")
+        raise SpecError(
+            f"cannot convert {site.name}: its bias_kv differs between heads; build it without "
+            "add_bias_kv"
+        )
     if isinstance(module, nn.MultiheadAttention):
         return _multihead_projections(module)
     for projections in proposed:
         tensors = _scramble_first_group(model, site.path, projections)
-        if largest_difference(*(run_and_record(model, inputs, [site.path], new) for new in (tensors, {}))) <= TOLERANCE:
-            raise SpecError(f"cannot convert {site.name}: its output does not depend on {projections.q}, "
-                            f"{projections.k} and {projections.v} on this example; give another")  # fmt: skip
+        if (
+            largest_difference(
+                *(run_and_record(model, inputs, [site.path], new) for new in (tensors, {}))
+            )
+            <= TOLERANCE
+        ):
+            raise SpecError(f"cannot convert {site.name}: its output does not depend on "
+                            f"{projections.q}, "
+                            f"{projections.k} and {projections.v} on this example; give "
+                            "another")  # fmt: skip
         first_group = range(site.heads // projections.num_kv_heads)
         # behind a norm over all heads, outputs would depend on the ablated group
         with edits_at_function(), ablate(model, [(site.name, head) for head in first_group]):
@@ -195,7 +252,8 @@ def _find_projections(
         ):
             return projections
     raise SpecError(
-        f"cannot convert {site.name}: rows of {proposed[0].q} do not belong to {site.heads} heads of q, k and v in "
+        f"cannot convert {site.name}: rows of {proposed[0].q} do not belong to {site.heads} heads "
+        "of q, k and v in "
         "order; declare its projections with hw.declare(module, hw.AttentionSite(...))"
     )
 
@@ -208,8 +266,14 @@ def _multihead_projections(module: nn.MultiheadAttention) -> AttentionSite:
 
 
 def _scramble_first_group(model: nn.Module, path: str, site: AttentionSite) -> dict[str, Tensor]:
-    """The parameters of q, k and v with other numbers in the rows of the first key-value head and its query heads."""
-    cut = HeadCut(site, tuple(range(site.heads // site.num_kv_heads, site.heads)), tuple(range(1, site.num_kv_heads)))
+    """The parameters of q, k and v with other numbers in the rows of the first key-value head and
+    its query heads.
+    """
+    cut = HeadCut(
+        site,
+        tuple(range(site.heads // site.num_kv_heads, site.heads)),
+        tuple(range(1, site.num_kv_heads)),
+    )
     scrambled: dict[str, Tensor] = {}
     for name, kept_blocks in cut.rows.items():
         rows = sorted(set(range(cut.num_blocks[name])) - set(kept_blocks))
@@ -221,8 +285,12 @@ def _scramble_first_group(model: nn.Module, path: str, site: AttentionSite) -> d
     return scrambled
 
 
-def _is_affine_in_values(model: nn.Module, path: str, site: AttentionSite, inputs: ModelInputs) -> bool:
-    """Whether the outputs of a module with one projection of q, k and v change in equal steps with its rows of v."""
+def _is_affine_in_values(
+    model: nn.Module, path: str, site: AttentionSite, inputs: ModelInputs
+) -> bool:
+    """Whether the outputs of a module with one projection of q, k and v change in equal steps with
+    its rows of v.
+    """
     _, groups = KVGroups(site, tuple((head,) for head in range(site.num_kv_heads))).rows()[site.q]
     num_blocks, value_rows = len(groups), [block for (block,) in groups[-site.num_kv_heads :]]
     outputs = []
@@ -237,16 +305,22 @@ def _is_affine_in_values(model: nn.Module, path: str, site: AttentionSite, input
 
 
 def _row_tensors(model: nn.Module, path: str, projection: str) -> list[str]:
-    """Names of the parameters of a model whose rows are those of one projection of the module at `path`."""
+    """Names of the parameters of a model whose rows are those of one projection of the module at
+    `path`.
+    """
     prefix = f"{path}." if path else ""
     if isinstance(module := model.get_submodule(path), nn.MultiheadAttention):
-        bias = ["in_proj_bias"] if projection == "in_proj_weight" and module.in_proj_bias is not None else []
+        bias = (
+            ["in_proj_bias"]
+            if projection == "in_proj_weight" and module.in_proj_bias is not None
+            else []
+        )
         return [prefix + name for name in (projection, *bias)]
     linear = module.get_submodule(projection)
     return [f"{prefix}{projection}.{name}" for name, _ in linear.named_parameters(recurse=False)]
 
 
-# --- Weights with fewer key-value heads --------------------------------------------------------------------
+# --- Weights with fewer key-value heads -----------------------------------------------------------
 
 
 def _share(model: nn.Module, path: str, change: KVGroups) -> None:
@@ -254,13 +328,20 @@ def _share(model: nn.Module, path: str, change: KVGroups) -> None:
     for name, (num_blocks, groups) in change.rows().items():
         for parameter_name in _row_tensors(model, path, name):
             owner, _, tensor_name = parameter_name.rpartition(".")
-            module, needs_grad = model.get_submodule(owner), model.get_parameter(parameter_name).requires_grad
-            parametrize.register_parametrization(module, tensor_name, SharedHeads(_invert(groups, num_blocks)))
+            module, needs_grad = (
+                model.get_submodule(owner),
+                model.get_parameter(parameter_name).requires_grad,
+            )
+            parametrize.register_parametrization(
+                module, tensor_name, SharedHeads(_invert(groups, num_blocks))
+            )
             cast(Any, module).parametrizations[tensor_name].original.requires_grad_(needs_grad)
 
 
 def _equal_heads(model: nn.Module, path: str, change: KVGroups) -> dict[str, Tensor]:
-    """The parameters of k and v in their full shape, with the mean of its group in the rows of each head."""
+    """The parameters of k and v in their full shape, with the mean of its group in the rows of each
+    head.
+    """
     averaged: dict[str, Tensor] = {}
     for name, (num_blocks, groups) in change.rows().items():
         for parameter_name in _row_tensors(model, path, name):
@@ -274,11 +355,15 @@ def _equal_heads(model: nn.Module, path: str, change: KVGroups) -> dict[str, Ten
 
 def _reads_kv_heads(module: nn.Module, site: AttentionSite) -> bool:
     """Whether a module has an attribute that holds its number of key-value heads."""
-    return site.fused == "by projection" and "kv_heads" in read_size_attributes(module, site).values()
+    return (
+        site.fused == "by projection" and "kv_heads" in read_size_attributes(module, site).values()
+    )
 
 
 def _resize(model: nn.Module, path: str, change: KVGroups) -> None:
-    """Give a module that reads its number of key-value heads fewer or more of them, and declare it again."""
+    """Give a module that reads its number of key-value heads fewer or more of them, and declare it
+    again.
+    """
     module, site = model.get_submodule(path), change.site
     attributes, kv = read_size_attributes(module, site), len(change.groups)
     for name, (num_blocks, groups) in change.rows().items():
@@ -302,11 +387,17 @@ def average_blocks(rows: Tensor, num_blocks: int, groups: Sequence[Sequence[int]
 
 def _invert(groups: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
     """The group of each block."""
-    return [next(n for n, group in enumerate(groups) if block in group) for block in range(num_blocks)]
+    return [
+        next(n for n, group in enumerate(groups) if block in group) for block in range(num_blocks)
+    ]
 
 
-def _compare(after: nn.Module, expected: Sequence[Tensor], inputs: ModelInputs, paths: Sequence[str]) -> float:
-    """Relative difference of the converted model from the one with full projections; raises if it is large."""
+def _compare(
+    after: nn.Module, expected: Sequence[Tensor], inputs: ModelInputs, paths: Sequence[str]
+) -> float:
+    """Relative difference of the converted model from the one with full projections; raises if it
+    is large.
+    """
     kind = type(after).__name__
     try:
         actual = run_and_record(after, inputs, paths)
@@ -319,7 +410,8 @@ def _compare(after: nn.Module, expected: Sequence[Tensor], inputs: ModelInputs, 
     difference = largest_difference(actual, expected)
     if not difference <= TOLERANCE:
         raise SpecError(
-            f"the converted {kind} differs by {difference:.2g} of the largest output from the one with equal heads; "
+            f"the converted {kind} differs by {difference:.2g} of the largest output from the one "
+            "with equal heads; "
             "declare its projections with hw.AttentionSite"
         )
     return difference

@@ -1,7 +1,7 @@
 """Pruning of heads in any nn.Module whose projections are declared with `hw.AttentionSite`.
 
-The rows of q, k and v and the columns of the output projection that belong to removed heads are cut out of a copy of
-the model, which is then compared with the ablated original on an example.
+The rows of q, k and v and the columns of the output projection that belong to removed heads are cut
+out of a copy of the model, which is then compared with the ablated original on an example.
 """
 
 from __future__ import annotations
@@ -39,17 +39,24 @@ CALL = signature(nn.MultiheadAttention.forward)
 
 
 class SplitMultiheadAttention(nn.Module):
-    """Multi-head attention that is called like nn.MultiheadAttention, with one nn.Linear for each of q, k, v and out.
+    """Multi-head attention that is called like nn.MultiheadAttention, with one nn.Linear for each
+    of q, k, v and out.
 
-    It takes the place of an nn.MultiheadAttention, also inside nn.Transformer, when heads are removed.
+    It takes the place of an nn.MultiheadAttention, also inside nn.Transformer, when heads are
+    removed.
 
     >>> attention = nn.MultiheadAttention(6, 3, batch_first=True).eval()
     >>> x = torch.randn(2, 5, 6)
-    >>> bool(torch.allclose(SplitMultiheadAttention(attention)(x, x, x)[0], attention(x, x, x)[0], atol=1e-6))
+    >>> bool(
+    ...     torch.allclose(
+    ...         SplitMultiheadAttention(attention)(x, x, x)[0], attention(x, x, x)[0], atol=1e-6
+    ...     )
+    ... )
     True
     """
 
-    # nn.TransformerEncoderLayer reads these before its fused kernel; a layer without them takes its usual steps.
+    # nn.TransformerEncoderLayer reads these before its fused kernel; a layer without them takes its
+    # usual steps.
     _qkv_same_embed_dim = False
     in_proj_weight = None
     in_proj_bias = None
@@ -57,7 +64,10 @@ class SplitMultiheadAttention(nn.Module):
     def __init__(self, original: nn.MultiheadAttention) -> None:
         super().__init__()
         if original.bias_k is not None or original.add_zero_attn:
-            raise SpecError("cannot prune nn.MultiheadAttention with bias_kv or add_zero_attn; build it without them")
+            raise SpecError(
+                "cannot prune nn.MultiheadAttention with bias_kv or add_zero_attn; build it "
+                "without them"
+            )
         self.embed_dim, self.num_heads = original.embed_dim, original.num_heads
         self.batch_first, self.dropout = original.batch_first, original.dropout
         weights = (
@@ -71,14 +81,23 @@ class SplitMultiheadAttention(nn.Module):
         self.train(original.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Outputs and weights for the arguments of nn.MultiheadAttention; `is_causal` needs an `attn_mask`."""
+        """Outputs and weights for the arguments of nn.MultiheadAttention; `is_causal` needs an
+        `attn_mask`.
+        """
         call = CALL.bind(self, *args, **kwargs)
         call.apply_defaults()
         options = call.arguments
-        query, attn_mask, is_batched = options["query"], options["attn_mask"], options["query"].dim() == 3
+        query, attn_mask, is_batched = (
+            options["query"],
+            options["attn_mask"],
+            options["query"].dim() == 3,
+        )
         if options["is_causal"] and attn_mask is None:
             raise ValueError("is_causal=True needs attn_mask; give the causal mask")
-        q, k, v = (self._split(one, is_batched) for one in self._project(query, options["key"], options["value"]))
+        q, k, v = (
+            self._split(one, is_batched)
+            for one in self._project(query, options["key"], options["value"])
+        )
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         bias = self._bias(scores, attn_mask, options["key_padding_mask"], is_batched)
         weights = (scores + bias).softmax(-1)
@@ -99,7 +118,9 @@ class SplitMultiheadAttention(nn.Module):
         y = y[None] if not is_batched else y if self.batch_first else y.transpose(0, 1)
         return y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _bias(self, scores: Tensor, attn_mask: Tensor | None, padding: Tensor | None, is_batched: bool) -> Tensor:
+    def _bias(
+        self, scores: Tensor, attn_mask: Tensor | None, padding: Tensor | None, is_batched: bool
+    ) -> Tensor:
         """Both masks as one tensor to add to the scores; True in a boolean mask forbids a pair."""
         bias = scores.new_zeros(())
         if attn_mask is not None:
@@ -115,7 +136,8 @@ class SplitMultiheadAttention(nn.Module):
     def _masks_by_head(self, mask: Tensor, scores: Tensor) -> Tensor:
         if mask.shape[0] != scores.shape[0] * self.num_heads:
             raise ValueError(
-                f"attn_mask has {mask.shape[0]} masks for {scores.shape[0]} rows of {self.num_heads} heads; give one "
+                f"attn_mask has {mask.shape[0]} masks for {scores.shape[0]} rows of "
+                f"{self.num_heads} heads; give one "
                 "for each row and head that is left"
             )
         return mask.unflatten(0, (scores.shape[0], self.num_heads))
@@ -137,12 +159,17 @@ def _make_linear(weight: Any, bias: Any) -> nn.Linear:
 
 
 def split_multihead(model: nn.Module, path: str) -> nn.Module:
-    """Replace the nn.MultiheadAttention at a path of a model, and return the new module; other modules stay."""
+    """Replace the nn.MultiheadAttention at a path of a model, and return the new module; other
+    modules stay.
+    """
     module = model.get_submodule(path)
     if not isinstance(module, nn.MultiheadAttention):
         return module
     if not path:
-        raise SpecError("cannot prune nn.MultiheadAttention in place; put it into an nn.Sequential, or another module")
+        raise SpecError(
+            "cannot prune nn.MultiheadAttention in place; put it into an nn.Sequential, or "
+            "another module"
+        )
     parent, _, name = path.rpartition(".")
     new = SplitMultiheadAttention(module)
     setattr(model.get_submodule(parent), name, new)
@@ -157,8 +184,9 @@ TOLERANCE = 1e-4  # largest difference from the ablated model, relative to the l
 
 @dataclass(frozen=True, eq=False)
 class ModulePruning:
-    """The pruned copy of a model, its removed heads, the number of removed parameters, and the largest difference from
-    the ablated model on the example, relative to its largest output."""
+    """The pruned copy of a model, its removed heads, the number of removed parameters, and the
+    largest difference from the ablated model on the example, relative to its largest output.
+    """
 
     after: nn.Module
     removed_heads: tuple[HeadId, ...]
@@ -178,42 +206,66 @@ class HeadCut(NamedTuple):
         """Remove query heads; a key-value head goes with the last query head that uses it."""
         group_size, dropped = site.heads // site.num_kv_heads, set(removed)
         heads = tuple(head for head in range(site.heads) if head not in dropped)
-        counts = {kv: sum(head // group_size == kv for head in heads) for kv in range(site.num_kv_heads)}
+        counts = {
+            kv: sum(head // group_size == kv for head in heads) for kv in range(site.num_kv_heads)
+        }
         kv_heads = tuple(kv for kv, count in counts.items() if count)
         if not heads:
             raise SpecError(f"cannot remove all {site.heads} heads of {name}; keep at least one")
         if len({counts[kv] for kv in kv_heads}) > 1:
             sizes = ", ".join(str(counts[kv]) for kv in kv_heads)
             raise SpecError(
-                f"cannot prune {name}: its key-value heads would be shared by {sizes} query heads; keep the same "
+                f"cannot prune {name}: its key-value heads would be shared by {sizes} query "
+                "heads; keep the same "
                 "number of query heads in each group, or remove whole groups"
             )
         return HeadCut(site, heads, kv_heads)
 
     @property
     def rows(self) -> dict[str, list[int]]:
-        """The blocks of rows to keep in each projection of q, k and v; all blocks have the width of one head."""
+        """The blocks of rows to keep in each projection of q, k and v; all blocks have the width of
+        one head.
+        """
         site, kv = self.site, self.site.num_kv_heads
         if not site.is_fused:
-            return {site.q: list(self.heads), site.k: list(self.kv_heads), site.v: list(self.kv_heads)}
+            return {
+                site.q: list(self.heads),
+                site.k: list(self.kv_heads),
+                site.v: list(self.kv_heads),
+            }
         if site.fused == "by head":
             return {site.q: [3 * head + part for head in self.heads for part in range(3)]}
-        starts, kept_heads = (0, site.heads, site.heads + kv), (self.heads, self.kv_heads, self.kv_heads)
-        return {site.q: [start + n for start, numbers in zip(starts, kept_heads, strict=True) for n in numbers]}
+        starts, kept_heads = (
+            (0, site.heads, site.heads + kv),
+            (self.heads, self.kv_heads, self.kv_heads),
+        )
+        return {
+            site.q: [
+                start + n
+                for start, numbers in zip(starts, kept_heads, strict=True)
+                for n in numbers
+            ]
+        }
 
     @property
     def num_blocks(self) -> dict[str, int]:
         """The number of blocks of rows of each projection before pruning."""
         site, kv = self.site, self.site.num_kv_heads
-        return {site.q: site.heads + 2 * kv} if site.is_fused else {site.q: site.heads, site.k: kv, site.v: kv}
+        return (
+            {site.q: site.heads + 2 * kv}
+            if site.is_fused
+            else {site.q: site.heads, site.k: kv, site.v: kv}
+        )
 
 
 def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> ModulePruning:
-    """Return a copy of any model without these heads, at sites whose projections are declared or have usual names.
+    """Return a copy of any model without these heads, at sites whose projections are declared or
+    have usual names.
 
-    A head is (layer, head) or (site name, head), as for `hw.ablate`. `example` is an input of the model, on which the
-    copy must equal the ablated model; it is an error if it does not, for example because another parameter has heads
-    that `AttentionSite(per_head=...)` does not name. `model` is not changed, and the copy is declared as well.
+    A head is (layer, head) or (site name, head), as for `hw.ablate`. `example` is an input of the
+    model, on which the copy must equal the ablated model; it is an error if it does not, for
+    example because another parameter has heads that `AttentionSite(per_head=...)` does not name.
+    `model` is not changed, and the copy is declared as well.
 
     >>> import headwise as hw
     >>> class Mine(nn.Module):
@@ -232,7 +284,9 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     (54, 2)
     """
     if model.training:
-        raise SpecError("the model is in train mode, where outputs are random; call model.eval() first")
+        raise SpecError(
+            "the model is in train mode, where outputs are random; call model.eval() first"
+        )
     site_modules = find_attention(model)
     removed = group_by_site(model, site_modules, heads)
     if not removed:
@@ -245,11 +299,15 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
         sites = {name: own[min(number, len(own) - 1)] for name, own in choices.items()}
         try:
             cuts = {
-                by_name[name].site.path: _make_cut(model, by_name, name, (sites[name], removed[name]))
+                by_name[name].site.path: _make_cut(
+                    model, by_name, name, (sites[name], removed[name])
+                )
                 for name in removed
             }
             after, removed_params = _cut_copy(model, cuts)
-            return ModulePruning(after, names, removed_params, _compare_with_ablated(model, after, names, example))
+            return ModulePruning(
+                after, names, removed_params, _compare_with_ablated(model, after, names, example)
+            )
         except SpecError as error:
             first_error = first_error or error
     assert first_error is not None
@@ -257,11 +315,16 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
 
 
 def list_projections(model: nn.Module, site: Site) -> Iterator[AttentionSite]:
-    """The declared projections of a site, or those that its names and sizes allow; raises if there are none."""
+    """The declared projections of a site, or those that its names and sizes allow; raises if there
+    are none.
+    """
     module = model.get_submodule(site.path)
-    if computed := [path for path, child in module.named_modules() if parametrize.is_parametrized(child)]:
+    if computed := [
+        path for path, child in module.named_modules() if parametrize.is_parametrized(child)
+    ]:
         raise SpecError(
-            f"cannot change {site.name}: weights of {computed[0] or 'it'} are computed from others (parametrization), "
+            f"cannot change {site.name}: weights of {computed[0] or 'it'} are computed from "
+            "others (parametrization), "
             "as after hw.convert_module; change the original model"
         )
     if isinstance(module, nn.MultiheadAttention):
@@ -269,7 +332,11 @@ def list_projections(model: nn.Module, site: Site) -> Iterator[AttentionSite]:
         return
     declaration = get_declaration(module)
     declared = declaration.projections if declaration is not None else None
-    proposed = [declared] if declared is not None else list(propose_sites(module, site.heads, site.kv or site.heads))
+    proposed = (
+        [declared]
+        if declared is not None
+        else list(propose_sites(module, site.heads, site.kv or site.heads))
+    )
     if not proposed:
         raise SpecError(
             f"cannot change {site.name}: its projections are not declared; call "
@@ -289,30 +356,48 @@ def _cut_copy(model: nn.Module, cuts: Mapping[str, HeadCut]) -> tuple[nn.Module,
         counted = count_removed_params(module, cut)
         _cut_module(module, cut)
         if before - sum(parameter.numel() for parameter in module.parameters()) != counted:
-            raise SpecError(f"cannot prune {path}: its projections are also used elsewhere in it; untie them first")
+            raise SpecError(
+                f"cannot prune {path}: its projections are also used elsewhere in it; untie them "
+                "first"
+            )
         removed_params += counted
     return after, removed_params
 
 
 def _make_cut(
-    model: nn.Module, by_name: Mapping[str, SiteModule], name: str, change: tuple[AttentionSite, Iterable[int]]
+    model: nn.Module,
+    by_name: Mapping[str, SiteModule],
+    name: str,
+    change: tuple[AttentionSite, Iterable[int]],
 ) -> HeadCut:
-    """The cut of one site by its projections and removed heads; raises if other modules share its weights."""
+    """The cut of one site by its projections and removed heads; raises if other modules share its
+    weights.
+    """
     projections, removed = change
     check_unshared(model, by_name, name, projections)
     return HeadCut.without(projections, name, removed)
 
 
-def check_unshared(model: nn.Module, by_name: Mapping[str, SiteModule], name: str, projections: AttentionSite) -> None:
-    """Raise if other modules share the weights of a site, or if its module runs at several depths."""
+def check_unshared(
+    model: nn.Module, by_name: Mapping[str, SiteModule], name: str, projections: AttentionSite
+) -> None:
+    """Raise if other modules share the weights of a site, or if its module runs
+    at several depths.
+    """
     site = by_name[name].site
     module = model.get_submodule(site.path)
     names = (projections.q, projections.k, projections.v, projections.out)
     is_multihead = isinstance(module, nn.MultiheadAttention)
     owners = [module] if is_multihead else [module.get_submodule(child) for child in names]
     tensors = {id(parameter) for owner in owners for parameter in owner.parameters()}
-    used = [path for path, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in tensors]
-    if shared := [path for path in used if not path.startswith(f"{site.path}." if site.path else "")]:
+    used = [
+        path
+        for path, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in tensors
+    ]
+    if shared := [
+        path for path in used if not path.startswith(f"{site.path}." if site.path else "")
+    ]:
         raise SpecError(f"cannot change {name}: {shared[0]} has the same weights; untie them first")
     if site.same_as is not None or any(other.site.same_as == name for other in by_name.values()):
         raise SpecError(f"cannot change {name}: its module runs at several depths; copy it first")
@@ -352,9 +437,16 @@ def _cut_module(module: nn.Module, cut: HeadCut) -> None:
     for name, axis in site.per_head.items():
         owner, _, tensor_name = name.rpartition(".")
         _cut_tensor(module.get_submodule(owner), tensor_name, axis, (site.heads, cut.heads))
-    query_width = width if site.is_fused else get_output_width(module.get_submodule(site.q)) // len(cut.heads)
+    query_width = (
+        width if site.is_fused else get_output_width(module.get_submodule(site.q)) // len(cut.heads)
+    )
     heads, kv_heads = len(cut.heads), len(cut.kv_heads)
-    counts = {"heads": heads, "kv_heads": kv_heads, "q": heads * query_width, "k": kv_heads * query_width}
+    counts = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q": heads * query_width,
+        "k": kv_heads * query_width,
+    }
     counts |= {"v": kv_heads * width, "out": heads * width}
     for name, size in read_size_attributes(module, site).items():
         setattr(module, name, counts[size])
@@ -362,10 +454,18 @@ def _cut_module(module: nn.Module, cut: HeadCut) -> None:
 
 
 def read_size_attributes(module: nn.Module, site: AttentionSite) -> dict[str, str]:
-    """Attributes that hold sizes: those that are declared, and the numbers of heads by their usual names."""
-    usual = {"kv_heads": (NUM_KV_HEADS_NAMES, site.num_kv_heads), "heads": (NUM_HEADS_NAMES, site.heads)}
+    """Attributes that hold sizes: those that are declared, and the numbers of heads by their usual
+    names.
+    """
+    usual = {
+        "kv_heads": (NUM_KV_HEADS_NAMES, site.num_kv_heads),
+        "heads": (NUM_HEADS_NAMES, site.heads),
+    }
     usual_attributes = {
-        name: size for size, (names, count) in usual.items() for name in names if getattr(module, name, None) == count
+        name: size
+        for size, (names, count) in usual.items()
+        for name in names
+        if getattr(module, name, None) == count
     }
     return usual_attributes | dict(site.attributes)
 
@@ -376,48 +476,74 @@ def _cut_tensor(owner: nn.Module, name: str, axis: int, blocks: tuple[int, Seque
     count, rows = blocks
     index = torch.tensor(list(rows), device=tensor.device)
     with torch.no_grad():
-        smaller = tensor.detach().unflatten(axis, (count, -1)).index_select(axis, index).flatten(axis, axis + 1).clone()
+        smaller = (
+            tensor.detach()
+            .unflatten(axis, (count, -1))
+            .index_select(axis, index)
+            .flatten(axis, axis + 1)
+            .clone()
+        )
     is_parameter = isinstance(tensor, nn.Parameter)
-    setattr(owner, name, nn.Parameter(smaller, requires_grad=tensor.requires_grad) if is_parameter else smaller)
+    setattr(
+        owner,
+        name,
+        nn.Parameter(smaller, requires_grad=tensor.requires_grad) if is_parameter else smaller,
+    )
 
 
-def _compare_with_ablated(model: nn.Module, after: nn.Module, heads: Sequence[HeadId], example: Any) -> float:
-    """Relative difference of the pruned from the ablated model on an example; raises if it is large."""
+def _compare_with_ablated(
+    model: nn.Module, after: nn.Module, heads: Sequence[HeadId], example: Any
+) -> float:
+    """Relative difference of the pruned from the ablated model on an example; raises if it is
+    large.
+    """
     inputs = prepare_inputs(model, example, 0)
-    by_name = {site_module.site.name: site_module.site.path for site_module in find_attention(model)}
+    by_name = {
+        site_module.site.name: site_module.site.path for site_module in find_attention(model)
+    }
     paths = sorted({by_name[name] for name, _ in heads})
     with ablate(model, heads):
         expected = run_and_record(model, inputs, paths)
     remedy = (
-        "name the sizes that its forward reads in AttentionSite(attributes=...), and other parameters with heads in "
+        "name the sizes that its forward reads in AttentionSite(attributes=...), and other "
+        "parameters with heads in "
         "per_head=..."
     )
     try:
         actual = run_and_record(after, inputs, paths)
     except Exception as error:  # the model may raise anything
         message = " ".join(str(error).split())[:200]
-        raise SpecError(f"the pruned {type(model).__name__} cannot run: {message}; {remedy}") from error
+        raise SpecError(
+            f"the pruned {type(model).__name__} cannot run: {message}; {remedy}"
+        ) from error
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
-        raise SpecError(f"the outputs of the pruned {type(model).__name__} have other shapes; {remedy}")
+        raise SpecError(
+            f"the outputs of the pruned {type(model).__name__} have other shapes; {remedy}"
+        )
     difference = largest_difference(actual, expected)
     if not difference <= TOLERANCE:
         raise SpecError(
-            f"the pruned {type(model).__name__} differs from the ablated one by {difference:.2g} of the largest "
+            f"the pruned {type(model).__name__} differs from the ablated one by {difference:.2g} "
+            "of the largest "
             f"output; {remedy}"
         )
     return difference
 
 
-# --- Outputs of two models compared ------------------------------------------------------------------------
+# --- Outputs of two models compared ---------------------------------------------------------------
 
 
 def run_and_record(
-    model: nn.Module, inputs: ModelInputs, paths: Sequence[str], tensors: Mapping[str, Tensor] = MappingProxyType({})
+    model: nn.Module,
+    inputs: ModelInputs,
+    paths: Sequence[str],
+    tensors: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """The outputs of a model, and before them those of its modules at `paths`, in the order of their calls.
+    """The outputs of a model, and before them those of its modules at `paths`, in the order of
+    their calls.
 
-    The outputs alone would prove nothing if they do not depend on the modules, as with a last layer of zeros. `tensors`
-    take the place of parameters during the run.
+    The outputs alone would prove nothing if they do not depend on the modules, as with a last layer
+    of zeros. `tensors` take the place of parameters during the run.
     """
     recorded: list[Tensor] = []
 
@@ -451,5 +577,11 @@ def _tensors(output: Any) -> list[Tensor]:
     """All tensors of a model's output."""
     if isinstance(output, Tensor):
         return [output]
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    values = (
+        output.values()
+        if isinstance(output, Mapping)
+        else output
+        if isinstance(output, (tuple, list))
+        else ()
+    )
     return [tensor for value in values for tensor in _tensors(value)]

@@ -31,7 +31,9 @@ FOLD_MODES = ("none", "mean", "bias")
 
 
 class HeadConstants(NamedTuple):
-    """Constant outputs of removed heads, before the output projection, and of their sites after it, [model]."""
+    """Constant outputs of removed heads, before the output projection, and of their sites after it,
+    [model].
+    """
 
     head_outputs: Mapping[HeadId, Tensor]
     site_constants: Mapping[str, Tensor]
@@ -42,20 +44,29 @@ def compute_head_constants(
 ) -> HeadConstants:
     """Compute the constants that replace removed heads.
 
-    "mean" is their average output over the tokens of `examples`, so that removing them equals mean ablation. "bias" is
-    b_V alone, which a head outputs for any text if its attention weights sum to one. "none" replaces nothing.
+    "mean" is their average output over the tokens of `examples`, so that removing them equals mean
+    ablation. "bias" is b_V alone, which a head outputs for any text if its attention weights sum to
+    one. "none" replaces nothing.
     """
     if fold not in FOLD_MODES:
         raise SpecError(f"unknown fold={fold!r}; {suggest(fold, FOLD_MODES)}")
     if fold == "none":
         return HeadConstants({}, {})
     if fold == "mean" and not examples:
-        raise SpecError("fold='mean' needs examples to average over, got none; give examples or use fold='none'")
-    head_outputs = _mean_outputs(net, plan, examples) if fold == "mean" else _bias_outputs(net, plan)
-    return HeadConstants(head_outputs, {site: _site_constant(net, site, head_outputs) for site in plan.changed_sites})
+        raise SpecError(
+            "fold='mean' needs examples to average over, got none; give examples or use fold='none'"
+        )
+    head_outputs = (
+        _mean_outputs(net, plan, examples) if fold == "mean" else _bias_outputs(net, plan)
+    )
+    return HeadConstants(
+        head_outputs, {site: _site_constant(net, site, head_outputs) for site in plan.changed_sites}
+    )
 
 
-def _mean_outputs(net: Transformer, plan: PruningPlan, examples: Sequence[Example]) -> dict[HeadId, Tensor]:
+def _mean_outputs(
+    net: Transformer, plan: PruningPlan, examples: Sequence[Example]
+) -> dict[HeadId, Tensor]:
     means = head_means(net, [example.model_inputs for example in examples], plan.removed_heads)
     return {(site, head): means[site, head] for site, head in plan.removed_heads}
 
@@ -76,21 +87,35 @@ def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
             if head not in kept_heads
         }
     if not head_outputs:
-        raise SpecError(f"cannot fold biases: no removed head of {net.spec.name} has a value bias. Use fold='mean'")
+        raise SpecError(
+            f"cannot fold biases: no removed head of {net.spec.name} has a value bias. Use "
+            "fold='mean'"
+        )
     return head_outputs
 
 
 def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Tensor]) -> Tensor:
     """Return what the given constant head outputs add to the output of a site, [model]."""
-    spec, weights, like = get_attention(net, site).spec, get_attention_parameters(net, site), next(net.parameters())
+    spec, weights, like = (
+        get_attention(net, site).spec,
+        get_attention_parameters(net, site),
+        next(net.parameters()),
+    )
     outputs_BTOV = torch.zeros(
-        1, 1, len(spec.score_head_of_output), spec.heads.vdim, dtype=torch.float64, device=like.device
+        1,
+        1,
+        len(spec.score_head_of_output),
+        spec.heads.vdim,
+        dtype=torch.float64,
+        device=like.device,
     )
     for (head_site, head), vector in head_outputs.items():
         if head_site == site:
             outputs_BTOV[0, 0, head] = vector
     output_weights = {
-        name.removeprefix("output."): t.double() for name, t in weights.items() if name.startswith("output.")
+        name.removeprefix("output."): t.double()
+        for name, t in weights.items()
+        if name.startswith("output.")
     }
     with torch.no_grad():
         output = spec.merge.merge(outputs_BTOV, output_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
@@ -101,20 +126,24 @@ def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
     """Return what a pruning uses texts for, as the notes of its proof say it.
 
     >>> from headwise.surgery import DropHeads
-    >>> list_text_uses(DropHeads((("decoder.0.attention", 1),)), "none"), list_text_uses(DropHeads(()), "mean")
+    >>> (
+    ...     list_text_uses(DropHeads((("decoder.0.attention", 1),)), "none"),
+    ...     list_text_uses(DropHeads(()), "mean"),
+    ... )
     ((), ('mean outputs were computed',))
     """
     return (*selection.text_uses, *(("mean outputs were computed",) if fold == "mean" else ()))
 
 
-# --- Pruning -------------------------------------------------------------------------------------------
+# --- Pruning --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class PruningResult:
     """Model before and after pruning, the plan, and the constants that replace removed heads.
 
-    `removal_source` is the model whose heads were removed: `before`, unless the selection trained it (KeepOpenGates).
+    `removal_source` is the model whose heads were removed: `before`, unless the selection trained
+    it (KeepOpenGates).
     """
 
     before: Transformer
@@ -127,7 +156,9 @@ class PruningResult:
 
     @property
     def head_constants(self) -> Mapping[HeadId, Tensor]:
-        """The constant outputs of removed heads, before the output projection; empty with fold="none"."""
+        """The constant outputs of removed heads, before the output projection; empty with
+        fold="none".
+        """
         return self.constants.head_outputs
 
     @property
@@ -141,8 +172,12 @@ class PruningResult:
         }
 
     def _in_float32(self) -> Transformer:
-        """Remove the heads from a copy in float32, in which folded constants are not rounded to 16 bits."""
-        source = cast_model(self.removal_source, full_precision(parameter_dtype(self.removal_source)))
+        """Remove the heads from a copy in float32, in which folded constants are not rounded to 16
+        bits.
+        """
+        source = cast_model(
+            self.removal_source, full_precision(parameter_dtype(self.removal_source))
+        )
         return remove_heads(source, self.plan.changed_sites, self.constants.site_constants)
 
     @property
@@ -153,8 +188,8 @@ class PruningResult:
     def save_pretrained(self, folder: Path | str) -> WrittenFolder:
         """Write the pruned model to a new folder, with its tokenizer and the plan in heads.json.
 
-        The folder of a transformers model is one that transformers loads, if its layers can be described or resized;
-        `summary` of the result says which kind was written.
+        The folder of a transformers model is one that transformers loads, if its layers can be
+        described or resized; `summary` of the result says which kind was written.
         """
         record = self.data | {"model": fingerprint_model(self.before)}
         return save_result(self.after, self.original, folder, record)
@@ -162,7 +197,9 @@ class PruningResult:
     def __str__(self) -> str:
         counts = [sum(p.numel() for p in net.parameters()) for net in (self.before, self.after)]
         saved = f"{counts[0] - counts[1]:,} of {counts[0]:,} parameters removed"
-        return "\n".join([f"{self.before.spec.name}: {self.plan.summary}; {saved}", *self.plan.notes])
+        return "\n".join(
+            [f"{self.before.spec.name}: {self.plan.summary}; {saved}", *self.plan.notes]
+        )
 
 
 def prune(
@@ -174,26 +211,35 @@ def prune(
     tokenizer: object = None,
     log: Callable[[str], Any] = lambda _: None,
 ) -> PruningResult:
-    """Return a copy of a model without the heads that `selection` removes; a number is the fraction each layer keeps.
+    """Return a copy of a model without the heads that `selection` removes; a number is the fraction
+    each layer keeps.
 
-    `model` is a transformers or headwise model; it is not changed. Heads are judged on `texts`: strings, pairs (source,
-    target) for an encoder-decoder model, or Examples. `tokenizer` is needed if none is found beside the model.
-    fold="mean" adds the average output of the removed heads over the texts to the output bias, fold="bias" the part of
-    it that comes from their value bias. `save_pretrained` of the result writes the pruned model.
+    `model` is a transformers or headwise model; it is not changed. Heads are judged on `texts`:
+    strings, pairs (source, target) for an encoder-decoder model, or Examples. `tokenizer` is needed
+    if none is found beside the model. fold="mean" adds the average output of the removed heads over
+    the texts to the output bias, fold="bias" the part of it that comes from their value bias.
+    `save_pretrained` of the result writes the pruned model.
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> done = prune(net, hw.surgery.DropHeads((("decoder.0.attention", 3),)))
-    >>> done.plan.summary, hw.costs.count_parameters(net.spec) - hw.costs.count_parameters(done.after.spec)
+    >>> (
+    ...     done.plan.summary,
+    ...     hw.costs.count_parameters(net.spec) - hw.costs.count_parameters(done.after.spec),
+    ... )
     ('7 of 8 heads kept, all but the listed heads', 70)
     """
     original, net, examples, notes = read_model_and_texts(model, texts, tokenizer)
     strategy = KeepTop(selection) if isinstance(selection, (int, float)) else selection
     if not isinstance(strategy, HeadSelection):
         raise SpecError(
-            f"selection={selection!r} is no HeadSelection; give a fraction such as 0.5, or hw.surgery.DropHeads(...)"
+            f"selection={selection!r} is no HeadSelection; give a fraction such as 0.5, or "
+            "hw.surgery.DropHeads(...)"
         )
     source, plan = strategy.prepare(net, examples, log)
     plan = replace(plan, notes=(*plan.notes, *notes))

@@ -1,4 +1,6 @@
-"""Pruning curves: quality of many pruned versions of one model, all compared with it on the same texts."""
+"""Pruning curves: quality of many pruned versions of one model, all compared with it on the same
+texts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from ..models import Transformer
 from ..progress import CountedMessage
 from .attention_replacement import remove_heads
 from .distillation import RetrainingPoint
-from .head_selection import RANDOM, RANKING_METHODS, HeadRanking, HeadScores, score_heads, select_top_units
+from .head_selection import (
+    RANDOM,
+    RANKING_METHODS,
+    HeadRanking,
+    HeadScores,
+    score_heads,
+    select_top_units,
+)
 from .l0_gates import GateTrainingOptions, train_gates
 from .pruning_plan import HeadId, HeadUnit, KeptHeads, count_heads, list_units
 from .verification.model_comparison import compute_output
@@ -48,14 +57,18 @@ from .verification.quality_metrics import (
 
 @dataclass(frozen=True, eq=False)
 class ModelEvaluator:
-    """Evaluates pruned models against one baseline model, whose outputs are computed once and stored.
+    """Evaluates pruned models against one baseline model, whose outputs are computed once and
+    stored.
 
-    `baseline_outputs` are stored only if the objective is drift; `baseline_answers` are its generated answers.
+    `baseline_outputs` are stored only if the objective is drift; `baseline_answers` are its
+    generated answers.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
-    >>> evaluator = ModelEvaluator.of(net, [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)])
+    >>> evaluator = ModelEvaluator.of(
+    ...     net, [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
+    ... )
     >>> evaluator.evaluate(net)[0].row("loss").change.value
     0.0
     """
@@ -71,7 +84,9 @@ class ModelEvaluator:
     baseline_answers: Sequence[Any] = ()
 
     @staticmethod
-    def of(net: Transformer, examples: Sequence[Example], objective: str | Objective | None = None) -> ModelEvaluator:
+    def of(
+        net: Transformer, examples: Sequence[Example], objective: str | Objective | None = None
+    ) -> ModelEvaluator:
         """Run the baseline model on every text."""
         distinct = DistinctExamples(examples)
         examples = list(distinct)
@@ -79,7 +94,9 @@ class ModelEvaluator:
         resolved, note = choose_objective(net, objective, examples[0])
         tally = QualityTally(resolved, [*([note] if note else []), *distinct.notes])
         is_drift = isinstance(resolved, OutputDrift)
-        questions = tuple(resolved.prepare_input(net, example, number) for number, example in enumerate(examples))
+        questions = tuple(
+            resolved.prepare_input(net, example, number) for number, example in enumerate(examples)
+        )
         outputs = list[Tensor | None]()
         with eval_mode(net):
             for question in questions:
@@ -92,9 +109,14 @@ class ModelEvaluator:
         """Return a copy that also scores generated answers: of a task, or as translations."""
         if task is None and not can_compute_bleu(self.net):
             fact = f"cannot score generated answers of {self.net.spec.name}"
-            raise SpecError(f"{fact}. Give a task, or use a translation model with text pairs and sacrebleu installed")
+            raise SpecError(
+                f"{fact}. Give a task, or use a translation model with text pairs and sacrebleu "
+                "installed"
+            )
         evaluator = replace(
-            self, task=task, pairs=() if task is not None else get_translation_pairs(self.net, self.examples)
+            self,
+            task=task,
+            pairs=() if task is not None else get_translation_pairs(self.net, self.examples),
         )
         return replace(evaluator, baseline_answers=evaluator._generate_answers(self.net))
 
@@ -102,21 +124,34 @@ class ModelEvaluator:
         """Measure a model against the baseline; return the report and the sums of every text."""
         is_drift = isinstance(self.objective, OutputDrift)
         tally = QualityTally(
-            self.objective, list(self.baseline_tally.notes), before=[] if is_drift else self.baseline_tally.after
+            self.objective,
+            list(self.baseline_tally.notes),
+            before=[] if is_drift else self.baseline_tally.after,
         )
         if after is self.net:
-            tally.after, tally.num_unscored = self.baseline_tally.after, self.baseline_tally.num_unscored
+            tally.after, tally.num_unscored = (
+                self.baseline_tally.after,
+                self.baseline_tally.num_unscored,
+            )
             return tally.report, tuple(tally.after)
         with eval_mode(after):
-            for question, baseline_output in zip(self.questions, self.baseline_outputs, strict=True):
+            for question, baseline_output in zip(
+                self.questions, self.baseline_outputs, strict=True
+            ):
                 tally.add(question, compute_output(after, question.inputs), baseline_output)
         return tally.report, tuple(tally.after)
 
     def score_generation(self, after: Transformer) -> list[MetricRow]:
-        """Score the generated answers of a model against the baseline's, by the task's scores, or as translations."""
+        """Score the generated answers of a model against the baseline's, by the task's scores, or
+        as translations.
+        """
         answers = self.baseline_answers if after is self.net else self._generate_answers(after)
         if self.task is not None:
-            return [row for row in compare_tallies(self.baseline_answers, answers) if "/" not in row.name]
+            return [
+                row
+                for row in compare_tallies(self.baseline_answers, answers)
+                if "/" not in row.name
+            ]
         return [compare_translated_texts(self.baseline_answers, answers, self.pairs)[0]]
 
     def _generate_answers(self, net: Transformer) -> list[Any]:
@@ -128,7 +163,7 @@ class ModelEvaluator:
             )
 
 
-# --- Removal orders ------------------------------------------------------------------------------------
+# --- Removal orders -------------------------------------------------------------------------------
 
 GATE_ORDER = "gates"
 REMOVAL_ORDERS = (*RANKING_METHODS, GATE_ORDER)
@@ -146,23 +181,38 @@ class OrderingOptions:
     seed: int = 0
 
 
-def list_default_orders(net: Transformer, examples: Sequence[Example], options: OrderingOptions) -> tuple[str, ...]:
+def list_default_orders(
+    net: Transformer, examples: Sequence[Example], options: OrderingOptions
+) -> tuple[str, ...]:
     """Return the removal orders available for a model.
 
     Gradient methods need a differentiable objective, "gates" needs `options.gate_options`.
 
     >>> import headwise as hw, torch
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
-    >>> list_default_orders(net, texts, OrderingOptions()), list_default_orders(net, texts, OrderingOptions("drift"))
+    >>> (
+    ...     list_default_orders(net, texts, OrderingOptions()),
+    ...     list_default_orders(net, texts, OrderingOptions("drift")),
+    ... )
     (('leave-one-out', 'michel', 'random'), ('leave-one-out', 'random'))
     """
     gradient_orders = (
-        (GRADIENT_METHOD,) if choose_objective(net, options.objective, examples[0])[0].has_gradient else ()
+        (GRADIENT_METHOD,)
+        if choose_objective(net, options.objective, examples[0])[0].has_gradient
+        else ()
     )
-    return (DEFAULT_METHOD, *gradient_orders, RANDOM, *([GATE_ORDER] if options.gate_options is not None else []))
+    return (
+        DEFAULT_METHOD,
+        *gradient_orders,
+        RANDOM,
+        *([GATE_ORDER] if options.gate_options is not None else []),
+    )
 
 
 def check_order(order: str, options: OrderingOptions) -> None:
@@ -171,7 +221,8 @@ def check_order(order: str, options: OrderingOptions) -> None:
         raise SpecError(f"unknown removal order {order!r}; {suggest(order, REMOVAL_ORDERS)}")
     if order == GATE_ORDER and options.gate_options is None:
         raise SpecError(
-            "order 'gates' needs gate training options; give gate_options=GateTrainingOptions(heads=0.5, "
+            "order 'gates' needs gate training options; give "
+            "gate_options=GateTrainingOptions(heads=0.5, "
             "freeze='model')"
         )
 
@@ -191,10 +242,15 @@ def score_by_order(
     check_order(order, options)
     if order != GATE_ORDER:
         return score_heads(
-            net, examples, HeadRanking(order, options.objective, options.num_examples, seed=options.seed), log
+            net,
+            examples,
+            HeadRanking(order, options.objective, options.num_examples, seed=options.seed),
+            log,
         )
     assert options.gate_options is not None
-    single_heads = all(len(unit.heads) == 1 for probabilities in units.values() for unit in probabilities)
+    single_heads = all(
+        len(unit.heads) == 1 for probabilities in units.values() for unit in probabilities
+    )
     gate_options = replace(options.gate_options, unit="head" if single_heads else "kv")
 
     def progress(point: RetrainingPoint) -> None:
@@ -207,11 +263,14 @@ def score_by_order(
         for head, probability in enumerate(probabilities)
     }
     num_open = gate_options.target_count(sum(map(len, units.values())))
-    note = f"gates trained for {gate_options.steps} steps to keep {num_open} open, freeze={gate_options.freeze!r}"
+    note = (
+        f"gates trained for {gate_options.steps} steps to keep {num_open} open, "
+        f"freeze={gate_options.freeze!r}"
+    )
     return HeadScores(scores, (note, *result.notes))
 
 
-# --- Curves --------------------------------------------------------------------------------------------
+# --- Curves ---------------------------------------------------------------------------------------
 
 ALL_PARTS = "all"
 DEFAULT_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -220,13 +279,15 @@ LogFunction = Callable[[str], object]
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Options of a sweep: removal orders, fractions of heads to keep, parts of the model, and how results are judged.
+    """Options of a sweep: removal orders, fractions of heads to keep, parts of the model, and how
+    results are judged.
 
-    `shares` are the fractions of heads kept. `parts` are "encoder" and "decoder" (self-attention of a stack), "cross",
-    and "all"; heads of one part are removed while the other parts stay complete. Empty means every part. `orders` are
-    names in REMOVAL_ORDERS, the first is compared with the others; "random" is repeated with `seeds` seeds. For
-    `generation_orders` generated answers are scored too, of `task` if given. At least `least` heads stay in every
-    attention. A loss increase below `max_loss_increase` counts as harmless.
+    `shares` are the fractions of heads kept. `parts` are "encoder" and "decoder" (self-attention of
+    a stack), "cross", and "all"; heads of one part are removed while the other parts stay complete.
+    Empty means every part. `orders` are names in REMOVAL_ORDERS, the first is compared with the
+    others; "random" is repeated with `seeds` seeds. For `generation_orders` generated answers are
+    scored too, of `task` if given. At least `least` heads stay in every attention. A loss increase
+    below `max_loss_increase` counts as harmless.
     """
 
     ordering: OrderingOptions = field(default_factory=OrderingOptions)
@@ -251,7 +312,10 @@ class SweepOptions:
         if not self.shares:
             raise SpecError("shares is empty; give fractions of heads to keep, such as 0.5")
         if not self.max_loss_increase > 0:
-            raise SpecError(f"max_loss_increase must be > 0, got {self.max_loss_increase!r}; give a value such as 0.1")
+            raise SpecError(
+                f"max_loss_increase must be > 0, got {self.max_loss_increase!r}; give a value "
+                "such as 0.1"
+            )
 
 
 def get_change(row: MetricRow) -> IntervalEstimate:
@@ -284,11 +348,18 @@ class CurvePoint(NamedTuple):
     def data(self) -> dict[str, Any]:
         """The fields as JSON-serialisable values."""
         keep = {site: list(heads) for site, heads in self.keep.items()}
-        return {"share": self.share, "left": self.num_heads, "keep": keep, "rows": [row.data for row in self.rows]}
+        return {
+            "share": self.share,
+            "left": self.num_heads,
+            "keep": keep,
+            "rows": [row.data for row in self.rows],
+        }
 
 
 class PruningCurve(NamedTuple):
-    """Points of one removal order on one part, starting with the full model; `seed` numbers repeated random orders."""
+    """Points of one removal order on one part, starting with the full model; `seed` numbers
+    repeated random orders.
+    """
 
     part: str
     order: str
@@ -315,7 +386,8 @@ class CurveValue(NamedTuple):
 class PruningCurves:
     """All curves of a model; `parts` maps each part to its attentions and their numbers of heads.
 
-    `classes` maps every head to the group of its most certain class; empty if heads could not be classified.
+    `classes` maps every head to the group of its most certain class; empty if heads could not be
+    classified.
     """
 
     model: str
@@ -337,14 +409,19 @@ class PruningCurves:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics, loss or drift first."""
-        return tuple(dict.fromkeys(row.name for line in self.curves for point in line.points for row in point.rows))
+        return tuple(
+            dict.fromkeys(
+                row.name for line in self.curves for point in line.points for row in point.rows
+            )
+        )
 
     def select_curves(self, part: str, order: str) -> tuple[PruningCurve, ...]:
         """Return the curves of an order on a part, one per seed."""
         return tuple(line for line in self.curves if (line.part, line.order) == (part, order))
 
     def list_values(self, part: str, order: str, name: str) -> list[CurveValue]:
-        """Return the change of a metric from the full model, by number of heads kept, with its interval over texts.
+        """Return the change of a metric from the full model, by number of heads kept, with its
+        interval over texts.
 
         For several seeds it is the mean over seeds, with minimum and maximum.
         """
@@ -354,7 +431,8 @@ class PruningCurves:
                 if row := point.get_row(name):
                     changes.setdefault(point.num_heads, []).append(get_change(row))
         return [
-            CurveValue(num_heads, *_summarise_draws(changes[num_heads])) for num_heads in sorted(changes, reverse=True)
+            CurveValue(num_heads, *_summarise_draws(changes[num_heads]))
+            for num_heads in sorted(changes, reverse=True)
         ]
 
     def count_part_heads(self, part: str) -> int:
@@ -396,14 +474,20 @@ def run_sweep(
     options: SweepOptions = SweepOptions(),
     log: LogFunction = lambda _: None,
 ) -> PruningCurves:
-    """Measure quality against heads kept; heads are ranked on the selection examples, models measured on the others.
+    """Measure quality against heads kept; heads are ranked on the selection examples, models
+    measured on the others.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(4)]
-    >>> curves = run_sweep(net, texts, texts, SweepOptions(orders=("random",), shares=(0.5, 0.25), seeds=2))
-    >>> [(curve.part, curve.seed, [point.num_heads for point in curve.points]) for curve in curves.curves]
+    >>> curves = run_sweep(
+    ...     net, texts, texts, SweepOptions(orders=("random",), shares=(0.5, 0.25), seeds=2)
+    ... )
+    >>> [
+    ...     (curve.part, curve.seed, [point.num_heads for point in curve.points])
+    ...     for curve in curves.curves
+    ... ]
     [('all', 0, [4, 2, 1]), ('all', 1, [4, 2, 1])]
     """
     check_min_count(len(selection_examples), "texts for ranking heads")
@@ -418,7 +502,11 @@ def run_sweep(
             log(f"{order}: ranking heads")
             ordering = replace(options.ordering, seed=options.ordering.seed + seed)
             scores = score_by_order(net, selection_examples, units_by_site, order, ordering, log)
-            notes |= {f"{order}: {note}": None for note in scores.notes if note not in evaluator.baseline_tally.notes}
+            notes |= {
+                f"{order}: {note}": None
+                for note in scores.notes
+                if note not in evaluator.baseline_tally.notes
+            }
             sweep = _OrderSweep(net, evaluator, options, order, seed, log)
             curves += [
                 sweep.sweep_part(part, {site: units_by_site[site] for site in sites}, scores)
@@ -455,7 +543,8 @@ class _OrderSweep:
     ) -> PruningCurve:
         """Return the curve of one part; its heads are removed and all other parts stay complete."""
         all_heads = {
-            site: tuple(head for unit in units for head in unit.heads) for site, units in units_by_site.items()
+            site: tuple(head for unit in units for head in unit.heads)
+            for site, units in units_by_site.items()
         }
         num_heads = sum(map(len, all_heads.values()))
         points = [self._evaluate_point(1.0, all_heads, self.net)]
@@ -463,7 +552,9 @@ class _OrderSweep:
             selected = select_top_units(
                 units_by_site,
                 scores,
-                max(len(units_by_site[next(iter(units_by_site))][0].heads), round(share * num_heads)),
+                max(
+                    len(units_by_site[next(iter(units_by_site))][0].heads), round(share * num_heads)
+                ),
                 self.options.least,
             )
             keep = {
@@ -471,7 +562,10 @@ class _OrderSweep:
                 for site in units_by_site
             }
             if sum(map(len, keep.values())) < points[-1].num_heads:
-                self.log(f"{self.order} {self.seed}, {part}: {sum(map(len, keep.values()))} of {num_heads} heads kept")
+                self.log(
+                    f"{self.order} {self.seed}, {part}: {sum(map(len, keep.values()))} of "
+                    f"{num_heads} heads kept"
+                )
                 changed = {site: heads for site, heads in keep.items() if heads != all_heads[site]}
                 points.append(self._evaluate_point(share, keep, remove_heads(self.net, changed)))
         return PruningCurve(part, self.order, self.seed, tuple(points))
@@ -480,13 +574,19 @@ class _OrderSweep:
         report, text_counts = self.evaluator.evaluate(pruned)
         rows = [
             *report.rows,
-            *(self.evaluator.score_generation(pruned) if self.order in self.options.generation_orders else []),
+            *(
+                self.evaluator.score_generation(pruned)
+                if self.order in self.options.generation_orders
+                else []
+            ),
         ]
         return CurvePoint(share, sum(map(len, keep.values())), keep, tuple(rows), text_counts)
 
 
 def _list_parts(net: Transformer, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return the attentions of each part with their numbers of heads: "all", and each kind if there are several."""
+    """Return the attentions of each part with their numbers of heads: "all", and each kind if there
+    are several.
+    """
     head_counts = count_heads(net.spec)
     parts: dict[str, dict[str, int]] = {}
     for site, heads in head_counts.items():
@@ -498,8 +598,12 @@ def _list_parts(net: Transformer, names: Sequence[str]) -> dict[str, dict[str, i
     return {part: sites for part, sites in parts.items() if not names or part in names}
 
 
-def _classify_heads(net: Transformer, examples: Sequence[Example]) -> tuple[dict[HeadId, str], list[str]]:
-    """Return the class group of every head, and notes; empty if the tokens of the examples are unknown."""
+def _classify_heads(
+    net: Transformer, examples: Sequence[Example]
+) -> tuple[dict[HeadId, str], list[str]]:
+    """Return the class group of every head, and notes; empty if the tokens of the examples are
+    unknown.
+    """
     collectors = list[MeasureCollector]()
     if any(example.dependencies for example in examples):
         collectors.append(DependencyScores())
@@ -511,4 +615,7 @@ def _classify_heads(net: Transformer, examples: Sequence[Example]) -> tuple[dict
     note = "heads are counted by their most certain class"
     if not any(example.dependencies for example in examples):
         note += "; syntactic classes need parsed texts and were not tested"
-    return {(head.site, head.head): class_group(head.classes[0].name) for head in table.heads}, [note, *table.notes]
+    return {(head.site, head.head): class_group(head.classes[0].name) for head in table.heads}, [
+        note,
+        *table.notes,
+    ]

@@ -1,4 +1,6 @@
-"""Pruning plans: the heads that every attention of a model keeps, and why, fixed before any weight is changed."""
+"""Pruning plans: the heads that every attention of a model keeps, and why, fixed before any weight
+is changed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class PruningPlan:
     """The heads that every attention of a model keeps, and how they were chosen.
 
     >>> import headwise as hw
-    >>> gpt2 = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2})
+    >>> gpt2 = hw.families.read_model_spec(
+    ...     {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}
+    ... )
     >>> plan = PruningPlan.without(gpt2, [("decoder.0.attention", 3)], "by hand")
     >>> plan.keep["decoder.0.attention"], plan.num_kept, plan.removed_heads
     ((0, 1, 2), 7, (('decoder.0.attention', 3),))
@@ -38,23 +42,37 @@ class PruningPlan:
 
     @staticmethod
     def of(
-        model_spec: ModelSpec, keep: Mapping[str, Iterable[int]], reason: str, notes: Sequence[str] = ()
+        model_spec: ModelSpec,
+        keep: Mapping[str, Iterable[int]],
+        reason: str,
+        notes: Sequence[str] = (),
     ) -> PruningPlan:
-        """Return a plan from the heads that some sites keep; the other sites keep all their heads."""
+        """Return a plan from the heads that some sites keep; the other sites
+        keep all their heads.
+        """
         head_counts = count_heads(model_spec)
         if wrong := [site for site in keep if site not in head_counts]:
-            raise SpecError(f"{model_spec.name} has no attention {wrong[0]!r}; {suggest(wrong[0], head_counts)}")
-        kept_heads = {site: tuple(keep.get(site, range(count))) for site, count in head_counts.items()}
+            raise SpecError(
+                f"{model_spec.name} has no attention {wrong[0]!r}; {suggest(wrong[0], head_counts)}"
+            )
+        kept_heads = {
+            site: tuple(keep.get(site, range(count))) for site, count in head_counts.items()
+        }
         for site, heads in kept_heads.items():
             check_heads(site, heads, head_counts[site])
         if not any(kept_heads.values()):
             raise SpecError(f"cannot remove all heads of {model_spec.name}. Keep at least one")
         return PruningPlan(
-            {site: tuple(sorted(heads)) for site, heads in kept_heads.items()}, head_counts, reason, tuple(notes)
+            {site: tuple(sorted(heads)) for site, heads in kept_heads.items()},
+            head_counts,
+            reason,
+            tuple(notes),
         )
 
     @staticmethod
-    def without(model_spec: ModelSpec, heads: Iterable[HeadId], reason: str, notes: Sequence[str] = ()) -> PruningPlan:
+    def without(
+        model_spec: ModelSpec, heads: Iterable[HeadId], reason: str, notes: Sequence[str] = ()
+    ) -> PruningPlan:
         """Return a plan that removes the given heads."""
         removed: dict[str, list[int]] = {}
         for site, head in heads:
@@ -62,7 +80,9 @@ class PruningPlan:
         head_counts = count_heads(model_spec)
         for site, indices in removed.items():
             if site not in head_counts:
-                raise SpecError(f"{model_spec.name} has no attention {site!r}; {suggest(site, head_counts)}")
+                raise SpecError(
+                    f"{model_spec.name} has no attention {site!r}; {suggest(site, head_counts)}"
+                )
             check_heads(site, indices, head_counts[site])
         keep = {
             site: [head for head in range(head_counts[site]) if head not in indices]
@@ -75,8 +95,12 @@ class PruningPlan:
         """Return the plan that `data` gave as `values`; missing sites keep all their heads.
 
         >>> import headwise as hw
-        >>> gpt2 = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1})
-        >>> PruningPlan.from_dict(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "reason": "by hand"}).summary
+        >>> gpt2 = hw.families.read_model_spec(
+        ...     {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}
+        ... )
+        >>> PruningPlan.from_dict(
+        ...     gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "reason": "by hand"}
+        ... ).summary
         '2 of 4 heads kept, by hand'
         """
         record = Record("the plan", values, "give what `data` of a plan returned")
@@ -97,7 +121,11 @@ class PruningPlan:
     @property
     def changed_sites(self) -> KeptHeads:
         """The heads kept at the sites that lose any."""
-        return {site: kept_heads for site, kept_heads in self.keep.items() if len(kept_heads) < self.head_counts[site]}
+        return {
+            site: kept_heads
+            for site, kept_heads in self.keep.items()
+            if len(kept_heads) < self.head_counts[site]
+        }
 
     @property
     def num_kept(self) -> int:
@@ -114,7 +142,12 @@ class PruningPlan:
     def data(self) -> dict[str, Any]:
         """The plan as JSON-serialisable values."""
         keep = {site: list(heads) for site, heads in self.keep.items()}
-        return {"keep": keep, "head_counts": dict(self.head_counts), "reason": self.reason, "notes": list(self.notes)}
+        return {
+            "keep": keep,
+            "head_counts": dict(self.head_counts),
+            "reason": self.reason,
+            "notes": list(self.notes),
+        }
 
 
 def count_heads(model_spec: ModelSpec) -> dict[str, int]:
@@ -143,46 +176,72 @@ class HeadUnit:
 
 
 def list_units(model_spec: ModelSpec, kind: str = "auto") -> dict[str, tuple[HeadUnit, ...]]:
-    """Return the units of every site: single heads ("head"), or the query heads of one key-value head ("group").
+    """Return the units of every site: single heads ("head"), or the query heads of one key-value
+    head ("group").
 
-    "auto" takes groups if a layer has several with more than one head each: only removing whole groups shrinks the
-    KV cache.
+    "auto" takes groups if a layer has several with more than one head each: only removing whole
+    groups shrinks the KV cache.
 
     >>> import headwise as hw
-    >>> llama = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
-    >>> small = hw.families.read_model_spec(llama | {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 11})
+    >>> llama = {
+    ...     "model_type": "llama",
+    ...     "hidden_size": 8,
+    ...     "num_attention_heads": 4,
+    ...     "num_key_value_heads": 2,
+    ... }
+    >>> small = hw.families.read_model_spec(
+    ...     llama | {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 11}
+    ... )
     >>> [unit.heads for unit in list_units(small)["decoder.0.attention"]]
     [(0, 1), (2, 3)]
     """
     if kind not in UNIT_KINDS:
         raise SpecError(f"unknown unit={kind!r}; {suggest(kind, UNIT_KINDS)}")
-    return {site: tuple(_site_units(site, spec, kind)) for site, spec in model_spec.attention_specs()}
+    return {
+        site: tuple(_site_units(site, spec, kind)) for site, spec in model_spec.attention_specs()
+    }
 
 
 def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]:
     outs = range(len(spec.score_head_of_output))
-    kv_heads = [frozenset(spec.heads.kv_head_of_query[row] for row in spec.compared_score_heads(out)) for out in outs]
+    kv_heads = [
+        frozenset(spec.heads.kv_head_of_query[row] for row in spec.compared_score_heads(out))
+        for out in outs
+    ]
     groups: dict[frozenset[int], list[int]] = {}
     for out in outs:
         groups.setdefault(kv_heads[out], []).append(out)
     disjoint = sum(map(len, groups)) == len(frozenset[int]().union(*groups))
     if kind == "group" and not disjoint:
-        raise SpecError(f"cannot group heads of {site}: each uses several key-value heads. Use unit='head'")
+        raise SpecError(
+            f"cannot group heads of {site}: each uses several key-value heads. Use unit='head'"
+        )
     use_groups = disjoint and (kind == "group" or (kind == "auto" and 1 < len(groups) < len(outs)))
-    yield from (HeadUnit(site, tuple(heads)) for heads in (groups.values() if use_groups else [[out] for out in outs]))
+    yield from (
+        HeadUnit(site, tuple(heads))
+        for heads in (groups.values() if use_groups else [[out] for out in outs])
+    )
 
 
 def list_rounded_shares(
-    amount: float, scope: str, keep: Mapping[str, Sequence[int]], units_by_site: Mapping[str, Sequence[HeadUnit]]
+    amount: float,
+    scope: str,
+    keep: Mapping[str, Sequence[int]],
+    units_by_site: Mapping[str, Sequence[HeadUnit]],
 ) -> Iterator[str]:
-    """Yield a note for every number of kept heads that is not `amount`, because key-value groups are kept whole.
+    """Yield a note for every number of kept heads that is not `amount`, because key-value groups
+    are kept whole.
 
-    >>> units = {"a": [HeadUnit("a", (0, 1, 2)), HeadUnit("a", (3, 4, 5)), HeadUnit("a", (6, 7, 8))]}
+    >>> units = {
+    ...     "a": [HeadUnit("a", (0, 1, 2)), HeadUnit("a", (3, 4, 5)), HeadUnit("a", (6, 7, 8))]
+    ... }
     >>> list(list_rounded_shares(0.75, "layer", {"a": range(6)}, units))
     ['keep=0.75 was rounded to whole key-value groups: 6 of 9 heads (0.667) in each layer']
     """
     grouped = {site: units for site, units in units_by_site.items() if len(units[0].heads) > 1}
-    counts = [(len(keep[site]), sum(len(unit.heads) for unit in units)) for site, units in grouped.items()]
+    counts = [
+        (len(keep[site]), sum(len(unit.heads) for unit in units)) for site, units in grouped.items()
+    ]
     if scope == "model" and counts:
         counts = [(sum(count for count, _ in counts), sum(heads for _, heads in counts))]
     where = "the model" if scope == "model" else "each layer"
@@ -193,7 +252,7 @@ def list_rounded_shares(
             yield f"keep={amount:g} was rounded to whole key-value groups: {share} in {where}"
 
 
-# --- Model fingerprints --------------------------------------------------------------------------------
+# --- Model fingerprints ---------------------------------------------------------------------------
 
 
 def fingerprint_model(net: Transformer) -> str:

@@ -1,4 +1,6 @@
-"""Folding of biases and query-key transforms into neighbouring weights, without changing the function."""
+"""Folding of biases and query-key transforms into neighbouring weights, without changing the
+function.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from ..spec.attention_spec import AttentionSpec
 
 
 class FoldedWeights(NamedTuple):
-    """Spec and weights after folding; `reasons_kept` gives the reason for each bias or transform not folded."""
+    """Spec and weights after folding; `reasons_kept` gives the reason for each bias or transform
+    not folded.
+    """
 
     spec: AttentionSpec
     weights: dict[str, Tensor]
@@ -26,9 +30,10 @@ class FoldedWeights(NamedTuple):
 def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeights:
     """Compute the same function with fewer biases: b_K is dropped and b_V W_O is added to b_O.
 
-    A key bias adds one constant to all scores of a row, and softmax is invariant to that. A value bias passes
-    unchanged through attention weights that sum to one. If either does not hold, the bias stays, with the reason. One
-    difference remains: a query without any allowed key now gets b_V W_O, where it got zero.
+    A key bias adds one constant to all scores of a row, and softmax is invariant to that. A value
+    bias passes unchanged through attention weights that sum to one. If either does not hold, the
+    bias stays, with the reason. One difference remains: a query without any allowed key now gets
+    b_V W_O, where it got zero.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, bias="qkv", modifiers=(hw.Rotary(),))
@@ -37,12 +42,16 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
     ('qk', 'o', ['k'])
     """
     biases = spec.project.constant_biases(spec, weights)
-    reasons_kept = {side: reason for side in biases if (reason := "; ".join(_reasons_bias_stays(spec, side)))}
+    reasons_kept = {
+        side: reason for side in biases if (reason := "; ".join(_reasons_bias_stays(spec, side)))
+    }
     folded = [side for side in biases if side not in reasons_kept]
     if not folded:
         return FoldedWeights(spec, dict(weights), reasons_kept)
     remaining = {
-        name: tensor for name, tensor in weights.items() if name not in {f"project.{side}_bias" for side in folded}
+        name: tensor
+        for name, tensor in weights.items()
+        if name not in {f"project.{side}_bias" for side in folded}
     }
     smaller = replace(spec, project=spec.project.without_biases(frozenset(folded)))
     if "v" in folded:
@@ -53,7 +62,9 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
 
 
 def _reasons_bias_stays(spec: AttentionSpec, side: str) -> Iterator[str]:
-    """Yield the reasons why the key or value bias has an effect that no other weight can take over."""
+    """Yield the reasons why the key or value bias has an effect that no other
+    weight can take over.
+    """
     for name, transform in spec.parts_of(QKTransform):
         if side in transform.transformed_sides(spec):
             yield f"{name} transforms {side} after its bias"
@@ -73,8 +84,12 @@ def _reasons_bias_stays(spec: AttentionSpec, side: str) -> Iterator[str]:
             yield f"{name} acts on the attention weights or outputs"
 
 
-def _merge_with_bias(spec: AttentionSpec, weights: Mapping[str, Tensor], bias_OV: Tensor) -> tuple[Merge, Tensor]:
-    """Return the merge with an output bias, and the bias: the projected value bias plus the old output bias."""
+def _merge_with_bias(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], bias_OV: Tensor
+) -> tuple[Merge, Tensor]:
+    """Return the merge with an output bias, and the bias: the projected value bias plus the old
+    output bias.
+    """
     biased = replace(spec.merge, bias="o")
     merge_weights = _weights_of_part(weights, "output")
     merge_weights.setdefault("o_bias", bias_OV.new_zeros(spec.model))
@@ -83,11 +98,12 @@ def _merge_with_bias(spec: AttentionSpec, weights: Mapping[str, Tensor], bias_OV
 
 
 def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeights:
-    """Compute the same function with fewer query-key transforms: constant matrices go into the projection before them.
+    """Compute the same function with fewer query-key transforms: constant matrices go into the
+    projection before them.
 
-    Each side ("q", "k", "v") of a transform is folded on its own. It stays, with the reason, if it is not one matrix
-    for all tokens, or if a transform that stays comes before it. Keys of `reasons_kept` are "name.side", with the
-    names of `spec`.
+    Each side ("q", "k", "v") of a transform is folded on its own. It stays, with the reason, if it
+    is not one matrix for all tokens, or if a transform that stays comes before it. Keys of
+    `reasons_kept` are "name.side", with the names of `spec`.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(), hw.Knocking(sides="qv")))
@@ -95,11 +111,17 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
     >>> folded.spec.modifiers[1], folded.reasons_kept["knocking.q"]
     (Knocking(sides='q'), 'rotary transforms q before it')
     """
-    folded_weights, folded_sides, reasons_kept = dict(weights), dict[str, frozenset[str]](), dict[str, str]()
+    folded_weights, folded_sides, reasons_kept = (
+        dict(weights),
+        dict[str, frozenset[str]](),
+        dict[str, str](),
+    )
     for side in "qkv":
         blocked_by = ""
         transforms = spec.parts_of(QKTransform)
-        for name, transform in [(name, part) for name, part in transforms if side in part.transformed_sides(spec)]:
+        for name, transform in [
+            (name, part) for name, part in transforms if side in part.transformed_sides(spec)
+        ]:
             matrix = transform.as_matrix(side, _weights_of_part(folded_weights, name))
             absorbed = _absorb_transform(spec, folded_weights, side, None if blocked_by else matrix)
             if absorbed:
@@ -118,7 +140,9 @@ def _absorb_transform(
         return {} if matrix is None else spec.project.absorb_matrix(spec, weights, side, matrix)
 
 
-def _reason_transform_stays(spec: AttentionSpec, side: str, matrix: Tensor | None, blocked_by: str) -> str:
+def _reason_transform_stays(
+    spec: AttentionSpec, side: str, matrix: Tensor | None, blocked_by: str
+) -> str:
     """Return why a transform stays on a side."""
     if matrix is None:
         return "it is not one matrix for every head and token"
@@ -130,7 +154,9 @@ def _reason_transform_stays(spec: AttentionSpec, side: str, matrix: Tensor | Non
 def _without_transforms(
     spec: AttentionSpec, weights: Mapping[str, Tensor], folded_sides: Mapping[str, frozenset[str]]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """Return spec and weights with these sides of the transforms removed; later parts may get a smaller number."""
+    """Return spec and weights with these sides of the transforms removed; later parts may get a
+    smaller number.
+    """
     slots = [name for name, part in spec.parts() if not isinstance(part, Modifier)]
     remaining = [
         (
@@ -141,7 +167,9 @@ def _without_transforms(
         )
         for name, modifier in spec.parts_of(Modifier)
     ]
-    smaller = replace(spec, modifiers=tuple(modifier for _, modifier in remaining if modifier is not None))
+    smaller = replace(
+        spec, modifiers=tuple(modifier for _, modifier in remaining if modifier is not None)
+    )
     old_names = [*slots, *(name for name, modifier in remaining if modifier is not None)]
     return smaller, {
         f"{name}.{key}": weights[f"{old_name}.{key}"]
@@ -152,4 +180,8 @@ def _without_transforms(
 
 def _weights_of_part(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the weights of one part, by the names it declared."""
-    return {key.removeprefix(f"{name}."): weight for key, weight in weights.items() if key.startswith(f"{name}.")}
+    return {
+        key.removeprefix(f"{name}."): weight
+        for key, weight in weights.items()
+        if key.startswith(f"{name}.")
+    }

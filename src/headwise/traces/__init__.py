@@ -1,15 +1,21 @@
-"""Traces: the queries, keys and masks of one run in a file that opens without the model and without torch.
+"""Traces: the queries, keys and masks of one run in a file that opens without the model and without
+torch.
 
 In reading order:
 
-- `attention_record`: what a trace stores per attention layer and call, and how weights are recomputed from it;
+- `attention_record`: what a trace stores per attention layer and call, and how weights are
+  recomputed from it;
   masks in compact form.
-- `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails; the mean or maximum of many
+- `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails; the mean
+  or maximum of many
   heads, and attention rollout through layers.
-- `query_key_map`: the queries and keys of one head, as points on a plane, and their products channel by channel.
+- `query_key_map`: the queries and keys of one head, as points on a plane, and their products
+  channel by channel.
 - `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it.
-- `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each other.
-- `token_grouping`: a trace with subwords merged into words, special tokens or the first token left out.
+- `trace_comparison`: which heads attend differently in two traces, over tokens aligned with each
+  other.
+- `token_grouping`: a trace with subwords merged into words, special tokens or the first token left
+  out.
 - `record_types`: typed readers of the records of a document, which also read pruning plans.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.

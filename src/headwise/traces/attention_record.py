@@ -1,4 +1,6 @@
-"""Records of a trace: for each layer and call, the tensors from which its weights follow; compact masks."""
+"""Records of a trace: for each layer and call, the tensors from which its weights follow; compact
+masks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# --- Masks and score biases in compact form ------------------------------------------------------------
+# --- Masks and score biases in compact form -------------------------------------------------------
 
 
 Array = NDArray[Any]
@@ -20,10 +22,11 @@ PACKING_FORMS = ("bits", "band", "full")
 
 @dataclass(frozen=True)
 class PackedMask:
-    """A mask or bias that is added to scores, [B or 1, H or 1, T or 1, S], in the most compact of three forms.
+    """A mask or bias that is added to scores, [B or 1, H or 1, T or 1, S], in the most compact of
+    three forms.
 
-    "bits" adds 0 where the bit is set and `low` elsewhere. "band" has one number per offset (key minus query), the most
-    negative offset first. "full" has one number per pair.
+    "bits" adds 0 where the bit is set and `low` elsewhere. "band" has one number per offset (key
+    minus query), the most negative offset first. "full" has one number per pair.
 
     >>> triangle = PackedMask.pack(np.tri(3, dtype=bool)[None, None])
     >>> triangle.form, triangle.unpack_rows(0, 0, 1, 3)
@@ -48,7 +51,9 @@ class PackedMask:
             return PackedMask("bits", shape, np.packbits(a, -1))
         masked = a <= MASKED_BELOW
         if not masked.any() and not a.any():
-            return PackedMask("bits", (1, 1, 1, keys), np.packbits(np.ones((1, 1, 1, keys), bool), -1))
+            return PackedMask(
+                "bits", (1, 1, 1, keys), np.packbits(np.ones((1, 1, 1, keys), bool), -1)
+            )
         low = float(a.min())
         if not np.any(a[~masked]) and np.all(a[masked] == low):
             return PackedMask("bits", shape, np.packbits(~masked, -1), low)
@@ -76,14 +81,16 @@ class PackedMask:
         return np.where(allowed, np.float32(0), np.float32(self.low))
 
 
-# --- Records of layers and calls -----------------------------------------------------------------------
+# --- Records of layers and calls ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """The tokens of one text: ids, strings (`words`), and, if known, the text and each token's `offsets` in it.
+    """The tokens of one text: ids, strings (`words`), and, if known, the text and each token's
+    `offsets` in it.
 
-    The strings come from a tokenizer and may contain any character; escape them before showing them.
+    The strings come from a tokenizer and may contain any character; escape them before showing
+    them.
     """
 
     ids: tuple[int, ...]
@@ -94,7 +101,9 @@ class TokenRow:
     def __post_init__(self) -> None:
         if len(self.words) != len(self.ids) or len(self.offsets) not in (0, len(self.ids)):
             counts = f"{len(self.ids)} ids, {len(self.words)} words and {len(self.offsets)} offsets"
-            raise ValueError(f"cannot make a row of tokens of {counts}: give equally many of each, or no offsets")
+            raise ValueError(
+                f"cannot make a row of tokens of {counts}: give equally many of each, or no offsets"
+            )
 
     @staticmethod
     def from_words(words: tuple[str, ...]) -> TokenRow:
@@ -104,13 +113,16 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class AttentionCallRecord:
-    """One forward call of an attention layer: its query and key ranges, and how their scores are computed.
+    """One forward call of an attention layer: its query and key ranges, and how their scores are
+    computed.
 
-    `queries` is the range of query positions in the text. The queries start at row `first_query_row` of the array "q";
-    the keys are rows `keys` of the array "k". Scores are q k^T times `scale`, soft-capped at `cap`, plus the trace's
-    masks with the indices `grids`; with `causal`, keys after the query are masked. `first` is the position of the first
-    key; if the positions have gaps, `places` is the number n of the array "places.n" that lists them; if both are None,
-    the positions are unknown. If the weights were recorded, `weights` is the number n of the array "weights.n".
+    `queries` is the range of query positions in the text. The queries start at row
+    `first_query_row` of the array "q"; the keys are rows `keys` of the array "k". Scores are q k^T
+    times `scale`, soft-capped at `cap`, plus the trace's masks with the indices `grids`; with
+    `causal`, keys after the query are masked. `first` is the position of the first key; if the
+    positions have gaps, `places` is the number n of the array "places.n" that lists them; if both
+    are None, the positions are unknown. If the weights were recorded, `weights` is the number n of
+    the array "weights.n".
     """
 
     queries: tuple[int, int]
@@ -129,9 +141,10 @@ class AttentionCallRecord:
 class AttentionRecord:
     """One attention layer: its site, its calls in order, and the recorded tensors.
 
-    `kv_head_of_query[h]` is the KV head of head h. `arrays` contains those of the following that were recorded: "q" and
-    "z" [B, queries, heads, head_dim], "k" and "v" [B, keys, kv_heads, head_dim], "sinks" [heads], "weights.0"
-    [B, heads, queries, keys] and "places.0" [keys]. `query_stream` and `key_stream` name the token streams.
+    `kv_head_of_query[h]` is the KV head of head h. `arrays` contains those of the following that
+    were recorded: "q" and "z" [B, queries, heads, head_dim], "k" and "v" [B, keys, kv_heads,
+    head_dim], "sinks" [heads], "weights.0" [B, heads, queries, keys] and "places.0" [keys].
+    `query_stream` and `key_stream` name the token streams.
     """
 
     name: str
@@ -165,7 +178,9 @@ class AttentionRecord:
         """Number of rows in the batch."""
         return len(next(array for name, array in self.arrays.items() if name[0] in "qw"))
 
-    def weights(self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
+    def weights(
+        self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]
+    ) -> Array:
         """Attention weights of one head for a range of queries, [queries, keys], in float32."""
         start, stop = queries
         weights = np.zeros((stop - start, self.num_keys), np.float32)
@@ -176,16 +191,21 @@ class AttentionRecord:
             if call.first is None and call.places is None:
                 raise ValueError(
                     f"cannot compute weights of {self.name}: the key positions of queries "
-                    f"{call.queries[0]}..{call.queries[1] - 1} are unknown, because their cache was reordered; trace "
+                    f"{call.queries[0]}..{call.queries[1] - 1} are unknown, because their cache "
+                    "was reordered; trace "
                     "the whole text in one forward call"
                 )
             call_weights = self._call_weights(
                 call, head, row, (first_query - call.queries[0], end_query - call.queries[0]), grids
             )
-            weights[first_query - start : end_query - start, self._key_positions(call)] = call_weights
+            weights[first_query - start : end_query - start, self._key_positions(call)] = (
+                call_weights
+            )
         return weights
 
-    def allowed(self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
+    def allowed(
+        self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]
+    ) -> Array:
         """Whether each query may attend to each key, [queries, keys].
 
         If only weights were recorded, the pairs with a weight above zero count as allowed.
@@ -197,7 +217,9 @@ class AttentionRecord:
             if first_query < end_query:
                 own_range = first_query - call.queries[0], end_query - call.queries[0]
                 rows = slice(first_query - start, end_query - start)
-                allowed[rows, self._key_positions(call)] = self._call_allowed(call, head, row, own_range, grids)
+                allowed[rows, self._key_positions(call)] = self._call_allowed(
+                    call, head, row, own_range, grids
+                )
         return allowed
 
     def _call_allowed(
@@ -227,7 +249,9 @@ class AttentionRecord:
         return positions
 
     def _key_positions(self, call: AttentionCallRecord) -> Array | slice:
-        """Positions of the keys of a call; a slice, which is fast to assign to, unless they have gaps."""
+        """Positions of the keys of a call; a slice, which is fast to assign to, unless they have
+        gaps.
+        """
         if call.places is not None:
             return self.arrays[f"places.{call.places}"]
         first = call.first or 0
@@ -245,9 +269,15 @@ class AttentionRecord:
         if call.weights is not None:
             return self.arrays[f"weights.{call.weights}"][row, head, start:stop].astype(np.float32)
         num_keys = call.keys[1] - call.keys[0]
-        reach = min(stop, num_keys) if call.causal else num_keys  # later keys are masked for all of these queries
-        q = self.arrays["q"][row, call.first_query_row + start : call.first_query_row + stop, head].astype(np.float32)
-        k = self.arrays["k"][row, call.keys[0] : call.keys[0] + reach, self.kv_head_of_query[head]].astype(np.float32)
+        reach = (
+            min(stop, num_keys) if call.causal else num_keys
+        )  # later keys are masked for all of these queries
+        q = self.arrays["q"][
+            row, call.first_query_row + start : call.first_query_row + stop, head
+        ].astype(np.float32)
+        k = self.arrays["k"][
+            row, call.keys[0] : call.keys[0] + reach, self.kv_head_of_query[head]
+        ].astype(np.float32)
         scores = q @ k.T
         scores *= np.float32(call.scale)
         if call.cap is not None:
@@ -258,12 +288,15 @@ class AttentionRecord:
             np.copyto(scores, -np.inf, where=np.arange(reach) > np.arange(start, stop)[:, None])
         sinks = self.arrays.get("sinks")
         weights = np.zeros((stop - start, num_keys), np.float32)
-        weights[:, :reach] = softmax_with_sink(scores, None if sinks is None else float(sinks[head]))
+        weights[:, :reach] = softmax_with_sink(
+            scores, None if sinks is None else float(sinks[head])
+        )
         return weights
 
 
 def softmax_with_sink(scores: Array, sink: float | None = None) -> Array:
-    """Softmax over the last axis, in place. A sink takes part of each row; a row without any allowed key is zero.
+    """Softmax over the last axis, in place. A sink takes part of each row; a row without any
+    allowed key is zero.
 
     >>> softmax_with_sink(np.array([[0.0, 0.0], [-np.inf, -np.inf]]))
     array([[0.5, 0.5],

@@ -1,4 +1,6 @@
-"""A trace: one run of a model, from which attention weights, head outputs and pictures of them are recomputed."""
+"""A trace: one run of a model, from which attention weights, head outputs and pictures of them are
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from ..errors import pluralise, suggest
 from ..escaping import make_visible
 from .attention_record import Array, AttentionRecord, PackedMask, TokenRow
 
-# --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lines ---
+# --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lin
 
 QUERY_BLOCK = 512  # queries computed at a time
 
@@ -24,13 +26,17 @@ def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
     >>> list(query_blocks(600))
     [(0, 512), (512, 600)]
     """
-    return ((start, min(num_queries, start + QUERY_BLOCK)) for start in range(0, num_queries, QUERY_BLOCK))
+    return (
+        (start, min(num_queries, start + QUERY_BLOCK))
+        for start in range(0, num_queries, QUERY_BLOCK)
+    )
 
 
 def max_pool_weights(
     bands: Iterable[tuple[tuple[int, int], Array]], shape: tuple[int, int], size: tuple[int, int]
 ) -> Array:
-    """A picture of weights, 0..255: each cell is the largest weight in it. The weights come in bands of rows.
+    """A picture of weights, 0..255: each cell is the largest weight in it. The weights come in
+    bands of rows.
 
     >>> max_pool_weights([((0, 2), np.eye(4)[:2]), ((2, 4), np.eye(4)[2:])], (4, 4), (2, 2))
     array([[255,   0],
@@ -41,7 +47,8 @@ def max_pool_weights(
     height, width = (min(limit, count) for limit, count in zip(size, shape, strict=True))
     picture = np.zeros((height, width), np.float32)
     first_rows, first_columns = (
-        np.arange(cells) * count // cells for cells, count in zip((height, width), shape, strict=True)
+        np.arange(cells) * count // cells
+        for cells, count in zip((height, width), shape, strict=True)
     )
     for (start, stop), band in bands:
         column_maxima = np.maximum.reduceat(band, first_columns, axis=1)
@@ -50,7 +57,7 @@ def max_pool_weights(
     return np.round(np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
 
-# --- A trace -------------------------------------------------------------------------------------------
+# --- A trace --------------------------------------------------------------------------------------
 
 ALL_POSITIONS = slice(None)
 THUMBNAIL_SIZE = 64
@@ -58,12 +65,13 @@ THUMBNAIL_SIZE = 64
 
 @dataclass(frozen=True)
 class Trace:
-    """One run of a model: its tokens by stream, its attention layers, and the masks that layers share (`grids`).
+    """One run of a model: its tokens by stream, its attention layers, and the masks that layers
+    share (`grids`).
 
-    `model` describes the model. `skipped` maps sites that were not recorded to the reason. `thumbnails` maps layers to
-    small 8-bit pictures of their weights, [B, heads, height, width], if they were made. `images` are the images that a
-    vision model read, [B, height, width, channels], 0..255, by stream. `classes` maps (site, head) to the class that a
-    person gave the head.
+    `model` describes the model. `skipped` maps sites that were not recorded to the reason.
+    `thumbnails` maps layers to small 8-bit pictures of their weights, [B, heads, height, width], if
+    they were made. `images` are the images that a vision model read, [B, height, width, channels],
+    0..255, by stream. `classes` maps (site, head) to the class that a person gave the head.
     """
 
     model: Mapping[str, Any]
@@ -83,23 +91,34 @@ class Trace:
             raise ValueError(f"the trace has no site {which!r}; {suggest(str(which), names)}")
         if len(matches) > 1:
             names = ", ".join(layer.name for layer in matches)
-            raise ValueError(f"the trace has several sites at layer {which}: {names}; give its name")
+            raise ValueError(
+                f"the trace has several sites at layer {which}: {names}; give its name"
+            )
         return matches[0]
 
-    def head_weights(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
-        """Attention weights of one head for a range of queries of one text, [queries, keys], recomputed in float32."""
+    def head_weights(
+        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
+    ) -> Array:
+        """Attention weights of one head for a range of queries of one text, [queries, keys],
+        recomputed in float32.
+        """
         layer = self.get_layer(site)
         _check_in_range("head", head, layer.heads, layer.name)
         _check_in_range("row", row, layer.batch_size, layer.name)
         start, stop, step = queries.indices(layer.num_queries)
         if step != 1:
             raise ValueError(
-                f"cannot take queries {queries}: the step must be 1; give neighbours, and index the rows of the result"
+                f"cannot take queries {queries}: the step must be 1; give neighbours, and index "
+                "the rows of the result"
             )
         return layer.weights(head, row, (start, max(start, stop)), self.grids)
 
-    def head_mask(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
-        """Whether each query of a range may attend to each key, [queries, keys]; see `AttentionRecord.allowed`."""
+    def head_mask(
+        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
+    ) -> Array:
+        """Whether each query of a range may attend to each key, [queries, keys]; see
+        `AttentionRecord.allowed`.
+        """
         layer = self.get_layer(site)
         start, stop, _ = queries.indices(layer.num_queries)
         return layer.allowed(head, row, (start, max(start, stop)), self.grids)
@@ -114,22 +133,34 @@ class Trace:
         size: tuple[int, int] = (THUMBNAIL_SIZE, THUMBNAIL_SIZE),
         row: int = 0,
     ) -> Array:
-        """An 8-bit picture of a range of weights, at most `size` cells; each cell is the largest weight in it."""
+        """An 8-bit picture of a range of weights, at most `size` cells; each cell is the largest
+        weight in it.
+        """
         layer = self.get_layer(site)
         start, stop, _ = queries.indices(layer.num_queries)
         left, right, _ = keys.indices(layer.num_keys)
         if stop <= start or right <= left:
             raise ValueError(
-                f"a tile of queries {queries} and keys {keys} is empty; give at least one query and one key"
+                f"a tile of queries {queries} and keys {keys} is empty; give at least one query "
+                "and one key"
             )
         bands = (
-            (block, self.head_weights(site, head, slice(start + block[0], start + block[1]), row=row)[:, left:right])
+            (
+                block,
+                self.head_weights(site, head, slice(start + block[0], start + block[1]), row=row)[
+                    :, left:right
+                ],
+            )
             for block in query_blocks(stop - start)
         )
         return max_pool_weights(bands, (stop - start, right - left), size)
 
-    def head_output(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
-        """Output of one head before the output projection, [queries, head_dim]: as recorded, or weights @ values."""
+    def head_output(
+        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
+    ) -> Array:
+        """Output of one head before the output projection, [queries, head_dim]: as recorded, or
+        weights @ values.
+        """
         layer = self.get_layer(site)
         if "z" in layer.arrays:
             _check_in_range("head", head, layer.arrays["z"].shape[2], layer.name)
@@ -140,7 +171,9 @@ class Trace:
                 "capture=hw.Capture(extra=('v',))"
             )
         weights = self.head_weights(site, head, queries, row=row)
-        return weights @ layer.arrays["v"][row, : weights.shape[1], layer.kv_head_of_query[head]].astype(np.float32)
+        return weights @ layer.arrays["v"][
+            row, : weights.shape[1], layer.kv_head_of_query[head]
+        ].astype(np.float32)
 
     def thumbnail(self, site: str | int, head: int, *, row: int = 0) -> Array:
         """All weights of one head as a picture of at most 64 x 64 cells."""
@@ -150,12 +183,17 @@ class Trace:
         return self.weight_tile(site, head, row=row)
 
     def with_thumbnails(self, size: int = THUMBNAIL_SIZE) -> Trace:
-        """A copy with a thumbnail of every head, so that a viewer can show all heads without computing weights."""
+        """A copy with a thumbnail of every head, so that a viewer can show all heads without
+        computing weights.
+        """
         pictures = {
             layer.name: np.stack(
                 [
                     np.stack(
-                        [self.weight_tile(layer.name, head, size=(size, size), row=row) for head in range(layer.heads)]
+                        [
+                            self.weight_tile(layer.name, head, size=(size, size), row=row)
+                            for head in range(layer.heads)
+                        ]
                     )
                     for row in range(layer.batch_size)
                 ]
@@ -175,7 +213,9 @@ class Trace:
         """Summary of the trace as plain values, without the tensors."""
         return {
             "model": dict(self.model),
-            "streams": {name: [len(row.ids) for row in rows] for name, rows in self.streams.items()},
+            "streams": {
+                name: [len(row.ids) for row in rows] for name, rows in self.streams.items()
+            },
             "bytes": self.nbytes,
             "sites": [
                 {
@@ -209,10 +249,12 @@ class Trace:
         min_weight: float = 0.0,
         overwrite: bool = False,
     ) -> None:
-        """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json (pairs) or .npz.
+        """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json
+        (pairs) or .npz.
 
-        `heads` are the heads of each site (default: all). Pairs whose weight is below `min_weight` are omitted from
-        .csv and .json. `overwrite` replaces an earlier file of weights; anything else at this path is refused.
+        `heads` are the heads of each site (default: all). Pairs whose weight is below `min_weight`
+        are omitted from .csv and .json. `overwrite` replaces an earlier file of weights; anything
+        else at this path is refused.
         """
         from .import_export import WeightSelection, export_weights
 
@@ -234,7 +276,7 @@ def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
     return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
 
 
-# --- A trace as a table in a terminal ------------------------------------------------------------------
+# --- A trace as a table in a terminal -------------------------------------------------------------
 
 MAX_SHOWN = 12  # tokens per row
 
@@ -242,7 +284,10 @@ MAX_SHOWN = 12  # tokens per row
 def format_trace(trace: Trace) -> str:
     """Summary of a trace for the terminal: tokens by stream, then one line per site."""
     lines = [
-        f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of {pluralise(len(trace.layers), 'site')}"
+        (
+            f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of "
+            f"{pluralise(len(trace.layers), 'site')}"
+        )
     ]
     for name, rows in trace.streams.items():
         for row in rows[:3]:
@@ -259,7 +304,9 @@ def format_trace(trace: Trace) -> str:
             f"{layer.name.ljust(name_width)}  {pluralise(layer.heads, 'head')}, "
             f"{layer.num_queries} x {layer.num_keys}{calls}  {recorded}"
         )
-    return "\n".join([*lines, *(f"{name}: not recorded, {reason}" for name, reason in trace.skipped.items())])
+    return "\n".join(
+        [*lines, *(f"{name}: not recorded, {reason}" for name, reason in trace.skipped.items())]
+    )
 
 
 def escape_token(token: str) -> str:
@@ -289,7 +336,8 @@ RESIDUAL_SHARE = 0.5  # of a token itself in a layer of the rollout (2005.00928,
 
 
 def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 0) -> Array:
-    """The mean or maximum of all heads of some sites over the same tokens, [queries, keys], in float32.
+    """The mean or maximum of all heads of some sites over the same tokens, [queries, keys], in
+    float32.
 
     >>> from headwise.traces import trace_from_weights
     >>> weights = np.stack([np.eye(2), np.full((2, 2), 0.5)])[None]
@@ -313,16 +361,21 @@ def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 
 
 
 def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
-    """Attention rollout (2005.00928) up to a self-attention site: [queries, tokens of the input], in float32.
+    """Attention rollout (2005.00928) up to a self-attention site: [queries, tokens of the input],
+    in float32.
 
-    Each layer of the stack is half the mean of its heads and half the token itself, for the residual connection; the
-    rollout is the product of these matrices from the first layer to the site. Rows of means are rescaled to sum to one
-    where a sink takes a part. `compute_attention_maps(model, inputs).rollout()` gives the same from a model; this needs
-    no torch.
+    Each layer of the stack is half the mean of its heads and half the token itself, for the
+    residual connection; the rollout is the product of these matrices from the first layer to the
+    site. Rows of means are rescaled to sum to one where a sink takes a part.
+    `compute_attention_maps(model, inputs).rollout()` gives the same from a model; this needs no
+    torch.
     """
     last = trace.get_layer(site)
     if last.query_stream != last.key_stream:
-        raise ValueError(f"{site} is cross-attention, and a rollout follows one stack of tokens; choose self-attention")
+        raise ValueError(
+            f"{site} is cross-attention, and a rollout follows one stack of tokens; choose "
+            "self-attention"
+        )
     layers = [
         layer
         for layer in trace.layers
@@ -335,7 +388,8 @@ def roll_out_attention(trace: Trace, site: str, *, row: int = 0) -> Array:
 
 
 def multiply_rollout(means: Iterable[Array], residual: float = RESIDUAL_SHARE) -> Array:
-    """The product over layers of residual I + (1 - residual) A, from the mean A of the heads of each layer, in float64.
+    """The product over layers of residual I + (1 - residual) A, from the mean A of the heads of
+    each layer, in float64.
 
     >>> multiply_rollout([np.array([[1.0, 0.0], [1.0, 0.0]])] * 2).tolist()
     [[1.0, 0.0], [0.75, 0.25]]
@@ -351,7 +405,9 @@ def multiply_rollout(means: Iterable[Array], residual: float = RESIDUAL_SHARE) -
 
 
 def _rescale_rows(weights: Array) -> Array:
-    """Rows that sum to one; a row without any weight stays zero, and is the token itself with its residual share."""
+    """Rows that sum to one; a row without any weight stays zero, and is the token itself with its
+    residual share.
+    """
     total = weights.sum(1, keepdims=True)
     return weights / np.where(total == 0, 1, total)
 
@@ -362,5 +418,7 @@ def _common_shape(layers: Sequence[AttentionRecord]) -> tuple[int, int]:
     streams = {(layer.query_stream, layer.key_stream) for layer in layers}
     if len(shapes) != 1 or len(streams) != 1:
         names = ", ".join(layer.name for layer in layers)
-        raise ValueError(f"{names or 'no sites'} attend over different tokens; give sites over the same ones")
+        raise ValueError(
+            f"{names or 'no sites'} attend over different tokens; give sites over the same ones"
+        )
     return shapes.pop()

@@ -1,4 +1,6 @@
-"""Import attention weights computed elsewhere as a trace, and export a trace's weights as CSV, JSON or NPZ."""
+"""Import attention weights computed elsewhere as a trace, and export a trace's weights as CSV, JSON
+or NPZ.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ def trace_from_weights(
     cross_attention: Sequence[Any] = (),
     source: TokenStrings = (),
 ) -> Trace:
-    """Make a trace of given attention weights: one tensor [B, heads, T, S] per layer, the format that BertViz takes.
+    """Make a trace of given attention weights: one tensor [B, heads, T, S] per layer, the format
+    that BertViz takes.
 
-    `attention` is the self-attention of `tokens`; `encoder_attention` the self-attention of `source`, and
-    `cross_attention` the attention from `tokens` to `source`. Tokens that are not given are shown as numbers.
+    `attention` is the self-attention of `tokens`; `encoder_attention` the self-attention of
+    `source`, and `cross_attention` the attention from `tokens` to `source`. Tokens that are not
+    given are shown as numbers.
 
     >>> trace = trace_from_weights([np.eye(2)[None, None]], ["a", "b"])
     >>> trace.head_weights(0, 0)
@@ -48,14 +52,28 @@ def trace_from_weights(
     """
     kinds = [
         ("encoder", "attention", encoder_attention, "source", "source"),
-        ("decoder" if encoder_attention or cross_attention else "model", "attention", attention, "text", "text"),
+        (
+            "decoder" if encoder_attention or cross_attention else "model",
+            "attention",
+            attention,
+            "text",
+            "text",
+        ),
         ("decoder", "cross", cross_attention, "text", "source"),
     ]
     streams = {"text": _token_rows(tokens), "source": _token_rows(source)}
-    layers = [_weights_layer(kind, n, weights, streams) for kind in kinds for n, weights in enumerate(kind[2])]
+    layers = [
+        _weights_layer(kind, n, weights, streams)
+        for kind in kinds
+        for n, weights in enumerate(kind[2])
+    ]
     if not layers:
-        raise SpecError("no weights given; give a tensor [batch, heads, queries, keys] for each layer")
-    return Trace({"name": "weights"}, {name: rows for name, rows in streams.items() if rows}, tuple(layers))
+        raise SpecError(
+            "no weights given; give a tensor [batch, heads, queries, keys] for each layer"
+        )
+    return Trace(
+        {"name": "weights"}, {name: rows for name, rows in streams.items() if rows}, tuple(layers)
+    )
 
 
 def _token_rows(words: TokenStrings) -> tuple[TokenRow, ...]:
@@ -69,24 +87,30 @@ def _weights_layer(
 ) -> AttentionRecord:
     stack, site_kind, _, query_stream, key_stream = kind
     name = f"{stack}.{number}.{site_kind}"
-    if not isinstance(values, (np.ndarray, list, tuple)):  # a tensor of torch, which this package does not import
+    if not isinstance(
+        values, (np.ndarray, list, tuple)
+    ):  # a tensor of torch, which this package does not import
         values = values.detach().float().cpu()
     weights = np.asarray(values, np.float32)
     if weights.ndim == 3:
         weights = weights[None]
     if weights.ndim != 4:
-        raise SpecError(f"{name} has weights of shape {list(weights.shape)}; give [batch, heads, queries, keys]")
+        raise SpecError(
+            f"{name} has weights of shape {list(weights.shape)}; give [batch, heads, queries, keys]"
+        )
     batch, heads, queries, keys = weights.shape
     for side, count in ((query_stream, queries), (key_stream, keys)):
         if wrong := [len(row.ids) for row in streams[side] if len(row.ids) != count]:
             raise SpecError(
-                f"{name} has {count} tokens of {side}, but {wrong[0]} strings were given; give a string for each token"
+                f"{name} has {count} tokens of {side}, but {wrong[0]} strings were given; give a "
+                "string for each token"
             )
         if not streams[side]:
             streams[side] = make_token_rows([[str(n) for n in range(count)]] * batch)
         elif len(streams[side]) != batch:
             raise SpecError(
-                f"{name} has {batch} rows, but {len(streams[side])} rows of {side} were given; give one for each"
+                f"{name} has {batch} rows, but {len(streams[side])} rows of {side} were given; "
+                "give one for each"
             )
     call = AttentionCallRecord((0, queries), (0, keys), weights=0)
     streams_and_path = {"path": name, "query_stream": query_stream, "key_stream": key_stream}
@@ -104,7 +128,9 @@ def _weights_layer(
 
 
 class WeightSelection(NamedTuple):
-    """Weights to export: layers, heads of each (default: all), and the smallest weight of a pair in .csv and .json."""
+    """Weights to export: layers, heads of each (default: all), and the smallest weight of a pair in
+    .csv and .json.
+    """
 
     layers: Sequence[AttentionRecord]
     heads: Sequence[int] = ()
@@ -121,21 +147,34 @@ class WeightSelection(NamedTuple):
 
 
 NPZ_COMMENT = b"attention weights of headwise"  # of the zip archive; numpy ignores it
-WEIGHT_FILE = FileKind("file of attention weights", (",".join(EXPORT_COLUMNS).encode(), b'"weights": [', NPZ_COMMENT))
+WEIGHT_FILE = FileKind(
+    "file of attention weights", (",".join(EXPORT_COLUMNS).encode(), b'"weights": [', NPZ_COMMENT)
+)
 
 
-def export_weights(trace: Trace, path: Path | str, selection: WeightSelection, existing: Existing = "refuse") -> None:
+def export_weights(
+    trace: Trace, path: Path | str, selection: WeightSelection, existing: Existing = "refuse"
+) -> None:
     """Write the selected weights in the format that the suffix of `path` names."""
     path = check_output(path, WEIGHT_FILE, existing)
     write_atomically(path, encode_weights(trace, path.suffix, selection, path.name))
 
 
-def encode_weights(trace: Trace, suffix: str, selection: WeightSelection, name: str = "") -> Iterator[bytes]:
-    """The selected weights as the contents of a .csv, .json or .npz file, in pieces; `name` is used in messages."""
+def encode_weights(
+    trace: Trace, suffix: str, selection: WeightSelection, name: str = ""
+) -> Iterator[bytes]:
+    """The selected weights as the contents of a .csv, .json or .npz file, in pieces; `name` is used
+    in messages.
+    """
     if suffix not in EXPORT_SUFFIXES:
-        raise SpecError(f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}; give one of these")
+        raise SpecError(
+            f"{name or suffix} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}; give one of "
+            "these"
+        )
     for layer, _, head in selection.list_heads():
-        trace.head_weights(layer.name, head, slice(0, 1))  # refuse an unknown head before anything is written
+        trace.head_weights(
+            layer.name, head, slice(0, 1)
+        )  # refuse an unknown head before anything is written
     if suffix == ".npz":
         return _npz_pieces(trace, selection)
     return _csv_pieces(trace, selection) if suffix == ".csv" else _json_pieces(trace, selection)
@@ -154,7 +193,9 @@ def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection)
                 weights = trace.head_weights(layer.name, head, slice(query, query + 1), row=row)
                 sizes.append(len(zlib.compress(np.ascontiguousarray(weights).tobytes())))
             else:
-                pairs = _head_pairs(trace, (layer, row, head), selection.min_weight, (query, query + 1))
+                pairs = _head_pairs(
+                    trace, (layer, row, head), selection.min_weight, (query, query + 1)
+                )
                 encode = _encode_csv_rows if suffix == ".csv" else _encode_json_pairs
                 sizes.append(sum(map(len, encode(pairs))))
     return int(sum(sizes) / max(1, len(sizes)) * queries)
@@ -162,7 +203,9 @@ def estimate_export_bytes(trace: Trace, suffix: str, selection: WeightSelection)
 
 def _npz_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
     buffer = io.BytesIO()
-    arrays = {layer.name: _layer_weights(trace, layer, selection.heads) for layer in selection.layers}
+    arrays = {
+        layer.name: _layer_weights(trace, layer, selection.heads) for layer in selection.layers
+    }
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.comment = NPZ_COMMENT
@@ -192,14 +235,21 @@ def _json_pieces(trace: Trace, selection: WeightSelection) -> Iterator[bytes]:
 
 def _encode_json_pairs(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
     while rows := list(islice(pairs, PAIRS_PER_PIECE)):
-        yield ", ".join(json.dumps(dict(zip(EXPORT_COLUMNS, row, strict=True))) for row in rows).encode()
+        yield ", ".join(
+            json.dumps(dict(zip(EXPORT_COLUMNS, row, strict=True))) for row in rows
+        ).encode()
 
 
 def _layer_weights(trace: Trace, layer: AttentionRecord, heads: Sequence[int]) -> Array:
     """The attention weights of some heads of a layer (default: all), [B, heads, queries, keys]."""
     return np.stack(
         [
-            np.stack([trace.head_weights(layer.name, head, row=row) for head in heads or range(layer.heads)])
+            np.stack(
+                [
+                    trace.head_weights(layer.name, head, row=row)
+                    for head in heads or range(layer.heads)
+                ]
+            )
             for row in range(layer.batch_size)
         ]
     )
@@ -212,16 +262,30 @@ def _weight_pairs(trace: Trace, selection: WeightSelection) -> Iterator[tuple[An
 
 
 def _head_pairs(
-    trace: Trace, head: tuple[AttentionRecord, int, int], min_weight: float, queries: tuple[int, int]
+    trace: Trace,
+    head: tuple[AttentionRecord, int, int],
+    min_weight: float,
+    queries: tuple[int, int],
 ) -> Iterator[tuple[Any, ...]]:
-    """The pairs of one head and a range of queries whose weight is large enough, as rows of a table."""
+    """The pairs of one head and a range of queries whose weight is large enough, as rows of a
+    table.
+    """
     layer, row, number = head
     query_tokens = _token_strings(trace, layer.query_stream, row, layer.num_queries)
     key_tokens = _token_strings(trace, layer.key_stream, row, layer.num_keys)
     weights = trace.head_weights(layer.name, number, slice(*queries), row=row)
     for t, s in np.argwhere(weights >= max(min_weight, np.finfo(np.float32).tiny)).tolist():
         query = queries[0] + t
-        yield layer.name, number, row, query, s, query_tokens[query], key_tokens[s], float(weights[t, s])
+        yield (
+            layer.name,
+            number,
+            row,
+            query,
+            s,
+            query_tokens[query],
+            key_tokens[s],
+            float(weights[t, s]),
+        )
 
 
 def _token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:

@@ -1,6 +1,7 @@
 """The queries and keys of one head: as points on a plane, and multiplied channel by channel.
 
-On the plane, near points of both kinds have large scores. The products q[c] k[c] of the channels sum up to q . k.
+On the plane, near points of both kinds have large scores. The products q[c] k[c] of the channels
+sum up to q . k.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from .attention_trace import Trace
 
 
 class QueryKeyMap(NamedTuple):
-    """Points [queries, 2] and [keys, 2], and the share of the variance of all vectors that the plane holds."""
+    """Points [queries, 2] and [keys, 2], and the share of the variance of all vectors that the
+    plane holds.
+    """
 
     queries: Array
     keys: Array
@@ -31,9 +34,19 @@ class QueryKeyMap(NamedTuple):
         return points | {"query_words": self.query_words, "key_words": self.key_words}
 
     def __str__(self) -> str:
-        lines = [localise(f"queries and keys on the plane of their largest variance ({self.share:.0%} of it)"), ""]
-        lines.append(f"{'':<6}{heading_cell('position', 8)}  {'x':>9}  {'y':>9}  {localise('token')}")
-        for kind, points, words in (("query", self.queries, self.query_words), ("key", self.keys, self.key_words)):
+        lines = [
+            localise(
+                f"queries and keys on the plane of their largest variance ({self.share:.0%} of it)"
+            ),
+            "",
+        ]
+        lines.append(
+            f"{'':<6}{heading_cell('position', 8)}  {'x':>9}  {'y':>9}  {localise('token')}"
+        )
+        for kind, points, words in (
+            ("query", self.queries, self.query_words),
+            ("key", self.keys, self.key_words),
+        ):
             named = words or ("",) * len(points)
             for place, ((x, y), word) in enumerate(zip(points.tolist(), named, strict=True)):
                 lines.append(f"{label_cell(kind, 6)}{place:>8}  {x:>9.3f}  {y:>9.3f}  {word!r}")
@@ -43,17 +56,23 @@ class QueryKeyMap(NamedTuple):
 def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int = 0) -> QueryKeyMap:
     """The first two principal components of the queries and keys of a head, after rotation.
 
-    The mean of each kind is subtracted: adding a vector to all keys changes no attention weight. Both kinds are scaled
-    to the same mean length, so that one kind does not shrink to a point.
+    The mean of each kind is subtracted: adding a vector to all keys changes no attention weight.
+    Both kinds are scaled to the same mean length, so that one kind does not shrink to a point.
     """
     layer = trace.get_layer(site)
     if not {"q", "k"} <= set(layer.arrays):
-        raise ValueError(f"the queries and keys of {layer.name} were not recorded; show the tokens of the model")
+        raise ValueError(
+            f"the queries and keys of {layer.name} were not recorded; show the tokens of the model"
+        )
     if not 0 <= head < layer.heads:
         raise ValueError(f"{layer.name} has no head {head}; give one in 0..{layer.heads - 1}")
-    if any(call.first != call.keys[0] or call.first_query_row != call.queries[0] for call in layer.calls):
+    if any(
+        call.first != call.keys[0] or call.first_query_row != call.queries[0]
+        for call in layer.calls
+    ):
         raise ValueError(
-            f"the queries and keys of {layer.name} are not in the order of the tokens; trace one forward call"
+            f"the queries and keys of {layer.name} are not in the order of the tokens; trace one "
+            "forward call"
         )
     queries = layer.arrays["q"][row, : layer.num_queries, head].astype(np.float64)
     keys = layer.arrays["k"][row, : layer.num_keys, layer.kv_head_of_query[head]].astype(np.float64)
@@ -61,9 +80,13 @@ def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int =
     stacked = np.concatenate([queries, keys])
     _, sizes, directions = np.linalg.svd(stacked, full_matrices=False)
     plane = directions[:2]
-    plane = plane * np.sign(plane[np.arange(len(plane)), np.abs(plane).argmax(1)])[:, None]  # one of the two signs
+    plane = (
+        plane * np.sign(plane[np.arange(len(plane)), np.abs(plane).argmax(1)])[:, None]
+    )  # one of the two signs
     points = stacked @ plane.T
-    points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))  # a head of one channel has one component
+    points = np.pad(
+        points, ((0, 0), (0, 2 - points.shape[1]))
+    )  # a head of one channel has one component
     total = float((sizes**2).sum())
     share = float((sizes[:2] ** 2).sum() / total) if total > 0 else 1.0
     words = (
@@ -71,7 +94,10 @@ def map_queries_and_keys(trace: Trace, site: str | int, head: int, *, row: int =
         for stream, count in ((layer.query_stream, len(queries)), (layer.key_stream, len(keys)))
     )
     return QueryKeyMap(
-        points[: len(queries)].astype(np.float32), points[len(queries) :].astype(np.float32), share, *words
+        points[: len(queries)].astype(np.float32),
+        points[len(queries) :].astype(np.float32),
+        share,
+        *words,
     )
 
 
@@ -80,11 +106,13 @@ def _normalise_lengths(vectors: Array) -> Array:
     return vectors / length if length > 0 else vectors
 
 
-# --- Channel by channel ------------------------------------------------------------------------------------
+# --- Channel by channel ---------------------------------------------------------------------------
 
 
 class ChannelProducts(NamedTuple):
-    """Products [keys, channels] of a query and each key, the `positions` of the keys, and the `scale` of the score."""
+    """Products [keys, channels] of a query and each key, the `positions` of the keys, and the
+    `scale` of the score.
+    """
 
     products: Array
     positions: Array
@@ -92,23 +120,41 @@ class ChannelProducts(NamedTuple):
 
 
 def multiply_channels(
-    trace: Trace, site: str | int, head: int, query: int, *, row: int = 0, max_keys: int | None = None
+    trace: Trace,
+    site: str | int,
+    head: int,
+    query: int,
+    *,
+    row: int = 0,
+    max_keys: int | None = None,
 ) -> ChannelProducts:
-    """The products of the channels of one query with those of its keys, after rotation and before the scale.
+    """The products of the channels of one query with those of its keys, after rotation and before
+    the scale.
 
-    Of more than `max_keys` keys those with the largest scores are kept, in the order of the text. Biases and soft-caps
-    of the scores are not part of the products.
+    Of more than `max_keys` keys those with the largest scores are kept, in the order of the text.
+    Biases and soft-caps of the scores are not part of the products.
     """
     layer = trace.get_layer(site)
     if not {"q", "k"} <= set(layer.arrays):
-        raise ValueError(f"the queries and keys of {layer.name} were not recorded; show the tokens of the model")
+        raise ValueError(
+            f"the queries and keys of {layer.name} were not recorded; show the tokens of the model"
+        )
     if not 0 <= head < layer.heads or not 0 <= query < layer.num_queries:
-        raise ValueError(f"{layer.name} has no head {head} with query {query}; give both in its ranges")
+        raise ValueError(
+            f"{layer.name} has no head {head} with query {query}; give both in its ranges"
+        )
     call = next(one for one in layer.calls if one.queries[0] <= query < one.queries[1])
     if call.first is None and call.places is None:
-        raise ValueError(f"the key positions of query {query} of {layer.name} are unknown; trace one forward call")
-    q = layer.arrays["q"][row, call.first_query_row + query - call.queries[0], head].astype(np.float32)
-    k = layer.arrays["k"][row, call.keys[0] : call.keys[1], layer.kv_head_of_query[head]].astype(np.float32)
+        raise ValueError(
+            f"the key positions of query {query} of {layer.name} are unknown; trace one forward "
+            "call"
+        )
+    q = layer.arrays["q"][row, call.first_query_row + query - call.queries[0], head].astype(
+        np.float32
+    )
+    k = layer.arrays["k"][row, call.keys[0] : call.keys[1], layer.kv_head_of_query[head]].astype(
+        np.float32
+    )
     positions = layer.key_indices(call)
     allowed = trace.head_mask(site, head, slice(query, query + 1), row=row)[0][positions]
     rows = np.flatnonzero(allowed)
@@ -116,4 +162,6 @@ def multiply_channels(
     if max_keys is not None and len(rows) > max_keys:
         strongest = np.sort(np.argsort(-products.sum(1), kind="stable")[:max_keys])
         rows, products = rows[strongest], products[strongest]
-    return ChannelProducts(np.ascontiguousarray(products), positions[rows].astype(np.int32), call.scale)
+    return ChannelProducts(
+        np.ascontiguousarray(products), positions[rows].astype(np.int32), call.scale
+    )

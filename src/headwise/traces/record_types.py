@@ -1,4 +1,6 @@
-"""Typed readers of the records of a document: every value has the type and the range that its field needs."""
+"""Typed readers of the records of a document: every value has the type and the range that its field
+needs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ FieldNames = Iterable[str]
 class Record:
     """One table of a document; `where` names it in messages, and `remedy` ends them.
 
-    A field without `default` must be there. Numbers are never texts, and true and false are no numbers.
+    A field without `default` must be there. Numbers are never texts, and true and false are no
+    numbers.
     """
 
     def __init__(self, where: str, values: object, remedy: str) -> None:
@@ -28,7 +31,9 @@ class Record:
 
     def fail(self, field: str, fact: str) -> NoReturn:
         """Raise a SpecError: the record and its field, what is wrong, and the remedy."""
-        raise SpecError(f"{self.where}{'.' * bool(field and self.where)}{field} {fact}; {self.remedy}")
+        raise SpecError(
+            f"{self.where}{'.' * bool(field and self.where)}{field} {fact}; {self.remedy}"
+        )
 
     def check_fields(self, names: FieldNames) -> None:
         """Raise SpecError for a field that is not one of `names`."""
@@ -43,7 +48,9 @@ class Record:
             self.fail(name, "is missing")
         return self.values.get(name, default)
 
-    def read_int(self, name: str, least: int = 0, most: int = MAX_INTEGER, default: Any = MISSING) -> int:
+    def read_int(
+        self, name: str, least: int = 0, most: int = MAX_INTEGER, default: Any = MISSING
+    ) -> int:
         """Return an integer from `least` to `most`."""
         return self._check_int(name, self.get(name, default), least, most)
 
@@ -53,7 +60,12 @@ class Record:
         return None if value is None else self._check_int(name, value, least, most)
 
     def read_ints(
-        self, name: str, least: int = 0, most: int = MAX_INTEGER, length: int | None = None, default: Any = MISSING
+        self,
+        name: str,
+        least: int = 0,
+        most: int = MAX_INTEGER,
+        length: int | None = None,
+        default: Any = MISSING,
     ) -> tuple[int, ...]:
         """Return a list of integers, of `length` if that is given."""
         values = self.read_list(name, length, default)
@@ -114,13 +126,17 @@ class Record:
 
     def read_record(self, name: str, default: Any = MISSING) -> Record:
         """Return a table."""
-        return Record(f"{self.where}{'.' * bool(self.where)}{name}", self.get(name, default), self.remedy)
+        return Record(
+            f"{self.where}{'.' * bool(self.where)}{name}", self.get(name, default), self.remedy
+        )
 
     def _check_int(self, name: str, value: Any, least: int, most: int) -> int:
         if type(value) is not int:
             self.fail(name, f"holds {_show(value)}, which is not a whole number")
         if value > most:
-            raise SpecError(f"{self.where}.{name} = {show_int(value)} is too large; give {most} or less")
+            raise SpecError(
+                f"{self.where}.{name} = {show_int(value)} is too large; give {most} or less"
+            )
         if value < least:
             self.fail(name, f"= {show_int(value)} is too small; give {least} or more")
         return value

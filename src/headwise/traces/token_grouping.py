@@ -1,4 +1,6 @@
-"""Views of a trace with other tokens: subwords merged into words, special tokens or the first token left out."""
+"""Views of a trace with other tokens: subwords merged into words, special tokens or the first token
+left out.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ MAX_WEIGHT_BYTES = 10**9  # of the weights of all heads, which a grouped trace s
 class TokenGrouping:
     """Which tokens become one, and which are left out.
 
-    `words` merges the subwords of a word: weights on them are added, and those of the word are the mean of theirs.
-    `special` leaves out tokens that stand for no text, such as [CLS]; `first` leaves out the first token of each text,
-    on which many heads put most of their weight. The weights of a query on the other tokens are divided by their sum.
+    `words` merges the subwords of a word: weights on them are added, and those of the word are the
+    mean of theirs. `special` leaves out tokens that stand for no text, such as [CLS]; `first`
+    leaves out the first token of each text, on which many heads put most of their weight. The
+    weights of a query on the other tokens are divided by their sum.
     """
 
     words: bool = False
@@ -37,7 +40,8 @@ class TokenGrouping:
 
 
 def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trace:
-    """A trace of one text of `trace` with tokens merged or left out. It stores weights, without queries and keys.
+    """A trace of one text of `trace` with tokens merged or left out. It stores weights, without
+    queries and keys.
 
     >>> from headwise.traces import trace_from_weights
     >>> weights = np.array([[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.4, 0.4]])
@@ -48,13 +52,17 @@ def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trac
     """
     groups = {name: find_groups(rows[row], grouping) for name, rows in trace.streams.items()}
     if empty := [name for name, places in groups.items() if not places]:
-        raise ValueError(f"no token of the {empty[0]} would be left; show special tokens or the first token")
+        raise ValueError(
+            f"no token of the {empty[0]} would be left; show special tokens or the first token"
+        )
     stored = sum(
-        4 * layer.heads * len(groups[layer.query_stream]) * len(groups[layer.key_stream]) for layer in trace.layers
+        4 * layer.heads * len(groups[layer.query_stream]) * len(groups[layer.key_stream])
+        for layer in trace.layers
     )
     if stored > MAX_WEIGHT_BYTES:
         raise ValueError(
-            f"the weights of all heads take {stored / 1e9:.1f} GB, more than {MAX_WEIGHT_BYTES / 1e9:g} GB; use a "
+            f"the weights of all heads take {stored / 1e9:.1f} GB, more than "
+            f"{MAX_WEIGHT_BYTES / 1e9:g} GB; use a "
             "shorter text"
         )
     return Trace(
@@ -80,7 +88,12 @@ def find_groups(tokens: TokenRow, grouping: TokenGrouping) -> list[list[int]]:
         if (grouping.special and is_special) or (grouping.first and place == 0):
             continue
         follows = groups and groups[-1][-1] == place - 1
-        if grouping.words and follows and not is_special and _continues_word(tokens, place, has_marks):
+        if (
+            grouping.words
+            and follows
+            and not is_special
+            and _continues_word(tokens, place, has_marks)
+        ):
             groups[-1].append(place)
         else:
             groups.append([place])
@@ -96,14 +109,21 @@ def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
         return True
     if tokens.offsets and tokens.text:
         (_, end), (start, stop) = tokens.offsets[place - 1], tokens.offsets[place]
-        return start == end and 0 < start < stop and _is_inside_word(tokens.text[start - 1], tokens.text[start])
+        return (
+            start == end
+            and 0 < start < stop
+            and _is_inside_word(tokens.text[start - 1], tokens.text[start])
+        )
     return has_marks and not word.startswith(WORD_STARTS) and _is_inside_word(before[-1:], word[:1])
 
 
 def _is_inside_word(before: str, after: str) -> bool:
-    """Whether two neighbouring characters belong to one word: letters and digits, but not ideographs."""
+    """Whether two neighbouring characters belong to one word: letters and digits, but not
+    ideographs.
+    """
     return all(
-        sign.isalnum() and not unicodedata.name(sign, "").startswith(("CJK", "HIRAGANA", "KATAKANA", "HANGUL"))
+        sign.isalnum()
+        and not unicodedata.name(sign, "").startswith(("CJK", "HIRAGANA", "KATAKANA", "HANGUL"))
         for sign in (before, after)
     )
 
@@ -115,13 +135,21 @@ def _merge_tokens(tokens: TokenRow, groups: list[list[int]]) -> TokenRow:
         first, *rest = (tokens.words[place] for place in places)
         words.append(first + "".join(word.removeprefix(CONTINUATION) for word in rest))
     offsets = tuple(
-        (tokens.offsets[places[0]][0], tokens.offsets[places[-1]][1]) for places in groups if tokens.offsets
+        (tokens.offsets[places[0]][0], tokens.offsets[places[-1]][1])
+        for places in groups
+        if tokens.offsets
     )
-    return TokenRow(tuple(tokens.ids[places[0]] for places in groups), tuple(words), offsets, tokens.text)
+    return TokenRow(
+        tuple(tokens.ids[places[0]] for places in groups), tuple(words), offsets, tokens.text
+    )
 
 
 def _group_layer(
-    trace: Trace, layer: AttentionRecord, groups: dict[str, list[list[int]]], grouping: TokenGrouping, row: int
+    trace: Trace,
+    layer: AttentionRecord,
+    groups: dict[str, list[list[int]]],
+    grouping: TokenGrouping,
+    row: int,
 ) -> AttentionRecord:
     queries, keys = groups[layer.query_stream], groups[layer.key_stream]
     starts = np.array([places[0] for places in keys])
@@ -131,7 +159,11 @@ def _group_layer(
     for head in range(layer.heads):
         rows = np.concatenate(
             [
-                _keep_keys(trace.head_weights(layer.name, head, slice(*block), row=row), key_indices, grouping)
+                _keep_keys(
+                    trace.head_weights(layer.name, head, slice(*block), row=row),
+                    key_indices,
+                    grouping,
+                )
                 for block in query_blocks(layer.num_queries)
             ]
         )

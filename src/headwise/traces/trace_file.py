@@ -1,4 +1,6 @@
-"""The trace file format: safetensors whose metadata is one JSON document, with a checksum over both."""
+"""The trace file format: safetensors whose metadata is one JSON document, with a checksum over
+both.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,25 @@ from ..errors import SpecError
 from ..files import write_atomically
 from ..output_paths import Existing, FileKind, check_output
 from ..size_limits import MAX_HEADS, MAX_INTEGER, MAX_TRACE_TOKENS, check_size, parse_json
-from .attention_record import PACKING_FORMS, Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
+from .attention_record import (
+    PACKING_FORMS,
+    Array,
+    AttentionCallRecord,
+    AttentionRecord,
+    PackedMask,
+    TokenRow,
+)
 from .attention_trace import Trace
 from .record_types import Record
 
 SCHEMA_VERSION = 1
 DOCUMENT_KEY, CHECKSUM_KEY = "headwise.trace", "sha256"
-STORAGE_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1"), "I32": np.dtype("<i4")}
+STORAGE_DTYPES = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "U8": np.dtype("u1"),
+    "I32": np.dtype("<i4"),
+}
 HEADER_LENGTH_BYTES = 8  # size of the field that stores the length of the header
 TENSOR_AXES = {"q": 4, "k": 4, "v": 4, "z": 4, "weights": 4, "sinks": 1, "places": 1}
 REMEDY = "trace again"
@@ -71,12 +85,16 @@ def load_trace(path: Path | str) -> Trace:
     path = Path(path)
     document, checksum, arrays = _read_safetensors(path)
     if _compute_checksum(document, arrays) != checksum:
-        raise SpecError(f"{path} is damaged: its checksum does not match its content; copy the file again")
+        raise SpecError(
+            f"{path} is damaged: its checksum does not match its content; copy the file again"
+        )
     try:
         record = Record("", parse_json("its document", document, REMEDY), REMEDY)
         if record.get("schema") != SCHEMA_VERSION:
             fact = f"schema {record.get('schema')!r}; this headwise reads {SCHEMA_VERSION}"
-            raise SpecError(f"{fact}; trace again, or open it with the version of headwise that wrote it")
+            raise SpecError(
+                f"{fact}; trace again, or open it with the version of headwise that wrote it"
+            )
         return _trace_from_record(record, arrays)
     except ValueError as error:
         raise SpecError(f"{path} is not a valid trace: {error}") from None
@@ -84,14 +102,22 @@ def load_trace(path: Path | str) -> Trace:
 
 def _read_safetensors(path: Path) -> tuple[str, str, dict[str, Array]]:
     if not path.is_file():
-        raise SpecError(f"cannot open {path}: the file is not there; give a file that headwise trace --out wrote")
+        raise SpecError(
+            f"cannot open {path}: the file is not there; give a file that headwise trace --out "
+            "wrote"
+        )
     try:
         with cast(Any, safe_open)(path, framework="np") as file:
             metadata: dict[str, str] = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise SpecError(f"{path} is truncated or not a trace: {error}; copy the file again") from None
+        raise SpecError(
+            f"{path} is truncated or not a trace: {error}; copy the file again"
+        ) from None
     if DOCUMENT_KEY not in metadata or CHECKSUM_KEY not in metadata:
-        raise SpecError(f"{path} contains tensors, but no trace; make one with headwise trace MODEL --out {path.name}")
+        raise SpecError(
+            f"{path} contains tensors, but no trace; make one with headwise trace MODEL --out "
+            f"{path.name}"
+        )
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
         header = json.loads(file.read(header_size))
@@ -99,17 +125,25 @@ def _read_safetensors(path: Path) -> tuple[str, str, dict[str, Array]]:
     return (
         metadata[DOCUMENT_KEY],
         metadata[CHECKSUM_KEY],
-        {name: _map_tensor(path, HEADER_LENGTH_BYTES + header_size, entry) for name, entry in header.items()},
+        {
+            name: _map_tensor(path, HEADER_LENGTH_BYTES + header_size, entry)
+            for name, entry in header.items()
+        },
     )
 
 
 def _map_tensor(path: Path, start: int, entry: Mapping[str, Any]) -> Array:
     shape = tuple(entry["shape"])
     if entry["dtype"] not in STORAGE_DTYPES:
-        raise SpecError(f"{path} contains a tensor of dtype {entry['dtype']}, which traces do not use; trace again")
+        raise SpecError(
+            f"{path} contains a tensor of dtype {entry['dtype']}, which traces do not use; trace "
+            "again"
+        )
     if 0 in shape:
         return np.zeros(shape, STORAGE_DTYPES[entry["dtype"]])
-    return np.memmap(path, STORAGE_DTYPES[entry["dtype"]], "r", start + entry["data_offsets"][0], shape)
+    return np.memmap(
+        path, STORAGE_DTYPES[entry["dtype"]], "r", start + entry["data_offsets"][0], shape
+    )
 
 
 def _dtype_name(array: Array) -> str:
@@ -127,10 +161,19 @@ def _compute_checksum(document: str, arrays: Mapping[str, Array]) -> str:
 
 def _list_arrays(trace: Trace) -> Iterator[tuple[str, Array]]:
     for n, layer in enumerate(trace.layers):
-        yield from ((f"{n}.{name}", np.ascontiguousarray(array)) for name, array in layer.arrays.items())
-    yield from ((f"grid.{n}", np.ascontiguousarray(grid.values)) for n, grid in enumerate(trace.grids))
-    yield from ((f"thumbnail.{name}", np.ascontiguousarray(array)) for name, array in trace.thumbnails.items())
-    yield from ((f"image.{name}", np.ascontiguousarray(array)) for name, array in trace.images.items())
+        yield from (
+            (f"{n}.{name}", np.ascontiguousarray(array)) for name, array in layer.arrays.items()
+        )
+    yield from (
+        (f"grid.{n}", np.ascontiguousarray(grid.values)) for n, grid in enumerate(trace.grids)
+    )
+    yield from (
+        (f"thumbnail.{name}", np.ascontiguousarray(array))
+        for name, array in trace.thumbnails.items()
+    )
+    yield from (
+        (f"image.{name}", np.ascontiguousarray(array)) for name, array in trace.images.items()
+    )
 
 
 def _trace_to_dict(trace: Trace) -> dict[str, Any]:
@@ -157,8 +200,28 @@ def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     }
 
 
-TRACE_FIELDS = ("schema", "model", "streams", "layers", "grids", "skipped", "thumbnails", "images", "classes")
-LAYER_FIELDS = ("name", "stack", "layer", "kind", "path", "heads", "kv_head_of_query", "query_stream", "key_stream")
+TRACE_FIELDS = (
+    "schema",
+    "model",
+    "streams",
+    "layers",
+    "grids",
+    "skipped",
+    "thumbnails",
+    "images",
+    "classes",
+)
+LAYER_FIELDS = (
+    "name",
+    "stack",
+    "layer",
+    "kind",
+    "path",
+    "heads",
+    "kv_head_of_query",
+    "query_stream",
+    "key_stream",
+)
 CALL_FIELDS = tuple(field.name for field in fields(AttentionCallRecord))
 PICTURE_AXES = 4
 
@@ -169,16 +232,27 @@ def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
         _mask_from_record(entry, _array(entry, arrays, f"grid.{n}"))
         for n, entry in enumerate(record.read_records("grids"))
     )
-    layers = tuple(_layer_from_record(entry, n, arrays, grids) for n, entry in enumerate(record.read_records("layers")))
+    layers = tuple(
+        _layer_from_record(entry, n, arrays, grids)
+        for n, entry in enumerate(record.read_records("layers"))
+    )
     tables = record.read_record("streams")
-    streams = {name: tuple(map(_token_row_from_record, tables.read_records(name))) for name in tables.values}
+    streams = {
+        name: tuple(map(_token_row_from_record, tables.read_records(name)))
+        for name in tables.values
+    }
     thumbnails, images = (
-        {name: _picture(record, arrays, f"{kind}.{name}") for name in record.read_texts(f"{kind}s", ())}
+        {
+            name: _picture(record, arrays, f"{kind}.{name}")
+            for name in record.read_texts(f"{kind}s", ())
+        }
         for kind in ("thumbnail", "image")
     )
     _check_pictures(record, layers, thumbnails, images)
     rows = record.read_list("classes", None, ())
-    classes = dict(_class_from_row(Record(f"classes[{n}]", {"row": row}, REMEDY)) for n, row in enumerate(rows))
+    classes = dict(
+        _class_from_row(Record(f"classes[{n}]", {"row": row}, REMEDY)) for n, row in enumerate(rows)
+    )
     skipped = record.read_record("skipped")
     return Trace(
         record.read_record("model").values,
@@ -201,7 +275,9 @@ def _array(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
 def _picture(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
     array = _array(record, arrays, name)
     if array.dtype != np.uint8 or array.ndim != PICTURE_AXES:
-        record.fail(name, f"is {array.dtype} {list(array.shape)}, not bytes with {PICTURE_AXES} axes")
+        record.fail(
+            name, f"is {array.dtype} {list(array.shape)}, not bytes with {PICTURE_AXES} axes"
+        )
     return array
 
 
@@ -211,7 +287,9 @@ def _check_pictures(
     thumbnails: Mapping[str, Array],
     images: Mapping[str, Array],
 ) -> None:
-    """Raise unless thumbnails have the sizes of their layers, and images one row for each row of theirs."""
+    """Raise unless thumbnails have the sizes of their layers, and images one row for each row of
+    theirs.
+    """
     by_name = {layer.name: layer for layer in layers}
     rows = {layer.key_stream: layer.batch_size for layer in layers}
     for name, picture in thumbnails.items():
@@ -222,10 +300,15 @@ def _check_pictures(
         sizes = (min(largest, layer.num_queries), min(largest, layer.num_keys))  # of square cells
         expected = (layer.batch_size, layer.heads, *sizes)
         if not largest or picture.shape != expected:
-            record.fail(f"thumbnail.{name}", f"has shape {list(picture.shape)}, not {list(expected)}")
+            record.fail(
+                f"thumbnail.{name}", f"has shape {list(picture.shape)}, not {list(expected)}"
+            )
     for name, image in images.items():
         if len(image) != rows.get(name) or image.shape[3] not in (1, 3) or not image.size:
-            record.fail(f"image.{name}", f"has shape {list(image.shape)}, not an image for each row of a stream")
+            record.fail(
+                f"image.{name}",
+                f"has shape {list(image.shape)}, not an image for each row of a stream",
+            )
 
 
 def _class_from_row(record: Record) -> tuple[tuple[str, int], str]:
@@ -238,7 +321,8 @@ def _token_row_from_record(record: Record) -> TokenRow:
     record.check_fields(("ids", "words", "offsets", "text"))
     offsets = record.read_list("offsets", None, ())
     pairs = tuple(
-        Record(f"{record.where}.offsets", {"pair": pair}, REMEDY).read_ints("pair", length=2) for pair in offsets
+        Record(f"{record.where}.offsets", {"pair": pair}, REMEDY).read_ints("pair", length=2)
+        for pair in offsets
     )
     row = TokenRow(
         record.read_ints("ids", -MAX_INTEGER),
@@ -260,7 +344,10 @@ def _mask_from_record(record: Record, values: Array) -> PackedMask:
     }
     form, low = record.read_text("form"), record.read_optional_number("low")
     if form not in PACKING_FORMS or values.shape != shapes[form]:
-        record.fail("", f"is a mask {form!r} of shape {list(shape)} with values of shape {list(values.shape)}")
+        record.fail(
+            "",
+            f"is a mask {form!r} of shape {list(shape)} with values of shape {list(values.shape)}",
+        )
     return PackedMask(form, (batch, heads, queries, keys), values, -np.inf if low is None else low)
 
 
@@ -269,12 +356,19 @@ def _layer_from_record(
 ) -> AttentionRecord:
     record.check_fields((*LAYER_FIELDS, "calls"))
     layer = AttentionRecord(
-        **{name: record.read_text(name) for name in ("name", "stack", "kind", "path", "query_stream", "key_stream")},
+        **{
+            name: record.read_text(name)
+            for name in ("name", "stack", "kind", "path", "query_stream", "key_stream")
+        },
         layer=record.read_int("layer", 0, MAX_INTEGER),
         heads=record.read_int("heads", 1, MAX_HEADS),
         kv_head_of_query=record.read_ints("kv_head_of_query", 0, MAX_HEADS),
         calls=tuple(map(_call_from_record, record.read_records("calls"))),
-        arrays={name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{number}.")},
+        arrays={
+            name.partition(".")[2]: array
+            for name, array in arrays.items()
+            if name.startswith(f"{number}.")
+        },
     )
     _check_tensors(record, layer)
     for n, call in enumerate(layer.calls):
@@ -291,7 +385,9 @@ def _call_from_record(record: Record) -> AttentionCallRecord:
     first = record.read_optional_int("first", 0, MAX_TRACE_TOKENS)
     if query > end_query or key > end_key:
         record.fail("", f"has queries {query} to {end_query} and keys {key} to {end_key}")
-    check_size(f"the end of the keys of {record.where}", (first or 0) + end_key - key, MAX_TRACE_TOKENS)
+    check_size(
+        f"the end of the keys of {record.where}", (first or 0) + end_key - key, MAX_TRACE_TOKENS
+    )
     return AttentionCallRecord(
         queries=(query, end_query),
         keys=(key, end_key),
@@ -321,17 +417,31 @@ def _check_tensors(record: Record, layer: AttentionRecord) -> None:
         q, k = layer.arrays["q"], layer.arrays["k"]
         if len(layer.kv_head_of_query) != layer.heads or max(layer.kv_head_of_query) >= k.shape[2]:
             record.fail(
-                "kv_head_of_query", f"does not give one of {k.shape[2]} key heads for each of {layer.heads} heads"
+                "kv_head_of_query",
+                f"does not give one of {k.shape[2]} key heads for each of {layer.heads} heads",
             )
         if q.shape[3] != k.shape[3]:
             record.fail("", f"has queries of {q.shape[3]} channels and keys of {k.shape[3]}")
-    if len(batch_sizes) > 1 or not layer.arrays.keys() & {"q", *(f"weights.{n}" for n in range(len(layer.calls)))}:
-        record.fail("", f"holds tensors {', '.join(layer.arrays) or 'of no name'} of batches {sorted(batch_sizes)}")
+    if len(batch_sizes) > 1 or not layer.arrays.keys() & {
+        "q",
+        *(f"weights.{n}" for n in range(len(layer.calls))),
+    }:
+        record.fail(
+            "",
+            f"holds tensors {', '.join(layer.arrays) or 'of no name'} of batches "
+            f"{sorted(batch_sizes)}",
+        )
 
 
-def _has_data(layer: AttentionRecord, call: AttentionCallRecord, grids: Sequence[PackedMask]) -> bool:
+def _has_data(
+    layer: AttentionRecord, call: AttentionCallRecord, grids: Sequence[PackedMask]
+) -> bool:
     """Return whether the tensors and masks of a call are in the file, in its shape."""
-    arrays, queries, keys = layer.arrays, call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
+    arrays, queries, keys = (
+        layer.arrays,
+        call.queries[1] - call.queries[0],
+        call.keys[1] - call.keys[0],
+    )
     if call.weights is not None:
         weights = arrays.get(f"weights.{call.weights}")
         exists = weights is not None and weights.shape[2:] == (queries, keys)
@@ -352,4 +462,9 @@ def _has_data(layer: AttentionRecord, call: AttentionCallRecord, grids: Sequence
 
 def _fits(grid: PackedMask, layer: AttentionRecord, size: tuple[int, int]) -> bool:
     batch, heads, queries, keys = grid.shape
-    return batch in (1, layer.batch_size) and heads in (1, layer.heads) and queries in (1, size[0]) and keys == size[1]
+    return (
+        batch in (1, layer.batch_size)
+        and heads in (1, layer.heads)
+        and queries in (1, size[0])
+        and keys == size[1]
+    )

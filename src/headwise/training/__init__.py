@@ -1,12 +1,16 @@
-"""Training of models on tasks, with checkpoints from which a killed run resumes bit for bit (on the CPU).
+"""Training of models on tasks, with checkpoints from which a killed run resumes bit for bit (on the
+CPU).
 
 - `recipe`: `Recipe`, the hyperparameters of a run, and the learning-rate schedules.
 - `loop`: `train`, the training loop with evaluation, checkpoints and resuming.
-- `run_setup`: checks task, model and recipe, and starts or resumes a run; `training_run` is the state of
+- `run_setup`: checks task, model and recipe, and starts or resumes a run; `training_run` is the
+  state of
   a run and its checkpoints. The recipe may change on the way.
-- `train_step`: one optimisation step: its batch, loss and gradients; `optimisers`: AdamW, Muon and SGD.
+- `train_step`: one optimisation step: its batch, loss and gradients; `optimisers`: AdamW, Muon and
+  SGD.
 - `autotune`: measures which precision, attention, row layout and compilation is fastest.
-- `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers; sample texts.
+- `evaluation`: `evaluate`, metrics on held-out data at several lengths, and of generated answers;
+  sample texts.
 - `loggers`: progress on the console, metrics.jsonl and TensorBoard; `learning_curves`: the
   pictures of a run.
 """

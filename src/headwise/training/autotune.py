@@ -1,4 +1,6 @@
-"""Autotuning: trial steps that choose precision, attention, row layout and compilation; the peak FLOPs of a device."""
+"""Autotuning: trial steps that choose precision, attention, row layout and compilation; the peak
+FLOPs of a device.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +31,35 @@ from .train_step import (
 MAX_PLAIN_LENGTH = 512  # longest rows for which plain attention is tried
 MAX_FILL_RATIO = 0.95  # packing is not tried if a larger share of the rows is not padding
 PEAK_SECONDS = 0.1  # time of the products of one size
-MAX_TRIAL_SHARE = 0.05  # the trials of one option take at most this share of the run's estimated time
+MAX_TRIAL_SHARE = (
+    0.05  # the trials of one option take at most this share of the run's estimated time
+)
 
 
 class Autotuner:
-    """Chooses the options of training steps by timing trial steps on a few batches, whose shapes may differ.
+    """Chooses the options of training steps by timing trial steps on a few batches, whose shapes
+    may differ.
 
     Trial steps change neither weights nor random states.
     """
 
-    def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
+    def __init__(
+        self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]
+    ) -> None:
         self.sharded_model = wrap_single_process(net, device)
         self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
     def choose_options(self) -> StepOptions:
-        """Options of the recipe, with each "auto" replaced by the fastest value, and the reasons for the choices."""
+        """Options of the recipe, with each "auto" replaced by the fastest value, and the reasons
+        for the choices.
+        """
         (precision, attention), reasons, seconds = self._choose_precision()
         plain = StepOptions(
-            precision, "off", reasons, attention, "packed" if self.recipe.rows == "packed" else "padded"
+            precision,
+            "off",
+            reasons,
+            attention,
+            "packed" if self.recipe.rows == "packed" else "padded",
         )
         if self.recipe.rows == "auto" and self.recipe.compile != "on":
             plain, seconds = self._try_packed(plain, seconds)
@@ -56,7 +69,10 @@ class Autotuner:
         reasons = plain.reasons
         if seconds is None:
             seconds = self._time_step(self._make_step(plain))
-        shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
+        shapes = {
+            (batch.x.shape, batch.source.shape if batch.source is not None else None)
+            for batch in self.batches
+        }
         worth_trying, reason = decide_compile_trial(seconds, self.recipe.steps, len(shapes))
         if not worth_trying:
             return replace(plain, reasons=(*reasons, reason))
@@ -66,12 +82,18 @@ class Autotuner:
         compiled = replace(plain, compile="on", rows="padded")
         compiled_seconds, failure = self._time_or_error(self._make_step(compiled))
         if compiled_seconds is None:
-            return replace(plain, reasons=(*reasons, f"not compiled: compilation failed: {failure}"))
+            return replace(
+                plain, reasons=(*reasons, f"not compiled: compilation failed: {failure}")
+            )
         compile_mode, reason = decide_compile(seconds, compiled_seconds, self.recipe.steps)
         return replace(compiled if compile_mode == "on" else plain, reasons=(*reasons, reason))
 
-    def _try_packed(self, padded: StepOptions, seconds: float | None) -> tuple[StepOptions, float | None]:
-        """Packed rows if enough of the batches is padding and packing is faster, and the seconds per step."""
+    def _try_packed(
+        self, padded: StepOptions, seconds: float | None
+    ) -> tuple[StepOptions, float | None]:
+        """Packed rows if enough of the batches is padding and packing is faster, and the seconds
+        per step.
+        """
         fill_ratio = sum(map(real_token_share, self.batches)) / len(self.batches)
         if fill_ratio > MAX_FILL_RATIO:
             return padded, seconds
@@ -94,11 +116,17 @@ class Autotuner:
 
     def _choose_precision(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
         """Precision and attention, the reasons, and the seconds per step if they were measured."""
-        candidates = [(p, a) for p in self._precision_candidates() for a in self._attention_candidates()]
+        candidates = [
+            (p, a) for p in self._precision_candidates() for a in self._attention_candidates()
+        ]
         rows = "packed" if self.recipe.rows == "packed" else "padded"
         if len(candidates) == 1:
             values = self.recipe.precision, self.recipe.attention
-            reasons = tuple(f"{value}, as set in the recipe" for value in values if value not in ("auto", "fused"))
+            reasons = tuple(
+                f"{value}, as set in the recipe"
+                for value in values
+                if value not in ("auto", "fused")
+            )
             return candidates[0], (*self._reasons_against_bf16(), *reasons), None
         seconds: dict[tuple[str, str], float] = {}
         failures: list[str] = []
@@ -121,10 +149,14 @@ class Autotuner:
         return ("fp32",) if self._reasons_against_bf16() else ("fp32", "bf16")
 
     def _reasons_against_bf16(self) -> tuple[str, ...]:
-        """At most one reason not to try bf16; empty if it is tried, or if the recipe sets the precision."""
+        """At most one reason not to try bf16; empty if it is tried, or if the recipe sets the
+        precision.
+        """
         if self.recipe.precision != "auto" or self.device.type != "cpu":
             return ()
-        if sum(parameter.numel() for parameter in self.net.parameters()) >= takeover_size("bf16_training"):
+        if sum(parameter.numel() for parameter in self.net.parameters()) >= takeover_size(
+            "bf16_training"
+        ):
             return ()
         points = current_points()
         is_measured = points.points["bf16_training"].measured_on
@@ -132,14 +164,24 @@ class Autotuner:
         return (f"fp32: {reason} on this class of machine ({points.machine_class})",)
 
     def _attention_candidates(self) -> tuple[str, ...]:
-        """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows on the CPU."""
+        """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows
+        on the CPU.
+        """
         if self.recipe.attention != "auto":
             return (self.recipe.attention,)
-        longest = max(x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None)
-        return ("fused", "plain") if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH else ("fused",)
+        longest = max(
+            x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None
+        )
+        return (
+            ("fused", "plain")
+            if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH
+            else ("fused",)
+        )
 
     def _make_step(self, options: StepOptions) -> TrainStep:
-        return TrainStep(replace(self.sharded_model, forward=BatchForward(self.net)), self.recipe, options)
+        return TrainStep(
+            replace(self.sharded_model, forward=BatchForward(self.net)), self.recipe, options
+        )
 
     def _time_or_error(self, train_step: TrainStep) -> tuple[float | None, str]:
         """Seconds per step and ""; or None and the first line of the error if the step failed."""
@@ -154,7 +196,9 @@ class Autotuner:
         try:
             with torch.random.fork_rng(devices):
                 steps = self.recipe.steps // len(self.batches)
-                return measure_step_seconds(lambda: self._run_steps(train_step), self._wait, steps) / len(self.batches)
+                return measure_step_seconds(
+                    lambda: self._run_steps(train_step), self._wait, steps
+                ) / len(self.batches)
         finally:
             self.net.zero_grad(set_to_none=True)
 
@@ -178,8 +222,9 @@ def measure_step_seconds(
 ) -> float:
     """Seconds per step after a warm-up step: the minimum of repeated measurements.
 
-    The minimum is used because other processes can only add to the time. Measurements stop after `max_seconds`, or
-    after a small share of the time of a run of `steps` steps; at least one is made.
+    The minimum is used because other processes can only add to the time. Measurements stop after
+    `max_seconds`, or after a small share of the time of a run of `steps` steps; at least one is
+    made.
     """
     warmup_seconds = _time_once(step, wait)
     budget = min(max_seconds, MAX_TRIAL_SHARE * warmup_seconds * steps)
@@ -197,10 +242,11 @@ def _time_once(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of the fastest of several matrix products: the reference for the MFU of a training step.
+    """FLOPs per second of the fastest of several matrix products: the reference for the MFU of a
+    training step.
 
-    It is measured once per process. Other processes on the machine may still disturb it, so a run that reaches more
-    raises its own reference.
+    It is measured once per process. Other processes on the machine may still disturb it, so a run
+    that reaches more raises its own reference.
     """
     key = device, dtype, torch.get_num_threads()
     if key not in _PEAK_FLOPS:
@@ -208,14 +254,20 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return _PEAK_FLOPS[key]
 
 
-_PEAK_FLOPS: dict[tuple[torch.device, torch.dtype, int], float] = {}  # by device, precision and number of threads
+_PEAK_FLOPS: dict[
+    tuple[torch.device, torch.dtype, int], float
+] = {}  # by device, precision and number of threads
 
 
 def _measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     rates = list[float]()
     for size in (4096, 8192) if device.type == "cuda" else (384, 768, 1536):
-        left, right = torch.ones(2, size, size, device=device, dtype=dtype)  # without drawing random numbers
+        left, right = torch.ones(
+            2, size, size, device=device, dtype=dtype
+        )  # without drawing random numbers
         wait = partial(synchronise_device, device)
-        seconds = measure_step_seconds(partial(torch.mm, left, right), wait, steps=10**6, max_seconds=PEAK_SECONDS)
+        seconds = measure_step_seconds(
+            partial(torch.mm, left, right), wait, steps=10**6, max_seconds=PEAK_SECONDS
+        )
         rates.append(2 * size**3 / seconds)
     return max(rates)

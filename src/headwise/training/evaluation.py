@@ -1,4 +1,6 @@
-"""Evaluation of a model: metrics on held-out batches of a task, and texts that it generates while it is trained."""
+"""Evaluation of a model: metrics on held-out batches of a task, and texts that it generates while
+it is trained.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,20 @@ from .train_step import StepOptions, autocast, check_label_shape, count_labels, 
 
 
 class TaskEvaluator:
-    """Evaluates models on the held-out splits of a task; each rank evaluates its shard of every batch."""
+    """Evaluates models on the held-out splits of a task; each rank evaluates its shard of every
+    batch.
+    """
 
-    def __init__(self, task: Task, recipe: Recipe, options: StepOptions, world: ProcessMesh) -> None:
-        self.task, self.recipe, self.options, self.world, self.device = task, recipe, options, world, world.device
+    def __init__(
+        self, task: Task, recipe: Recipe, options: StepOptions, world: ProcessMesh
+    ) -> None:
+        self.task, self.recipe, self.options, self.world, self.device = (
+            task,
+            recipe,
+            options,
+            world,
+            world.device,
+        )
 
     @property
     def final_split(self) -> str:
@@ -49,18 +61,29 @@ class TaskEvaluator:
         if not self.task.answers:
             return {}
         shards = (shard.batch for shard in self._iter_shards(split) if shard.rows)
-        return self._average_over_ranks(self.task.score(self.generate_answers(net, batch), batch) for batch in shards)
+        return self._average_over_ranks(
+            self.task.score(self.generate_answers(net, batch), batch) for batch in shards
+        )
 
     def generate_answers(self, net: Transformer, batch: Batch) -> list[list[int]]:
         """Greedily generated ids for each example, without the prompt."""
         prompt_ids, prompt_tokens = self.task.prompt(batch)
         batch = batch.to(self.device)
         with torch.no_grad():
-            memory = None if batch.source is None else net.eval().encode(batch.source, sequence=batch.source_tokens)
+            memory = (
+                None
+                if batch.source is None
+                else net.eval().encode(batch.source, sequence=batch.source_tokens)
+            )
         prompt = Batch(prompt_ids, prompt_ids, prompt_tokens).to(self.device)
         max_new_tokens, end_id = self.task.answers, self.task.end
         return greedy_decode(
-            net, prompt.x, max_new_tokens=max_new_tokens, sequence=prompt.tokens, end_id=end_id, encoder_output=memory
+            net,
+            prompt.x,
+            max_new_tokens=max_new_tokens,
+            sequence=prompt.tokens,
+            end_id=end_id,
+            encoder_output=memory,
         )
 
     def _average_over_ranks(self, sums: Iterable[MetricSums]) -> dict[str, float]:
@@ -96,10 +119,15 @@ class Evaluation:
     """Metrics of a model on a task, and on the same task at other lengths."""
 
     metrics: Mapping[str, float]
-    by_length: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
+    by_length: Mapping[int, Mapping[str, float]] = field(
+        default_factory=dict[int, Mapping[str, float]]
+    )
 
     def __str__(self) -> str:
-        columns = {"the task": self.metrics, **{f"length {length}": row for length, row in self.by_length.items()}}
+        columns = {
+            "the task": self.metrics,
+            **{f"length {length}": row for length, row in self.by_length.items()},
+        }
         names = list(dict.fromkeys(name for row in columns.values() for name in row))
         width = max([20, *map(len, names)])
         lines = ["".ljust(width) + "".join(label.rjust(14) for label in columns)]
@@ -120,8 +148,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on held-out examples: the loss per label and the metrics of the task.
 
-    With `lengths`, the model is also evaluated on the task with each of these values of its option `length`, such as
-    lengths that it was not trained on. The mode of the model (training or evaluation) is left as it is.
+    With `lengths`, the model is also evaluated on the task with each of these values of its option
+    `length`, such as lengths that it was not trained on. The mode of the model (training or
+    evaluation) is left as it is.
 
     >>> import headwise as hw
     >>> task = hw.data.make_task("group", length=12)
@@ -129,7 +158,11 @@ def evaluate(
     >>> list(result.by_length), result.metrics["accuracy"] < 1
     ([16, 32], True)
     """
-    for name, size in (("batch", batch), ("batches", batches), *(("a length", length) for length in lengths)):
+    for name, size in (
+        ("batch", batch),
+        ("batches", batches),
+        *(("a length", length) for length in lengths),
+    ):
         if type(size) is not int or size < 1:
             raise SpecError(f"{name} must be a whole number of at least 1, got {size!r}")
     if lengths and "length" not in [option.name for option in fields(task)]:
@@ -138,16 +171,24 @@ def evaluate(
     is_training = net.training
     try:
         by_length = {
-            length: average_metrics([sum_batch_metrics(net, replace(task, length=length), (batch, batches), split)])
+            length: average_metrics(
+                [sum_batch_metrics(net, replace(task, length=length), (batch, batches), split)]
+            )
             for length in lengths
         }
-        return Evaluation(average_metrics([sum_batch_metrics(net, task, (batch, batches), split)]), by_length)
+        return Evaluation(
+            average_metrics([sum_batch_metrics(net, task, (batch, batches), split)]), by_length
+        )
     finally:
         net.train(is_training)
 
 
-def sum_batch_metrics(net: Transformer, task: Task, sizes: tuple[int, int], split: str) -> MetricSums:
-    """Sum and count of every metric over batches of a split; `sizes` are examples per batch, and batches at most."""
+def sum_batch_metrics(
+    net: Transformer, task: Task, sizes: tuple[int, int], split: str
+) -> MetricSums:
+    """Sum and count of every metric over batches of a split; `sizes` are examples per batch, and
+    batches at most.
+    """
     batch_size, max_batches = sizes
     forward, available = BatchForward(net).eval(), task.batches(batch_size, split)
     device = next(net.parameters()).device
@@ -176,17 +217,21 @@ def sum_metrics(parts: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
 
 
 def average_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
-    """The mean of each metric over several parts of the data; metrics with a count of 0 are left out.
+    """The mean of each metric over several parts of the data; metrics with a count of 0 are left
+    out.
 
     >>> average_metrics([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}
     """
     sums = sum_metrics(parts)
-    return {name: sums[name][0] / sums[name][1] for name in order_slices(list(sums)) if sums[name][1]}
+    return {
+        name: sums[name][0] / sums[name][1] for name in order_slices(list(sums)) if sums[name][1]
+    }
 
 
 def order_slices(names: Sequence[str]) -> list[str]:
-    """Names of metrics in their order, each followed by its slices, by number: batches may have them in any order.
+    """Names of metrics in their order, each followed by its slices, by number: batches may have
+    them in any order.
 
     >>> order_slices(["loss", "accuracy", "accuracy@length=12", "accuracy@length=8", "bleu"])
     ['loss', 'accuracy', 'accuracy@length=8', 'accuracy@length=12', 'bleu']
@@ -196,12 +241,16 @@ def order_slices(names: Sequence[str]) -> list[str]:
     def place(name: str) -> tuple[int, str, int]:
         metric, _, label = name.partition("@")
         numbered = re.fullmatch(r"(\D*)(\d+)", label)
-        return metrics.index(metric), numbered[1] if numbered else "", int(numbered[2]) if numbered else 0
+        return (
+            metrics.index(metric),
+            numbered[1] if numbered else "",
+            int(numbered[2]) if numbered else 0,
+        )
 
     return sorted(names, key=place)
 
 
-# --- Texts that a model generates while it is trained ------------------------------------------------------
+# --- Texts that a model generates while it is trained ---------------------------------------------
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -216,12 +265,15 @@ def check_samples(recipe: Recipe, model_spec: ModelSpec, usage: ProcessorSpec) -
     if not usage.tokenizer or model_spec.kind not in ("decoder", "encoder-decoder"):
         kind = "has no tokenizer" if not usage.tokenizer else f"is of kind {model_spec.kind}"
         raise SpecError(
-            f"sample_prompts need a model that generates text, but {model_spec.name} {kind}; leave them out"
+            f"sample_prompts need a model that generates text, but {model_spec.name} {kind}; "
+            "leave them out"
         )
 
 
 def sample_texts(net: Transformer, recipe: Recipe, step: int) -> Iterator[dict[str, Any]]:
-    """Records of one sample for each prompt. Every step samples with the same random numbers, and none of torch's."""
+    """Records of one sample for each prompt. Every step samples with the same random numbers, and
+    none of torch's.
+    """
     prompts = list(recipe.sample_prompts)
     options: dict[str, Any] = {"temperature": SAMPLE_TEMPERATURE, "seed": recipe.seed}
     texts = generate(net, prompts, max_new_tokens=recipe.sample_tokens, **options)

@@ -23,7 +23,9 @@ MAX_POINTS = 1000  # of one line, so that the picture of a long run stays small
 
 @dataclass(frozen=True)
 class CurveTheme:
-    """Colours: background, text, axes and grid, and those of training, validation and changes of the recipe."""
+    """Colours: background, text, axes and grid, and those of training, validation and changes of
+    the recipe.
+    """
 
     background: str
     text: str
@@ -102,20 +104,28 @@ def save_curves(folder: Path, curves: LearningCurves, title: str) -> None:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_matplotlib_style(THEMES["light"]))
-        draw_curves(curves, THEMES["light"], title).savefig(buffer, format="svg", metadata=FIGURE_METADATA[".svg"])
+        draw_curves(curves, THEMES["light"], title).savefig(
+            buffer, format="svg", metadata=FIGURE_METADATA[".svg"]
+        )
     light = buffer.getvalue().decode()
     for name, theme in THEMES.items():
-        write_atomically(folder / CURVE_FILES[name], _recolour(light, THEMES["light"], theme).encode())
+        write_atomically(
+            folder / CURVE_FILES[name], _recolour(light, THEMES["light"], theme).encode()
+        )
 
 
 def _recolour(svg: str, theme: CurveTheme, other: CurveTheme) -> str:
     """Replace the colours of one theme by those of another, which is quicker than drawing again."""
-    replacements = {one.lower(): two.lower() for one, two in zip(astuple(theme), astuple(other), strict=True)}
+    replacements = {
+        one.lower(): two.lower() for one, two in zip(astuple(theme), astuple(other), strict=True)
+    }
     return re.sub("|".join(replacements), lambda match: replacements[match[0]], svg)
 
 
 def draw_curves(curves: LearningCurves, theme: CurveTheme, title: str) -> Figure:
-    """Panels over steps: training and validation loss, the other metrics if there are any, and the learning rate."""
+    """Panels over steps: training and validation loss, the other metrics if there are any, and the
+    learning rate.
+    """
     from matplotlib.figure import Figure
 
     panels = [_draw_loss, *([_draw_scores] if curves.scores else []), _draw_rate]
@@ -135,16 +145,32 @@ def _draw_loss(axes: Axes, curves: LearningCurves, theme: CurveTheme) -> None:
     thinned = slice(None, None, 1 + len(curves.steps) // MAX_POINTS)
     window = max(1, round(SMOOTHING_WINDOW * len(curves.steps)))
     if window > 1:
-        axes.plot(curves.steps[thinned], curves.losses[thinned], color=theme.training, alpha=0.3, linewidth=0.7)
+        axes.plot(
+            curves.steps[thinned],
+            curves.losses[thinned],
+            color=theme.training,
+            alpha=0.3,
+            linewidth=0.7,
+        )
     smooth = average_over_windows(curves.losses, window)
     label = "training" if window == 1 else f"training, mean of {window} steps"
     axes.plot(curves.steps[thinned], smooth[thinned], color=theme.training, label=label)
     steps, losses = curves.evaluations.get("loss", ([], []))
     if steps:
-        axes.plot(steps, losses, color=theme.validation, marker="o", markersize=2.5, label="validation")
+        axes.plot(
+            steps, losses, color=theme.validation, marker="o", markersize=2.5, label="validation"
+        )
     if curves.best in steps:
         lowest = losses[steps.index(curves.best)]
-        axes.plot(curves.best, lowest, "o", color=theme.validation, markersize=7, fillstyle="none", label="saved model")
+        axes.plot(
+            curves.best,
+            lowest,
+            "o",
+            color=theme.validation,
+            markersize=7,
+            fillstyle="none",
+            label="saved model",
+        )
     axes.legend()
 
 
@@ -152,7 +178,9 @@ def _draw_scores(axes: Axes, curves: LearningCurves, theme: CurveTheme) -> None:
     axes.set_title("validation metrics")
     for n, name in enumerate(curves.scores):
         steps, values = curves.evaluations[name]
-        colour, marker = (theme.validation, "o") if n == 0 else (theme.training, "s^Dv"[(n - 1) % 4])
+        colour, marker = (
+            (theme.validation, "o") if n == 0 else (theme.training, "s^Dv"[(n - 1) % 4])
+        )
         axes.plot(steps, values, color=colour, marker=marker, markersize=2.5, label=name)
     axes.legend()
 

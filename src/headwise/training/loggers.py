@@ -1,4 +1,6 @@
-"""Loggers of training runs: the protocol `MetricLogger`, metrics.jsonl, the console and TensorBoard."""
+"""Loggers of training runs: the protocol `MetricLogger`, metrics.jsonl, the console and
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ Record = Mapping[str, Any]
 class MetricLogger(Protocol):
     """Protocol of a logger, which receives the records of a run in order.
 
-    A record has an "event" and a "step". The events are "run" (the configuration, first), "note" (a message about the
-    run), "step" and "evaluation" (metrics), "sample" (a generated text), and "end" (the final metrics).
+    A record has an "event" and a "step". The events are "run" (the configuration, first), "note" (a
+    message about the run), "step" and "evaluation" (metrics), "sample" (a generated text), and
+    "end" (the final metrics).
     """
 
     def open(self, folder: Path, config: Record) -> None:
@@ -71,7 +74,9 @@ class JsonlLogger:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl; raises SpecError for a line that no run has written."""
+    """Return the records of a metrics.jsonl; raises SpecError for a line that
+    no run has written.
+    """
     records = read_lines(path)
     for number, values in enumerate(records, 1):
         record = record_types.Record(f"{path}: line {number}", values, "delete the line")
@@ -95,7 +100,11 @@ def flatten_numbers(record: Record) -> dict[str, float]:
     {'evaluation/loss': 0.5}
     """
     entries = dict(record) | record.get("metrics", {})
-    numbers = {name: value for name, value in entries.items() if name != "step" and type(value) in (int, float)}
+    numbers = {
+        name: value
+        for name, value in entries.items()
+        if name != "step" and type(value) in (int, float)
+    }
     return {f"{record['event']}/{name.replace('@', '/')}": value for name, value in numbers.items()}
 
 
@@ -139,22 +148,29 @@ def import_optional(module: str, name: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise SpecError(f"this logger needs a package that is not installed; pip install {name}") from None
+        raise SpecError(
+            f"this logger needs a package that is not installed; pip install {name}"
+        ) from None
 
 
-# --- Console output ------------------------------------------------------------------------------------
+# --- Console output -------------------------------------------------------------------------------
 
 
 def format_record(record: Mapping[str, Any]) -> str:
     """The metrics of a step or an evaluation as one line of text.
 
-    >>> format_record({"event": "evaluation", "step": 100, "metrics": {"loss": 0.25, "accuracy": 0.5}})
+    >>> format_record(
+    ...     {"event": "evaluation", "step": 100, "metrics": {"loss": 0.25, "accuracy": 0.5}}
+    ... )
     'step 100, held out: loss 0.2500, accuracy 0.5000'
     """
     if record["event"] == "evaluation":
         best = ", best so far" if record.get("best") else ""
         return f"step {record['step']}, held out: {_format_metrics(record['metrics'])}{best}"
-    parts = [f"step {record['step']}: loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
+    parts = [
+        f"step {record['step']}: loss {record['loss']:.4f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+    ]
     parts += [f"MFU {record['mfu']:.0%}"] if "mfu" in record else []
     return ", ".join([*parts, f"{format_duration(record['left'])} left"])
 
@@ -165,7 +181,8 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 class ConsoleLogger:
-    """Prints progress for people, on stderr by default: a progress bar on a terminal, otherwise lines of text.
+    """Prints progress for people, on stderr by default: a progress bar on a terminal, otherwise
+    lines of text.
 
     `startup` are the seconds that the process took before it called `train`, for the time in all.
     """
@@ -179,26 +196,39 @@ class ConsoleLogger:
         """Print a line about the run; on a terminal, also show a progress bar."""
         steps, first_step = config["recipe"]["steps"], config["step"]
         extent = f"from step {first_step} on" if first_step else pluralise(steps, "step")
-        self._print_line(f"{config['task']['name']} into {folder}, {extent}, {config['parameters']:,} parameters")
+        self._print_line(
+            f"{config['task']['name']} into {folder}, {extent}, {config['parameters']:,} parameters"
+        )
         if self._stream.isatty():
             self._progress = _make_progress_bar(self._stream)
             self._progress.add_task("", total=steps, completed=first_step, status="")
             self._progress.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Update the bar, or print a line; without a bar, steps are printed at most every LINE_INTERVAL seconds."""
+        """Update the bar, or print a line; without a bar, steps are printed at most every
+        LINE_INTERVAL seconds.
+        """
         event = record["event"]
         if event == "step" and self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=record["step"], status=format_record(record))
-        elif event == "evaluation" or (event == "step" and time.monotonic() - self._last_line_time > LINE_INTERVAL):
+            self._progress.update(
+                self._progress.task_ids[0], completed=record["step"], status=format_record(record)
+            )
+        elif event == "evaluation" or (
+            event == "step" and time.monotonic() - self._last_line_time > LINE_INTERVAL
+        ):
             self._print_line(format_record(record))
         elif event == "note":
             self._print_line(record["says"])
         elif event == "sample":
-            self._print_line(f"step {record['step']}, sample: {escape_terminal(record['prompt'] + record['text'])}")
+            self._print_line(
+                f"step {record['step']}, sample: "
+                f"{escape_terminal(record['prompt'] + record['text'])}"
+            )
         elif event == "end":
             duration = format_duration(record["seconds"] + self._startup)
-            self._print_line(f"{record['split']}: {_format_metrics(record['metrics'])}; {duration} in all")
+            self._print_line(
+                f"{record['split']}: {_format_metrics(record['metrics'])}; {duration} in all"
+            )
 
     def close(self) -> None:
         """Stop the progress bar."""

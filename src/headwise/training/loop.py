@@ -40,14 +40,15 @@ GRACE_SECONDS = 1.0  # for the step that runs when Ctrl-C arrives
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-# --- Interruption --------------------------------------------------------------------------------------
+# --- Interruption ---------------------------------------------------------------------------------
 
 
 class InterruptGuard:
-    """Context in which the first Ctrl-C or SIGTERM only sets `is_requested`; a second one interrupts at once.
+    """Context in which the first Ctrl-C or SIGTERM only sets `is_requested`; a second one
+    interrupts at once.
 
-    A second one comes by itself after `grace` seconds, unless `finish` was called. The context has no effect outside
-    the main thread, which alone can handle signals.
+    A second one comes by itself after `grace` seconds, unless `finish` was called. The context has
+    no effect outside the main thread, which alone can handle signals.
 
     >>> with InterruptGuard() as interrupts:
     ...     signal.raise_signal(signal.SIGINT)
@@ -62,9 +63,13 @@ class InterruptGuard:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS
+            }
             if self._grace is not None:
-                threading.Thread(target=self._interrupt_late, name="headwise-interrupt", daemon=True).start()
+                threading.Thread(
+                    target=self._interrupt_late, name="headwise-interrupt", daemon=True
+                ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +94,7 @@ class InterruptGuard:
             _thread.interrupt_main()
 
 
-# --- Model card ----------------------------------------------------------------------------------------
+# --- Model card -----------------------------------------------------------------------------------
 
 CURVE_LINES = [
     "",
@@ -98,22 +103,36 @@ CURVE_LINES = [
     f'<img src="{CURVE_FILES["light"]}" alt="Learning curves over the steps">',
     "</picture>",
 ]
-SPLIT_DESCRIPTIONS = {"valid": "held-out examples", "test": "the test split, evaluated once, after training"}
+SPLIT_DESCRIPTIONS = {
+    "valid": "held-out examples",
+    "test": "the test split, evaluated once, after training",
+}
 
 
 def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: str) -> str:
-    """Markdown with the task, the recipe fields that are not defaults, and each metric beside its chance level."""
+    """Markdown with the task, the recipe fields that are not defaults, and each metric beside its
+    chance level.
+    """
     task, chance, options = run.task, run.task.chance, run.train_step.options
     task_options = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
     defaults, values = vars(Recipe()), vars(run.recipe)
-    changed = [f"{name} = {format_toml(_to_plain(value))}" for name, value in values.items() if value != defaults[name]]
+    changed = [
+        f"{name} = {format_toml(_to_plain(value))}"
+        for name, value in values.items()
+        if value != defaults[name]
+    ]
     lines = ["## Training", "", f"The task is {task.name} ({task_options})."]
     reason = f" It ended because of this: {run.end_reason}." if run.is_out_of_patience else ""
     lines += [
-        f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')} in {options.precision}, "
+        f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')} in "
+        f"{options.precision}, "
         f"{format_duration(run.elapsed_seconds)} in total, with seed {run.recipe.seed}.{reason}"
     ]
-    lines += ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"] if changed else []
+    lines += (
+        ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"]
+        if changed
+        else []
+    )
     lines += format_history([RecipeChange.from_data(data) for data in run.history])
     lines += CURVE_LINES if (run.folder / CURVE_FILES["light"]).exists() else []
     lines += [
@@ -125,7 +144,10 @@ def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: 
         "| metric | value | chance |",
         "|---|---|---|",
     ]
-    lines += [f"| {name} | {value:.4f} | {_format_chance(chance, name)} |" for name, value in metrics.items()]
+    lines += [
+        f"| {name} | {value:.4f} | {_format_chance(chance, name)} |"
+        for name, value in metrics.items()
+    ]
     return "\n".join(lines)
 
 
@@ -137,7 +159,7 @@ def _format_chance(chance: Mapping[str, float], name: str) -> str:
     return f"{chance[name]:.4f}" if name in chance else ""
 
 
-# --- The loop ------------------------------------------------------------------------------------------
+# --- The loop -------------------------------------------------------------------------------------
 
 RESUME_MODES = ("never", "allowed", "with-changes")
 FINAL_FILE = "final.json"
@@ -148,9 +170,10 @@ RecordWriter = Callable[[Mapping[str, Any]], None]
 class TrainingResult:
     """Result of a training run: the model with the lowest validation loss, and its final metrics.
 
-    `split` is the split of `metrics`: "test", or "valid" if the data has no test split. `best` is the step at which
-    the model was saved. `ended` says why the run ended, and `history` how its recipe was changed on the way. `seconds`
-    counts everything from the call of `train` on, in all processes that worked on the run.
+    `split` is the split of `metrics`: "test", or "valid" if the data has no test split. `best` is
+    the step at which the model was saved. `ended` says why the run ended, and `history` how its
+    recipe was changed on the way. `seconds` counts everything from the call of `train` on, in all
+    processes that worked on the run.
     """
 
     task: str
@@ -180,25 +203,35 @@ def train(
     resume: str = "never",
     loggers: Sequence[MetricLogger | str] = (),
 ) -> TrainingResult:
-    """Train a model on a task and save it in the folder `out`, together with checkpoints and metrics.jsonl.
+    """Train a model on a task and save it in the folder `out`, together with checkpoints and
+    metrics.jsonl.
 
-    `model_spec` is the spec of a new model (default: `task.model()`), or a model, which is trained further in place.
-    resume="allowed" continues a run of the same task, model and recipe in `out`, or starts one if there is none;
-    "with-changes" also lets the recipe change from the next step on, for example to more steps or another learning
-    rate; "never" raises SpecError if `out` holds a run.
+    `model_spec` is the spec of a new model (default: `task.model()`), or a model, which is trained
+    further in place. resume="allowed" continues a run of the same task, model and recipe in `out`,
+    or starts one if there is none; "with-changes" also lets the recipe change from the next step
+    on, for example to more steps or another learning rate; "never" raises SpecError if `out` holds
+    a run.
 
-    `loggers` receive all records: "tensorboard", or objects of your own with the methods of `MetricLogger`.
+    `loggers` receive all records: "tensorboard", or objects of your own with the methods of
+    `MetricLogger`.
 
-    A run on the CPU that was killed at any moment and resumed ends with the same bits as an uninterrupted one.
+    A run on the CPU that was killed at any moment and resumed ends with the same bits as an
+    uninterrupted one.
     """
     if resume not in RESUME_MODES:
         raise SpecError(f"resume={resume!r} is unknown; {suggest(str(resume), RESUME_MODES)}")
     if not str(out):
-        raise SpecError("out= is missing; give the folder for the trained model, as in out='runs/first'")
-    metric_loggers = [create_logger(logger) if isinstance(logger, str) else logger for logger in loggers]
+        raise SpecError(
+            "out= is missing; give the folder for the trained model, as in out='runs/first'"
+        )
+    metric_loggers = [
+        create_logger(logger) if isinstance(logger, str) else logger for logger in loggers
+    ]
     check_output(out, MODEL_FOLDER, "continue")
     with join_process_group() as launch:
-        setup = TrainingSetup.of(task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch)
+        setup = TrainingSetup.of(
+            task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch
+        )
         return run_training(setup, resume, [JsonlLogger(), *metric_loggers], draw_curves)
 
 
@@ -211,22 +244,29 @@ def run_training(
 ) -> TrainingResult:
     """Train with the folder locked; only the leader of all ranks writes to the loggers.
 
-    `draw` makes pictures of the run when its steps end; an interrupted run ends without them, which is faster.
+    `draw` makes pictures of the run when its steps end; an interrupted run ends without them, which
+    is faster.
     """
     world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
     is_alone = world.size == 1
     interrupts = InterruptGuard(GRACE_SECONDS if is_alone else None)
-    together = nullcontext() if is_alone else interrupts  # several ranks end at the same step, never during the start
+    together = (
+        nullcontext() if is_alone else interrupts
+    )  # several ranks end at the same step, never during the start
     with world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices), together:
         run, notes = _start_or_resume(setup, resume)
-        with _open_loggers(loggers if world.is_leader else [], run, omit_model(setup.config)) as write:
+        with _open_loggers(
+            loggers if world.is_leader else [], run, omit_model(setup.config)
+        ) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
             ahead = run.recipe.prefetch if is_alone else 0
             with (
                 interrupts if is_alone else nullcontext(),
-                BatchPrefetcher(setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps) as batches,
+                BatchPrefetcher(
+                    setup.task, run.recipe.batch, ahead=ahead, stop=run.recipe.steps
+                ) as batches,
             ):
                 _run_steps(run, setup, write, interrupts, batches)
             draw(run)
@@ -241,7 +281,12 @@ def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, li
         return run, [*setup.task.notes, *setup.notes, *run.train_step.options.reasons]
     run, change = setup.resume_run(checkpoint, resume)
     run.count_earlier_seconds(_read_final_seconds(setup.folder, checkpoint.step))
-    notes = [*damages, *setup.notes, f"resuming from step {checkpoint.step}", *([str(change)] if change else [])]
+    notes = [
+        *damages,
+        *setup.notes,
+        f"resuming from step {checkpoint.step}",
+        *([str(change)] if change else []),
+    ]
     return run, [*notes, *run.train_step.options.reasons]
 
 
@@ -255,13 +300,17 @@ def _read_final_seconds(folder: Path, step: int) -> float:
 
 
 def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | None, list[str]]:
-    """The checkpoint to resume from (None if there is no run), and a message for each damaged newer one."""
+    """The checkpoint to resume from (None if there is no run), and a message for each damaged newer
+    one.
+    """
     checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER)
     for directory in (folder, checkpoints.folder):
         remove_leftovers(directory)
     checkpoint, damages = checkpoints.load_newest()
     if checkpoint is None and (folder / MANIFEST_FILE).exists():
-        raise SpecError(f"{folder} already holds a model; give another folder, or move the model away")
+        raise SpecError(
+            f"{folder} already holds a model; give another folder, or move the model away"
+        )
     if checkpoint is not None and resume == "never":
         remedy = "continue it with resume='allowed' (--resume), or give another folder"
         raise SpecError(f"{folder} holds a run of {pluralise(checkpoint.step, 'step')}; {remedy}")
@@ -288,7 +337,11 @@ def _open_loggers(
 
 
 def _run_steps(
-    run: TrainingRun, setup: TrainingSetup, write: RecordWriter, interrupts: InterruptGuard, batches: BatchPrefetcher
+    run: TrainingRun,
+    setup: TrainingSetup,
+    write: RecordWriter,
+    interrupts: InterruptGuard,
+    batches: BatchPrefetcher,
 ) -> None:
     """Take the remaining steps, with evaluations and checkpoints."""
     checkpoint_every = run.recipe.checkpoint_every
@@ -313,7 +366,12 @@ def _run_steps(
         is_interrupted = run.world.any(interrupts.is_requested)
         if is_interrupted:
             interrupts.finish()
-        if is_best or run.is_finished or is_interrupted or run.progress.step % checkpoint_every == 0:
+        if (
+            is_best
+            or run.is_finished
+            or is_interrupted
+            or run.progress.step % checkpoint_every == 0
+        ):
             run.save_checkpoint(setup.config)
         if is_best:
             run.save_model(render_training_card(run, evaluation["metrics"], "valid"))
@@ -322,7 +380,9 @@ def _run_steps(
 
 
 def _describe_interrupt(run: TrainingRun) -> KeyboardInterrupt:
-    return KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
+    return KeyboardInterrupt(
+        f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}"
+    )
 
 
 def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
@@ -334,7 +394,9 @@ def _write_samples(run: TrainingRun, write: RecordWriter) -> None:
 
 
 def draw_curves(run: TrainingRun) -> None:
-    """Draw the learning curves into the folder, once at the end, because drawing takes a quarter of a second."""
+    """Draw the learning curves into the folder, once at the end, because drawing takes a quarter of
+    a second.
+    """
     if run.world.is_leader and run.progress.step:
         records = read_records(run.folder / JsonlLogger.NAME)
         curves = LearningCurves.of(records, [change["step"] for change in run.history])
@@ -350,7 +412,9 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     if damage:
         write({"event": "note", "step": run.progress.step, "says": damage})
     split = run.evaluator.final_split
-    metrics = run.evaluator.compute_metrics(BatchForward(net), split) | run.evaluator.score_generation(net, split)
+    metrics = run.evaluator.compute_metrics(
+        BatchForward(net), split
+    ) | run.evaluator.score_generation(net, split)
     seconds, options = run.elapsed_seconds, run.train_step.options
     result = TrainingResult(
         task=run.task.name,
@@ -368,7 +432,9 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     )
     if run.world.is_leader:
         save(net, run.folder, readme=render_training_card(run, metrics, split))
-        write_atomically(run.folder / FINAL_FILE, json.dumps(result.data, indent=2).encode() + b"\n")
+        write_atomically(
+            run.folder / FINAL_FILE, json.dumps(result.data, indent=2).encode() + b"\n"
+        )
     end = {"metrics": metrics, "seconds": seconds, "split": split, "ended": run.end_reason}
     write({"event": "end", "step": run.progress.step, **end})
     return result

@@ -1,4 +1,6 @@
-"""AdamW, Muon and SGD by name: parameter groups by role, and optimisers whose state has the names of parameters."""
+"""AdamW, Muon and SGD by name: parameter groups by role, and optimisers whose state has the names
+of parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,29 @@ from ..errors import SpecError
 from ..model_spec import ModelSpec, WeightSpec
 from .recipe import Recipe
 
-# --- Parameter groups ----------------------------------------------------------------------------------
+# --- Parameter groups -----------------------------------------------------------------------------
 
 
 ParameterGroups = dict[str, dict[str, nn.Parameter]]
 HIDDEN_ROLES = ("attention", "cross", "feed")  # roles of weights inside layers
-VECTOR_NAMES = ("bias", "scale")  # suffixes of weights that are vectors, one per head, although they have two axes
+VECTOR_NAMES = (
+    "bias",
+    "scale",
+)  # suffixes of weights that are vectors, one per head, although they have two axes
 
 
 def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
-    """Whether weight decay applies to a weight: a matrix that is not a bias, a scale, or part of a norm.
+    """Whether weight decay applies to a weight: a matrix that is not a bias, a scale, or part of a
+    norm.
 
-    The expert axis does not count, so one vector per expert is not a matrix. rule="non-embeddings" also excludes token
-    and position embeddings.
+    The expert axis does not count, so one vector per expert is not a matrix. rule="non-embeddings"
+    also excludes token and position embeddings.
 
     >>> from headwise.model_spec import FeedForwardSpec
-    >>> {w.name: has_weight_decay(w, "matrices") for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)}
+    >>> {
+    ...     w.name: has_weight_decay(w, "matrices")
+    ...     for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)
+    ... }
     {'up': True, 'up_bias': False, 'down': True, 'down_bias': False}
     """
     dimensions = len(weight.shape) - ("expert" in weight.layout.axes)
@@ -36,8 +45,12 @@ def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
     return rule == "matrices" or weight.role != "embedding"
 
 
-def group_parameters(parameters: Mapping[str, nn.Parameter], model_spec: ModelSpec, rule: str) -> ParameterGroups:
-    """Parameters by group; a group is named after role and weight decay, such as "feed, decayed" or "norm, kept"."""
+def group_parameters(
+    parameters: Mapping[str, nn.Parameter], model_spec: ModelSpec, rule: str
+) -> ParameterGroups:
+    """Parameters by group; a group is named after role and weight decay, such as "feed, decayed" or
+    "norm, kept".
+    """
     weights, groups = model_spec.params(), ParameterGroups()
     for name, parameter in parameters.items():
         weight = weights[name]
@@ -55,7 +68,7 @@ def get_parameter_name(key: str) -> str:
     return key.partition(" ")[2]
 
 
-# --- Optimisers ----------------------------------------------------------------------------------------
+# --- Optimisers -----------------------------------------------------------------------------------
 
 
 class Optimiser(Protocol):
@@ -71,7 +84,9 @@ class Optimiser(Protocol):
 
     @property
     def state_tensors(self) -> dict[str, Tensor]:
-        """State tensors by name, such as "exp_avg decoder.norm.weight"; empty before the first step."""
+        """State tensors by name, such as "exp_avg decoder.norm.weight"; empty before the first
+        step.
+        """
         ...
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,32 +113,48 @@ class NamedOptimiser:
 
     @property
     def state_tensors(self) -> dict[str, Tensor]:
-        """State tensors by name, such as "exp_avg decoder.norm.weight"; empty before the first step."""
+        """State tensors by name, such as "exp_avg decoder.norm.weight"; empty before the first
+        step.
+        """
         states: dict[int, dict[str, Tensor | None]] = self._optimiser.state_dict()["state"]
-        named = {f"{kind} {self._names[n]}": value for n, state in states.items() for kind, value in state.items()}
+        named = {
+            f"{kind} {self._names[n]}": value
+            for n, state in states.items()
+            for kind, value in state.items()
+        }
         return {key: value for key, value in named.items() if value is not None}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load state tensors with the names of `state_tensors`."""
         states: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
-            states.setdefault(self._names.index(get_parameter_name(key)), {})[key.partition(" ")[0]] = value
-        self._optimiser.load_state_dict({"state": states, "param_groups": self._optimiser.state_dict()["param_groups"]})
+            states.setdefault(self._names.index(get_parameter_name(key)), {})[
+                key.partition(" ")[0]
+            ] = value
+        self._optimiser.load_state_dict(
+            {"state": states, "param_groups": self._optimiser.state_dict()["param_groups"]}
+        )
 
 
 class AdamWOptimiser(NamedOptimiser):
-    """AdamW (1711.05101): w <- w - lr (weight_decay w + m^ / (sqrt(v^) + eps)), with running means m of g and v of g^2.
+    """AdamW (1711.05101): w <- w - lr (weight_decay w + m^ / (sqrt(v^) + eps)), with running means
+    m of g and v of g^2.
 
     Groups with "decayed" in their name have weight decay.
     """
 
     def __init__(self, groups: ParameterGroups, recipe: Recipe) -> None:
         param_groups = [
-            {"params": list(group.values()), "weight_decay": recipe.weight_decay if "decayed" in name else 0.0}
+            {
+                "params": list(group.values()),
+                "weight_decay": recipe.weight_decay if "decayed" in name else 0.0,
+            }
             for name, group in groups.items()
         ]
         first, second = recipe.betas
-        adamw = torch.optim.AdamW(param_groups, lr=recipe.lr, betas=(first, second), eps=recipe.eps, fused=True)
+        adamw = torch.optim.AdamW(
+            param_groups, lr=recipe.lr, betas=(first, second), eps=recipe.eps, fused=True
+        )
         super().__init__(adamw, [name for group in groups.values() for name in group])
 
 
@@ -135,7 +166,10 @@ class SGDOptimiser(NamedOptimiser):
 
     def __init__(self, groups: ParameterGroups, recipe: Recipe) -> None:
         param_groups = [
-            {"params": list(group.values()), "weight_decay": recipe.weight_decay if "decayed" in name else 0.0}
+            {
+                "params": list(group.values()),
+                "weight_decay": recipe.weight_decay if "decayed" in name else 0.0,
+            }
             for name, group in groups.items()
         ]
         sgd = torch.optim.SGD(param_groups, lr=recipe.lr, momentum=recipe.momentum)
@@ -145,7 +179,8 @@ class SGDOptimiser(NamedOptimiser):
 class MuonOptimiser:
     """Muon for the matrices of attention and feed-forward layers, AdamW for everything else.
 
-    Muon orthogonalises the momentum of a matrix by five Newton-Schulz steps (Jordan, 2024). Its update is scaled by
+    Muon orthogonalises the momentum of a matrix by five Newton-Schulz steps (Jordan, 2024). Its
+    update is scaled by
     0.2 sqrt(max(rows, columns)), so that learning rate and weight decay are those of AdamW (2502.16982). In a layer
     of experts, each expert's matrix is orthogonalised for itself.
     """
@@ -156,19 +191,35 @@ class MuonOptimiser:
         others: ParameterGroups = {}
         decays: list[dict[str, Any]] = []
         for group_name, group in groups.items():
-            chosen = {name: parameter for name, parameter in group.items() if is_hidden_matrix(weights[name])}
-            others[group_name] = {name: parameter for name, parameter in group.items() if name not in chosen}
+            chosen = {
+                name: parameter
+                for name, parameter in group.items()
+                if is_hidden_matrix(weights[name])
+            }
+            others[group_name] = {
+                name: parameter for name, parameter in group.items() if name not in chosen
+            }
             for name, parameter in chosen.items():
                 self._matrices[name] = parameter, _split_matrices(parameter)
             views = [view for name in chosen for view in self._matrices[name][1]]
             if views:
                 decays.append(
-                    {"params": views, "weight_decay": recipe.weight_decay if "decayed" in group_name else 0.0}
+                    {
+                        "params": views,
+                        "weight_decay": recipe.weight_decay if "decayed" in group_name else 0.0,
+                    }
                 )
         if not decays:
-            raise SpecError(f"{model_spec.name} has no matrix in a layer for optimiser='muon'; use optimiser='adamw'")
-        self._adamw = AdamWOptimiser({name: group for name, group in others.items() if group}, recipe)
-        self._muon = torch.optim.Muon(decays, lr=recipe.lr, momentum=recipe.momentum, adjust_lr_fn="match_rms_adamw")
+            raise SpecError(
+                f"{model_spec.name} has no matrix in a layer for optimiser='muon'; use "
+                "optimiser='adamw'"
+            )
+        self._adamw = AdamWOptimiser(
+            {name: group for name, group in others.items() if group}, recipe
+        )
+        self._muon = torch.optim.Muon(
+            decays, lr=recipe.lr, momentum=recipe.momentum, adjust_lr_fn="match_rms_adamw"
+        )
 
     def step(self, lr: float) -> None:
         """Take one step with this learning rate and clear the gradients."""
@@ -194,9 +245,15 @@ class MuonOptimiser:
         """State tensors by name; the momentum of experts is one tensor, like their weights."""
         momenta: dict[str, Tensor] = {}
         for name, (parameter, views) in self._matrices.items():
-            buffers = [self._muon.state[view]["momentum_buffer"] for view in views if view in self._muon.state]
+            buffers = [
+                self._muon.state[view]["momentum_buffer"]
+                for view in views
+                if view in self._muon.state
+            ]
             if buffers:
-                momenta[f"momentum_buffer {name}"] = buffers[0] if views[0] is parameter else torch.stack(buffers)
+                momenta[f"momentum_buffer {name}"] = (
+                    buffers[0] if views[0] is parameter else torch.stack(buffers)
+                )
         return momenta | self._adamw.state_tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -214,10 +271,14 @@ class MuonOptimiser:
 
 
 def is_hidden_matrix(weight: WeightSpec) -> bool:
-    """Whether Muon updates a weight: a matrix of an attention or feed-forward layer, or one for each expert.
+    """Whether Muon updates a weight: a matrix of an attention or feed-forward layer, or one for
+    each expert.
 
     >>> from headwise.model_spec import FeedForwardSpec
-    >>> {w.name: is_hidden_matrix(w) for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)}
+    >>> {
+    ...     w.name: is_hidden_matrix(w)
+    ...     for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)
+    ... }
     {'up': False, 'up_bias': False, 'down': False, 'down_bias': False}
     """
     if weight.role not in HIDDEN_ROLES or not has_weight_decay(weight, "matrices"):
@@ -227,7 +288,9 @@ def is_hidden_matrix(weight: WeightSpec) -> bool:
 
 def _split_matrices(parameter: nn.Parameter) -> list[nn.Parameter]:
     """The parameter itself, or one parameter in the same memory for the matrix of each expert."""
-    return [parameter] if parameter.dim() == 2 else [nn.Parameter(matrix) for matrix in parameter.data]
+    return (
+        [parameter] if parameter.dim() == 2 else [nn.Parameter(matrix) for matrix in parameter.data]
+    )
 
 
 def make_optimiser(groups: ParameterGroups, recipe: Recipe, model_spec: ModelSpec) -> Optimiser:

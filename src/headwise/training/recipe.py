@@ -1,4 +1,6 @@
-"""`Recipe`: the hyperparameters of a training run, their conversion to and from TOML, and learning-rate schedules."""
+"""`Recipe`: the hyperparameters of a training run, their conversion to and from TOML, and
+learning-rate schedules.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from ..interfaces.part import CheckedDataclass
 from ..size_limits import parse_toml
 from ..spec.serialization import format_toml
 
-# --- Learning-rate schedules ---------------------------------------------------------------------------
+# --- Learning-rate schedules ----------------------------------------------------------------------
 
 
-ONE_CYCLE_DIVISOR = 25  # a one-cycle schedule starts at 1 / 25 of the peak, as in torch.optim.lr_scheduler.OneCycleLR
+# a one-cycle schedule starts at 1 / 25 of the peak, as in torch.optim.lr_scheduler.OneCycleLR
+ONE_CYCLE_DIVISOR = 25
 
 
 class ScheduleStep(NamedTuple):
-    """Position in a schedule: `step` of `steps`, counted from 1; numbers of warm-up and decay steps; the lowest
-    factor.
+    """Position in a schedule: `step` of `steps`, counted from 1; numbers of warm-up and decay
+    steps; the lowest factor.
     """
 
     step: int
@@ -59,12 +62,15 @@ def cosine(schedule: ScheduleStep) -> float:
     if schedule.step <= schedule.warmup:
         return schedule.warmup_progress
     return _half_cosine(
-        (schedule.step - schedule.warmup) / (schedule.steps - schedule.warmup), 1.0, schedule.min_factor
+        (schedule.step - schedule.warmup) / (schedule.steps - schedule.warmup),
+        1.0,
+        schedule.min_factor,
     )
 
 
 def inverse_sqrt(schedule: ScheduleStep) -> float:
-    """min(s / w, sqrt(w / s)) at step s with w warm-up steps: the schedule of 1706.03762, scaled to a peak of 1.
+    """min(s / w, sqrt(w / s)) at step s with w warm-up steps: the schedule of 1706.03762, scaled to
+    a peak of 1.
 
     >>> [inverse_sqrt(ScheduleStep(step, 100, 4, 0, 0)) for step in (1, 4, 16, 64)]
     [0.25, 1.0, 0.5, 0.25]
@@ -74,17 +80,21 @@ def inverse_sqrt(schedule: ScheduleStep) -> float:
 
 
 def wsd(schedule: ScheduleStep) -> float:
-    """Warmup-stable-decay: linear warm-up, constant, then linear decay over the last steps (2404.06395).
+    """Warmup-stable-decay: linear warm-up, constant, then linear decay over the last steps
+    (2404.06395).
 
     >>> [wsd(ScheduleStep(step, 10, 2, 4, 0)) for step in (1, 2, 6, 8, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     left = (schedule.steps - schedule.step) / schedule.decay if schedule.decay else 1.0
-    return min(schedule.warmup_progress, schedule.min_factor + (1 - schedule.min_factor) * min(1.0, left))
+    return min(
+        schedule.warmup_progress, schedule.min_factor + (1 - schedule.min_factor) * min(1.0, left)
+    )
 
 
 def one_cycle(schedule: ScheduleStep) -> float:
-    """Half a cosine up from 1 / 25, then half a cosine down to the floor at the last step (1708.07120), as in PyTorch.
+    """Half a cosine up from 1 / 25, then half a cosine down to the floor at the last step
+    (1708.07120), as in PyTorch.
 
     >>> [round(one_cycle(ScheduleStep(step, 9, 3, 0, 0)), 3) for step in (1, 2, 3, 6, 9)]
     [0.04, 0.52, 1.0, 0.5, 0.0]
@@ -93,7 +103,9 @@ def one_cycle(schedule: ScheduleStep) -> float:
     if step < peak:
         return _half_cosine(step / peak, 1 / ONE_CYCLE_DIVISOR, 1.0)
     peak = max(peak, 0.0)
-    return _half_cosine((step - peak) / max(schedule.steps - 1 - peak, 1e-9), 1.0, schedule.min_factor)
+    return _half_cosine(
+        (step - peak) / max(schedule.steps - 1 - peak, 1e-9), 1.0, schedule.min_factor
+    )
 
 
 SCHEDULES: Mapping[str, Callable[[ScheduleStep], float]] = {
@@ -104,7 +116,7 @@ SCHEDULES: Mapping[str, Callable[[ScheduleStep], float]] = {
     "one-cycle": one_cycle,
 }
 
-# --- Hyperparameters -----------------------------------------------------------------------------------
+# --- Hyperparameters ------------------------------------------------------------------------------
 
 RECIPE_CHOICES = {
     "schedule": tuple(SCHEDULES),
@@ -143,7 +155,8 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "sample_tokens": (1, 10**6),
     "prefetch": (0, 64),
 }
-# Fields that a run may change from one step on when it is resumed; the others decide what the run is.
+# Fields that a run may change from one step on when it is resumed; the others decide what the run
+# is.
 CHANGEABLE_FIELDS = (
     *("steps", "lr", "schedule", "warmup", "decay", "min_lr_ratio", "schedule_start"),
     *("momentum", "betas", "eps", "weight_decay", "clip", "label_smoothing"),
@@ -158,28 +171,31 @@ FIELDS_WITHOUT_EFFECT = ("parallelism", "prefetch")
 class Recipe(CheckedDataclass):
     """Hyperparameters of a training run.
 
-    Optimisation: a step takes `batch` examples, in `accumulate` parts if memory is short. `lr` is the peak learning
-    rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares of the steps; it does not fall below
-    `min_lr_ratio` x `lr`. With `schedule_start` the schedule covers the steps after this one, and the first
-    `schedule_start` steps have its first rate. `optimiser` is "adamw" (1711.05101), "muon" (matrices of layers by
-    Muon, the rest by AdamW) or "sgd". AdamW has `betas` and `eps`, Muon and SGD have `momentum`. `weight_decay` applies
-    to all matrices (decayed_parameters="matrices") or to all but the token and position embeddings ("non-embeddings").
-    `clip` bounds the gradient norm; 0 turns clipping off. `aux_losses` are the weights of auxiliary losses by
-    name, such as (("balance", 0.01),). Every `redraw_features` steps, the random features of linear attention are
-    sampled again, as by `hw.redraw_features`; 0 turns that off. `init` is the initialisation of new tensors, as in
-    `build`.
+    Optimisation: a step takes `batch` examples, in `accumulate` parts if memory is short. `lr` is
+    the peak learning rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares
+    of the steps; it does not fall below `min_lr_ratio` x `lr`. With `schedule_start` the schedule
+    covers the steps after this one, and the first `schedule_start` steps have its first rate.
+    `optimiser` is "adamw" (1711.05101), "muon" (matrices of layers by Muon, the rest by AdamW) or
+    "sgd". AdamW has `betas` and `eps`, Muon and SGD have `momentum`. `weight_decay` applies to all
+    matrices (decayed_parameters="matrices") or to all but the token and position embeddings
+    ("non-embeddings"). `clip` bounds the gradient norm; 0 turns clipping off. `aux_losses` are the
+    weights of auxiliary losses by name, such as (("balance", 0.01),). Every `redraw_features`
+    steps, the random features of linear attention are sampled again, as by `hw.redraw_features`; 0
+    turns that off. `init` is the initialisation of new tensors, as in `build`.
 
-    Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches are evaluated.
-    Training stops early after `patience` evaluations without a lower loss; 0 turns that off. Every `checkpoint_every`
-    steps a checkpoint is written; the last `keep` and the best one are kept. Every `sample_every` steps,
-    `sample_tokens` tokens are generated after each text of `sample_prompts`; 0 turns that off.
+    Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches
+    are evaluated. Training stops early after `patience` evaluations without a lower loss; 0 turns
+    that off. Every `checkpoint_every` steps a checkpoint is written; the last `keep` and the best
+    one are kept. Every `sample_every` steps, `sample_tokens` tokens are generated after each text
+    of `sample_prompts`; 0 turns that off.
 
-    Execution: `precision`, `compile`, `attention` and `rows` are chosen by trial steps if they are "auto".
-    attention="plain" runs the operations of attention one by one, "fused" lets each layer choose a backend.
-    rows="packed" concatenates the texts of a batch into one row, "padded" pads each to the longest.
-    activations="recompute" recomputes the activations of each block in the backward pass. `parallelism` is how the
-    ranks of torchrun divide the work, such as "data=2" or "data=2,shards=2"; "auto" is data parallelism. `prefetch` is
-    the number of batches that a thread prepares ahead on one rank; 0, or several ranks, prepare each when it is needed.
+    Execution: `precision`, `compile`, `attention` and `rows` are chosen by trial steps if they are
+    "auto". attention="plain" runs the operations of attention one by one, "fused" lets each layer
+    choose a backend. rows="packed" concatenates the texts of a batch into one row, "padded" pads
+    each to the longest. activations="recompute" recomputes the activations of each block in the
+    backward pass. `parallelism` is how the ranks of torchrun divide the work, such as "data=2" or
+    "data=2,shards=2"; "auto" is data parallelism. `prefetch` is the number of batches that a thread
+    prepares ahead on one rank; 0, or several ranks, prepare each when it is needed.
 
     >>> Recipe(steps=600, lr=0.003)
     Recipe(steps=600, lr=0.003)
@@ -230,8 +246,13 @@ class Recipe(CheckedDataclass):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_fields(RECIPE_RANGES, RECIPE_CHOICES)
-        if len(self.betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
-            raise SpecError(f"betas={self.betas!r} must be two numbers >= 0 and < 1; use for example betas=(0.9, 0.98)")
+        if len(self.betas) != 2 or not all(
+            _is_number(beta) and 0 <= beta < 1 for beta in self.betas
+        ):
+            raise SpecError(
+                f"betas={self.betas!r} must be two numbers >= 0 and < 1; use for example "
+                "betas=(0.9, 0.98)"
+            )
         for term in self.aux_losses:
             is_pair = isinstance(term, tuple) and len(term) == 2  # pyright: ignore[reportUnnecessaryIsInstance] - of a file
             if not (is_pair and isinstance(term[0], str) and _is_number(term[1])):
@@ -252,7 +273,11 @@ class Recipe(CheckedDataclass):
         """
         steps = self.steps - self.schedule_start
         position = ScheduleStep(
-            max(step - self.schedule_start, 1), steps, self.warmup * steps, self.decay * steps, self.min_lr_ratio
+            max(step - self.schedule_start, 1),
+            steps,
+            self.warmup * steps,
+            self.decay * steps,
+            self.min_lr_ratio,
         )
         return self.lr * SCHEDULES[self.schedule](position)
 
@@ -265,16 +290,27 @@ class Recipe(CheckedDataclass):
             fact = f"batch={self.batch} is not divisible by accumulate={self.accumulate}"
             raise SpecError(f"{fact}; use accumulate={divisor} or batch={multiple}")
         if self.rows == "packed" and self.compile == "on":
-            fact = "rows='packed' would be compiled again for every batch, because the shape of packed rows changes"
+            fact = (
+                "rows='packed' would be compiled again for every batch, because the shape of "
+                "packed rows changes"
+            )
             raise SpecError(f"{fact}; use rows='padded' or compile='off'")
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            fact = f"warmup={self.warmup} and decay={self.decay} are shares of the steps and exceed 1 together"
+            fact = (
+                f"warmup={self.warmup} and decay={self.decay} are shares of the steps and "
+                "exceed 1 together"
+            )
             raise SpecError(f"{fact}; use decay={1 - self.warmup:g} or less")
         if self.schedule_start >= self.steps:
-            fact = f"schedule_start={self.schedule_start} leaves no step of steps={self.steps} for the schedule"
+            fact = (
+                f"schedule_start={self.schedule_start} leaves no step of steps={self.steps} "
+                "for the schedule"
+            )
             raise SpecError(f"{fact}; use schedule_start={self.steps - 1} or less")
         if self.lr * self.weight_decay >= 1:
-            fact = f"weight_decay={self.weight_decay} with lr={self.lr} flips the sign of every weight"
+            fact = (
+                f"weight_decay={self.weight_decay} with lr={self.lr} flips the sign of every weight"
+            )
             raise SpecError(f"{fact}; use weight_decay below {1 / self.lr:g}")
 
 
@@ -299,7 +335,9 @@ def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Rec
     for name in entries:
         if name not in field_names:
             raise SpecError(f"a recipe has no field {name!r}; {suggest(name, field_names)}")
-    values = ({} if defaults is None else vars(defaults)) | {name: _to_tuples(value) for name, value in entries.items()}
+    values = ({} if defaults is None else vars(defaults)) | {
+        name: _to_tuples(value) for name, value in entries.items()
+    }
     return Recipe(**values)
 
 
@@ -312,7 +350,9 @@ def _to_tuples(value: Any) -> Any:
 def to_toml(recipe: Recipe) -> str:
     """TOML document with all fields of a recipe.
 
-    >>> from_toml(to_toml(Recipe(steps=5, aux_losses=(("l0", 0.5),)))) == Recipe(steps=5, aux_losses=(("l0", 0.5),))
+    >>> from_toml(to_toml(Recipe(steps=5, aux_losses=(("l0", 0.5),)))) == Recipe(
+    ...     steps=5, aux_losses=(("l0", 0.5),)
+    ... )
     True
     """
     return "".join(f"{name} = {format_toml(value)}\n" for name, value in to_dict(recipe).items())

@@ -1,4 +1,6 @@
-"""Setup of a training run: checks of task, model and recipe; starting it, or resuming it, also with another recipe."""
+"""Setup of a training run: checks of task, model and recipe; starting it, or resuming it, also with
+another recipe.
+"""
 
 from __future__ import annotations
 
@@ -56,24 +58,33 @@ from .training_run import (
 
 @dataclass(frozen=True)
 class RecipeChange:
-    """Fields of the recipe that have another value after `step`: the old and the new value by name."""
+    """Fields of the recipe that have another value after `step`: the old and
+    the new value by name.
+    """
 
     step: int
     fields: Mapping[str, tuple[Any, Any]]
 
     def __str__(self) -> str:
-        changes = (f"{name} {_format(old)} -> {_format(new)}" for name, (old, new) in self.fields.items())
+        changes = (
+            f"{name} {_format(old)} -> {_format(new)}" for name, (old, new) in self.fields.items()
+        )
         return f"after step {self.step}: {', '.join(changes)}"
 
     @property
     def data(self) -> dict[str, Any]:
         """The change as plain values."""
-        return {"step": self.step, "fields": {name: list(values) for name, values in asdict(self)["fields"].items()}}
+        return {
+            "step": self.step,
+            "fields": {name: list(values) for name, values in asdict(self)["fields"].items()},
+        }
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> RecipeChange:
         """The change of plain values."""
-        return RecipeChange(data["step"], {name: (old, new) for name, (old, new) in data["fields"].items()})
+        return RecipeChange(
+            data["step"], {name: (old, new) for name, (old, new) in data["fields"].items()}
+        )
 
 
 def _format(value: Any) -> str:
@@ -85,7 +96,8 @@ def find_changes(
 ) -> RecipeChange | None:
     """The change of the recipe of a run at this step; None if its configuration is the same.
 
-    Raises SpecError if anything else differs, and for any difference unless `resume` is "with-changes".
+    Raises SpecError if anything else differs, and for any difference unless `resume` is
+    "with-changes".
     """
     old, new = old_config["recipe"], config["recipe"]
     fields = {name: (old[name], new[name]) for name in CHANGEABLE_FIELDS if old[name] != new[name]}
@@ -93,20 +105,26 @@ def find_changes(
     if difference := describe_first_difference({**old_config, "recipe": accepted}, config):
         remedy = "resume with the old value, or train into another folder"
         if difference.partition(" ")[0].removeprefix("recipe.") in CHANGEABLE_FIELDS:
-            remedy = "resume with the old value, or with the new one from here on by resume='with-changes'"
+            remedy = (
+                "resume with the old value, or with the new one from here on by "
+                "resume='with-changes'"
+            )
         raise SpecError(f"{folder} holds a run with another configuration: {difference}; {remedy}")
     if not fields:
         return None
     if new["steps"] < step:
         fact = (
-            f"{folder} holds a run that has taken {pluralise(step, 'step')}, which steps={new['steps']} does not reach"
+            f"{folder} holds a run that has taken {pluralise(step, 'step')}, which "
+            f"steps={new['steps']} does not reach"
         )
         raise SpecError(f"{fact}; resume with steps={step} or more")
     return RecipeChange(step, fields)
 
 
 def read_run_recipe(folder: Path | str) -> Recipe | None:
-    """The recipe of the run in a folder, with all changes so far; None if there is no readable checkpoint."""
+    """The recipe of the run in a folder, with all changes so far; None if there is no readable
+    checkpoint.
+    """
     for path in CheckpointFolder(Path(folder) / CHECKPOINT_FOLDER).paths:
         state = read_checkpoint_state(path)
         if state is not None:
@@ -120,31 +138,41 @@ def format_history(changes: Sequence[RecipeChange]) -> list[str]:
     >>> format_history([RecipeChange(24, {"steps": (24, 48), "lr": (0.002, 0.001)})])
     ['', 'Changes of the recipe:', '', '- after step 24: steps 24 -> 48, lr 0.002 -> 0.001']
     """
-    return ["", "Changes of the recipe:", "", *(f"- {change}" for change in changes)] if changes else []
+    return (
+        ["", "Changes of the recipe:", "", *(f"- {change}" for change in changes)]
+        if changes
+        else []
+    )
 
 
-# --- Replacing the attention of a model ----------------------------------------------------------------
+# --- Replacing the attention of a model -----------------------------------------------------------
 
 
 AttentionEdit = Callable[[AttentionSpec], AttentionSpec]
 
 
 def replace_self_attention(model_spec: ModelSpec, new: str | AttentionEdit) -> ModelSpec:
-    """Model spec with another self-attention in every layer: a preset of the same width and number of query heads.
+    """Model spec with another self-attention in every layer: a preset of the same width and number
+    of query heads.
 
-    `new` is the name of the preset, or a function from the old spec to the new one. A token attends to no more tokens
-    than before. Positional modifiers such as RoPE are kept, unless the new attention has its own; if it does not
-    support them, sinusoidal positions are added to the embedding instead. Cross-attention is not changed.
+    `new` is the name of the preset, or a function from the old spec to the new one. A token attends
+    to no more tokens than before. Positional modifiers such as RoPE are kept, unless the new
+    attention has its own; if it does not support them, sinusoidal positions are added to the
+    embedding instead. Cross-attention is not changed.
 
     >>> from headwise.model_spec import EmbeddingSpec
     >>> attention = design(model=8, heads=4, pattern="causal()")
-    >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(attention)], embedding=EmbeddingSpec(11))
+    >>> stack = StackSpec.from_blocks(
+    ...     "decoder", 8, [BlockSpec(attention)], embedding=EmbeddingSpec(11)
+    ... )
     >>> changed = replace_self_attention(ModelSpec("model", "decoder", (stack,)), "mqa")
     >>> [spec.heads.kv for _, spec in changed.attention_specs()]
     [1]
     """
     edit = partial(_design_like, new) if isinstance(new, str) else new
-    return replace(model_spec, stacks=tuple(_replace_in_stack(stack, edit) for stack in model_spec.stacks))
+    return replace(
+        model_spec, stacks=tuple(_replace_in_stack(stack, edit) for stack in model_spec.stacks)
+    )
 
 
 def _design_like(preset: str, spec: AttentionSpec) -> AttentionSpec:
@@ -159,33 +187,45 @@ def _replace_in_stack(stack: StackSpec, edit: AttentionEdit) -> StackSpec:
         blocks = [_replace_in_block(block, edit, keep_positional=False) for block in stack.layers]
         if embedding and embedding.positions is None:
             embedding = replace(embedding, positions=PositionSpec("sinusoidal"))
-    return StackSpec.from_blocks(stack.name, stack.model, blocks, embedding=embedding, norm=stack.norm)
+    return StackSpec.from_blocks(
+        stack.name, stack.model, blocks, embedding=embedding, norm=stack.norm
+    )
 
 
 def _replace_in_block(block: BlockSpec, edit: AttentionEdit, keep_positional: bool) -> BlockSpec:
     if isinstance(block.attention, ApproximateAttention):
-        raise SpecError(f"cannot replace an attention that is not fully described by a spec: {block.attention.reason}")
-    return replace(block, attention=block.attention and _replace_spec(block.attention, edit, keep_positional))
+        raise SpecError(
+            "cannot replace an attention that is not fully described by a spec: "
+            f"{block.attention.reason}"
+        )
+    return replace(
+        block, attention=block.attention and _replace_spec(block.attention, edit, keep_positional)
+    )
 
 
 def _replace_spec(spec: AttentionSpec, edit: AttentionEdit, keep_positional: bool) -> AttentionSpec:
     new = edit(spec)
-    pattern = spec.pattern if new.pattern in (Full(), Causal(), spec.pattern) else new.pattern & spec.pattern
+    pattern = (
+        spec.pattern
+        if new.pattern in (Full(), Causal(), spec.pattern)
+        else new.pattern & spec.pattern
+    )
     modifiers = new.modifiers
     if keep_positional and not any(modifier.positional for modifier in modifiers):
         modifiers = (*(modifier for modifier in spec.modifiers if modifier.positional), *modifiers)
     return replace(new, pattern=pattern, modifiers=modifiers)
 
 
-# --- Giving a model the vocabulary of a task -----------------------------------------------------------
+# --- Giving a model the vocabulary of a task ------------------------------------------------------
 
 
 def fit_vocabulary(model_spec: ModelSpec, task_model: ModelSpec) -> ModelSpec:
-    """Model spec with the vocabularies and outputs of a task's own model; layers, width and positions are kept.
+    """Model spec with the vocabularies and outputs of a task's own model; layers, width and
+    positions are kept.
 
-    Tables are shared by source, target and outputs as far as their vocabularies are. For images and frames, the
-    embedding and the output head are those of the task's model, with positions as in the model if the task's has none.
-    Raises SpecError for another kind of model.
+    Tables are shared by source, target and outputs as far as their vocabularies are. For images and
+    frames, the embedding and the output head are those of the task's model, with positions as in
+    the model if the task's has none. Raises SpecError for another kind of model.
 
     >>> from headwise.families import read_model_spec
     >>> from headwise.data import make_task
@@ -195,12 +235,17 @@ def fit_vocabulary(model_spec: ModelSpec, task_model: ModelSpec) -> ModelSpec:
     """
     if model_spec.kind != task_model.kind:
         raise SpecError(
-            f"its kind is {model_spec.kind!r}, and the task needs {task_model.kind!r}; give a model of that kind"
+            f"its kind is {model_spec.kind!r}, and the task needs {task_model.kind!r}; give a "
+            "model of that kind"
         )
     pairs = zip(model_spec.stacks, task_model.stacks, strict=True)
-    stacks = tuple(replace(own, embedding=_fit_embedding(own, like, model_spec.stacks[0])) for own, like in pairs)
+    stacks = tuple(
+        replace(own, embedding=_fit_embedding(own, like, model_spec.stacks[0]))
+        for own, like in pairs
+    )
     heads = tuple(
-        _fit_head(own, like, stacks[-1]) for own, like in zip(model_spec.heads, task_model.heads, strict=True)
+        _fit_head(own, like, stacks[-1])
+        for own, like in zip(model_spec.heads, task_model.heads, strict=True)
     )
     return replace(model_spec, stacks=stacks, heads=heads)
 
@@ -221,20 +266,24 @@ def _fit_embedding(own: StackSpec, like: StackSpec, first: StackSpec) -> Embeddi
 def _fit_head(own: OutputHeadSpec, like: OutputHeadSpec, last: StackSpec) -> OutputHeadSpec:
     if own.name != like.name or last.embedding is None or not last.embedding.tokens:
         return like
-    return replace(own, outputs=like.outputs, table=own.table and (last.embedding.table or last.name))
+    return replace(
+        own, outputs=like.outputs, table=own.table and (last.embedding.table or last.name)
+    )
 
 
-# --- Starting and resuming a run -----------------------------------------------------------------------
+# --- Starting and resuming a run ------------------------------------------------------------------
 
-TRIAL_BATCHES = 3  # batches for the trial steps of autotuning; several, because their shapes may differ
+TRIAL_BATCHES = (
+    3  # batches for the trial steps of autotuning; several, because their shapes may differ
+)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingSetup:
     """Checked inputs of a run: task, model, recipe, folder and ranks.
 
-    `config` holds everything that determines the numbers of the run, as plain values. `initial_model` is the model
-    that is trained further, or None to build a new one.
+    `config` holds everything that determines the numbers of the run, as plain values.
+    `initial_model` is the model that is trained further, or None to build a new one.
     """
 
     task: Task
@@ -249,33 +298,52 @@ class TrainingSetup:
 
     @staticmethod
     def of(
-        task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, launch: ProcessInfo
+        task: Task,
+        model_spec: ModelSpec | Transformer | None,
+        recipe: Recipe,
+        folder: Path,
+        launch: ProcessInfo,
     ) -> TrainingSetup:
         """Check the arguments of `train` and that they are equal on all ranks; raises SpecError."""
         started_at = time.perf_counter()
-        world = ProcessMesh(launch, Parallelism.over(recipe.parallelism, launch.size), resolve_device(recipe.device))
+        world = ProcessMesh(
+            launch, Parallelism.over(recipe.parallelism, launch.size), resolve_device(recipe.device)
+        )
         if world.size > 1:
             check_same_config(world, {**fingerprint_code(), "parallelism": recipe.parallelism})
         setup = world.run_on_all(lambda: TrainingSetup._of(task, model_spec, recipe, folder, world))
         setup = replace(setup, started_at=started_at)
         if world.size > 1:
             check_same_config(
-                world, {**setup.config, "weights": setup.initial_model and hash_weights(setup.initial_model)}
+                world,
+                {
+                    **setup.config,
+                    "weights": setup.initial_model and hash_weights(setup.initial_model),
+                },
             )
         return setup
 
     @staticmethod
     def _of(
-        task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, world: ProcessMesh
+        task: Task,
+        model_spec: ModelSpec | Transformer | None,
+        recipe: Recipe,
+        folder: Path,
+        world: ProcessMesh,
     ) -> TrainingSetup:
         if not isinstance(task, Task):
             raise SpecError(f"task is of type {type(task).__name__}; give a task of headwise.data")
         net = model_spec if isinstance(model_spec, Transformer) else None
         spec = net.spec if net else task.model() if model_spec is None else model_spec
         if not isinstance(spec, ModelSpec):
-            raise SpecError(f"model_spec is of type {type(spec).__name__}; give a ModelSpec or a Transformer")
+            raise SpecError(
+                f"model_spec is of type {type(spec).__name__}; give a ModelSpec or a Transformer"
+            )
         if net and net.dropout != recipe.dropout:
-            fact = f"the model was built with dropout={net.dropout}, but the recipe has dropout={recipe.dropout}"
+            fact = (
+                f"the model was built with dropout={net.dropout}, but the recipe has "
+                f"dropout={recipe.dropout}"
+            )
             raise SpecError(f"{fact}; use Recipe(dropout={net.dropout})")
         check_model(spec, task, net.usage.tokenizer if net else None)
         first_batch = task.batch(0, recipe.batch, "train")
@@ -287,7 +355,9 @@ class TrainingSetup:
         check_ranks(recipe, world)
         check_samples(recipe, spec, task.usage)
         config = build_config(task, spec, recipe, first_batch)
-        return TrainingSetup(task, spec, recipe, folder, net, first_batch, config, world, time.perf_counter())
+        return TrainingSetup(
+            task, spec, recipe, folder, net, first_batch, config, world, time.perf_counter()
+        )
 
     @property
     def notes(self) -> list[str]:
@@ -303,25 +373,38 @@ class TrainingSetup:
         return [f"{self.ranks.size} ranks, {self.ranks.parallelism}{uneven}"]
 
     def start_run(self) -> TrainingRun:
-        """A new run before its first step, with its step options chosen and saved, so that resuming keeps them."""
+        """A new run before its first step, with its step options chosen and saved, so that resuming
+        keeps them.
+        """
         net, world = self._make_model(), self.ranks
         torch.manual_seed(derive_worker_seed(self.recipe.seed, world.worker_index))
-        batches = [self.first_batch, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIAL_BATCHES))]
+        batches = [
+            self.first_batch,
+            *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIAL_BATCHES)),
+        ]
         for index, batch in enumerate(batches):
             check_batch(batch, self.model_spec, f"batch {index}")
         shards = [world.shard(batch).batch for batch in batches]
         run = self._make_run(
-            net, world.run_on_leader(lambda: Autotuner(net, self._trial_recipe, world.device, shards).choose_options())
+            net,
+            world.run_on_leader(
+                lambda: Autotuner(net, self._trial_recipe, world.device, shards).choose_options()
+            ),
         )
         run.save_checkpoint(self.config)
         return run
 
-    def resume_run(self, checkpoint: TrainingCheckpoint, resume: str) -> tuple[TrainingRun, RecipeChange | None]:
-        """The run of a checkpoint, and how its recipe changes; raises SpecError for changes that are not allowed.
+    def resume_run(
+        self, checkpoint: TrainingCheckpoint, resume: str
+    ) -> tuple[TrainingRun, RecipeChange | None]:
+        """The run of a checkpoint, and how its recipe changes; raises SpecError for changes that
+        are not allowed.
 
         A change is saved at once. It starts the patience of early stopping anew.
         """
-        change = find_changes(checkpoint.step, checkpoint.state["config"], self.config, resume, self.folder)
+        change = find_changes(
+            checkpoint.step, checkpoint.state["config"], self.config, resume, self.folder
+        )
         run = self._make_run(self._make_model(), StepOptions(**checkpoint.state["choice"]))
         run.restore(checkpoint)
         if change is not None:
@@ -331,40 +414,62 @@ class TrainingSetup:
         return run, change
 
     def _make_run(self, net: Transformer, options: StepOptions) -> TrainingRun:
-        """A run with the part of the model that belongs to this rank; options that its layout excludes are changed."""
-        possible = options if self.ranks.parallelism.shards == 1 else replace(options, compile="off")
-        possible = possible if self.ranks.parallelism.context == 1 else replace(possible, rows="padded")
+        """A run with the part of the model that belongs to this rank; options that its layout
+        excludes are changed.
+        """
+        possible = (
+            options if self.ranks.parallelism.shards == 1 else replace(options, compile="off")
+        )
+        possible = (
+            possible if self.ranks.parallelism.context == 1 else replace(possible, rows="padded")
+        )
         train_step = TrainStep(shard_model(net, self.ranks), self.recipe, possible)
         return TrainingRun(self.task, train_step, self.folder, self.started_at)
 
     @property
     def _trial_recipe(self) -> Recipe:
-        """The recipe for trial steps, without compilation and packing if the ranks or the model exclude them."""
-        recipe = replace(self.recipe, compile="off") if _has_layer_collectives(self.ranks.parallelism) else self.recipe
+        """The recipe for trial steps, without compilation and packing if the ranks or the model
+        exclude them.
+        """
+        recipe = (
+            replace(self.recipe, compile="off")
+            if _has_layer_collectives(self.ranks.parallelism)
+            else self.recipe
+        )
         one_text_per_row = self.ranks.parallelism.context > 1 or self.model_spec.has_mixer
         return replace(recipe, rows="padded") if one_text_per_row else recipe
 
     def _make_model(self) -> Transformer:
         recipe = self.recipe
-        net = self.initial_model or build(self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.init)
+        net = self.initial_model or build(
+            self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.init
+        )
         net.usage = self._merge_usage()
         net.checkpointing = "block" if recipe.activations == "recompute" else "none"
         return net.to(self.ranks.device)
 
     def _merge_usage(self) -> ProcessorSpec:
-        """Processor of the task, completed by that of the initial model if both have the same vocabulary."""
+        """Processor of the task, completed by that of the initial model if both have the same
+        vocabulary.
+        """
         usage = self.task.usage
-        if self.initial_model is None or not has_same_vocabulary(usage.tokenizer, self.initial_model.usage.tokenizer):
+        if self.initial_model is None or not has_same_vocabulary(
+            usage.tokenizer, self.initial_model.usage.tokenizer
+        ):
             return usage
         merged = ProcessorSpec.from_dict(self.initial_model.usage.to_dict | usage.to_dict)
         return replace(merged, tokenizer=usage.tokenizer, source_tokenizer=usage.source_tokenizer)
 
 
 def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch) -> dict[str, Any]:
-    """Everything that determines the numbers of a run, as plain values; `first` is its first batch."""
+    """Everything that determines the numbers of a run, as plain values; `first`
+    is its first batch.
+    """
     options = {f.name: getattr(task, f.name) for f in fields(task)}
     # A run may be resumed on another number of ranks.
-    recipe_entries = {name: value for name, value in to_dict(recipe).items() if name not in FIELDS_WITHOUT_EFFECT}
+    recipe_entries = {
+        name: value for name, value in to_dict(recipe).items() if name not in FIELDS_WITHOUT_EFFECT
+    }
     config = {
         "task": {"name": task.name, **options},
         "recipe": recipe_entries,
@@ -393,19 +498,30 @@ def hash_weights(net: Transformer) -> str:
 
 
 def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
-    """Raise SpecError if a part of a batch has fewer rows than there are data shards, or an option is unsupported."""
+    """Raise SpecError if a part of a batch has fewer rows than there are data shards, or an option
+    is unsupported.
+    """
     if _has_layer_collectives(ranks.parallelism) and recipe.compile == "on":
         raise SpecError(
-            f"compile='on' does not support collectives inside layers ({ranks.parallelism}); use compile='off'"
+            f"compile='on' does not support collectives inside layers ({ranks.parallelism}); use "
+            "compile='off'"
         )
     if recipe.optimiser == "muon" and max(ranks.parallelism.shards, ranks.parallelism.tensor) > 1:
-        fact = f"optimiser='muon' needs whole matrices on every rank, and {ranks.parallelism} divides them"
+        fact = (
+            f"optimiser='muon' needs whole matrices on every rank, and {ranks.parallelism} "
+            "divides them"
+        )
         raise SpecError(f"{fact}; use parallelism='data={ranks.size}', or optimiser='adamw'")
     if ranks.parallelism.context > 1 and recipe.rows == "packed":
-        raise SpecError(f"rows='packed' does not support context parallelism ({ranks.parallelism}); use rows='padded'")
+        raise SpecError(
+            f"rows='packed' does not support context parallelism ({ranks.parallelism}); use "
+            "rows='padded'"
+        )
     rows = recipe.batch // recipe.accumulate
     if rows < ranks.num_data_shards:
-        part = f"batch={recipe.batch}" + (f" with accumulate={recipe.accumulate}" if recipe.accumulate > 1 else "")
+        part = f"batch={recipe.batch}" + (
+            f" with accumulate={recipe.accumulate}" if recipe.accumulate > 1 else ""
+        )
         min_batch = ranks.num_data_shards * recipe.accumulate
         raise SpecError(
             f"{part} has fewer rows than the {ranks.num_data_shards} data shards; "

@@ -1,4 +1,6 @@
-"""`TrainingRun`: the state of a run with its steps, evaluations and checkpoints, which are one file with a checksum."""
+"""`TrainingRun`: the state of a run with its steps, evaluations and checkpoints, which are one file
+with a checksum.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from .optimisers import ParameterGroups, get_parameter_name, group_parameters, m
 from .recipe import Recipe
 from .train_step import BatchPrefetcher, TrainStep, check_batch
 
-# --- Checkpoints ---------------------------------------------------------------------------------------
+# --- Checkpoints ----------------------------------------------------------------------------------
 
 
 CHECKPOINT_FORMAT = 1
@@ -47,7 +49,9 @@ class DamagedCheckpoint(SpecError):
 
 @dataclass(frozen=True, eq=False)
 class TrainingCheckpoint:
-    """State after `step` steps: tensors named by kind and name ("model decoder.norm.weight"), and JSON values."""
+    """State after `step` steps: tensors named by kind and name ("model decoder.norm.weight"), and
+    JSON values.
+    """
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -56,7 +60,9 @@ class TrainingCheckpoint:
     def tensors_of_kind(self, name: str) -> dict[str, Tensor]:
         """Tensors of one kind, such as "model", without the kind in their names."""
         return {
-            key.removeprefix(f"{name} "): value for key, value in self.tensors.items() if key.startswith(f"{name} ")
+            key.removeprefix(f"{name} "): value
+            for key, value in self.tensors.items()
+            if key.startswith(f"{name} ")
         }
 
 
@@ -85,7 +91,9 @@ class CheckpointFolder:
                 path.unlink()
 
     def load_newest(self) -> tuple[TrainingCheckpoint | None, list[str]]:
-        """The newest undamaged checkpoint (None if there are no files), and a message for each damaged newer one."""
+        """The newest undamaged checkpoint (None if there are no files), and a message for each
+        damaged newer one.
+        """
         damages: list[str] = []
         for path in self.paths:
             try:
@@ -94,21 +102,27 @@ class CheckpointFolder:
                 damages.append(str(error))
         if damages:
             raise SpecError(
-                f"cannot read any checkpoint in {self.folder}: {'; '.join(damages)}; start again in another folder"
+                f"cannot read any checkpoint in {self.folder}: {'; '.join(damages)}; start again "
+                "in another folder"
             )
         return None, []
 
 
 def encode_checkpoint(checkpoint: TrainingCheckpoint) -> bytes:
-    """Content of a checkpoint file: a safetensors file with the JSON state and a checksum of both in its header.
+    """Content of a checkpoint file: a safetensors file with the JSON state and a checksum of both
+    in its header.
 
     >>> checkpoint = TrainingCheckpoint(3, {"model w": torch.ones(2)}, {"best": None})
     >>> b"model w" in encode_checkpoint(checkpoint), b"sha256" in encode_checkpoint(checkpoint)
     (True, True)
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()
+    }
     text = json.dumps({"format": CHECKPOINT_FORMAT, "step": checkpoint.step, **checkpoint.state})
-    return safetensors.torch.save(tensors, metadata={"state": text, "sha256": _digest(tensors, text)})
+    return safetensors.torch.save(
+        tensors, metadata={"state": text, "sha256": _digest(tensors, text)}
+    )
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
@@ -133,14 +147,17 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
     state = json.loads(metadata["state"])
     if state["format"] != CHECKPOINT_FORMAT:
         raise SpecError(
-            f"cannot read {path}: its format is {state['format']}, this version reads {CHECKPOINT_FORMAT}; "
+            f"cannot read {path}: its format is {state['format']}, this version reads "
+            f"{CHECKPOINT_FORMAT}; "
             "resume with the version of headwise that wrote it"
         )
     return TrainingCheckpoint(state["step"], tensors, state)
 
 
 def read_checkpoint_state(path: Path) -> dict[str, Any] | None:
-    """The JSON state of a checkpoint without its tensors, which are not verified; None if it cannot be read."""
+    """The JSON state of a checkpoint without its tensors, which are not verified; None if it cannot
+    be read.
+    """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return json.loads((file.metadata() or {})["state"])
@@ -151,44 +168,67 @@ def read_checkpoint_state(path: Path) -> dict[str, Any] | None:
 def describe_first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first difference between two configurations as text; None if they are equal.
 
-    >>> describe_first_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
+    >>> describe_first_difference(
+    ...     {"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}}
+    ... )
     'recipe.lr was 0.1, is now 0.2'
     """
     difference = find_difference(old, new)
-    return None if difference is None else f"{difference[0]} was {difference[1]}, is now {difference[2]}"
+    return (
+        None
+        if difference is None
+        else f"{difference[0]} was {difference[1]}, is now {difference[2]}"
+    )
 
 
-# --- FLOPs of a step -----------------------------------------------------------------------------------
+# --- FLOPs of a step ------------------------------------------------------------------------------
 
-TRAINING_FLOP_FACTOR = 3  # the backward pass has two matrix products for each one of the forward pass
+TRAINING_FLOP_FACTOR = (
+    3  # the backward pass has two matrix products for each one of the forward pass
+)
 
 
 def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
-    """FLOPs that one training step on this batch requires; padding counts, recomputed activations do not.
+    """FLOPs that one training step on this batch requires; padding counts, recomputed activations
+    do not.
 
     A matrix of n parameters applied to t tokens takes 6 n t FLOPs:
 
     >>> import torch
-    >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, FeedForwardSpec, OutputHeadSpec, StackSpec
+    >>> from headwise.model_spec import (
+    ...     BlockSpec,
+    ...     EmbeddingSpec,
+    ...     FeedForwardSpec,
+    ...     OutputHeadSpec,
+    ...     StackSpec,
+    ... )
     >>> stack = StackSpec.from_blocks(
     ...     "encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11)
     ... )
     >>> batch = Batch(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
-    >>> count_step_flops(ModelSpec("model", "encoder", (stack,), (OutputHeadSpec("tokens", 11),)), batch) == 6 * (
-    ...     2 * 3 * 7 + 3 * 11
-    ... ) * 10
+    >>> count_step_flops(
+    ...     ModelSpec("model", "encoder", (stack,), (OutputHeadSpec("tokens", 11),)), batch
+    ... ) == 6 * (2 * 3 * 7 + 3 * 11) * 10
     True
     """
     first, last = model_spec.stacks[0], model_spec.stacks[-1]
     rows = len(batch.labels)
     length = count_stack_tokens(last, batch.x.shape)
-    source = 0 if batch.source is None or first is last else count_stack_tokens(first, batch.source.shape)
+    source = (
+        0
+        if batch.source is None or first is last
+        else count_stack_tokens(first, batch.source.shape)
+    )
     forward = sum(_layer_flops(last, rows, length, source))
     forward += sum(_layer_flops(first, rows, source, 0)) if source else 0
     for head in model_spec.heads[:1]:
         num_states = rows * (length if head.at == "each" else 1)
         matrices = [w.numel for w in head.weights(last.model) if len(w.layout.axes) == 2]
-        table = head.outputs * (head.transform.hidden if head.transform else last.model) if head.table else 0
+        table = (
+            head.outputs * (head.transform.hidden if head.transform else last.model)
+            if head.table
+            else 0
+        )
         forward += 2 * num_states * (sum(matrices) + table)
     return TRAINING_FLOP_FACTOR * forward
 
@@ -205,7 +245,9 @@ def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
 def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:
     """Number of tokens in the inputs of a model, padding left out."""
     first, last = model_spec.stacks[0], model_spec.stacks[-1]
-    count = _count_valid_tokens(batch.tokens, len(batch.labels), count_stack_tokens(last, batch.x.shape))
+    count = _count_valid_tokens(
+        batch.tokens, len(batch.labels), count_stack_tokens(last, batch.x.shape)
+    )
     if batch.source is None:
         return count
     return count + _count_valid_tokens(
@@ -220,13 +262,19 @@ def _count_valid_tokens(tokens: SequenceInfo | None, rows: int, length: int) -> 
 
 
 def _layer_flops(stack: StackSpec, rows: int, length: int, source: int) -> Iterator[int]:
-    """Forward FLOPs of the layers of a stack, for rows of `length` tokens and encoder outputs of `source` tokens."""
+    """Forward FLOPs of the layers of a stack, for rows of `length` tokens and encoder outputs of
+    `source` tokens.
+    """
     if stack.embedding and stack.embedding.patches:
         yield 2 * rows * length * sum(w.numel for w in stack.embedding.patches.weights(stack.model))
     for block in stack.layers:
         for name, spec in block.attention_specs.items():
             cross_size = CallSize(rows, length, source, source)
-            work = cross_size if name == "cross" else costs.self_attention_work(spec, batch=rows, queries=length)
+            work = (
+                cross_size
+                if name == "cross"
+                else costs.self_attention_work(spec, batch=rows, queries=length)
+            )
             yield costs.required_flops(spec, work)
         if block.mixer is not None:
             yield 2 * rows * length * sum(w.numel for w in block.mixer.matmul_weights(stack.model))
@@ -236,8 +284,14 @@ def _layer_flops(stack: StackSpec, rows: int, length: int, source: int) -> Itera
 
 
 def _active_parameters(feed: FeedForwardSpec | ExpertsSpec, model: int) -> int:
-    """Number of matrix parameters that are applied to each token, which leaves out inactive experts."""
-    matrices = [w for w in feed.weights(model) if len([axis for axis in w.layout.axes if axis != "expert"]) == 2]
+    """Number of matrix parameters that are applied to each token, which leaves out inactive
+    experts.
+    """
+    matrices = [
+        w
+        for w in feed.weights(model)
+        if len([axis for axis in w.layout.axes if axis != "expert"]) == 2
+    ]
     if isinstance(feed, FeedForwardSpec):
         return sum(w.numel for w in matrices)
     experts = sum(w.numel for w in matrices if "expert" in w.layout.axes)
@@ -245,31 +299,48 @@ def _active_parameters(feed: FeedForwardSpec | ExpertsSpec, model: int) -> int:
     return sum(w.numel for w in matrices) - experts + experts * feed.active // feed.count + router
 
 
-# --- Finding the first NaN or inf ----------------------------------------------------------------------
+# --- Finding the first NaN or inf -----------------------------------------------------------------
 
 
-def find_first_non_finite(sharded_model: ShardedModel, groups: ParameterGroups, forward: Callable[[], Tensor]) -> str:
-    """Message about the first NaN or inf: in the weights, else in the outputs of `forward`, else in the gradients.
+def find_first_non_finite(
+    sharded_model: ShardedModel, groups: ParameterGroups, forward: Callable[[], Tensor]
+) -> str:
+    """Message about the first NaN or inf: in the weights, else in the outputs of `forward`, else in
+    the gradients.
 
     All ranks search together; the message is that of the first rank that finds one.
     """
     group_of_name = {name: group for group, named in groups.items() for name in named}
     first = sharded_model.world.first
-    if name := first(next((n for n, p in sharded_model.own.items() if not p.isfinite().all()), None)):
+    if name := first(
+        next((n for n, p in sharded_model.own.items() if not p.isfinite().all()), None)
+    ):
         return f"the weight {name[0]} ({group_of_name[name[0]]}) holds NaN or inf{name[1]}"
     with torch.no_grad():
         module = first(_find_first_output(sharded_model.net, forward))
     if module:
-        group = next((g for name, g in group_of_name.items() if name.startswith(f"{module[0]}.")), "no weights")
+        group = next(
+            (g for name, g in group_of_name.items() if name.startswith(f"{module[0]}.")),
+            "no weights",
+        )
         return f"the output of {module[0]} ({group}) is the first with NaN or inf{module[1]}"
-    gradients = [name for name, p in sharded_model.own.items() if p.grad is not None and not p.grad.isfinite().all()]
+    gradients = [
+        name
+        for name, p in sharded_model.own.items()
+        if p.grad is not None and not p.grad.isfinite().all()
+    ]
     if not (name := first(gradients[-1] if gradients else None)):
         return "all weights, outputs and gradients are finite, but the gradient norm overflows"
-    return f"the gradient of {name[0]} ({group_of_name[name[0]]}) is the first with NaN or inf{name[1]}"
+    return (
+        f"the gradient of {name[0]} ({group_of_name[name[0]]}) is the first with NaN or "
+        f"inf{name[1]}"
+    )
 
 
 def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | None:
-    """Name of the first module whose output holds NaN or inf, "the loss" if only that does, or None."""
+    """Name of the first module whose output holds NaN or inf, "the loss" if only that does, or
+    None.
+    """
     module_names: list[str] = []
 
     def make_hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -279,7 +350,11 @@ def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | N
 
         return check_output
 
-    handles = [module.register_forward_hook(make_hook(name)) for name, module in net.named_modules() if name]
+    handles = [
+        module.register_forward_hook(make_hook(name))
+        for name, module in net.named_modules()
+        if name
+    ]
     try:
         loss = forward()
     finally:
@@ -290,7 +365,7 @@ def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | N
     return module_names[0] if module_names else None
 
 
-# --- The run -------------------------------------------------------------------------------------------
+# --- The run --------------------------------------------------------------------------------------
 
 CHECKPOINT_FOLDER = "checkpoint"  # name of the folder of checkpoints in the folder of the run
 SEED_STRIDE = 0x9E3779B97F4A7C15  # difference between the seeds of two workers
@@ -315,8 +390,14 @@ class TrainingRun:
         self.task, self.train_step, self.folder = task, train_step, folder
         self.net: Transformer = train_step.net
         self.recipe: Recipe = train_step.recipe
-        self.sharded_model, self.world, self.device = train_step.sharded_model, train_step.world, train_step.device
-        self.groups = group_parameters(self.sharded_model.own, self.net.spec, self.recipe.decayed_parameters)
+        self.sharded_model, self.world, self.device = (
+            train_step.sharded_model,
+            train_step.world,
+            train_step.device,
+        )
+        self.groups = group_parameters(
+            self.sharded_model.own, self.net.spec, self.recipe.decayed_parameters
+        )
         self.optimiser = make_optimiser(self.groups, self.recipe, self.net.spec)
         self.checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER, self.recipe.keep)
         self.evaluator = TaskEvaluator(task, self.recipe, train_step.options, self.world)
@@ -325,7 +406,9 @@ class TrainingRun:
         self._started_at, self._earlier_seconds = started_at, 0.0
         self.peak_flops = measure_peak_flops(self.device, train_step.options.dtype or torch.float32)
         self._pace: float | None = None
-        self._rng_before_step: dict[str, Tensor] | None = None  # of a step that has not changed weights
+        self._rng_before_step: dict[str, Tensor] | None = (
+            None  # of a step that has not changed weights
+        )
         self._flops: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -348,17 +431,22 @@ class TrainingRun:
         count = pluralise(progress.waited, "evaluation")
         lowest = f"the lowest, {progress.loss:.4f}, was at step {progress.best}"
         return (
-            f"stopped early at step {progress.step} of {self.recipe.steps}: no lower validation loss in {count} "
+            f"stopped early at step {progress.step} of {self.recipe.steps}: no lower validation "
+            f"loss in {count} "
             f"(patience={self.recipe.patience}); {lowest}"
         )
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since the run was started, start-up included, without the time in which no process worked on it."""
+        """Seconds since the run was started, start-up included, without the time in which no
+        process worked on it.
+        """
         return self._earlier_seconds + time.perf_counter() - self._started_at
 
     def count_earlier_seconds(self, seconds: float) -> None:
-        """Count what an ended run took after its last checkpoint; `seconds` is its time until the end."""
+        """Count what an ended run took after its last checkpoint; `seconds` is its time until the
+        end.
+        """
         self._earlier_seconds = max(self._earlier_seconds, seconds)
 
     @property
@@ -369,7 +457,10 @@ class TrainingRun:
     @property
     def is_evaluation_due(self) -> bool:
         """Whether the model is to be evaluated after the current step."""
-        return self.progress.step % self.recipe.evaluate_every == 0 or self.progress.step == self.recipe.steps
+        return (
+            self.progress.step % self.recipe.evaluate_every == 0
+            or self.progress.step == self.recipe.steps
+        )
 
     def step(self, batches: BatchPrefetcher) -> dict[str, Any]:
         """Take one training step; returns its record for the loggers."""
@@ -378,7 +469,11 @@ class TrainingRun:
         batch = batches.get(step - 1)
         check_batch(batch, self.net.spec, f"batch {step - 1}")
         self.net.train()
-        if self.recipe.redraw_features and step > 1 and (step - 1) % self.recipe.redraw_features == 0:
+        if (
+            self.recipe.redraw_features
+            and step > 1
+            and (step - 1) % self.recipe.redraw_features == 0
+        ):
             self._rng_before_step = None
             redraw_features(self.net, self.recipe.seed + step)
         loss = self.train_step.compute_gradients(batch)
@@ -392,7 +487,13 @@ class TrainingRun:
         self.optimiser.step(rate)
         self.progress.step = step
         seconds = time.perf_counter() - start
-        record = {"event": "step", "step": step, "loss": loss.item(), "rate": rate, "norm": norm.item()}
+        record = {
+            "event": "step",
+            "step": step,
+            "loss": loss.item(),
+            "rate": rate,
+            "norm": norm.item(),
+        }
         return record | self._throughput(batch, seconds)
 
     def undo_step(self) -> bool:
@@ -403,27 +504,50 @@ class TrainingRun:
         return True
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluate the model on the validation split and update `progress`; returns the record for the loggers."""
+        """Evaluate the model on the validation split and update `progress`; returns the record for
+        the loggers.
+        """
         step, best_loss = self.progress.step, self.progress.loss
         metrics = self.evaluator.compute_metrics(self.sharded_model.forward, "valid")
         if not math.isfinite(metrics["loss"]):
-            raise TrainingDiverged(self._divergence_message(f"step {step}: the validation loss is {metrics['loss']}"))
+            raise TrainingDiverged(
+                self._divergence_message(f"step {step}: the validation loss is {metrics['loss']}")
+            )
         if best_loss is None or metrics["loss"] < best_loss:
             self.progress.best, self.progress.loss, self.progress.waited = step, metrics["loss"], 0
         else:
             self.progress.waited += 1
-        return {"event": "evaluation", "step": step, "metrics": metrics, "best": self.progress.best == step}
+        return {
+            "event": "evaluation",
+            "step": step,
+            "metrics": metrics,
+            "best": self.progress.best == step,
+        }
 
     def save_checkpoint(self, config: Mapping[str, Any]) -> None:
-        """Write a checkpoint; sharded tensors are gathered, so that it can be resumed on any number of ranks."""
-        tensors = {f"model {name}": value for name, value in self._gather_on_leader(self.sharded_model.tensors())}
-        tensors |= {f"optimiser {key}": value for key, value in self._gather_on_leader(self._optimiser_tensors())}
+        """Write a checkpoint; sharded tensors are gathered, so that it can be resumed on any number
+        of ranks.
+        """
+        tensors = {
+            f"model {name}": value
+            for name, value in self._gather_on_leader(self.sharded_model.tensors())
+        }
+        tensors |= {
+            f"optimiser {key}": value
+            for key, value in self._gather_on_leader(self._optimiser_tensors())
+        }
         tensors |= {f"random {name}": value for name, value in self._rng_states().items()}
         self.progress.seconds = self.elapsed_seconds
-        state = {"config": config, "choice": asdict(self.train_step.options), "progress": asdict(self.progress)}
+        state = {
+            "config": config,
+            "choice": asdict(self.train_step.options),
+            "progress": asdict(self.progress),
+        }
         state["history"] = self.history
         if self.world.is_leader:
-            self.checkpoints.save(TrainingCheckpoint(self.progress.step, tensors, state), self.progress.best)
+            self.checkpoints.save(
+                TrainingCheckpoint(self.progress.step, tensors, state), self.progress.best
+            )
 
     def save_model(self, readme: str) -> None:
         """Save the model in the folder of the run."""
@@ -434,7 +558,8 @@ class TrainingRun:
     def load_best(self) -> tuple[Transformer, str | None]:
         """The full model with the best weights, read by the leader.
 
-        If their checkpoint is damaged, the model has the last weights, and the second result is a message about it.
+        If their checkpoint is damaged, the model has the last weights, and the second result is a
+        message about it.
         """
         path = self.checkpoints.path(self.progress.best or self.progress.step)
         last_tensors = dict(self._gather_on_leader(self.sharded_model.tensors()))
@@ -460,8 +585,12 @@ class TrainingRun:
         self.history = list(checkpoint.state["history"])
         self._restore_rng(checkpoint.tensors_of_kind("random"))
 
-    def _gather_on_leader(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """CPU copies of all tensors on the leader, nothing elsewhere; iterating over `tensors` gathers the shards."""
+    def _gather_on_leader(
+        self, tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """CPU copies of all tensors on the leader, nothing elsewhere; iterating over `tensors`
+        gathers the shards.
+        """
         return ((name, value.detach().cpu()) for name, value in tensors if self.world.is_leader)
 
     def _optimiser_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -469,24 +598,44 @@ class TrainingRun:
             yield key, self.sharded_model.whole(get_parameter_name(key), value)
 
     def _rng_states(self) -> dict[str, Tensor]:
-        """States of torch's random generators for all workers; the names of worker 0 have no number."""
+        """States of torch's random generators for all workers; the names of worker 0 have no
+        number.
+        """
         local_states = {"cpu": torch.get_rng_state()}
-        local_states |= {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
-        workers = enumerate(self.world.all_gather_objects(local_states)[:: self.world.parallelism.tensor])
-        return {_worker_key(name, worker): state for worker, states in workers for name, state in states.items()}
+        local_states |= (
+            {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
+        )
+        workers = enumerate(
+            self.world.all_gather_objects(local_states)[:: self.world.parallelism.tensor]
+        )
+        return {
+            _worker_key(name, worker): state
+            for worker, states in workers
+            for name, state in states.items()
+        }
 
     def _restore_rng(self, states: Mapping[str, Tensor]) -> None:
-        """Restore the random state of this worker; a worker that the checkpoint lacks starts with a new seed."""
-        cpu, cuda = (states.get(_worker_key(name, self.world.worker_index)) for name in ("cpu", "cuda"))
+        """Restore the random state of this worker; a worker that the checkpoint lacks starts with a
+        new seed.
+        """
+        cpu, cuda = (
+            states.get(_worker_key(name, self.world.worker_index)) for name in ("cpu", "cuda")
+        )
         if cpu is None:
-            torch.manual_seed(derive_worker_seed(self.recipe.seed + self.progress.step, self.world.worker_index))
+            torch.manual_seed(
+                derive_worker_seed(self.recipe.seed + self.progress.step, self.world.worker_index)
+            )
             return
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self.device)
 
     def _throughput(self, batch: Batch, seconds: float) -> dict[str, float]:
-        self._pace = seconds if self._pace is None else TIME_SMOOTHING * self._pace + (1 - TIME_SMOOTHING) * seconds
+        self._pace = (
+            seconds
+            if self._pace is None
+            else TIME_SMOOTHING * self._pace + (1 - TIME_SMOOTHING) * seconds
+        )
         flops = self._required_flops(batch) / seconds / self.world.size
         # A step that reaches more than was measured shows that the measurement was disturbed.
         self.peak_flops = max(self.peak_flops, flops)
@@ -499,7 +648,11 @@ class TrainingRun:
 
     def _required_flops(self, batch: Batch) -> int:
         """FLOPs that a step on this batch requires; with packed rows the sum over its texts."""
-        parts = [batch] if self.train_step.options.rows == "padded" else iter_texts(pack_batch(batch).batch)
+        parts = (
+            [batch]
+            if self.train_step.options.rows == "padded"
+            else iter_texts(pack_batch(batch).batch)
+        )
         return sum(self._batch_flops(part) for part in parts)
 
     def _batch_flops(self, batch: Batch) -> int:
@@ -510,18 +663,29 @@ class TrainingRun:
 
     def _raise_diverged(self, step: int, batch: Batch, loss: Tensor) -> None:
         shard = self.sharded_model.shard(batch).batch
-        cause = find_first_non_finite(self.sharded_model, self.groups, lambda: self.train_step.compute_loss(shard))
-        symptom = "the gradient holds NaN or inf" if bool(loss.isfinite()) else f"the loss is {loss.item()}"
+        cause = find_first_non_finite(
+            self.sharded_model, self.groups, lambda: self.train_step.compute_loss(shard)
+        )
+        symptom = (
+            "the gradient holds NaN or inf"
+            if bool(loss.isfinite())
+            else f"the loss is {loss.item()}"
+        )
         raise TrainingDiverged(self._divergence_message(f"step {step}: {symptom}; {cause}"))
 
     def _divergence_message(self, fact: str) -> str:
         paths = self.checkpoints.paths
-        checkpoint = f"the checkpoint of step {int(paths[0].stem)} is in {self.folder}; " if paths else ""
-        return f"{fact}; {checkpoint}train again with lr below {self.recipe.lr:g} or a longer warmup"
+        checkpoint = (
+            f"the checkpoint of step {int(paths[0].stem)} is in {self.folder}; " if paths else ""
+        )
+        return (
+            f"{fact}; {checkpoint}train again with lr below {self.recipe.lr:g} or a longer warmup"
+        )
 
 
 def derive_worker_seed(seed: int, worker: int) -> int:
-    """Seed of one of several data-parallel workers: different for each, and `seed` itself for worker 0.
+    """Seed of one of several data-parallel workers: different for each, and `seed` itself for
+    worker 0.
 
     >>> derive_worker_seed(7, 0), derive_worker_seed(7, 1) != derive_worker_seed(8, 0)
     (7, True)

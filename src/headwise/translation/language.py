@@ -1,11 +1,13 @@
-"""The language in which a command writes: that of --lang or of the locale, and English where Chinese cannot be shown.
+"""The language in which a command writes: that of --lang or of the locale, and English where
+Chinese cannot be shown.
 
-A context variable holds it, so that the reports of the library need no argument for it; in Python it is English.
+A context variable holds it, so that the reports of the library need no argument for it; in Python
+it is English.
 
-Commands translate what they print: reports, errors, warnings, reasons, notes and progress. The page asks for the
-translation of the sentences that it shows; an exported file holds those of what it shows. The catalogue
-`sentences_zh.toml` has one entry for each sentence, or for the part of it before or after "; " or ". ", with `{}` in
-the place of every value.
+Commands translate what they print: reports, errors, warnings, reasons, notes and progress. The page
+asks for the translation of the sentences that it shows; an exported file holds those of what it
+shows. The catalogue `sentences_zh.toml` has one entry for each sentence, or for the part of it
+before or after "; " or ". ", with `{}` in the place of every value.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 CATALOGUE = Path(__file__).with_name("sentences_zh.toml")
-# Fields of answers whose strings are sentences; other strings are names, tokens and texts of the user.
-FIELDS = frozenset(["capture", "evidence", "missing", "note", "notes", "reason", "skipped", "warnings"])
+# Fields of answers whose strings are sentences; other strings are names, tokens and texts of the
+# user.
+FIELDS = frozenset(
+    ["capture", "evidence", "missing", "note", "notes", "reason", "skipped", "warnings"]
+)
 MAX_SENTENCE = 2_000  # characters; longer ones stay as they are
 MAX_SENTENCES = 500  # that one request may ask for
 MAX_REMEMBERED = 4096  # translations
@@ -32,7 +37,13 @@ CODE = re.compile("`[^`]*`")
 PART_END = re.compile(r"[.;] |;$")  # in a value it shows that the sentence has parts
 NAMES = re.compile(r"[\w.'-]+(, [\w.'-]+)+")  # a list of names to choose from
 # Where a sentence is divided, and what joins the translated parts.
-SEPARATORS = ((". ", FULL_STOP), ("; ", "\uff1b"), (": ", "\uff1a"), (", ", "\uff0c"), (" and ", "\u548c"))
+SEPARATORS = (
+    (". ", FULL_STOP),
+    ("; ", "\uff1b"),
+    (": ", "\uff1a"),
+    (", ", "\uff0c"),
+    (" and ", "\u548c"),
+)
 
 
 class Template(NamedTuple):
@@ -77,12 +88,18 @@ def read_catalogue() -> Mapping[str, str]:
 def read_templates() -> Sequence[Template]:
     """The sentences with values, those with most text of their own first."""
     if not _templates:
-        templates = (Template(tuple(key.split("{}")), text) for key, text in read_catalogue().items() if "{}" in key)
+        templates = (
+            Template(tuple(key.split("{}")), text)
+            for key, text in read_catalogue().items()
+            if "{}" in key
+        )
         _templates.extend(sorted(templates, key=lambda template: -sum(map(len, template.literals))))
     return _templates
 
 
-_translations: dict[str, str | None] = {}  # of the last sentences, because a page asks for the same ones again
+_translations: dict[
+    str, str | None
+] = {}  # of the last sentences, because a page asks for the same ones again
 
 
 def translate(sentence: str) -> str | None:
@@ -114,13 +131,17 @@ def _translate(sentence: str) -> str | None:
 
 
 def _translate_whole(sentence: str, *, values_may_be_english: bool) -> str | None:
-    """The translation of a sentence with its values; they are names and numbers unless they may be English."""
+    """The translation of a sentence with its values; they are names and numbers unless they may be
+    English.
+    """
     if text := read_catalogue().get(sentence):
         return text.replace("{{", "{").replace("}}", "}")
     for template in read_templates():
         values = template.match(sentence)
         if values is not None and not any(PART_END.search(value) for value in values):
-            texts = [_translate_value(value, number, template) for number, value in enumerate(values)]
+            texts = [
+                _translate_value(value, number, template) for number, value in enumerate(values)
+            ]
             if values_may_be_english or not any(ENGLISH.search(text) for text in texts):
                 return template.translation.format(*texts)
     return None
@@ -137,13 +158,19 @@ def _translate_value(value: str, number: int, template: Template) -> str:
 
 
 def _by_parts(sentence: str) -> str | None:
-    """The translation of a sentence by that of its parts; names, which have no space, stay as they are."""
+    """The translation of a sentence by that of its parts; names, which have no space, stay as they
+    are.
+    """
     for separator, joint in SEPARATORS:
         parts = sentence.split(separator)
         if len(parts) > 1:
             texts = [translate(part) for part in parts]
-            names = [text is None and " " not in part for part, text in zip(parts, texts, strict=True)]
-            if any(texts) and all(text or is_name for text, is_name in zip(texts, names, strict=True)):
+            names = [
+                text is None and " " not in part for part, text in zip(parts, texts, strict=True)
+            ]
+            if any(texts) and all(
+                text or is_name for text, is_name in zip(texts, names, strict=True)
+            ):
                 return joint.join(text or part for part, text in zip(parts, texts, strict=True))
     return None
 
@@ -202,7 +229,8 @@ def use_language(language: str) -> Iterator[None]:
 
 
 def localise(text: str) -> str:
-    """The text in the current language, with its spaces at both ends; English if the catalogue has no translation.
+    """The text in the current language, with its spaces at both ends; English if the catalogue has
+    no translation.
 
     >>> localise("the text is empty")
     'the text is empty'
@@ -225,7 +253,8 @@ def join_items(items: Iterable[str]) -> str:
 
 
 def join_clauses(clauses: Iterable[str], separator: str = ", ") -> str:
-    """The parts of a sentence in one text; a comma, colon or semicolon between them is that of the current language.
+    """The parts of a sentence in one text; a comma, colon or semicolon between them is that of the
+    current language.
 
     >>> join_clauses(["3 hold", "1 is wrong"])
     '3 hold, 1 is wrong'
@@ -239,9 +268,15 @@ def join_clauses(clauses: Iterable[str], separator: str = ", ") -> str:
 def choose_language(argv: Sequence[str], environment: Mapping[str, str]) -> str:
     """The language that --lang names in the arguments of a command; without it, that of the locale.
 
-    >>> choose_language(["cost", "mha", "--lang", "zh"], {}), choose_language(["cost"], {"LANG": "zh_CN.UTF-8"})
+    >>> (
+    ...     choose_language(["cost", "mha", "--lang", "zh"], {}),
+    ...     choose_language(["cost"], {"LANG": "zh_CN.UTF-8"}),
+    ... )
     ('zh', 'zh')
-    >>> choose_language(["cost", "--lang=en"], {"LANG": "zh_CN.UTF-8"}), choose_language([], {"LANG": "de_DE.UTF-8"})
+    >>> (
+    ...     choose_language(["cost", "--lang=en"], {"LANG": "zh_CN.UTF-8"}),
+    ...     choose_language([], {"LANG": "de_DE.UTF-8"}),
+    ... )
     ('en', 'en')
     """
     words = " ".join(argv).replace(f"{OPTION}=", f"{OPTION} ").split()

@@ -1,4 +1,5 @@
-"""Text by its width in columns of a terminal: padded, wrapped and aligned, and heat maps in characters.
+"""Text by its width in columns of a terminal: padded, wrapped and aligned, and heat maps in
+characters.
 
 A Chinese character takes two columns.
 """
@@ -12,7 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 from .language import localise
 
 TERMINAL_WIDTH = 80
-CLOSING = "\uff0c\u3002\uff1b\uff1a\u3001\uff09\u300d\uff01\uff1f\u201d"  # characters that no line begins with
+# characters that no line begins with
+CLOSING = "\uff0c\u3002\uff1b\uff1a\u3001\uff09\u300d\uff01\uff1f\u201d"
 OPENING = "\uff08\u300c\u300a\u201c"  # characters that no line ends with
 
 
@@ -67,13 +69,20 @@ def heading_cell(text: str, width: int) -> str:
     return pad_left(localise(text), width)
 
 
-def paragraph(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str | None = None) -> list[str]:
-    """The text in the current language, in lines of at most this width; `hanging` indents all lines but the first."""
+def paragraph(
+    text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str | None = None
+) -> list[str]:
+    """The text in the current language, in lines of at most this width; `hanging` indents all lines
+    but the first.
+    """
     return wrap(localise(text), width, indent, hanging)
 
 
-def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str | None = None) -> list[str]:
-    """The text in lines of at most this width; Latin words stay whole, Chinese text breaks between any two characters.
+def wrap(
+    text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str | None = None
+) -> list[str]:
+    """The text in lines of at most this width; Latin words stay whole, Chinese text breaks between
+    any two characters.
 
     >>> wrap("a long word 一二三", 8)
     ['a long', 'word 一', '二三']
@@ -84,7 +93,9 @@ def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str 
     """
     hanging = indent if hanging is None else hanging
     if text_width(text) == len(text):
-        return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False)
+        return textwrap.wrap(
+            text, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False
+        )
     lines, line = [], indent
     for piece in _pieces(" ".join(text.split())):
         is_start = not line.strip()
@@ -96,7 +107,9 @@ def wrap(text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str 
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Wide characters, and Latin words with the spaces after them; opening brackets and quotes stay with both."""
+    """Wide characters, and Latin words with the spaces after them; opening brackets and quotes stay
+    with both.
+    """
     word = ""
     for letter in text:
         if letter in OPENING:
@@ -133,7 +146,10 @@ def align_table(text: str) -> str:
     lines = text.splitlines()
     rows = [[cell.strip() for cell in line.split(" | ")] for line in lines if " | " in line]
     widths = [max(map(text_width, column)) for column in zip(*rows, strict=True)] if rows else []
-    aligned = iter(" | ".join(pad(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    aligned = iter(
+        " | ".join(pad(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
     return "\n".join(next(aligned) if " | " in line else line for line in lines)
 
 
@@ -146,7 +162,8 @@ def draw_heat_map(
     weights: Sequence[Sequence[float]],
     marked_links: Collection[tuple[int, int]] = (),
 ) -> str:
-    """Draw weights [queries, keys]: a row for each query, darker for larger weights; links (key, query) are marked [.
+    """Draw weights [queries, keys]: a row for each query, darker for larger weights; links (key,
+    query) are marked [.
 
     >>> print(draw_heat_map(["x", "y"], ["a", "b"], [[0.0, 1.0], [0.5, 0.5]], {(1, 0)}))
       a b
@@ -158,14 +175,18 @@ def draw_heat_map(
     columns = [max(text_width(token), 1) + 1 for token in keys]
     lines = [" " * side + "".join(pad(t, w) for t, w in zip(keys, columns, strict=True))]
     for row, (token, row_weights) in enumerate(zip(queries, weights, strict=True)):
-        cells = [_shade_cell(w, (column, row) in marked_links) for column, w in enumerate(row_weights)]
+        cells = [
+            _shade_cell(w, (column, row) in marked_links) for column, w in enumerate(row_weights)
+        ]
         row_text = "".join(pad(cell, w) for cell, w in zip(cells, columns, strict=True))
         lines.append(pad(token, side) + row_text)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _shade_cell(weight: float, linked: bool) -> str:
-    shade = WEIGHT_SHADES[min(round(weight * (len(WEIGHT_SHADES) - 1) + 0.3), len(WEIGHT_SHADES) - 1)]
+    shade = WEIGHT_SHADES[
+        min(round(weight * (len(WEIGHT_SHADES) - 1) + 0.3), len(WEIGHT_SHADES) - 1)
+    ]
     return f"[{shade}" if linked else f" {shade}"
 
 

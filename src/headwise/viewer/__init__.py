@@ -1,25 +1,38 @@
-"""The page of `headwise view`: every head of a model or of a trace in the browser, live or as one HTML file.
+"""The page of `headwise view`: every head of a model or of a trace in the browser, live or as one
+HTML file.
 
 In reading order:
 
-- `open_model`: `OpenModel`, what the page shows: a trace, its measures, and the model if there is one.
+- `open_model`: `OpenModel`, what the page shows: a trace, its measures, and the model if there is
+  one.
 - `view_document`: the JSON description of what is open: model, tokens, attention layers, measures.
-- `weight_summaries`: pooled tiles, marginals, the largest weight of a part, and the masks of thumbnails.
-- `model_targets`: what can be opened by name: the sample, a trace, a folder, FILE.py:FACTORY, or a Hub model.
-- `binary_answers`: messages of arrays behind a JSON header: thumbnails, tiles, measures, products by channel,
-  aggregates of heads, written tokens, images, and the computation of one head for one query, step by step.
-- `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
-- `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`: the jobs: capture a text,
-  measure the heads, ablate them and continue the text, find similar heads, compare two runs, and cost.
+- `weight_summaries`: pooled tiles, marginals, the largest weight of a part, and the masks of
+  thumbnails.
+- `model_targets`: what can be opened by name: the sample, a trace, a folder, FILE.py:FACTORY, or a
+  Hub model.
+- `binary_answers`: messages of arrays behind a JSON header: thumbnails, tiles, measures, products
+  by channel,
+  aggregates of heads, written tokens, images, and the computation of one head for one query, step
+  by step.
+- `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and
+  cancellation.
+- `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`: the jobs: capture a
+  text,
+  measure the heads, ablate them and continue the text, find similar heads, compare two runs, and
+  cost.
 - `lab_runs`: runs of the open text with some heads ablated, and the Python lines that repeat them.
-- `lab_checks`: the same outputs by a copy without the weights of these heads, the text continued by both, and the loss
+- `lab_checks`: the same outputs by a copy without the weights of these heads, the text continued by
+  both, and the loss
   over several texts.
-- `evidence_actions`: the jobs that find the texts that show a class, and measure dependency relations.
-- `surgery_actions`: the jobs that plan, prune and convert, with proofs, and what they are asked for.
+- `evidence_actions`: the jobs that find the texts that show a class, and measure dependency
+  relations.
+- `surgery_actions`: the jobs that plan, prune and convert, with proofs, and what they are asked
+  for.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
 - `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.
-- `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and its measures.
+- `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and
+  its measures.
 - `view`: `hw.view` and `hw.view_attention`, and what they show in a notebook.
 
 Torch is imported when a model is opened, so that a trace opens without it.

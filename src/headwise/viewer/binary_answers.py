@@ -1,8 +1,9 @@
 """Binary answers of the server and the export: several arrays in one message, behind a JSON header.
 
-Layout: the length of the header as 4 bytes, little-endian; the header, JSON padded with spaces so that the arrays begin
-at a multiple of 8 bytes; the arrays, each at a multiple of 8 bytes. The header lists the arrays with name, dtype, shape
-and offset, counted from the end of the header, beside the fields of the caller.
+Layout: the length of the header as 4 bytes, little-endian; the header, JSON padded with spaces so
+that the arrays begin at a multiple of 8 bytes; the arrays, each at a multiple of 8 bytes. The
+header lists the arrays with name, dtype, shape and offset, counted from the end of the header,
+beside the fields of the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-# --- The layout of a message ----------------------------------------------------------------------------
+# --- The layout of a message ----------------------------------------------------------------------
 
 ALIGNMENT = 8  # bytes; JavaScript's typed arrays need aligned offsets
 DTYPE_NAMES = {"uint8": "u8", "float32": "f32", "int32": "i32"}
@@ -53,7 +54,12 @@ def encode_arrays(arrays: Mapping[str, Array], **fields: Any) -> bytes:
     for name, array in arrays.items():
         data = np.ascontiguousarray(array).tobytes()
         entries.append(
-            {"name": name, "dtype": DTYPE_NAMES[array.dtype.name], "shape": list(array.shape), "offset": offset}
+            {
+                "name": name,
+                "dtype": DTYPE_NAMES[array.dtype.name],
+                "shape": list(array.shape),
+                "offset": offset,
+            }
         )
         parts.append(data + b"\0" * (-len(data) % ALIGNMENT))
         offset += len(parts[-1])
@@ -63,9 +69,11 @@ def encode_arrays(arrays: Mapping[str, Array], **fields: Any) -> bytes:
 
 
 def encode_result(result: Mapping[str, Any]) -> bytes | None:
-    """Encode the result of a job, its long lists of floats as arrays; None if it has none and JSON does.
+    """Encode the result of a job, its long lists of floats as arrays; None if it has none and JSON
+    does.
 
-    In the field `result` of the header {"array": name} stands for such a list; None and NaN in it are NaN.
+    In the field `result` of the header {"array": name} stands for such a list; None and NaN in it
+    are NaN.
 
     >>> header, arrays = decode_arrays(encode_result({"loss": {"before": [0.5] * 32}, "heads": 3}))
     >>> header["result"], arrays["0"].shape
@@ -78,7 +86,9 @@ def encode_result(result: Mapping[str, Any]) -> bytes | None:
             return {name: take_lists(part) for name, part in value.items()}
         if not isinstance(value, list):
             return None if isinstance(value, float) and not np.isfinite(value) else value
-        if len(value) < LEAST_FLOATS or not all(part is None or isinstance(part, float) for part in value):
+        if len(value) < LEAST_FLOATS or not all(
+            part is None or isinstance(part, float) for part in value
+        ):
             return [take_lists(part) for part in value]
         name = str(len(arrays))
         arrays[name] = np.array([np.nan if part is None else part for part in value], np.float32)
@@ -101,11 +111,13 @@ def decode_arrays(message: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
     return header, arrays
 
 
-# --- The open trace and its measures ---------------------------------------------------------------------
+# --- The open trace and its measures --------------------------------------------------------------
 
 
 def encode_thumbnails(model: OpenModel) -> bytes:
-    """The thumbnails of all heads, [heads, 64, 64], 255 for a weight of 1, and the masks that they share."""
+    """The thumbnails of all heads, [heads, 64, 64], 255 for a weight of 1, and the masks that they
+    share.
+    """
     masks, mask_of_head = thumbnail_masks(model.get_trace())
     arrays = {"thumbnails": model.thumbnails(), "masks": masks, "mask_of_head": mask_of_head}
     return encode_arrays(arrays, revision=model.revision)
@@ -113,18 +125,27 @@ def encode_thumbnails(model: OpenModel) -> bytes:
 
 def encode_tile(model: OpenModel, tile: Tile, part: TileRange) -> bytes:
     """A tile with its masked cells; `scale` is the value of 255."""
-    span = {"q0": part.queries.start, "q1": part.queries.stop, "k0": part.keys.start, "k1": part.keys.stop}
+    span = {
+        "q0": part.queries.start,
+        "q1": part.queries.stop,
+        "k0": part.keys.start,
+        "k1": part.keys.stop,
+    }
     arrays = {"weights": tile.weights, "masked": tile.masked}
     return encode_arrays(arrays, scale=tile.scale, revision=model.revision, **span)
 
 
 def encode_marginals(model: OpenModel, marginals: Marginals, num_keys: int) -> bytes:
-    """The marginals of a head; `first` is the distance query - key of the first mean of `by_offset`."""
+    """The marginals of a head; `first` is the distance query - key of the first mean of
+    `by_offset`.
+    """
     return encode_arrays(marginals._asdict(), first=-(num_keys - 1), revision=model.revision)
 
 
 def encode_measures(model: OpenModel) -> bytes:
-    """The measures of all heads, [heads, measures, 4], with names and classes; no names if nothing was measured."""
+    """The measures of all heads, [heads, measures, 4], with names and classes; no names if nothing
+    was measured.
+    """
     table = model.table
     if table is None:
         return encode_arrays({}, names=[], classes=[], texts="", notes=[], revision=model.revision)
@@ -141,7 +162,9 @@ LISTED_TOKENS = 12  # with the largest and with the smallest effects
 
 
 def encode_products(view: OpenModel, site: str, head: int, query: int) -> bytes:
-    """The products [keys, channels] of a query with its allowed keys; or the reason why there are none."""
+    """The products [keys, channels] of a query with its allowed keys; or the reason why there are
+    none.
+    """
     try:
         result = multiply_channels(view.get_recorded(), site, head, query, max_keys=MAX_KEYS)
     except ValueError as error:
@@ -151,15 +174,22 @@ def encode_products(view: OpenModel, site: str, head: int, query: int) -> bytes:
 
 
 def encode_aggregate(view: OpenModel, site: str, how: str, scope: str) -> bytes:
-    """Mean or maximum of the heads of a layer, or of all layers over the same tokens, or the rollout up to a layer."""
+    """Mean or maximum of the heads of a layer, or of all layers over the same tokens, or the
+    rollout up to a layer.
+    """
     trace = view.get_trace()
     layer = trace.get_layer(site)
     if layer.num_queries * layer.num_keys > MAX_AGGREGATE_CELLS:
         fact = f"{layer.num_queries} x {layer.num_keys} weights are too many to combine"
-        raise ValueError(f"{fact}; give a text of at most {int(MAX_AGGREGATE_CELLS**0.5)} tokens, or choose one head")
+        raise ValueError(
+            f"{fact}; give a text of at most {int(MAX_AGGREGATE_CELLS**0.5)} tokens, or choose "
+            "one head"
+        )
     if how == "rollout":
         return encode_arrays({"weights": roll_out_attention(trace, site)})
-    alike = [one.name for one in trace.layers if _is_alike(one, layer)] if scope == "all" else [site]
+    alike = (
+        [one.name for one in trace.layers if _is_alike(one, layer)] if scope == "all" else [site]
+    )
     return encode_arrays({"weights": aggregate_heads(trace, alike, how)})
 
 
@@ -170,7 +200,9 @@ def _is_alike(one: object, other: object) -> bool:
 
 
 def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
-    """The tokens whose logits a head raises and lowers most at a position; or the reason why there are none."""
+    """The tokens whose logits a head raises and lowers most at a position; or the reason why there
+    are none.
+    """
     net = view.get_model()
     # After the model, which imports torch in one thread.
     from ..head_analysis.logit_attribution import attribute_all_logits
@@ -178,7 +210,9 @@ def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
 
     try:
         native = get_native_copy(net)
-        effects = attribute_all_logits(native, id_inputs(native, view.get_recorded()), site, head, query)
+        effects = attribute_all_logits(
+            native, id_inputs(native, view.get_recorded()), site, head, query
+        )
     except (ValueError, KeyError) as error:
         return encode_arrays({}, reason=str(error))
     count = min(LISTED_TOKENS, effects.values.numel() // 2)
@@ -188,7 +222,10 @@ def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
     values = effects.values[tokens].float().cpu().numpy().astype(np.float32)
     ids = np.array(tokens, np.int32)
     return encode_arrays(
-        {"effects": values, "ids": ids}, words=[decode(token) for token in tokens], note=effects.note, reason=""
+        {"effects": values, "ids": ids},
+        words=[decode(token) for token in tokens],
+        note=effects.note,
+        reason="",
     )
 
 
@@ -196,33 +233,47 @@ def encode_image(view: OpenModel, stream: str) -> bytes:
     """The image of a stream, [height, width, channels]."""
     images = view.get_recorded().images
     if stream not in images:
-        raise ValueError(f"the trace holds no image of {stream!r}; its images are {', '.join(images) or 'none'}")
+        raise ValueError(
+            f"the trace holds no image of {stream!r}; its images are {', '.join(images) or 'none'}"
+        )
     return encode_arrays({"image": np.ascontiguousarray(images[stream][0])})
 
 
-# --- The steps of one head for one query -----------------------------------------------------------------
+# --- The steps of one head for one query ----------------------------------------------------------
 
 WEIGHT_TOLERANCE = 5e-3  # a trace in half precision rounds its queries and keys
 MAX_COPIED_PARAMS = 300_000_000
-_copies: WeakKeyDictionary[nn.Module, Transformer] = WeakKeyDictionary()  # headwise copies of transformers models
+_copies: WeakKeyDictionary[nn.Module, Transformer] = (
+    WeakKeyDictionary()
+)  # headwise copies of transformers models
 ONLY_TRACE = "only a trace is open; start `headwise view` with the model"
 
 
 def find_steps(view: OpenModel, place: HeadPlace, key: int | None = None) -> tuple[HeadSteps, str]:
-    """The steps of a head for a query, and why some are missing; the vectors of `key` are among those shown.
+    """The steps of a head for a query, and why some are missing; the vectors of `key` are among
+    those shown.
 
-    A headwise model, or a headwise copy of a transformers model, runs again on the tokens of the trace, and its steps
-    count only if they lead to the weights of the trace. For other models, and without a model, the steps are those that
-    the trace holds; the others are named with the reason.
+    A headwise model, or a headwise copy of a transformers model, runs again on the tokens of the
+    trace, and its steps count only if they lead to the weights of the trace. For other models, and
+    without a model, the steps are those that the trace holds; the others are named with the reason.
     """
     if not view.has_model:
         return recorded_steps(view.get_recorded(), place, key), ONLY_TRACE
     model = view.get_model()
     try:
         native = get_native_copy(model)
-        note = "" if native is model else f"computed in a headwise copy of {type(model).__name__}; the weights agree"
+        note = (
+            ""
+            if native is model
+            else f"computed in a headwise copy of {type(model).__name__}; the weights agree"
+        )
         return _steps_of_model(view, native, place, key), note
-    except (ValueError, IndexError, KeyError, NotImplementedError) as error:  # what a trace holds is still true
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+    ) as error:  # what a trace holds is still true
         return recorded_steps(view.get_recorded(), place, key), str(error)
 
 
@@ -237,13 +288,17 @@ def get_native_copy(model: nn.Module) -> Transformer:
     if count > MAX_COPIED_PARAMS:
         fact = f"{type(model).__name__} has {count / 1e6:,.0f} M parameters, and only models up to"
         remedy = "open it as a headwise model: hw.view(hw.load(FOLDER), TEXT)"
-        raise ValueError(f"{fact} {MAX_COPIED_PARAMS / 1e6:,.0f} M are copied for their steps; {remedy}")
+        raise ValueError(
+            f"{fact} {MAX_COPIED_PARAMS / 1e6:,.0f} M are copied for their steps; {remedy}"
+        )
     if model not in _copies:
         _copies[model] = as_native_model(model).eval()
     return _copies[model]
 
 
-def _steps_of_model(view: OpenModel, model: Transformer, place: HeadPlace, key: int | None) -> HeadSteps:
+def _steps_of_model(
+    view: OpenModel, model: Transformer, place: HeadPlace, key: int | None
+) -> HeadSteps:
     """The steps of a headwise model, checked against the weights of the trace."""
     import torch
 
@@ -252,10 +307,15 @@ def _steps_of_model(view: OpenModel, model: Transformer, place: HeadPlace, key: 
     trace = view.get_recorded()
     layer = trace.get_layer(place.site)
     device = next(model.parameters()).device
-    ids = {name: np.array(rows[place.row].ids, np.int64) for name, rows in trace.streams.items() if rows}
+    ids = {
+        name: np.array(rows[place.row].ids, np.int64)
+        for name, rows in trace.streams.items()
+        if rows
+    }
     real = {name: np.flatnonzero(row >= 0) for name, row in ids.items()}  # padding has the id -1
     tensors = {
-        name: torch.from_numpy(ids[name][real_positions])[None].to(device) for name, real_positions in real.items()
+        name: torch.from_numpy(ids[name][real_positions])[None].to(device)
+        for name, real_positions in real.items()
     }
     if "text" not in tensors or not {layer.query_stream, layer.key_stream} <= set(real):
         raise ValueError("the trace holds no token ids to run the model on; capture a text")
@@ -268,24 +328,31 @@ def _steps_of_model(view: OpenModel, model: Transformer, place: HeadPlace, key: 
     block = slice(place.query, place.query + 1)
     trace_weights = trace.head_weights(place.site, place.head, block, row=place.row)[0]
     _check_weights(
-        _last_weights(steps), trace_weights[keys] if len(trace_weights) == len(ids[layer.key_stream]) else trace_weights
+        _last_weights(steps),
+        trace_weights[keys] if len(trace_weights) == len(ids[layer.key_stream]) else trace_weights,
     )
     return replace(steps, place=place, positions=keys.astype(np.int32))
 
 
 def _last_weights(steps: HeadSteps) -> NDArray[Any]:
-    return [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1].arrays["out"]
+    return [step for step in steps.steps if step.name in ("normalise", "weight_step")][-1].arrays[
+        "out"
+    ]
 
 
 def _check_weights(actual: NDArray[Any], expected: NDArray[Any]) -> None:
     """Refuse steps of another run than that of the trace."""
     if actual.shape != expected.shape:
         raise ValueError(
-            f"the open model has {len(actual)} keys here, and the trace {len(expected)}; capture the text again"
+            f"the open model has {len(actual)} keys here, and the trace {len(expected)}; capture "
+            "the text again"
         )
     error = float(np.abs(actual - expected).max(initial=0.0))
     if not error <= WEIGHT_TOLERANCE:
-        raise ValueError(f"the open model gives other weights than the trace (by {error:.2g}); capture the text again")
+        raise ValueError(
+            f"the open model gives other weights than the trace (by {error:.2g}); capture the "
+            "text again"
+        )
 
 
 def encode_steps(steps: HeadSteps, note: str = "") -> bytes:
@@ -295,6 +362,8 @@ def encode_steps(steps: HeadSteps, note: str = "") -> bytes:
     for number, step in enumerate(steps.steps):
         arrays |= {f"{number}.{name}": array for name, array in step.arrays.items()}
         facts = {name: value for name, value in step.facts.items() if np.isfinite(value)}
-        entries.append({"name": step.name, "formula": step.formula, "part": step.part, "facts": facts})
+        entries.append(
+            {"name": step.name, "formula": step.formula, "part": step.part, "facts": facts}
+        )
     fields = {**steps.place._asdict(), "origin": steps.origin, "note": note, "steps": entries}
     return encode_arrays(arrays, **fields, missing=dict(steps.missing))

@@ -1,4 +1,5 @@
-"""The bundled sample: a small trained translator of dates and amounts, one trace of it, and the measures of its heads.
+"""The bundled sample: a small trained translator of dates and amounts, one trace of it, and the
+measures of its heads.
 
 `tools/make_view_sample.py` makes the files. The trace and the measures are read without torch.
 """

@@ -1,4 +1,6 @@
-"""The Diff screen: compare the open trace with that of another text, of ablated heads, or of another model."""
+"""The Diff screen: compare the open trace with that of another text, of ablated heads, or of
+another model.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,20 @@ if TYPE_CHECKING:
 
 KINDS = ("text", "ablated", "other")
 LISTED_PAIRS = 500  # those that differ most
-SIGNED_ZERO, SIGNED_ONE = 128, 127  # 8-bit code of a difference of 0, and codes for a difference of 1
+SIGNED_ZERO, SIGNED_ONE = (
+    128,
+    127,
+)  # 8-bit code of a difference of 0, and codes for a difference of 1
 
 
 class DifferenceTile(NamedTuple):
-    """The weights of one head in both traces over the aligned tokens, and second minus first, pooled to some cells.
+    """The weights of one head in both traces over the aligned tokens, and second minus first,
+    pooled to some cells.
 
-    `first` and `second` are 8-bit weights, the largest of each cell. `change` is the difference of largest size in each
-    cell, 128 for none. Cells begin at the aligned pairs with the numbers `queries` and `keys`. `places` [pairs, 2] are
-    the query and the key of the pairs that differ most, and `weights` [pairs, 2] their exact weights in both traces.
+    `first` and `second` are 8-bit weights, the largest of each cell. `change` is the difference of
+    largest size in each cell, 128 for none. Cells begin at the aligned pairs with the numbers
+    `queries` and `keys`. `places` [pairs, 2] are the query and the key of the pairs that differ
+    most, and `weights` [pairs, 2] their exact weights in both traces.
     """
 
     first: Array
@@ -44,11 +51,14 @@ class DifferenceTile(NamedTuple):
     weights: Array
 
 
-def compare_attention(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> bytes:
+def compare_attention(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> bytes:
     """Compare the open trace with another one and keep the comparison; the answer lists the heads.
 
-    `with` is "text" (the same model on `text`, and `source` or the open one), "ablated" (the open text without `heads`)
-    or "other" (the open text in the model or trace that the page was started with, or that was pruned on it).
+    `with` is "text" (the same model on `text`, and `source` or the open one), "ablated" (the open
+    text without `heads`) or "other" (the open text in the model or trace that the page was started
+    with, or that was pruned on it).
     """
     kind, first = str(arguments.get("with")), model.get_recorded()
     if kind not in KINDS:
@@ -61,7 +71,10 @@ def compare_attention(model: OpenModel, arguments: Mapping[str, Any], progress: 
     else:
         name, second, kept_heads = _trace_other(model, progress)
     comparison = compare_traces(
-        first, second, kept_heads=kept_heads, progress=lambda done, total: progress(done, total, "comparing heads")
+        first,
+        second,
+        kept_heads=kept_heads,
+        progress=lambda done, total: progress(done, total, "comparing heads"),
     )
     model.set_comparison(comparison, first)
     return encode_comparison(comparison, kind, name)
@@ -94,12 +107,18 @@ def _trace_ids(net: nn.Module, first: Trace) -> Trace:
     from ..inspect.trace_capture import Capture, trace
 
     inputs: Any = id_inputs(net, first)
-    second = trace(net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET), log=lambda _: None)
+    second = trace(
+        net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET), log=lambda _: None
+    )
     return replace(second, streams={name: rows[:1] for name, rows in first.streams.items()})
 
 
-def _trace_other(model: OpenModel, progress: JobProgress) -> tuple[str, Trace, dict[str, list[int]]]:
-    """The name of the other model, its trace of the open text, and the heads that it kept of those that are open."""
+def _trace_other(
+    model: OpenModel, progress: JobProgress
+) -> tuple[str, Trace, dict[str, list[int]]]:
+    """The name of the other model, its trace of the open text, and the heads that it kept of those
+    that are open.
+    """
     if not model.other:
         raise ValueError("no other model is open; start `headwise view` with --compare MODEL")
     name = Path(model.other).name
@@ -118,28 +137,42 @@ def _trace_other(model: OpenModel, progress: JobProgress) -> tuple[str, Trace, d
 
 
 def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
-    """The open text in another model: tokenized by that model, or the open token ids where the text was generated."""
+    """The open text in another model: tokenized by that model, or the open token ids where the text
+    was generated.
+    """
     from ..inspect.model_inputs import get_tokenizer_documents
 
     first = model.get_recorded()
     streams = {name: rows[0] for name, rows in first.streams.items() if rows}
     if all(row.text for row in streams.values()):
         texts = {name: row.text for name, row in streams.items()}
-        return capture_trace(other, texts.get("text", ""), texts.get("source", ""), model.max_tokens)
-    if model.has_model and get_tokenizer_documents(model.get_model()) != get_tokenizer_documents(other):
-        raise ValueError("the other model has another tokenizer, and the open text was generated; enter a text first")
+        return capture_trace(
+            other, texts.get("text", ""), texts.get("source", ""), model.max_tokens
+        )
+    if model.has_model and get_tokenizer_documents(model.get_model()) != get_tokenizer_documents(
+        other
+    ):
+        raise ValueError(
+            "the other model has another tokenizer, and the open text was generated; enter a text "
+            "first"
+        )
     return _trace_ids(other, first)
 
 
-# --- Answers -------------------------------------------------------------------------------------------
+# --- Answers --------------------------------------------------------------------------------------
 
 
 def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> bytes:
-    """The heads with their differences, [heads, 4], and the tokens of the second trace with their alignment."""
+    """The heads with their differences, [heads, 4], and the tokens of the second trace with their
+    alignment.
+    """
     numbers = {layer.name: number for number, layer in enumerate(comparison.first.layers)}
     arrays: dict[str, Array] = {
         "differences": np.array(
-            [[head.divergence, head.largest, head.mean_difference, head.entropy_change] for head in comparison.heads],
+            [
+                [head.divergence, head.largest, head.mean_difference, head.entropy_change]
+                for head in comparison.heads
+            ],
             np.float32,
         ).reshape(-1, 4)
     }
@@ -151,12 +184,17 @@ def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> byte
         name=name,
         heads=[[numbers[head.site], head.head] for head in comparison.heads],
         places=[[head.query, head.key] for head in comparison.heads],
-        words={stream: list(rows[comparison.row].words) for stream, rows in comparison.second.streams.items()},
+        words={
+            stream: list(rows[comparison.row].words)
+            for stream, rows in comparison.second.streams.items()
+        },
         leftOut=dict(comparison.left_out),
     )
 
 
-def pool_difference(comparison: TraceComparison, site: str, head: int, cells: int) -> DifferenceTile:
+def pool_difference(
+    comparison: TraceComparison, site: str, head: int, cells: int
+) -> DifferenceTile:
     """The difference of one head, at most `cells` cells on each side."""
     layer = comparison.first.get_layer(site)
     sides = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
@@ -167,18 +205,29 @@ def pool_difference(comparison: TraceComparison, site: str, head: int, cells: in
         one, other = comparison.weights(site, head, slice(int(start), int(stop)))
         change, pairs = other - one, _keep_most_different(pairs, int(start), one, other)
         most, least = _pool_keys(change, keys, np.maximum), _pool_keys(change, keys, np.minimum)
-        pooled[0, row], pooled[1, row] = (_pool_keys(weights, keys, np.maximum) for weights in (one, other))
+        pooled[0, row], pooled[1, row] = (
+            _pool_keys(weights, keys, np.maximum) for weights in (one, other)
+        )
         pooled[2, row] = np.where(most >= -least, most, least)
-    first, second = (np.ceil(weights * 255 - 1e-4).clip(0, 255).astype(np.uint8) for weights in pooled[:2])
+    first, second = (
+        np.ceil(weights * 255 - 1e-4).clip(0, 255).astype(np.uint8) for weights in pooled[:2]
+    )
     change = (np.round(pooled[2] * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255).astype(np.uint8)
     starts = queries[:-1].astype(np.int32), keys[:-1].astype(np.int32)
     return DifferenceTile(
-        first, second, change, *starts, pairs[:, :2].astype(np.int32), pairs[:, 2:].astype(np.float32)
+        first,
+        second,
+        change,
+        *starts,
+        pairs[:, :2].astype(np.int32),
+        pairs[:, 2:].astype(np.float32),
     )
 
 
 def _keep_most_different(pairs: Array, start: int, one: Array, other: Array) -> Array:
-    """The pairs [query, key, weight in one, weight in other] that differ most, those of more queries included."""
+    """The pairs [query, key, weight in one, weight in other] that differ most, those of more
+    queries included.
+    """
     queries, keys = np.nonzero(one != other)
     candidates = np.column_stack([start + queries, keys, one[queries, keys], other[queries, keys]])
     pairs = np.concatenate([pairs, candidates])

@@ -1,4 +1,6 @@
-"""The jobs of the Class screen: the texts that show a class of a head best and worst, and dependency relations."""
+"""The jobs of the Class screen: the texts that show a class of a head best and worst, and
+dependency relations.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ SHOWN_PAIRS = 3  # of a text, those with the largest weights
 def find_evidence(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> bytes:
     """How well each text of the job shows a class of a head, and its strongest pairs of tokens.
 
-    The score of a text is the mean weight on the pairs that the class is about, or the measure behind the class.
+    The score of a text is the mean weight on the pairs that the class is about, or the measure
+    behind the class.
     """
     site, head = arguments.get("site"), arguments.get("head")
     if type(site) is not int or type(head) is not int:
@@ -41,7 +44,9 @@ def find_evidence(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
     for number, example in enumerate(examples):
         progress(number, len(examples), "reading texts")
         scores.append(maker.score(number, measured, name))
-        texts.append({"text": _join_words(example), "pairs": _strongest_pairs(maker, number, measured)})
+        texts.append(
+            {"text": _join_words(example), "pairs": _strongest_pairs(maker, number, measured)}
+        )
     return encode_arrays({"scores": np.array(scores, np.float32)}, texts=texts)
 
 
@@ -55,7 +60,8 @@ def _join_words(example: Example) -> str:
     """The words of all streams of an example, the source first."""
     streams = [example.streams[name] for name in ("source", "text") if name in example.streams]
     text = " → ".join(
-        "".join(tokens.words) if _has_spaces(tokens.words) else " ".join(tokens.words) for tokens in streams
+        "".join(tokens.words) if _has_spaces(tokens.words) else " ".join(tokens.words)
+        for tokens in streams
     )
     return text[:SHOWN_CHARACTERS]
 
@@ -65,7 +71,9 @@ def _has_spaces(words: tuple[str, ...]) -> bool:
 
 
 def _strongest_pairs(maker: PictureMaker, number: int, head: HeadMeasures) -> list[dict[str, Any]]:
-    """The pairs of a text with the largest weights, other than those of a token with itself or the first token."""
+    """The pairs of a text with the largest weights, other than those of a token with itself or the
+    first token.
+    """
     traced, example = maker.trace(number), maker.examples[number]
     layer = traced.get_layer(head.site)
     weights = traced.head_weights(head.site, head.head).copy()
@@ -82,8 +90,12 @@ def _strongest_pairs(maker: PictureMaker, number: int, head: HeadMeasures) -> li
     ]
 
 
-def measure_syntax(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Measure all heads over parsed sentences (CoNLL-U), with the dependency relations that each head follows."""
+def measure_syntax(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Measure all heads over parsed sentences (CoNLL-U), with the dependency relations that each
+    head follows.
+    """
     from ..head_analysis.annotated_examples import examples_from_sentences, read_conllu
     from ..head_analysis.dependency_syntax import SYNTAX_PREFIX, DependencyScores
     from ..head_analysis.text_analysis import measure_and_classify
@@ -96,15 +108,21 @@ def measure_syntax(model: OpenModel, arguments: Mapping[str, Any], progress: Job
     reader = examples_from_sentences(net, read_conllu(conllu.splitlines()))
     examples = reader.examples_with_frequencies()
     if len(examples) < 2:
-        raise ValueError(f"{len(examples)} parsed sentences are too few for an interval; give at least two")
+        raise ValueError(
+            f"{len(examples)} parsed sentences are too few for an interval; give at least two"
+        )
     table = measure_and_classify(
         net,
         examples,
         collectors=[DependencyScores()],
         progress=lambda count: progress(count, len(examples), "measuring heads"),
     ).with_notes(reader.notes)
-    relations = {name for head in table.heads for name in head.measures if name.startswith(SYNTAX_PREFIX)}
+    relations = {
+        name for head in table.heads for name in head.measures if name.startswith(SYNTAX_PREFIX)
+    }
     if not relations:
-        raise ValueError("no relation occurs often enough to be measured (20 times); give more sentences")
+        raise ValueError(
+            "no relation occurs often enough to be measured (20 times); give more sentences"
+        )
     model.set_table(table)
     return {"revision": model.revision, "texts": len(examples), "relations": len(relations)}

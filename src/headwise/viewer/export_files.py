@@ -1,11 +1,13 @@
-"""The files that the page offers to save: weights as CSV, JSON or NPZ, the measures, the trace, and the page itself.
+"""The files that the page offers to save: weights as CSV, JSON or NPZ, the measures, the trace, and
+the page itself.
 
-The page is a single HTML file that opens from a disk, needs no network, and shows the same page as the server.
-It contains the built page (`static/report.js` and its styles) and the answers of the server as JSON, with binary
-answers as base64. Every head is stored as a tile of at most `TILE_SIDE` cells a side with its masked cells; if all
-weights together are below `EXACT_BYTES`, the exact weights of every query are stored too. Its content security policy
-allows exactly these scripts and styles, by their checksums, and no request at all. Tokens and other texts are data: no
-character of them can end the element that holds them.
+The page is a single HTML file that opens from a disk, needs no network, and shows the same page as
+the server. It contains the built page (`static/report.js` and its styles) and the answers of the
+server as JSON, with binary answers as base64. Every head is stored as a tile of at most `TILE_SIDE`
+cells a side with its masked cells; if all weights together are below `EXACT_BYTES`, the exact
+weights of every query are stored too. Its content security policy allows exactly these scripts and
+styles, by their checksums, and no request at all. Tokens and other texts are data: no character of
+them can end the element that holds them.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ from .binary_answers import encode_image, encode_measures, encode_thumbnails, en
 from .open_model import OpenModel, TileRange
 from .view_document import make_file_stem
 
-# --- The answers that the file contains ------------------------------------------------------------------
+# --- The answers that the file contains -----------------------------------------------------------
 
 TILE_SIDE = 256
 EXACT_BYTES = 8_000_000
 
 
 def collect_answers(model: OpenModel) -> dict[str, Any]:
-    """Everything that is open, as the page reads it: answers by address, and exact weights by site and head."""
+    """Everything that is open, as the page reads it: answers by address, and exact weights by site
+    and head.
+    """
     trace = model.get_trace()
     answers: dict[str, Any] = {
         "/api/document": {**model.describe(), "readOnly": True},
@@ -47,7 +51,9 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
         "/api/measures": encode_measures(model),
     }
     for number, layer in enumerate(trace.layers):
-        part = TileRange(slice(0, layer.num_queries), slice(0, layer.num_keys), (TILE_SIDE, TILE_SIDE))
+        part = TileRange(
+            slice(0, layer.num_queries), slice(0, layer.num_keys), (TILE_SIDE, TILE_SIDE)
+        )
         for head in range(layer.heads):
             tile = model.tile(layer.name, head, part)
             answers[f"/api/tile?site={number}&head={head}"] = encode_tile(model, tile, part)
@@ -61,10 +67,14 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
 
 
 def _list_sentences(model: OpenModel) -> list[str]:
-    """The sentences that the page of an export shows: those of the document, the measures and the classes."""
+    """The sentences that the page of an export shows: those of the document, the measures and the
+    classes.
+    """
     layers = model.get_trace().layers
     names = {
-        name for one in layers for name in (one.stack, f"{one.stack} {one.kind}", one.query_stream, one.key_stream)
+        name
+        for one in layers
+        for name in (one.stack, f"{one.stack} {one.kind}", one.query_stream, one.key_stream)
     }
     sentences = [*iter_sentences(model.describe()), *sorted(names)]
     if model.table is not None:
@@ -77,12 +87,17 @@ def estimate_html_bytes(model: OpenModel) -> int:
     """About how many bytes the HTML file has; raises SpecError if the page is not built."""
     trace = model.get_trace()
     cells = sum(
-        layer.heads * min(TILE_SIDE, layer.num_queries) * min(TILE_SIDE, layer.num_keys) for layer in trace.layers
+        layer.heads * min(TILE_SIDE, layer.num_queries) * min(TILE_SIDE, layer.num_keys)
+        for layer in trace.layers
     )
     exact = count_bytes(trace) if count_bytes(trace) <= EXACT_BYTES else 0
-    texts = len(json.dumps(model.describe())) + (len(model.table.to_csv()) if model.table is not None else 0)
+    texts = len(json.dumps(model.describe())) + (
+        len(model.table.to_csv()) if model.table is not None else 0
+    )
     images = sum(image[0].nbytes for image in trace.images.values())
-    binary = len(encode_measures(model)) + len(encode_thumbnails(model)) + 2 * cells + exact + images
+    binary = (
+        len(encode_measures(model)) + len(encode_thumbnails(model)) + 2 * cells + exact + images
+    )
     return sum(map(len, load_assets())) + texts + binary * 4 // 3
 
 
@@ -100,12 +115,15 @@ def _iter_weights(trace: Trace) -> Iterator[tuple[str, Any]]:
             yield f"{number}/{head}", {"shape": list(weights.shape), "base64": data}
 
 
-# --- The file ----------------------------------------------------------------------------------------------
+# --- The file -------------------------------------------------------------------------------------
 
 STATIC = Path(__file__).with_name("static")
 DATA_ID, MOUNT_ID = "headwise-data", "app"
 SCRIPT_FILE, STYLE_FILE = "report.js", "app.css"
-NOT_BUILT = "cannot show the page: it is not built; run: make web (needs Node >= 20), or install a wheel of headwise"
+NOT_BUILT = (
+    "cannot show the page: it is not built; run: make web (needs Node >= 20), or install "
+    "a wheel of headwise"
+)
 POLICY = {
     "default-src": "'none'",
     "script-src": "",  # the checksum of the script
@@ -126,20 +144,26 @@ class PageAssets(NamedTuple):
 def load_assets(folder: Path = STATIC) -> PageAssets:
     """Read the built page; raise SpecError if it has not been built."""
     try:
-        script, style = ((folder / name).read_text(encoding="utf-8") for name in (SCRIPT_FILE, STYLE_FILE))
+        script, style = (
+            (folder / name).read_text(encoding="utf-8") for name in (SCRIPT_FILE, STYLE_FILE)
+        )
     except OSError:
         raise SpecError(NOT_BUILT) from None
     return PageAssets(_protect_script(script), _protect_style(style))
 
 
 def _protect_script(script: str) -> str:
-    """The script without the sequences that HTML reads inside a script element; they only occur in its strings."""
+    """The script without the sequences that HTML reads inside a script element; they only occur in
+    its strings.
+    """
     return re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
 
 
 def _protect_style(style: str) -> str:
     if re.search("</style", style, re.IGNORECASE):
-        raise SpecError(f"cannot export: {STYLE_FILE} contains </style; build the page again with make web")
+        raise SpecError(
+            f"cannot export: {STYLE_FILE} contains </style; build the page again with make web"
+        )
     return style
 
 
@@ -162,7 +186,9 @@ def encode_answers(answers: Mapping[str, bytes | Mapping[str, Any]]) -> dict[str
     {'/api/row': {'base64': 'YWI='}, '/api/document': {'version': 1}}
     """
     return {
-        address: {"base64": base64.b64encode(answer).decode()} if isinstance(answer, bytes) else dict(answer)
+        address: {"base64": base64.b64encode(answer).decode()}
+        if isinstance(answer, bytes)
+        else dict(answer)
         for address, answer in answers.items()
     }
 
@@ -178,19 +204,27 @@ def _checksum(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None = None, language: str = "") -> str:
+def render_html(
+    data: Mapping[str, Any], title: str, assets: PageAssets | None = None, language: str = ""
+) -> str:
     """Return the HTML file; `data` is what the page reads, as `encode_answers` gives it.
 
-    It opens in the given language; without one, in the last one that was chosen, or in that of the browser.
+    It opens in the given language; without one, in the last one that was chosen, or in that of the
+    browser.
     """
     assets = load_assets() if assets is None else assets
     return "\n".join(
         [
             "<!doctype html>",
-            f'<html lang="{language}" data-language="{language}">' if language else '<html lang="en">',
+            f'<html lang="{language}" data-language="{language}">'
+            if language
+            else '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{escape_html(content_policy(assets))}">',
+            (
+                '<meta http-equiv="Content-Security-Policy" '
+                f'content="{escape_html(content_policy(assets))}">'
+            ),
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="referrer" content="no-referrer">',
             '<meta name="color-scheme" content="light dark">',
@@ -199,7 +233,10 @@ def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None =
             "</head>",
             "<body>",
             f'<div id="{MOUNT_ID}"></div>',
-            "<noscript>This report needs JavaScript. It is contained in the file; nothing is loaded.</noscript>",
+            (
+                "<noscript>This report needs JavaScript. It is contained in the file; nothing is "
+                "loaded.</noscript>"
+            ),
             f'<script type="application/json" id="{DATA_ID}">{escape_json(data)}</script>',
             f"<script>{assets.script}</script>",
             "</body>",
@@ -229,7 +266,8 @@ MEDIA_TYPES = {
     "npz": "application/zip",
     "measures": "text/csv; charset=utf-8",
     "trace": "application/octet-stream",
-    "html": "application/octet-stream",  # a browser must save it and not open it under the address of the server
+    # a browser must save it and not open it under the address of the server
+    "html": "application/octet-stream",
 }
 MAX_EXPORT_BYTES = 500_000_000  # a browser holds the whole file before it saves it
 
@@ -239,7 +277,9 @@ class FileTooLarge(ValueError):
 
 
 class ExportScope(NamedTuple):
-    """Which weights a file has: those of one head of a site, or of all heads (site ""), of at least `min_weight`."""
+    """Which weights a file has: those of one head of a site, or of all heads (site ""), of at least
+    `min_weight`.
+    """
 
     site: str = ""
     head: int = 0
@@ -276,18 +316,24 @@ def make_file(view: OpenModel, kind: str, scope: ExportScope) -> ExportFile:
     size = estimate_bytes(view, kind, scope)
     if size > MAX_EXPORT_BYTES:
         fact = (
-            f"the file would have about {format_bytes(size)}, and a browser can hold {format_bytes(MAX_EXPORT_BYTES)}"
+            f"the file would have about {format_bytes(size)}, and a browser can hold "
+            f"{format_bytes(MAX_EXPORT_BYTES)}"
         )
         raise FileTooLarge(
-            f"{fact}; save one head, leave out small weights, or write it with `headwise trace FILE.trace --export`"
+            f"{fact}; save one head, leave out small weights, or write it with `headwise trace "
+            "FILE.trace --export`"
         )
     pieces = _ENCODERS[kind](view, kind, scope)
-    first = next(pieces, b"")  # an error of the first piece is an answer, and not a file that breaks off
+    first = next(
+        pieces, b""
+    )  # an error of the first piece is an answer, and not a file that breaks off
     return ExportFile(make_file_name(view, kind, scope), MEDIA_TYPES[kind], chain([first], pieces))
 
 
 def estimate_bytes(view: OpenModel, kind: str, scope: ExportScope) -> int:
-    """About how many bytes the file of a kind has; raises ValueError if there is nothing to save."""
+    """About how many bytes the file of a kind has; raises ValueError if there
+    is nothing to save.
+    """
     trace = view.get_trace()
     if kind in WEIGHT_KINDS:
         return estimate_export_bytes(trace, f".{kind}", scope.select(trace))
@@ -295,7 +341,11 @@ def estimate_bytes(view: OpenModel, kind: str, scope: ExportScope) -> int:
         return len(_render_measures(view))
     if kind == "html":
         return estimate_html_bytes(view)
-    words = sum(len(json.dumps([row.words, row.ids, row.text])) for rows in trace.streams.values() for row in rows)
+    words = sum(
+        len(json.dumps([row.words, row.ids, row.text]))
+        for rows in trace.streams.values()
+        for row in rows
+    )
     return trace.nbytes + sum(picture.nbytes for picture in trace.thumbnails.values()) + words
 
 
@@ -312,7 +362,7 @@ def describe_files(view: OpenModel, scope: ExportScope) -> dict[str, Any]:
     return files
 
 
-# --- Encoders ------------------------------------------------------------------------------------------
+# --- Encoders -------------------------------------------------------------------------------------
 
 
 def _encode_weights(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:

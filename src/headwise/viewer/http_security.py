@@ -1,8 +1,8 @@
 """Which requests the server answers, and the headers of every answer.
 
-The page shows private texts and can change a model, so that other web sites must not be able to reach it through the
-browser: every request must name this server as its host, every request of the interface must carry the token of this
-launch, and requests from other origins are refused.
+The page shows private texts and can change a model, so that other web sites must not be able to
+reach it through the browser: every request must name this server as its host, every request of the
+interface must carry the token of this launch, and requests from other origins are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ TOKEN_HEADER = b"x-session-token"
 MAX_BODY_BYTES = 2**20
 BODY_TYPES = ("application/json", "application/octet-stream")
 CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; "
     "font-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 SECURITY_HEADERS = (
@@ -33,7 +34,10 @@ SECURITY_HEADERS = (
     (b"cross-origin-opener-policy", b"same-origin"),
 )
 PRIVATE_CACHE = (b"cache-control", b"no-store")  # answers of the interface hold the user's texts
-FILE_CACHE = (b"cache-control", b"no-cache")  # files of the page are the same until headwise is updated
+FILE_CACHE = (
+    b"cache-control",
+    b"no-cache",
+)  # files of the page are the same until headwise is updated
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 ALL_ADDRESSES = ("0.0.0.0", "::")
 # Addresses that are reserved for documentation: asking for the route to them sends nothing.
@@ -41,7 +45,9 @@ DOCUMENTATION_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "200
 
 
 class SecurityMiddleware:
-    """Refuses requests of other hosts, origins and sessions, and adds security headers to every answer."""
+    """Refuses requests of other hosts, origins and sessions, and adds security headers to every
+    answer.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str) -> None:
         self.app, self.hosts, self.token = app, frozenset(hosts), token.encode()
@@ -54,17 +60,24 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             return  # there are no web sockets
 
-        own = (*SECURITY_HEADERS, PRIVATE_CACHE if scope["path"].startswith(API_PREFIX) else FILE_CACHE)
+        own = (
+            *SECURITY_HEADERS,
+            PRIVATE_CACHE if scope["path"].startswith(API_PREFIX) else FILE_CACHE,
+        )
         own_names = {name for name, _ in own}
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [pair for pair in message.get("headers", []) if pair[0].lower() not in own_names]
+                headers = [
+                    pair for pair in message.get("headers", []) if pair[0].lower() not in own_names
+                ]
                 message = {**message, "headers": [*headers, *own]}
             await send(message)
 
         if status := self._refusal(scope):
-            await send_with_headers({"type": "http.response.start", "status": status, "headers": []})
+            await send_with_headers(
+                {"type": "http.response.start", "status": status, "headers": []}
+            )
             await send_with_headers({"type": "http.response.body", "body": b""})
             return
         await self.app(scope, receive, send_with_headers)
@@ -83,7 +96,9 @@ class SecurityMiddleware:
         if host is None or host.decode("latin-1").lower() not in self.hosts:
             return 421
         origin = single(b"origin")
-        if origin is not None and origin.decode("latin-1").lower() not in {f"http://{name}" for name in self.hosts}:
+        if origin is not None and origin.decode("latin-1").lower() not in {
+            f"http://{name}" for name in self.hosts
+        }:
             return 403
         if single(b"sec-fetch-site") in (b"cross-site", b"same-site"):
             return 403
@@ -99,7 +114,9 @@ class SecurityMiddleware:
     def _body_refusal(scope: Message, single: Callable[[bytes], bytes | None]) -> int:
         if scope["method"] != "POST":
             return 0
-        content_type = (single(b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
+        content_type = (
+            (single(b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
+        )
         if content_type not in BODY_TYPES:
             return 415
         length = single(b"content-length")

@@ -1,4 +1,6 @@
-"""The jobs of the Lab: what the model does with some heads ablated, beside what it does with all of them."""
+"""The jobs of the Lab: what the model does with some heads ablated, beside what it does with all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from .lab_checks import check_by_removal, continue_both
-from .lab_runs import LabRuns, Outputs, describe_recipe, find_token_decoder, open_inputs, position_changes, read_options
+from .lab_runs import (
+    LabRuns,
+    Outputs,
+    describe_recipe,
+    find_token_decoder,
+    open_inputs,
+    position_changes,
+    read_options,
+)
 from .model_actions import check_token_counts, read_heads, read_text
 from .model_worker import JobProgress
 from .open_model import ABLATION_MODES, CAPTURE_BUDGET, AblatedHead, OpenModel
@@ -25,7 +35,7 @@ TIMED_RUNS = 3
 RANKINGS = ("once", "every")
 
 
-# --- Some heads ablated ---------------------------------------------------------------------------------
+# --- Some heads ablated ---------------------------------------------------------------------------
 
 
 def describe_ablation(count: int) -> str:
@@ -33,15 +43,24 @@ def describe_ablation(count: int) -> str:
     return "one head ablated" if count == 1 else f"{count} heads ablated"
 
 
-def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Compare the model with the heads of the job ablated to the model with all heads, on the open text.
+def compute_effect(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Compare the model with the heads of the job ablated to the model with all heads, on the open
+    text.
 
-    With `random` = N also to N random sets of as many other heads. The ablated heads of the model change only if the
-    job succeeds.
+    With `random` = N also to N random sets of as many other heads. The ablated heads of the model
+    change only if the job succeeds.
     """
-    heads, options, count = read_heads(model, arguments), read_options(model, arguments), arguments.get("random", 0)
+    heads, options, count = (
+        read_heads(model, arguments),
+        read_options(model, arguments),
+        arguments.get("random", 0),
+    )
     if type(count) is not int or not 0 <= count <= MAX_RANDOM_SETS:
-        raise ValueError(f"random={count!r} is no number of random sets; give 0 to {MAX_RANDOM_SETS}")
+        raise ValueError(
+            f"random={count!r} is no number of random sets; give 0 to {MAX_RANDOM_SETS}"
+        )
     model.check_ablated(heads)
     runs = LabRuns(model)
     progress(0, 2 + count, "all heads")
@@ -55,14 +74,20 @@ def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: Job
     for number, chosen in enumerate(sample_heads(runs.heads, heads, count)):
         progress(2 + number, 2 + count, f"random heads {number + 1}")
         after = runs.without(chosen, options)
-        result["random"].append({"change": position_changes(before, after).mean().item(), "loss": _loss(model, after)})
+        result["random"].append(
+            {"change": position_changes(before, after).mean().item(), "loss": _loss(model, after)}
+        )
     progress.check()
     model.set_ablated(heads)
     return result | {"revision": model.revision}
 
 
-def continue_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """The texts of the model with all heads, and with the heads of the job ablated; the ablated heads do not change."""
+def continue_text(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """The texts of the model with all heads, and with the heads of the job ablated; the ablated
+    heads do not change.
+    """
     heads, options = read_heads(model, arguments), read_options(model, arguments)
     model.check_ablated(heads)
     progress(0, 2, "continuing the text")
@@ -72,12 +97,17 @@ def continue_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
 def sample_heads(
     measured: Sequence[tuple[str, int]], heads: Sequence[AblatedHead], count: int, seed: int = 0
 ) -> list[list[AblatedHead]]:
-    """Random sets of as many other heads, ablated in the same ways; of all heads where too few others are left."""
+    """Random sets of as many other heads, ablated in the same ways; of all heads where too few
+    others are left.
+    """
     chosen = {(head.site, head.head) for head in heads}
     others = [key for key in measured if key not in chosen]
     pool = others if len(others) >= len(heads) else list(measured)
     generator = np.random.default_rng(seed)
-    sets = (generator.permutation(len(pool))[: len(heads)].tolist() for _ in range(count if heads else 0))
+    sets = (
+        generator.permutation(len(pool))[: len(heads)].tolist()
+        for _ in range(count if heads else 0)
+    )
     return [
         [
             AblatedHead(site, number, head.mode, head.scale)
@@ -91,9 +121,15 @@ def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[s
     """Loss and change, in total and by position, and the likeliest next tokens before and after."""
     changes, pair = position_changes(before, after), {"before": before, "after": after}
     by_position = {name: _loss_by_position(model, outputs) for name, outputs in pair.items()}
-    tables = _next_tokens(before, after, find_token_decoder(model.get_model())) if by_position["before"] else []
+    tables = (
+        _next_tokens(before, after, find_token_decoder(model.get_model()))
+        if by_position["before"]
+        else []
+    )
     return {
-        "loss": {name: float(np.mean(losses)) if losses else None for name, losses in by_position.items()},
+        "loss": {
+            name: float(np.mean(losses)) if losses else None for name, losses in by_position.items()
+        },
         "lossByPosition": by_position,
         "kl": changes.mean().item(),
         "klByPosition": changes.tolist(),
@@ -110,13 +146,19 @@ def _quantity(outputs: Outputs) -> str:
 
 
 def _loss_by_position(model: OpenModel, outputs: Outputs) -> list[float]:
-    """The cross-entropy of each next token, in nats; none for a model that predicts no next tokens."""
+    """The cross-entropy of each next token, in nats; none for a model that
+    predicts no next tokens.
+    """
     import torch
     import torch.nn.functional as F
 
     from ..head_analysis.objectives import detect_head_objective
 
-    ids = list(model.get_recorded().streams["text"][0].ids) if "text" in model.get_recorded().streams else []
+    ids = (
+        list(model.get_recorded().streams["text"][0].ids)
+        if "text" in model.get_recorded().streams
+        else []
+    )
     is_causal = outputs.are_logits and detect_head_objective(model.get_model()) != "masked-token"
     if not is_causal or len(ids) < 2:
         return []
@@ -128,25 +170,38 @@ def _loss(model: OpenModel, outputs: Outputs) -> float | None:
     return float(np.mean(losses)) if losses else None
 
 
-def _next_tokens(before: Outputs, after: Outputs, decode: Callable[[int], str]) -> list[list[dict[str, Any]]]:
-    """For each of the last positions, the tokens that are likely before or after, the likeliest first."""
+def _next_tokens(
+    before: Outputs, after: Outputs, decode: Callable[[int], str]
+) -> list[list[dict[str, Any]]]:
+    """For each of the last positions, the tokens that are likely before or after, the likeliest
+    first.
+    """
     import torch
 
     old, new = (outputs.values[-LAST_POSITIONS:].softmax(-1) for outputs in (before, after))
     most = torch.maximum(old, new).topk(min(TOP_TOKENS, old.shape[-1]), dim=-1).indices
     tables: list[list[dict[str, Any]]] = []
-    for tokens, shares, changed in zip(most.tolist(), old.gather(-1, most), new.gather(-1, most), strict=True):
+    for tokens, shares, changed in zip(
+        most.tolist(), old.gather(-1, most), new.gather(-1, most), strict=True
+    ):
         values = zip(tokens, shares.tolist(), changed.tolist(), strict=True)
-        rows = [{"token": decode(token), "before": share, "after": share_after} for token, share, share_after in values]
+        rows = [
+            {"token": decode(token), "before": share, "after": share_after}
+            for token, share, share_after in values
+        ]
         tables.append(sorted(rows, key=lambda row: -row["before"]))
     return tables
 
 
-# --- Every head alone, and one more head at a time ------------------------------------------------------
+# --- Every head alone, and one more head at a time ------------------------------------------------
 
 
-def plan_curves(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """How long a sweep and a cumulative curve take, from one timed run, and how many heads fit into the time limit."""
+def plan_curves(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """How long a sweep and a cumulative curve take, from one timed run, and how many heads fit into
+    the time limit.
+    """
     runs = LabRuns(model)
     progress(0, 2, "all heads")
     runs.all_heads()
@@ -162,9 +217,18 @@ def plan_curves(model: OpenModel, arguments: Mapping[str, Any], progress: JobPro
     fits = max(2, int(MAX_CURVE_SECONDS / max(seconds, 1e-6)))
     kinds = {"sweep": _plan(len(heads), fits, lambda count: count)}
     for ranking in RANKINGS:
-        kinds[ranking] = _plan(len(heads), fits, lambda count, ranking=ranking: count_curve_runs(count, ranking))
-    plans = {name: {"heads": count, "seconds": cost * seconds} for name, (count, cost) in kinds.items()}
-    return {"heads": len(heads), "secondsPerRun": seconds, "limit": MAX_CURVE_SECONDS, "plans": plans}
+        kinds[ranking] = _plan(
+            len(heads), fits, lambda count, ranking=ranking: count_curve_runs(count, ranking)
+        )
+    plans = {
+        name: {"heads": count, "seconds": cost * seconds} for name, (count, cost) in kinds.items()
+    }
+    return {
+        "heads": len(heads),
+        "secondsPerRun": seconds,
+        "limit": MAX_CURVE_SECONDS,
+        "plans": plans,
+    }
 
 
 def _plan(heads: int, fits: int, cost: Callable[[int], int]) -> tuple[int, int]:
@@ -177,7 +241,9 @@ def _plan(heads: int, fits: int, cost: Callable[[int], int]) -> tuple[int, int]:
 
 
 def count_curve_runs(heads: int, ranking: str) -> int:
-    """The number of runs of a cumulative curve over so many heads, that in random order included."""
+    """The number of runs of a cumulative curve over so many heads, that in
+    random order included.
+    """
     ranked = heads if ranking == "once" else heads * (heads + 1) // 2 - heads
     return ranked + heads + RANDOM_ORDERS * min(RANDOM_POINTS, heads)
 
@@ -185,7 +251,8 @@ def count_curve_runs(heads: int, ranking: str) -> int:
 def choose_heads(
     model: OpenModel, runs: LabRuns, arguments: Mapping[str, Any], limit: int | None = None
 ) -> list[tuple[str, int]]:
-    """The heads of a sweep or a curve: those of the layers `sites` (all by default), at most `limit` of them.
+    """The heads of a sweep or a curve: those of the layers `sites` (all by default), at most
+    `limit` of them.
 
     A limit takes head 0 of every layer, then head 1, so that no layer is left out.
     """
@@ -207,15 +274,22 @@ def read_limit(arguments: Mapping[str, Any]) -> int | None:
     return limit
 
 
-def sweep_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Ablate every head alone; returns [site number, head, change, change of the loss] for each, layer by layer."""
+def sweep_heads(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Ablate every head alone; returns [site number, head, change, change of the loss] for each,
+    layer by layer.
+    """
     runs, options = LabRuns(model), read_options(model, arguments)
     mode, scale = str(arguments.get("mode", "zero")), float(arguments.get("scale", 0.0))
     if mode not in ABLATION_MODES:
         raise ValueError(f"unknown ablation {mode!r}; use one of {', '.join(ABLATION_MODES)}")
     progress(0, 0, "all heads")
     before = runs.all_heads()
-    heads = [AblatedHead(*key, mode, scale) for key in choose_heads(model, runs, arguments, read_limit(arguments))]
+    heads = [
+        AblatedHead(*key, mode, scale)
+        for key in choose_heads(model, runs, arguments, read_limit(arguments))
+    ]
     patches, loss = runs.make_patches(heads, options), _loss(model, before)
     names = [layer.name for layer in model.get_recorded().layers]
     changes: list[list[Any]] = []
@@ -223,7 +297,9 @@ def sweep_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobPro
         progress(number, len(heads), f"{site} {head}")
         after = runs.patched({(site, head): patches[site, head]}, options)
         rise = None if loss is None else (_loss(model, after) or 0.0) - loss
-        changes.append([names.index(site), head, float(position_changes(before, after).mean()), rise])
+        changes.append(
+            [names.index(site), head, float(position_changes(before, after).mean()), rise]
+        )
     return {
         "heads": changes,
         "quantity": _quantity(before),
@@ -232,10 +308,14 @@ def sweep_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobPro
     }
 
 
-def remove_greedily(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Ablate one more head at a time, that with the lowest loss first, and beside it in random orders.
+def remove_greedily(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Ablate one more head at a time, that with the lowest loss first, and beside it in random
+    orders.
 
-    `ranking` "once" ranks the heads by the loss without each alone; "every" ranks them again after each head.
+    `ranking` "once" ranks the heads by the loss without each alone; "every" ranks them again after
+    each head.
     """
     from ..head_analysis.annotated_examples import Example
     from ..head_analysis.importance_methods import ImportanceInput
@@ -270,8 +350,16 @@ def remove_greedily(model: OpenModel, arguments: Mapping[str, Any], progress: Jo
 class _CumulativeCurve:
     """The objective of one text with more and more heads ablated."""
 
-    def __init__(self, text: Any, heads: Sequence[tuple[str, int]], num_runs: int, progress: JobProgress) -> None:
-        self.text, self.heads, self.num_runs, self.progress, self.done = text, list(heads), num_runs, progress, 0
+    def __init__(
+        self, text: Any, heads: Sequence[tuple[str, int]], num_runs: int, progress: JobProgress
+    ) -> None:
+        self.text, self.heads, self.num_runs, self.progress, self.done = (
+            text,
+            list(heads),
+            num_runs,
+            progress,
+            0,
+        )
 
     def value(self, heads: Sequence[tuple[str, int]], note: str) -> float:
         """The objective without these heads."""
@@ -283,11 +371,14 @@ class _CumulativeCurve:
         return self.text.value_without(by_site)
 
     def ranked_once(self) -> list[tuple[tuple[str, int], float]]:
-        """Heads in the order of the objective without each alone, with the objective after each removal."""
+        """Heads in the order of the objective without each alone, with the objective after each
+        removal.
+        """
         alone = {head: self.value([head], "ranking the heads") for head in self.heads}
         order = sorted(self.heads, key=lambda head: alone[head])
         return [
-            (head, self.value(order[: number + 1], describe_ablation(number + 1))) for number, head in enumerate(order)
+            (head, self.value(order[: number + 1], describe_ablation(number + 1)))
+            for number, head in enumerate(order)
         ]
 
     def ranked_every_time(self) -> list[tuple[tuple[str, int], float]]:
@@ -296,7 +387,9 @@ class _CumulativeCurve:
         left = list(self.heads)
         while left:
             ablated = [head for head, _ in removed]
-            values = {head: self.value([*ablated, head], f"head {len(ablated) + 1}") for head in left}
+            values = {
+                head: self.value([*ablated, head], f"head {len(ablated) + 1}") for head in left
+            }
             best = min(left, key=lambda head: values[head])
             removed.append((best, values[best]))
             left.remove(best)
@@ -304,25 +397,43 @@ class _CumulativeCurve:
 
     def in_random_orders(self) -> list[dict[str, Any]]:
         """Mean, lowest and highest objective over random orders, at some numbers of heads."""
-        counts = np.unique(np.linspace(1, len(self.heads), min(RANDOM_POINTS, len(self.heads))).round().astype(int))
-        orders = [np.random.default_rng(seed).permutation(len(self.heads)) for seed in range(RANDOM_ORDERS)]
+        counts = np.unique(
+            np.linspace(1, len(self.heads), min(RANDOM_POINTS, len(self.heads))).round().astype(int)
+        )
+        orders = [
+            np.random.default_rng(seed).permutation(len(self.heads))
+            for seed in range(RANDOM_ORDERS)
+        ]
         points: list[dict[str, Any]] = []
         for count in counts.tolist():
             values = [
-                self.value([self.heads[place] for place in order[:count]], f"random order, {describe_ablation(count)}")
+                self.value(
+                    [self.heads[place] for place in order[:count]],
+                    f"random order, {describe_ablation(count)}",
+                )
                 for order in orders
             ]
-            points.append({"heads": count, "mean": float(np.mean(values)), "low": min(values), "high": max(values)})
+            points.append(
+                {
+                    "heads": count,
+                    "mean": float(np.mean(values)),
+                    "low": min(values),
+                    "high": max(values),
+                }
+            )
         return points
 
 
-# --- The open text goes on -------------------------------------------------------------------------------
+# --- The open text goes on ------------------------------------------------------------------------
 
 MAX_NEW_TOKENS = 64
 
 
-def generate_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Continue `text` (the open text by default) by `count` tokens of greedy decoding, and show the new trace.
+def generate_text(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Continue `text` (the open text by default) by `count` tokens of greedy decoding, and show the
+    new trace.
 
     Returns the position of the first new token `first` and the number of new tokens `count`.
     """
@@ -332,9 +443,13 @@ def generate_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
 
     net, count, text = model.get_model(), arguments.get("count", 16), read_text(arguments, "text")
     if type(count) is not int or not 1 <= count <= MAX_NEW_TOKENS:
-        raise ValueError(f"count={count!r} is no number of tokens to generate; give 1 to {MAX_NEW_TOKENS}")
+        raise ValueError(
+            f"count={count!r} is no number of tokens to generate; give 1 to {MAX_NEW_TOKENS}"
+        )
     if detect_head_objective(net) != "next-token":
-        raise ValueError("only a decoder that predicts next tokens can continue a text; open such a model")
+        raise ValueError(
+            "only a decoder that predicts next tokens can continue a text; open such a model"
+        )
     inputs: Any = [text] if text.strip() else dict(open_inputs(model).kwargs)
     first = (prepare_inputs(net, inputs, count).token_counts or {}).get("text", 0)
     check_token_counts({"text": first + count}, model.max_tokens)

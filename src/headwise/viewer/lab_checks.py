@@ -1,5 +1,5 @@
-"""Checks beside the effect of ablated heads: the same outputs by a second way, how the text goes on, and the
-loss over several texts.
+"""Checks beside the effect of ablated heads: the same outputs by a second way, how the text goes
+on, and the loss over several texts.
 """
 
 from __future__ import annotations
@@ -26,23 +26,29 @@ if TYPE_CHECKING:
 
 
 NEW_TOKENS = 24  # of the texts that are compared
-HALF_TOLERANCE_STEPS = 16  # machine epsilons of the largest output, within which outputs of 16 bits agree
+HALF_TOLERANCE_STEPS = (
+    16  # machine epsilons of the largest output, within which outputs of 16 bits agree
+)
 LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
 
 
-# --- The second way: a model without the weights of these heads ------------------------------------------
+# --- The second way: a model without the weights of these heads -----------------------------------
 
 
 def check_by_removal(
     model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions, after: Outputs
 ) -> dict[str, Any]:
-    """Compare the outputs with ablated heads to those of a copy of the model without the weights of these heads.
+    """Compare the outputs with ablated heads to those of a copy of the model without the weights of
+    these heads.
 
-    Returns the largest difference of any output (a logit, if the model has some), the largest output, and whether the
-    difference is within rounding; or the reason why the heads cannot be removed from a copy.
+    Returns the largest difference of any output (a logit, if the model has some), the largest
+    output, and whether the difference is within rounding; or the reason why the heads cannot be
+    removed from a copy.
     """
     if options.tokens or any(head.mode != "zero" or head.scale != 0 for head in heads):
-        return _unchecked("removing weights equals zero ablation at all tokens, and no other ablation")
+        return _unchecked(
+            "removing weights equals zero ablation at all tokens, and no other ablation"
+        )
     try:
         native, smaller = _copy_without_weights(model, heads)
         values = _run_open_text(model, smaller)
@@ -55,9 +61,14 @@ def check_by_removal(
 
 
 def _compare(
-    model: OpenModel, nets: tuple[Transformer, Transformer], heads: Sequence[AblatedHead], values: tuple[Tensor, Tensor]
+    model: OpenModel,
+    nets: tuple[Transformer, Transformer],
+    heads: Sequence[AblatedHead],
+    values: tuple[Tensor, Tensor],
 ) -> OutputDifference:
-    """Compare the outputs of both ways; if models of 16 bits agree within their rounding, compare in float32."""
+    """Compare the outputs of both ways; if models of 16 bits agree within their rounding, compare
+    in float32.
+    """
     import torch
 
     from ..head_analysis.annotated_examples import Example
@@ -75,29 +86,40 @@ def _compare(
     dtype = parameter_dtype(nets[0])
     is_rounded = dtype != full_precision(dtype)
     tolerance = HALF_TOLERANCE_STEPS * torch.finfo(dtype).eps if is_rounded else OUTPUT_TOLERANCE
-    comparison = OutputDifference("", difference, largest, 1, str(dtype).removeprefix("torch."), tolerance)
+    comparison = OutputDifference(
+        "", difference, largest, 1, str(dtype).removeprefix("torch."), tolerance
+    )
     if not is_rounded or not comparison.same:
         return comparison
     example = Example(dict(id_inputs(nets[0], model.get_recorded())), {})
-    return compare_outputs(ABLATION, nets, [example], {(one.site, one.head): ScaledOutput(0.0) for one in heads})
+    return compare_outputs(
+        ABLATION, nets, [example], {(one.site, one.head): ScaledOutput(0.0) for one in heads}
+    )
 
 
 def _unchecked(reason: str) -> dict[str, Any]:
     return {"possible": False, "reason": reason}
 
 
-def _copy_without_weights(model: OpenModel, heads: Sequence[AblatedHead]) -> tuple[Transformer, Transformer]:
+def _copy_without_weights(
+    model: OpenModel, heads: Sequence[AblatedHead]
+) -> tuple[Transformer, Transformer]:
     """The model as a headwise model, and a copy of it without these heads."""
     from ..surgery.attention_replacement import remove_heads
 
     native = get_native_copy(model.get_model())
     if sum(parameter.numel() for parameter in native.parameters()) > MAX_COPIED_PARAMS:
         raise ValueError(
-            f"only models up to {MAX_COPIED_PARAMS / 1e6:,.0f} M parameters are copied; use the screen Prune"
+            f"only models up to {MAX_COPIED_PARAMS / 1e6:,.0f} M parameters are copied; use the "
+            "screen Prune"
         )
     counts = {site: len(spec.score_head_of_output) for site, spec in native.spec.attention_specs()}
     keep = {
-        site: [head for head in range(counts[site]) if (site, head) not in {(one.site, one.head) for one in heads}]
+        site: [
+            head
+            for head in range(counts[site])
+            if (site, head) not in {(one.site, one.head) for one in heads}
+        ]
         for site in dict.fromkeys(one.site for one in heads)
     }
     return native, remove_heads(native, keep).eval()
@@ -115,18 +137,21 @@ def _run_open_text(model: OpenModel, net: Transformer) -> Tensor:
     return (values[0] if values.dim() == 3 else values[:1]).double().cpu()
 
 
-# --- How the text goes on --------------------------------------------------------------------------------
+# --- How the text goes on -------------------------------------------------------------------------
 
 
 def continue_both(
     model: OpenModel, runs: LabRuns, heads: Sequence[AblatedHead], options: AblationOptions
 ) -> dict[str, Any]:
-    """The text that the model writes after the open one (an encoder-decoder: for its source), with and without heads.
+    """The text that the model writes after the open one (an encoder-decoder: for its source), with
+    and without heads.
 
     Greedy decoding. Returns the tokens `before` and `after`, or the reason why there are none.
     """
     if options.tokens or any(head.mode not in LASTING_MODES for head in heads):
-        return _unchecked("a text is continued with heads that are ablated at all tokens by zero, mean or noise")
+        return _unchecked(
+            "a text is continued with heads that are ablated at all tokens by zero, mean or noise"
+        )
     try:
         inputs, first = _prompt(model, runs)
         patches = runs.make_patches(heads, options)
@@ -153,7 +178,9 @@ def _prompt(model: OpenModel, runs: LabRuns) -> tuple[ModelInputs, int]:
     return prepare_inputs(net, ids, NEW_TOKENS), len(streams["text"][0].ids)
 
 
-def _generate(runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[Any, Any]) -> list[str]:
+def _generate(
+    runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[Any, Any]
+) -> list[str]:
     """The new tokens, as texts."""
     import torch
 
@@ -172,16 +199,22 @@ def _generate(runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[A
     return [decode(token) for token in new[:NEW_TOKENS]]
 
 
-# --- Several texts ---------------------------------------------------------------------------------------
+# --- Several texts --------------------------------------------------------------------------------
 
-MIN_TEXTS, MAX_TEXTS = 2, 256  # an interval needs as many; more would take long beside the open text
+MIN_TEXTS, MAX_TEXTS = (
+    2,
+    256,
+)  # an interval needs as many; more would take long beside the open text
 
 
-def evaluate_texts(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Loss, perplexity and accuracy over the texts of the job, before and after, with intervals over texts.
+def evaluate_texts(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Loss, perplexity and accuracy over the texts of the job, before and after, with intervals
+    over texts.
 
-    Means and the moments of noise are those over the open text, as in its own effect. The ablated heads of the model do
-    not change.
+    Means and the moments of noise are those over the open text, as in its own effect. The ablated
+    heads of the model do not change.
     """
     from ..head_analysis.importance_methods import make_forward
     from ..head_analysis.objectives import choose_objective, get_output_tensor
@@ -207,20 +240,27 @@ def read_evaluation_set(model: OpenModel, arguments: Mapping[str, Any]) -> list[
     lines = [text for text in texts if str(text).strip()] if isinstance(texts, list) else []
     if not MIN_TEXTS <= len(lines) <= MAX_TEXTS:
         raise ValueError(
-            f"cannot evaluate on {pluralise(len(lines), 'text')}; give {MIN_TEXTS} to {MAX_TEXTS}, one a line"
+            f"cannot evaluate on {pluralise(len(lines), 'text')}; give {MIN_TEXTS} to "
+            f"{MAX_TEXTS}, one a line"
         )
     return make_examples(model, {"texts": lines})
 
 
-def _make_editors(model: OpenModel, runs: LabRuns, arguments: Mapping[str, Any]) -> dict[str, AttentionHook]:
-    """The hooks that replace the outputs of the heads of a job, by site, for texts of any length."""
+def _make_editors(
+    model: OpenModel, runs: LabRuns, arguments: Mapping[str, Any]
+) -> dict[str, AttentionHook]:
+    """The hooks that replace the outputs of the heads of a job, by site, for
+    texts of any length.
+    """
     from ..inspect.ablation import OutputEditor
 
     heads, options = read_heads(model, arguments), read_options(model, arguments)
     if not heads:
         raise ValueError("no head is ablated, so nothing would differ; ablate some heads first")
     if options.tokens or any(head.mode not in LASTING_MODES for head in heads):
-        raise ValueError("other texts have other tokens; ablate at all tokens, by zero, mean or noise")
+        raise ValueError(
+            "other texts have other tokens; ablate at all tokens, by zero, mean or noise"
+        )
     model.check_ablated(heads)
     by_site: dict[str, dict[int, HeadPatch]] = {}
     for (site, head), patch in runs.make_patches(heads, options).items():

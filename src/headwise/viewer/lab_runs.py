@@ -28,9 +28,11 @@ MAX_SEED = 2**31
 
 
 class AblationOptions(NamedTuple):
-    """At which tokens of each stream heads are ablated (no entry: all), the text of "resample", and the random seed.
+    """At which tokens of each stream heads are ablated (no entry: all), the text of "resample", and
+    the random seed.
 
-    Without a text, "resample" takes each head's output for the tokens of the open text in another order.
+    Without a text, "resample" takes each head's output for the tokens of the open text in another
+    order.
     """
 
     tokens: Mapping[str, tuple[int, ...]] = {}
@@ -42,7 +44,9 @@ DEFAULT_OPTIONS = AblationOptions()
 
 
 class Outputs(NamedTuple):
-    """The output of one run: logits [T, vocabulary], or vectors [T, width] of a model without a token head."""
+    """The output of one run: logits [T, vocabulary], or vectors [T, width] of a model without a
+    token head.
+    """
 
     values: Tensor
     are_logits: bool
@@ -59,10 +63,16 @@ def read_options(model: OpenModel, arguments: Mapping[str, Any]) -> AblationOpti
     tokens: dict[str, tuple[int, ...]] = {}
     for name, positions in entries.items():
         if name not in streams or not isinstance(positions, list):
-            raise ValueError(f"tokens of {name!r} cannot be chosen; the streams are {', '.join(streams)}")
+            raise ValueError(
+                f"tokens of {name!r} cannot be chosen; the streams are {', '.join(streams)}"
+            )
         count = len(streams[name][0].ids)
-        if wrong := [place for place in positions if type(place) is not int or not 0 <= place < count]:
-            raise ValueError(f"the {name} has {count} tokens, none at {wrong[0]!r}; give 0 to {count - 1}")
+        if wrong := [
+            place for place in positions if type(place) is not int or not 0 <= place < count
+        ]:
+            raise ValueError(
+                f"the {name} has {count} tokens, none at {wrong[0]!r}; give 0 to {count - 1}"
+            )
         if positions:
             tokens[name] = tuple(sorted(set(positions)))
     return AblationOptions(tokens, read_text(arguments, "resampleText"), seed)
@@ -75,7 +85,11 @@ def id_arguments(net: nn.Module) -> dict[str, str]:
 
     if isinstance(net, Transformer):
         return {"text": "x", "source": "source"}
-    return {"text": "decoder_input_ids", "source": "input_ids"} if is_encoder_decoder(net) else {"text": "input_ids"}
+    return (
+        {"text": "decoder_input_ids", "source": "input_ids"}
+        if is_encoder_decoder(net)
+        else {"text": "input_ids"}
+    )
 
 
 def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
@@ -130,21 +144,33 @@ class LabRuns:
         from ..head_analysis.importance_methods import make_forward
         from ..inspect.attention_sites import find_attention
 
-        self.net, self.inputs, self.trace = model.get_model(), open_inputs(model), model.get_recorded()
-        self.modules: list[SiteModule] = [one for one in find_attention(self.net) if one.site.ablate.possible]
+        self.net, self.inputs, self.trace = (
+            model.get_model(),
+            open_inputs(model),
+            model.get_recorded(),
+        )
+        self.modules: list[SiteModule] = [
+            one for one in find_attention(self.net) if one.site.ablate.possible
+        ]
         self.forward = make_forward(self.net, self.modules, self.inputs)
 
     @property
     def heads(self) -> list[tuple[str, int]]:
         """The heads that can be ablated on this text, layer by layer."""
         counts = self.forward.head_counts
-        return [(layer.name, head) for layer in self.trace.layers for head in range(counts.get(layer.name, 0))]
+        return [
+            (layer.name, head)
+            for layer in self.trace.layers
+            for head in range(counts.get(layer.name, 0))
+        ]
 
     def all_heads(self) -> Outputs:
         """The outputs of the model as it is."""
         return self._read(self.forward.baseline_outputs)
 
-    def without(self, heads: Sequence[AblatedHead], options: AblationOptions = DEFAULT_OPTIONS) -> Outputs:
+    def without(
+        self, heads: Sequence[AblatedHead], options: AblationOptions = DEFAULT_OPTIONS
+    ) -> Outputs:
         """The outputs with these heads ablated."""
         return self.patched(self.make_patches(heads, options), options)
 
@@ -158,7 +184,9 @@ class LabRuns:
         for (site, head), patch in patches.items():
             by_site.setdefault(str(site), {})[int(head)] = patch
         editors = {
-            site: OutputEditor(site, edited, options.tokens.get(self.trace.get_layer(site).query_stream))
+            site: OutputEditor(
+                site, edited, options.tokens.get(self.trace.get_layer(site).query_stream)
+            )
             for site, edited in by_site.items()
         }
         return self._read(self.forward.run_with_hooks(editors))
@@ -166,36 +194,53 @@ class LabRuns:
     def make_patches(
         self, heads: Sequence[AblatedHead], options: AblationOptions = DEFAULT_OPTIONS
     ) -> dict[HeadRef, HeadPatch]:
-        """The replacement of every ablated head; means and the moments of noise are those over the open text."""
+        """The replacement of every ablated head; means and the moments of noise are those over the
+        open text.
+        """
         from ..inspect.ablation import ConstantOutput, ScaledOutput
         from ..inspect.dataset_means import head_means, head_noise, head_outputs
 
         patches: dict[HeadRef, HeadPatch] = {
-            (head.site, head.head): ScaledOutput(head.scale) for head in heads if head.mode == "zero"
+            (head.site, head.head): ScaledOutput(head.scale)
+            for head in heads
+            if head.mode == "zero"
         }
         batch = self.inputs.kwargs
         if refs := [(head.site, head.head) for head in heads if head.mode == "mean"]:
-            patches |= {ref: ConstantOutput(value) for ref, value in head_means(self.net, [batch], refs).items()}
+            patches |= {
+                ref: ConstantOutput(value)
+                for ref, value in head_means(self.net, [batch], refs).items()
+            }
         if refs := [(head.site, head.head) for head in heads if head.mode == "noise"]:
             patches |= head_noise(self.net, [batch], refs, seed=options.seed)
         if refs := [(head.site, head.head) for head in heads if head.mode == "resample"]:
             other = self.resample_inputs(options)
-            patches |= {ref: ConstantOutput(value) for ref, value in head_outputs(self.net, other, refs).items()}
+            patches |= {
+                ref: ConstantOutput(value)
+                for ref, value in head_outputs(self.net, other, refs).items()
+            }
         return patches
 
     def resample_inputs(self, options: AblationOptions) -> dict[str, torch.Tensor]:
-        """Token ids of the same lengths as the open text: of another text, or its own tokens in another order."""
+        """Token ids of the same lengths as the open text: of another text, or its own tokens in
+        another order.
+        """
         import torch
 
         names = id_arguments(self.net)
-        ids = {names[name]: rows[0].ids for name, rows in self.trace.streams.items() if name in names}
+        ids = {
+            names[name]: rows[0].ids for name, rows in self.trace.streams.items() if name in names
+        }
         if not options.resample_text:
             generator = torch.Generator().manual_seed(options.seed)
             return {
-                name: torch.tensor([row])[:, torch.randperm(len(row), generator=generator)] for name, row in ids.items()
+                name: torch.tensor([row])[:, torch.randperm(len(row), generator=generator)]
+                for name, row in ids.items()
             }
         if len(ids) > 1:
-            raise ValueError("resample of an encoder-decoder model has no other text; leave it empty")
+            raise ValueError(
+                "resample of an encoder-decoder model has no other text; leave it empty"
+            )
         from ..inspect.model_inputs import prepare_inputs
 
         ((name, row),) = ids.items()
@@ -215,11 +260,15 @@ class LabRuns:
         values = logits if isinstance(logits, torch.Tensor) else get_output_tensor(result)
         predicts = detect_head_objective(self.net) in ("next-token", "translation", "masked-token")
         has_tokens = values.dim() == 3
-        return Outputs((values[0] if has_tokens else values[:1]).double().cpu(), predicts and has_tokens)
+        return Outputs(
+            (values[0] if has_tokens else values[:1]).double().cpu(), predicts and has_tokens
+        )
 
 
 def position_changes(before: Outputs, after: Outputs) -> Tensor:
-    """The change of every position: KL(before || after) in nats for logits, 1 - cosine for vectors."""
+    """The change of every position: KL(before || after) in nats for logits, 1 -
+    cosine for vectors.
+    """
     import torch.nn.functional as F
 
     if before.are_logits:
@@ -228,13 +277,17 @@ def position_changes(before: Outputs, after: Outputs) -> Tensor:
     return 1 - F.cosine_similarity(before.values, after.values, dim=-1)
 
 
-# --- Recipes ---------------------------------------------------------------------------------------------
+# --- Recipes --------------------------------------------------------------------------------------
 
 VERSION = 1
 
 
-def describe_recipe(model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions) -> dict[str, Any]:
-    """The recipe with the Python lines that repeat it, and the command that removes the heads, "" if none does."""
+def describe_recipe(
+    model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions
+) -> dict[str, Any]:
+    """The recipe with the Python lines that repeat it, and the command that removes the heads, ""
+    if none does.
+    """
     return {
         "version": VERSION,
         "model": model.name,
@@ -247,13 +300,19 @@ def describe_recipe(model: OpenModel, heads: Sequence[AblatedHead], options: Abl
     }
 
 
-def format_prune_command(model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions) -> str:
-    """`headwise prune` of these heads; "" unless all of them are ablated by zero, whole, and at all tokens."""
+def format_prune_command(
+    model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions
+) -> str:
+    """`headwise prune` of these heads; "" unless all of them are ablated by zero, whole, and at all
+    tokens.
+    """
     if not heads or options.tokens or any(head.mode != "zero" or head.scale for head in heads):
         return ""
     named = list_heads([(head.site, head.head) for head in heads])
     target = model.target or UNKNOWN_MODEL
-    return shlex.join(["headwise", "prune", target, "--heads", *named, "--data", "texts.txt", "--out", "pruned"])
+    return shlex.join(
+        ["headwise", "prune", target, "--heads", *named, "--data", "texts.txt", "--out", "pruned"]
+    )
 
 
 def format_python(model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions) -> str:
@@ -267,16 +326,27 @@ def format_python(model: OpenModel, heads: Sequence[AblatedHead], options: Ablat
     if any(head.mode == "zero" for head in heads):
         lines.append("from headwise.inspect.ablation import ScaledOutput")
     lines += _format_loading(model, net)
-    lines.append(f"ids = {{{', '.join(f'{json.dumps(name)}: torch.tensor([{row}])' for name, row in ids.items())}}}")
+    lines.append(
+        f"ids = {{{', '.join(f'{json.dumps(name)}: torch.tensor([{row}])' for name, row in ids.items())}}}"
+    )
     if any(head.mode == "resample" for head in heads):
         lines += _format_resample_ids(options)
     groups = _group_by_tokens(model, heads, options)
     contexts: list[str] = []
     for number, (tokens, group) in enumerate(groups):
-        lines += ["", f"patches_{number} = {{}}", *(f"patches_{number} |= {part}" for part in patches(group))]
+        lines += [
+            "",
+            f"patches_{number} = {{}}",
+            *(f"patches_{number} |= {part}" for part in patches(group)),
+        ]
         chosen = f", tokens={list(tokens)}" if tokens else ""
         contexts.append(f"hw.patch(net, patches_{number}{chosen})")
-    lines += ["", "with torch.inference_mode():", "    before = net(**ids)", f"    with {', '.join(contexts)}:"]
+    lines += [
+        "",
+        "with torch.inference_mode():",
+        "    before = net(**ids)",
+        f"    with {', '.join(contexts)}:",
+    ]
     return "\n".join([*lines, "        after = net(**ids)", ""])
 
 
@@ -295,12 +365,18 @@ def _format_resample_ids(options: AblationOptions) -> list[str]:
     if options.resample_text:
         return [
             "from headwise.inspect.model_inputs import prepare_inputs",
-            f"row = prepare_inputs(net, [{json.dumps(options.resample_text)}], 0).token_rows['text'][0].ids",
+            (
+                f"row = prepare_inputs(net, [{json.dumps(options.resample_text)}], "
+                "0).token_rows['text'][0].ids"
+            ),
             "other = {name: torch.tensor([list(row[: ids[name].shape[1]])]) for name in ids}",
         ]
     return [
         f"generator = torch.Generator().manual_seed({options.seed})",
-        "other = {n: x[:, torch.randperm(x.shape[1], generator=generator)] for n, x in ids.items()}",
+        (
+            "other = {n: x[:, torch.randperm(x.shape[1], generator=generator)] for n, x in "
+            "ids.items()}"
+        ),
     ]
 
 
@@ -312,7 +388,9 @@ def _format_patches(
     def parts(group: Sequence[AblatedHead]) -> list[str]:
         lines: list[str] = []
         if scaled := [head for head in group if head.mode == "zero"]:
-            items = ", ".join(f"({head.site!r}, {head.head}): ScaledOutput({head.scale})" for head in scaled)
+            items = ", ".join(
+                f"({head.site!r}, {head.head}): ScaledOutput({head.scale})" for head in scaled
+            )
             lines.append(f"{{{items}}}")
         calls = {
             "mean": "hw.head_means(net, [ids], {})",

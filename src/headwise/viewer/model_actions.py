@@ -1,4 +1,6 @@
-"""The jobs of the page on the whole model: capture a text, measure the heads, and compute the cost."""
+"""The jobs of the page on the whole model: capture a text, measure the heads,
+and compute the cost.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
 MAX_CLASS_CHARACTERS = 60  # of the name of a class
-MAX_TOKEN_CHARACTERS = 40  # characters of a token, on average; longer texts are refused before they are tokenized
+MAX_TOKEN_CHARACTERS = (
+    40  # characters of a token, on average; longer texts are refused before they are tokenized
+)
 
 
 class TextTooLong(ValueError):
@@ -40,23 +44,35 @@ def read_text(arguments: Mapping[str, Any], name: str, default: str = "") -> str
 
 
 def read_heads(model: OpenModel, arguments: Mapping[str, Any]) -> list[AblatedHead]:
-    """The ablated heads of a job: a list of [site number, head, mode, scale], where mode and scale may be left out."""
+    """The ablated heads of a job: a list of [site number, head, mode, scale], where mode and scale
+    may be left out.
+    """
     entries = arguments.get("heads", [])
     if not isinstance(entries, list):
         raise ValueError("heads must be a list of [site, head, mode, scale]")
     heads: list[AblatedHead] = []
     for entry in entries:
-        if not isinstance(entry, list) or not 2 <= len(entry) <= 4 or not all(type(n) is int for n in entry[:2]):
+        if (
+            not isinstance(entry, list)
+            or not 2 <= len(entry) <= 4
+            or not all(type(n) is int for n in entry[:2])
+        ):
             raise ValueError(f"{entry!r} is no ablated head; give [site, head, mode, scale]")
         site, head = int(entry[0]), int(entry[1])
         mode, scale = [*entry[2:], *("zero", 0.0)[len(entry) - 2 :]]
-        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
+        if (
+            not isinstance(scale, (int, float))
+            or isinstance(scale, bool)
+            or not math.isfinite(scale)
+        ):
             raise ValueError(f"the scale {scale!r} is not a number; give for example 0.5")
         heads.append(AblatedHead(model.site_name(site), head, str(mode), float(scale)))
     return heads
 
 
-def capture_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
+def capture_text(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
     """Run the model on a text (and its target or source) and show the new trace."""
     net = model.get_model()
     text, source = read_text(arguments, "text"), read_text(arguments, "source")
@@ -67,31 +83,47 @@ def capture_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobPr
     return {"revision": model.revision}
 
 
-def group_shown_tokens(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Merge subwords into words, leave special tokens or the first token out, or show all tokens again."""
+def group_shown_tokens(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Merge subwords into words, leave special tokens or the first token out, or show all tokens
+    again.
+    """
     names = ("words", "special", "first")
     if wrong := [name for name in names if not isinstance(arguments.get(name, False), bool)]:
-        raise ValueError(f"{wrong[0]}={arguments[wrong[0]]!r} is neither true nor false; give one of them")
+        raise ValueError(
+            f"{wrong[0]}={arguments[wrong[0]]!r} is neither true nor false; give one of them"
+        )
     progress(0, 1, "merging tokens")
     model.set_grouping(TokenGrouping(**{name: arguments.get(name, False) for name in names}))
     return {"revision": model.revision}
 
 
-def name_classes(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Keep the classes that the user gave to heads, a list of [site number, head, name], with the trace."""
+def name_classes(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Keep the classes that the user gave to heads, a list of [site number, head, name], with the
+    trace.
+    """
     entries = arguments.get("classes", [])
     if not isinstance(entries, list) or any(
-        not isinstance(entry, list) or [type(part) for part in entry] != [int, int, str] for entry in entries
+        not isinstance(entry, list) or [type(part) for part in entry] != [int, int, str]
+        for entry in entries
     ):
         raise ValueError("classes must be a list of [site, head, name]")
     if too_long := [entry[2] for entry in entries if not 0 < len(entry[2]) <= MAX_CLASS_CHARACTERS]:
-        raise ValueError(f"{too_long[0][:20]!r} is no name of a class; give 1 to {MAX_CLASS_CHARACTERS} characters")
+        raise ValueError(
+            f"{too_long[0][:20]!r} is no name of a class; give 1 to {MAX_CLASS_CHARACTERS} "
+            "characters"
+        )
     model.set_classes({(model.site_name(site), head): name for site, head, name in entries})
     return {"count": len(entries)}
 
 
 def check_text_length(model: OpenModel, arguments: Mapping[str, Any]) -> None:
-    """Raise TextTooLong for a text that has too many characters to fit; cheap, and without loading the model."""
+    """Raise TextTooLong for a text that has too many characters to fit; cheap, and without loading
+    the model.
+    """
     count = sum(len(read_text(arguments, name)) for name in ("text", "source"))
     limit = model.max_tokens
     if model.model is not None:
@@ -112,7 +144,9 @@ def check_token_counts(counts: Mapping[str, int], max_tokens: int) -> None:
 def capture_trace(
     net: nn.Module, text: str, source: str, max_tokens: int, progress: Progress = lambda *_: None
 ) -> Trace:
-    """Record a trace of a text; for an encoder-decoder model, of a source and its target, generated if missing."""
+    """Record a trace of a text; for an encoder-decoder model, of a source and its target, generated
+    if missing.
+    """
     from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
     from ..inspect.trace_capture import Capture, trace
 
@@ -123,7 +157,9 @@ def capture_trace(
         new_tokens = 0 if text else MAX_NEW_TOKENS
     else:
         inputs, new_tokens = [text], 0
-    check_token_counts(prepare_inputs(net, inputs, new_tokens).token_counts or {}, max_tokens)  # before it runs
+    check_token_counts(
+        prepare_inputs(net, inputs, new_tokens).token_counts or {}, max_tokens
+    )  # before it runs
     progress(0, 2, "running the model")
     captured = trace(
         net,
@@ -132,7 +168,9 @@ def capture_trace(
         capture=Capture(extra=("v",), budget=CAPTURE_BUDGET),
         log=lambda note: progress(0, 2, note),
     )
-    check_token_counts({name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}, max_tokens)
+    check_token_counts(
+        {name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}, max_tokens
+    )
     progress(1, 2, "drawing thumbnails")
     return captured.with_thumbnails()
 
@@ -145,11 +183,15 @@ def capture_image(net: nn.Module, path: str) -> Trace:
 
     name = "x" if isinstance(net, Transformer) else "pixel_values"
     inputs = {name: read_images(net, path, 1)}
-    return trace(net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET)).with_thumbnails()
+    return trace(
+        net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET)
+    ).with_thumbnails()
 
 
 def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Example]:
-    """The texts of a job as examples: `texts`, where a tab separates source and target, or the text that is shown."""
+    """The texts of a job as examples: `texts`, where a tab separates source and target, or the text
+    that is shown.
+    """
     from ..head_analysis.annotated_examples import ExampleReader
 
     reader = ExampleReader(model.get_model())
@@ -171,8 +213,12 @@ def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Exampl
     return examples
 
 
-def measure(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Measure and classify all heads on texts; with a single text there are no confidence intervals."""
+def measure(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Measure and classify all heads on texts; with a single text there are no confidence
+    intervals.
+    """
     examples = make_examples(model, arguments)
     model.set_table(measure_table(model.get_model(), examples, progress))
     return {"revision": model.revision, "texts": len(examples)}
@@ -184,10 +230,15 @@ def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProg
     from ..head_analysis.head_measurement import MeasureOptions, measure_heads
 
     options = MeasureOptions(min_texts=1)
-    table = measure_heads(net, examples, options=options, progress=lambda count: progress(count, len(examples)))
+    table = measure_heads(
+        net, examples, options=options, progress=lambda count: progress(count, len(examples))
+    )
     if table.texts != "1 text":
         return classify_heads(table)
-    note = "one text: no confidence intervals, and classes by scores that are not tested; give several texts"
+    note = (
+        "one text: no confidence intervals, and classes by scores that are not tested; give "
+        "several texts"
+    )
     return classify_heads(table.with_notes([note]), criteria="untested")
 
 
@@ -202,10 +253,13 @@ JOB_KINDS: dict[str, JobFunction] = {
 MAX_CONTEXT, MAX_BATCH = 2**20, 2**12
 
 
-def compute_cost(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
+def compute_cost(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
     """Cost of the whole model and of each attention layer for one workload, before it runs.
 
-    `context` defaults to 2,048 or the maximum of the model, `source` to the context, and `dtype` to that of the model.
+    `context` defaults to 2,048 or the maximum of the model, `source` to the context, and `dtype` to
+    that of the model.
     """
     from ..costs.cost_report import CostEstimate, cost
     from ..costs.roofline import Device
@@ -228,7 +282,11 @@ def compute_cost(model: OpenModel, arguments: Mapping[str, Any], progress: JobPr
             notes.append(f"{name}: {site.spec_reason}")
             continue
         # A model adds a source width only to the specs that have another one than the layer.
-        spec = replace(site.spec, source=site.spec.source or site.spec.model) if site.kind == "cross" else site.spec
+        spec = (
+            replace(site.spec, source=site.spec.source or site.spec.model)
+            if site.kind == "cross"
+            else site.spec
+        )
         is_encoder = bool(with_source) and site.stack not in with_source
         lengths = {"context": sources if is_encoder else workload.context, "source": sources}
         try:
@@ -236,8 +294,15 @@ def compute_cost(model: OpenModel, arguments: Mapping[str, Any], progress: JobPr
         except ValueError as error:
             notes.append(f"{name}: {error}")
     values = {"context": workload.context, "batch": workload.batch, "dtype": workload.dtype}
-    values |= {"source": sources if with_source else None, "device": Device.from_name(workload.device).description}
-    return {"rows": [_select(estimate.data) for estimate in estimates], "workload": values, "notes": notes}
+    values |= {
+        "source": sources if with_source else None,
+        "device": Device.from_name(workload.device).description,
+    }
+    return {
+        "rows": [_select(estimate.data) for estimate in estimates],
+        "workload": values,
+        "notes": notes,
+    }
 
 
 def _read_workload(net: nn.Module, arguments: Mapping[str, Any]) -> Workload:
@@ -245,7 +310,9 @@ def _read_workload(net: nn.Module, arguments: Mapping[str, Any]) -> Workload:
     from ..costs.workload import Workload
 
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-    own = next((names[tensor.dtype] for tensor in net.parameters() if tensor.dtype in names), "fp32")
+    own = next(
+        (names[tensor.dtype] for tensor in net.parameters() if tensor.dtype in names), "fp32"
+    )
     sizes: dict[str, Any] = {
         name: None if arguments.get(name) is None else _read_count(arguments, name, 1, MAX_CONTEXT)
         for name in ("context", "source")
@@ -257,7 +324,9 @@ def _read_workload(net: nn.Module, arguments: Mapping[str, Any]) -> Workload:
 
 
 def read_spec(net: nn.Module) -> ModelSpec:
-    """The spec of a headwise model, or that of a transformers model by its config; raises ValueError without one."""
+    """The spec of a headwise model, or that of a transformers model by its config; raises
+    ValueError without one.
+    """
     from ..families import read_model_spec
     from ..models import Transformer
 
@@ -265,7 +334,9 @@ def read_spec(net: nn.Module) -> ModelSpec:
         return net.spec
     config = getattr(net, "config", None)
     if config is None:
-        raise ValueError(f"{type(net).__name__} has no config; its cost is only known by attention layer")
+        raise ValueError(
+            f"{type(net).__name__} has no config; its cost is only known by attention layer"
+        )
     return read_model_spec(config.to_dict())
 
 
@@ -280,4 +351,7 @@ def _select(row: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a row of the cost report that the page shows."""
     names = ("name", "params", "kv_bytes_per_token", "kv_bytes", "intensity", "bound")
     flops = row["flops"]
-    return {name: row[name] for name in names} | {"prefill": flops.get("prefill"), "decode": flops.get("decode")}
+    return {name: row[name] for name in names} | {
+        "prefill": flops.get("prefill"),
+        "decode": flops.get("decode"),
+    }

@@ -1,4 +1,6 @@
-"""Targets of `headwise view`, by name: the bundled sample, a trace, a folder, FILE.py:FACTORY, or a Hub model."""
+"""Targets of `headwise view`, by name: the bundled sample, a trace, a folder, FILE.py:FACTORY, or a
+Hub model.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def is_trace(name: str) -> bool:
 
 
 def load_target(name: str, log: Log = lambda _: None) -> nn.Module:
-    """Load the model of this name in eval mode; `log` gets the path of a Python file before it is run."""
+    """Load the model of this name in eval mode; `log` gets the path of a Python file before it is
+    run.
+    """
     path, colon, factory = name.rpartition(":")
     if colon and path.endswith(".py"):
         return _call_factory(Path(path), factory, log)
@@ -39,7 +43,9 @@ def load_target(name: str, log: Log = lambda _: None) -> nn.Module:
         return _load_folder(name)
     if HUB_NAME.fullmatch(name) and Path(name).suffix != ".py":
         return _load_folder(_fetch_from_hub(name))
-    raise SpecError(f"there is no model {name!r}; give a folder, a .trace file, FILE.py:FACTORY, or a Hub id")
+    raise SpecError(
+        f"there is no model {name!r}; give a folder, a .trace file, FILE.py:FACTORY, or a Hub id"
+    )
 
 
 def _load_folder(name: str) -> nn.Module:
@@ -54,7 +60,9 @@ def _load_folder(name: str) -> nn.Module:
 
 
 def read_pruned_heads(name: str | None) -> dict[str, list[int]]:
-    """The heads that `headwise prune` removed from the model in a folder, by site; none for other targets."""
+    """The heads that `headwise prune` removed from the model in a folder, by site; none for other
+    targets.
+    """
     from ..model_spec.serialization import RECORD_FILE, SurgeryRecord
 
     path = Path(name or "") / RECORD_FILE
@@ -85,14 +93,20 @@ def _call_factory(path: Path, name: str, log: Log) -> nn.Module:
         spec.loader.exec_module(module)
         factory: Any = getattr(module, name, None)
         if not callable(factory):
-            raise SpecError(f"{path} has no function {name!r}; give the name of one that returns a model")
+            raise SpecError(
+                f"{path} has no function {name!r}; give the name of one that returns a model"
+            )
         model = factory()
     except (SpecError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the file of the user may raise anything, SystemExit included
-        raise SpecError(f"{path}:{name} failed: {type(error).__name__}: {error}; run it alone to see where") from error
+        raise SpecError(
+            f"{path}:{name} failed: {type(error).__name__}: {error}; run it alone to see where"
+        ) from error
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{path}:{name} returned a {type(model).__name__}; it must return a torch.nn.Module")
+        raise SpecError(
+            f"{path}:{name} returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
     return model.eval()
 
 
@@ -109,6 +123,7 @@ def _fetch_from_hub(name: str) -> str:
     except Exception as error:  # the library raises errors of several HTTP packages
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise SpecError(
-            f"there is no folder {name!r}, and the Hub does not give that model ({reason}); give a folder, or a Hub "
+            f"there is no folder {name!r}, and the Hub does not give that model ({reason}); give "
+            "a folder, or a Hub "
             "id that this machine can reach"
         ) from None

@@ -1,4 +1,6 @@
-"""One thread that runs jobs on the model, one after the other, with progress, cancellation and a time limit."""
+"""One thread that runs jobs on the model, one after the other, with progress, cancellation and a
+time limit.
+"""
 
 from __future__ import annotations
 
@@ -89,10 +91,18 @@ class Job:
                 self._published = now
 
     def read_events(self, last: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Return the events after `last`; all of them if it is None, the last one if it was replaced."""
+        """Return the events after `last`; all of them if it is None, the last one if it was
+        replaced.
+        """
         with self._changing:
             places = [number for number, event in enumerate(self.events) if event is last]
-            return self.events[places[0] + 1 :] if places else self.events[-1:] if last else list(self.events)
+            return (
+                self.events[places[0] + 1 :]
+                if places
+                else self.events[-1:]
+                if last
+                else list(self.events)
+            )
 
     def cancel(self) -> None:
         """Stop the job at its next progress report."""
@@ -121,7 +131,9 @@ class ModelWorker:
         job = Job(kind, arguments)
         with self._changed:
             if len(self._waiting) >= MAX_QUEUED_JOBS:
-                raise QueueFull(f"{MAX_QUEUED_JOBS} jobs are waiting; wait for one to end, or cancel one")
+                raise QueueFull(
+                    f"{MAX_QUEUED_JOBS} jobs are waiting; wait for one to end, or cancel one"
+                )
             ended = [name for name, other in self.jobs.items() if other.has_ended]
             for name in ended[: max(0, len(ended) - MAX_KEPT_RESULTS)]:
                 del self.jobs[name]
@@ -141,7 +153,9 @@ class ModelWorker:
             job.publish({"state": "cancelled", "note": "cancelled"})
 
     def close(self, timeout: float = 10.0) -> None:
-        """Cancel all jobs and end the thread; waits at most `timeout` seconds for the running job."""
+        """Cancel all jobs and end the thread; waits at most `timeout` seconds
+        for the running job.
+        """
         with self._changed:
             self._is_closing = True
             jobs = list(self.jobs.values())
@@ -168,12 +182,16 @@ class ModelWorker:
                 job.publish({"state": "done"})
             except JobCancelled as stop:
                 job.publish({"state": "cancelled", "note": str(stop)})
-            except (Exception, SystemExit) as error:  # a job may run any model: its failure must not end the worker
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # a job may run any model: its failure must not end the worker
                 job.publish({"state": "failed", "error": describe_error(error)})
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """Split a message of the library into its fact and its remedy; other errors are named by their type.
+    """Split a message of the library into its fact and its remedy; other errors are named by their
+    type.
 
     >>> describe_error(ValueError("there is no file /srv/name/model.json; give a folder"))
     {'fact': 'there is no file model.json', 'remedy': 'give a folder'}
@@ -193,21 +211,31 @@ def describe_error(error: BaseException) -> dict[str, str]:
         if not separator:  # "fact. Remedy"
             fact, _, remedy = text.rpartition(". ")
         return {"fact": fact or text, "remedy": remedy if fact else ""}
-    return {"fact": f"{type(error).__name__}: {text}" if text else type(error).__name__, "remedy": ""}
+    return {
+        "fact": f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        "remedy": "",
+    }
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory does not suffice; torch reports that by the words of a RuntimeError.
+    """Whether an error says that memory does not suffice; torch reports that by the words of a
+    RuntimeError.
 
-    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), is_out_of_memory(ValueError("a"))
+    >>> (
+    ...     is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+    ...     is_out_of_memory(ValueError("a")),
+    ... )
     (True, False)
     """
-    is_torch = isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "out of memory" in str(error))
+    is_torch = isinstance(error, RuntimeError) and (
+        "allocate memory" in str(error) or "out of memory" in str(error)
+    )
     return is_torch or isinstance(error, MemoryError)
 
 
 def hide_folders(text: str) -> str:
-    """The text with only the last part of every absolute path, because a page may be shown to others.
+    """The text with only the last part of every absolute path, because a page may be shown to
+    others.
 
     >>> hide_folders("cannot read '/srv/a name/x.json' (2/3 done)")
     "cannot read 'x.json' (2/3 done)"

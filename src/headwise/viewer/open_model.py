@@ -42,7 +42,10 @@ CAPTURE_BUDGET = 2 * 10**9  # bytes of one trace
 LENSES = ("weight", "value", "effect")
 ABLATION_MODES = ("zero", "mean", "resample", "noise")
 # Packages that a model and the actions need; the parts of each import one another.
-LIBRARIES = ("torch", *(f"headwise.{name}" for name in ("models", "costs", "generation", "surgery", "hub")))
+LIBRARIES = (
+    "torch",
+    *(f"headwise.{name}" for name in ("models", "costs", "generation", "surgery", "hub")),
+)
 _importing = threading.Lock()
 FloatArray = NDArray[np.float32]
 Progress = Callable[[int, int, str], object]
@@ -51,7 +54,8 @@ Progress = Callable[[int, int, str], object]
 def import_libraries() -> None:
     """Import what a model and the actions need, in one thread at a time.
 
-    Python breaks an import if another thread imports a part of the same package for the first time meanwhile.
+    Python breaks an import if another thread imports a part of the same package for the first time
+    meanwhile.
     """
     with _importing:
         for name in LIBRARIES:
@@ -59,7 +63,9 @@ def import_libraries() -> None:
 
 
 class AblatedHead(NamedTuple):
-    """A head that is switched off or scaled: its site, its number, the mode of `hw.ablate`, and the scale."""
+    """A head that is switched off or scaled: its site, its number, the mode of `hw.ablate`, and the
+    scale.
+    """
 
     site: str
     head: int
@@ -68,7 +74,9 @@ class AblatedHead(NamedTuple):
 
 
 class TileRange(NamedTuple):
-    """A range of queries and of keys, and the largest number of cells (rows, columns) to show it with."""
+    """A range of queries and of keys, and the largest number of cells (rows, columns) to show it
+    with.
+    """
 
     queries: slice
     keys: slice
@@ -76,7 +84,9 @@ class TileRange(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A picture of a range of weights: 8-bit weights, 1 where no key of a cell is allowed, and the weight of 255."""
+    """A picture of a range of weights: 8-bit weights, 1 where no key of a cell is allowed, and the
+    weight of 255.
+    """
 
     weights: NDArray[np.uint8]
     masked: NDArray[np.uint8]
@@ -87,13 +97,15 @@ class Tile(NamedTuple):
 class OpenModel:
     """A trace with its measures and, if there is one, the model that it was recorded from.
 
-    With `load_model` the model is loaded when it is first needed, so that its trace is shown at once.
-    `revision` grows whenever the trace or the ablated heads change, so that the page can tell old answers from new.
-    `output_folder` is where pruned and converted models may be written; None forbids it. `target` is the folder of the
-    model as it was named on the command line, "" for other models. `texts` are lines to start the screens with that
-    need several texts. `pruned` are the heads that were removed from each site before, in the numbers that they had.
-    `other` is the model or trace to compare with, "" for none, and `comparison` the last comparison of the trace.
-    While tokens are merged or left out by `grouping`, `trace` is that view of the trace that was `recorded`.
+    With `load_model` the model is loaded when it is first needed, so that its trace is shown at
+    once. `revision` grows whenever the trace or the ablated heads change, so that the page can tell
+    old answers from new. `output_folder` is where pruned and converted models may be written; None
+    forbids it. `target` is the folder of the model as it was named on the command line, "" for
+    other models. `texts` are lines to start the screens with that need several texts. `pruned` are
+    the heads that were removed from each site before, in the numbers that they had. `other` is the
+    model or trace to compare with, "" for none, and `comparison` the last comparison of the trace.
+    While tokens are merged or left out by `grouping`, `trace` is that view of the trace that was
+    `recorded`.
     """
 
     trace: Trace | None = None
@@ -113,16 +125,21 @@ class OpenModel:
     comparison: TraceComparison | None = None
     grouping: TokenGrouping = field(default_factory=TokenGrouping)
     recorded: Trace | None = None
-    _changing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
-    _loading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _changing: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
+    _loading: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
     _origin: OpenModel | None = field(default=None, init=False, repr=False, compare=False)
 
-    # --- what is open ----------------------------------------------------------------------------------
+    # --- what is open -----------------------------------------------------------------------------
 
     def snapshot(self) -> OpenModel:
         """A copy that keeps its trace, measures, ablated heads and revision while this one changes.
 
-        A request answers from a snapshot, so that a new text that arrives meanwhile cannot mix two traces.
+        A request answers from a snapshot, so that a new text that arrives meanwhile cannot mix two
+        traces.
         """
         with self._changing:
             view = copy.copy(self)
@@ -155,7 +172,9 @@ class OpenModel:
 
     @property
     def sites(self) -> dict[str, Site]:
-        """The attention layers of the model by name; empty without a model, or before it is loaded."""
+        """The attention layers of the model by name; empty without a model, or
+        before it is loaded.
+        """
         if self.model is None:
             return {}
         from ..inspect.attention_sites import sites
@@ -166,7 +185,9 @@ class OpenModel:
         """The document of the page."""
         trace = self.trace if self.trace is not None else Trace({}, {}, ())
         site_names = [layer.name for layer in trace.layers]
-        return describe_trace(trace, self.sites, is_loadable=self.load_model is not None, pruned=self.pruned) | {
+        return describe_trace(
+            trace, self.sites, is_loadable=self.load_model is not None, pruned=self.pruned
+        ) | {
             "kind": "model" if self.has_model else "trace",
             "revision": self.revision,
             "readOnly": self.read_only,
@@ -178,7 +199,12 @@ class OpenModel:
             "other": Path(self.other).name,
             "grouping": asdict(self.grouping),
             "ablated": [
-                {"site": site_names.index(head.site), "head": head.head, "mode": head.mode, "scale": head.scale}
+                {
+                    "site": site_names.index(head.site),
+                    "head": head.head,
+                    "mode": head.mode,
+                    "scale": head.scale,
+                }
                 for head in self.ablated
                 if head.site in site_names
             ],
@@ -189,7 +215,10 @@ class OpenModel:
     def _capabilities(self) -> dict[str, dict[str, Any]]:
         if not self.has_model:
             reason = "only a trace is open; start `headwise view` with the model"
-            return {name: {"possible": False, "reason": reason} for name in ("text", "measure", "ablate", "write")}
+            return {
+                name: {"possible": False, "reason": reason}
+                for name in ("text", "measure", "ablate", "write")
+            }
         can_write = self.output_folder is not None and not self.read_only
         return {
             "text": {"possible": True, "reason": ""},
@@ -221,27 +250,39 @@ class OpenModel:
         """The name of the site with this number; raises ValueError if there is none."""
         layers = self.get_trace().layers
         if not 0 <= number < len(layers):
-            raise ValueError(f"there is no site {number}: the trace has {len(layers)}; give 0 to {len(layers) - 1}")
+            raise ValueError(
+                f"there is no site {number}: the trace has {len(layers)}; give 0 to "
+                f"{len(layers) - 1}"
+            )
         return layers[number].name
 
-    # --- weights ---------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
-    def weights(self, site: str, head: int, queries: slice, *, lens: str = "weight", row: int = 0) -> FloatArray:
+    def weights(
+        self, site: str, head: int, queries: slice, *, lens: str = "weight", row: int = 0
+    ) -> FloatArray:
         """Weights of one head for a range of queries, [queries, keys], through a lens.
 
-        "weight" are the attention weights, "value" the weights times the norm of each value vector, "effect" the
-        weights times the norm of each value vector after the head's output projection (2004.10102).
+        "weight" are the attention weights, "value" the weights times the norm of each value vector,
+        "effect" the weights times the norm of each value vector after the head's output projection
+        (2004.10102).
         """
         return self.head_reader(site, head, lens=lens, row=row).weights(queries)
 
-    def head_reader(self, site: str, head: int, *, lens: str = "weight", row: int = 0) -> HeadReader:
+    def head_reader(
+        self, site: str, head: int, *, lens: str = "weight", row: int = 0
+    ) -> HeadReader:
         """The weights of one head through a lens, and its mask, by ranges of queries."""
         trace = self.get_trace()
         layer = trace.get_layer(site)
-        norms = self._value_norms(site, head, lens, row)  # once, because the output projection takes long to read
+        norms = self._value_norms(
+            site, head, lens, row
+        )  # once, because the output projection takes long to read
 
         def read_weights(queries: slice) -> FloatArray:
-            weights = trace.head_weights(site, head, queries, row=row).astype(np.float32, copy=False)
+            weights = trace.head_weights(site, head, queries, row=row).astype(
+                np.float32, copy=False
+            )
             return weights if norms is None else weights * norms[: weights.shape[1]]
 
         def read_mask(queries: slice) -> NDArray[np.bool_]:
@@ -257,7 +298,9 @@ class OpenModel:
         if lens == "weight":
             return None
         if "v" not in layer.arrays:
-            raise ValueError(f"the values of {site} were not recorded; record the trace with --record v")
+            raise ValueError(
+                f"the values of {site} were not recorded; record the trace with --record v"
+            )
         values = layer.arrays["v"][row, :, layer.kv_head_of_query[head]].astype(np.float32)
         if lens == "effect":
             values = values @ self._output_matrix(site, head)
@@ -266,11 +309,15 @@ class OpenModel:
     def _output_matrix(self, site: str, head: int) -> FloatArray:
         """The output projection of one head, [head_dim, model]."""
         net = self.get_model()
-        from ..head_analysis.head_circuits import get_circuits  # after the model, which imports torch in one thread
+        from ..head_analysis.head_circuits import (
+            get_circuits,
+        )  # after the model, which imports torch in one thread
 
         circuits = get_circuits(net)
         if site not in circuits:
-            raise ValueError(f"the output projection of {site} cannot be read; use the lens weight or value")
+            raise ValueError(
+                f"the output projection of {site} cannot be read; use the lens weight or value"
+            )
         return np.asarray(circuits[site].output_map(head).float().cpu().numpy(), np.float32)
 
     def tile(
@@ -318,17 +365,24 @@ class OpenModel:
                 self.trace = with_thumbnails
 
     def marginals(self, site: str, head: int, *, lens: str = "weight", row: int = 0) -> Marginals:
-        """The weight on each key, the entropy and maximum of each query, and the mean weight at each distance.
+        """The weight on each key, the entropy and maximum of each query, and the mean weight at
+        each distance.
 
         The entropy and the means by distance are those of the weights, whatever the lens.
         """
-        return compute_marginals(self.head_reader(site, head, row=row), self._value_norms(site, head, lens, row))
+        return compute_marginals(
+            self.head_reader(site, head, row=row), self._value_norms(site, head, lens, row)
+        )
 
-    def peak(self, site: str, head: int, part: TileRange, *, lens: str = "weight", row: int = 0) -> Peak:
+    def peak(
+        self, site: str, head: int, part: TileRange, *, lens: str = "weight", row: int = 0
+    ) -> Peak:
         """The largest weight of a range of queries and keys."""
-        return find_peak(self.head_reader(site, head, lens=lens, row=row).weights, part.queries, part.keys)
+        return find_peak(
+            self.head_reader(site, head, lens=lens, row=row).weights, part.queries, part.keys
+        )
 
-    # --- changes ---------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def check_ablated(self, heads: Sequence[AblatedHead]) -> None:
         """Raise ValueError for heads that do not exist or cannot be ablated."""
@@ -347,7 +401,9 @@ class OpenModel:
                 )
 
     def set_ablated(self, heads: Sequence[AblatedHead]) -> None:
-        """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be ablated."""
+        """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be
+        ablated.
+        """
         self.check_ablated(heads)
         with self._changing:
             self.ablated = tuple(heads)
@@ -360,15 +416,21 @@ class OpenModel:
         """
         with self._changing:
             if self.trace is not None and self.trace.classes and not trace.classes:
-                heads = {(layer.name, head) for layer in trace.layers for head in range(layer.heads)}
-                classes = {place: name for place, name in self.trace.classes.items() if place in heads}
+                heads = {
+                    (layer.name, head) for layer in trace.layers for head in range(layer.heads)
+                }
+                classes = {
+                    place: name for place, name in self.trace.classes.items() if place in heads
+                }
                 trace = replace(trace, classes=classes)
             self.trace, self.table, self.comparison = trace, None, None
             self.grouping, self.recorded = TokenGrouping(), None
             self.revision += 1
 
     def set_classes(self, classes: Mapping[tuple[str, int], str]) -> None:
-        """Keep the classes that a person gave to heads, in the trace that is saved and in the one that is shown."""
+        """Keep the classes that a person gave to heads, in the trace that is saved and in the one
+        that is shown.
+        """
         heads = set(self.heads)
         if wrong := [place for place in classes if place not in heads]:
             raise ValueError(f"there is no head {wrong[0][1]} of {wrong[0][0]!r} to name")
@@ -379,9 +441,15 @@ class OpenModel:
                 self.recorded = replace(self.recorded, classes=dict(classes))
 
     def set_grouping(self, grouping: TokenGrouping) -> None:
-        """Merge tokens or leave some out in everything that is shown; measures and jobs keep to the recorded tokens."""
+        """Merge tokens or leave some out in everything that is shown; measures and jobs keep to the
+        recorded tokens.
+        """
         recorded = self.get_recorded()
-        shown = group_tokens(recorded, grouping).with_thumbnails() if grouping.changes_anything else recorded
+        shown = (
+            group_tokens(recorded, grouping).with_thumbnails()
+            if grouping.changes_anything
+            else recorded
+        )
         with self._changing:
             if recorded is not (self.recorded or self.trace):
                 raise ValueError("another text was opened meanwhile; try again")
@@ -390,7 +458,9 @@ class OpenModel:
             self.revision += 1
 
     def set_comparison(self, comparison: TraceComparison, trace: Trace) -> None:
-        """Keep a comparison of the open trace; raises ValueError if another trace was opened meanwhile."""
+        """Keep a comparison of the open trace; raises ValueError if another trace was opened
+        meanwhile.
+        """
         with self._changing:
             if self.get_recorded().layers is not trace.layers:
                 raise ValueError("another text was opened meanwhile; compare again")
@@ -399,7 +469,9 @@ class OpenModel:
     def get_comparison(self) -> TraceComparison:
         """The last comparison of the open trace; raises ValueError if there is none."""
         if self.comparison is None:
-            raise ValueError("nothing was compared with the open text yet; compare on the screen Diff first")
+            raise ValueError(
+                "nothing was compared with the open text yet; compare on the screen Diff first"
+            )
         return self.comparison
 
     def set_table(self, table: HeadTable) -> None:

@@ -44,7 +44,14 @@ from .binary_answers import (
 )
 from .comparison_actions import compare_attention, exact_pair, pool_difference
 from .evidence_actions import find_evidence, measure_syntax
-from .export_files import EXPORT_KINDS, NOT_BUILT, ExportScope, FileTooLarge, describe_files, make_file
+from .export_files import (
+    EXPORT_KINDS,
+    NOT_BUILT,
+    ExportScope,
+    FileTooLarge,
+    describe_files,
+    make_file,
+)
 from .http_security import (
     ALL_ADDRESSES,
     MAX_BODY_BYTES,
@@ -53,13 +60,26 @@ from .http_security import (
     is_loopback,
     machine_names,
 )
-from .lab_actions import compute_effect, continue_text, generate_text, plan_curves, remove_greedily, sweep_heads
+from .lab_actions import (
+    compute_effect,
+    continue_text,
+    generate_text,
+    plan_curves,
+    remove_greedily,
+    sweep_heads,
+)
 from .lab_checks import evaluate_texts
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length, compute_cost
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error, is_out_of_memory
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .similarity_actions import compute_similarity
-from .surgery_actions import convert_heads, describe_surgery, plan_conversion, plan_pruning, prune_heads
+from .surgery_actions import (
+    convert_heads,
+    describe_surgery,
+    plan_conversion,
+    plan_pruning,
+    prune_heads,
+)
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 MEDIA_TYPES = {
@@ -96,7 +116,9 @@ ALL_JOBS = {
 
 
 def read_static_files(folder: Path = STATIC_FOLDER) -> dict[str, tuple[bytes, str]]:
-    """The built front end by URL path. Requests are looked up here, so that no path is ever joined with a request's."""
+    """The built front end by URL path. Requests are looked up here, so that no path is ever joined
+    with a request's.
+    """
     if not (folder / "index.html").is_file():
         raise SpecError(NOT_BUILT)
     return {
@@ -111,7 +133,10 @@ class ViewServer:
 
     def __init__(self, model: OpenModel, static: Mapping[str, tuple[bytes, str]]) -> None:
         self.model, self.static, self.worker = model, static, ModelWorker(model, ALL_JOBS)
-        self.tags = {path: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for path, (content, _) in static.items()}
+        self.tags = {
+            path: f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            for path, (content, _) in static.items()
+        }
 
     def app(self) -> Starlette:
         """The application without its security middleware."""
@@ -144,10 +169,12 @@ class ViewServer:
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _answer_http_error})
 
-    # --- answers ---------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def _answer(self, make: Callable[[OpenModel, Query], Response]) -> Callable[[Request], Any]:
-        """An endpoint that runs `make` on a snapshot in a thread, and turns its errors into answers."""
+        """An endpoint that runs `make` on a snapshot in a thread, and turns its errors into
+        answers.
+        """
 
         async def endpoint(request: Request) -> Response:
             view, query = self.model.snapshot(), Query(request.query_params)
@@ -155,9 +182,12 @@ class ViewServer:
                 try:
                     if query.integer("revision", 0, view.revision, view.revision) != view.revision:
                         fact = (
-                            f"the request is for revision {query.parameters['revision']}, and revision {view.revision}"
+                            f"the request is for revision {query.parameters['revision']}, and "
+                            f"revision {view.revision}"
                         )
-                        return error_response(409, ValueError(f"{fact} is open; reload the document"))
+                        return error_response(
+                            409, ValueError(f"{fact} is open; reload the document")
+                        )
                     return await anyio.to_thread.run_sync(make, view, query, abandon_on_cancel=True)
                 except FileTooLarge as error:
                     return error_response(413, error)
@@ -166,7 +196,9 @@ class ViewServer:
                 except Exception as error:  # whatever a model or a trace does, the server stays up
                     return error_response(507 if is_out_of_memory(error) else 500, error)
             fact = f"the answer took longer than {MAX_REQUEST_SECONDS:g} s"
-            return error_response(503, ValueError(f"{fact}; ask for a smaller part, or use a shorter text"))
+            return error_response(
+                503, ValueError(f"{fact}; ask for a smaller part, or use a shorter text")
+            )
 
         return endpoint
 
@@ -176,7 +208,10 @@ class ViewServer:
     def _tile(self, view: OpenModel, query: Query) -> Response:
         site, head = self._head(view, query)
         layer = view.get_trace().get_layer(site)
-        size = query.integer("rows", 1, MAX_TILE_CELLS, 512), query.integer("cols", 1, MAX_TILE_CELLS, 512)
+        size = (
+            query.integer("rows", 1, MAX_TILE_CELLS, 512),
+            query.integer("cols", 1, MAX_TILE_CELLS, 512),
+        )
         lens, pool = query.choice("lens", LENSES), query.choice("pool", ("max", "mean"))
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         part = TileRange(query.span("q", layer.num_queries), query.span("k", layer.num_keys), size)
@@ -191,7 +226,9 @@ class ViewServer:
         block = slice(number, number + 1)
         weights = view.weights(site, head, block, lens=query.choice("lens", LENSES), row=row)[0]
         masked = ~view.get_trace().head_mask(site, head, block, row=row)[0]
-        return binary_response(encode_arrays({"weights": weights, "masked": masked.astype(np.uint8)}, query=number))
+        return binary_response(
+            encode_arrays({"weights": weights, "masked": masked.astype(np.uint8)}, query=number)
+        )
 
     def _column(self, view: OpenModel, query: Query) -> Response:
         site, head = self._head(view, query)
@@ -199,14 +236,20 @@ class ViewServer:
         number = query.integer("key", 0, layer.num_keys - 1)
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         weights = view.weights(site, head, slice(None), lens=query.choice("lens", LENSES), row=row)
-        return binary_response(encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number))
+        return binary_response(
+            encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number)
+        )
 
     def _rows(self, view: OpenModel, query: Query) -> Response:
         """One query in all heads of the layers that have it: [heads, keys], padded with zeros."""
         trace = view.get_trace()
         number, row = query.integer("query", 0, view.max_tokens), query.integer("row", 0, 10**6, 0)
         stream = query.text("stream", "text")
-        layers = [layer for layer in trace.layers if layer.query_stream == stream and number < layer.num_queries]
+        layers = [
+            layer
+            for layer in trace.layers
+            if layer.query_stream == stream and number < layer.num_queries
+        ]
         widest = max((layer.num_keys for layer in layers), default=0)
         weights = np.zeros((sum(layer.heads for layer in layers), widest), np.float32)
         names: list[list[int]] = []
@@ -234,7 +277,9 @@ class ViewServer:
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         peak = view.peak(site, head, part, lens=query.choice("lens", LENSES), row=row)
         place = np.array([peak.query, peak.key], np.int32)
-        return binary_response(encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place}))
+        return binary_response(
+            encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place})
+        )
 
     def _measures(self, view: OpenModel, query: Query) -> Response:
         return binary_response(encode_measures(view))
@@ -245,12 +290,16 @@ class ViewServer:
         number = query.integer("query", 0, layer.num_queries - 1)
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         key = query.integer("key", 0, layer.num_keys - 1, 0) if "key" in query.parameters else None
-        return binary_response(encode_steps(*find_steps(view, HeadPlace(site, head, number, row), key)))
+        return binary_response(
+            encode_steps(*find_steps(view, HeadPlace(site, head, number, row), key))
+        )
 
     def _points(self, view: OpenModel, query: Query) -> Response:
         """The queries and keys of a head as points on the plane of their largest variance."""
         points = map_queries_and_keys(view.get_trace(), *self._head(view, query))
-        return binary_response(encode_arrays({"queries": points.queries, "keys": points.keys}, share=points.share))
+        return binary_response(
+            encode_arrays({"queries": points.queries, "keys": points.keys}, share=points.share)
+        )
 
     def _products(self, view: OpenModel, query: Query) -> Response:
         site, head = self._head(view, query)
@@ -274,7 +323,9 @@ class ViewServer:
         """One head in both traces of the last comparison, over the aligned tokens."""
         site, head = self._head(view, query)
         cells = query.integer("cells", 1, MAX_TILE_CELLS, 256)
-        return binary_response(encode_arrays(pool_difference(view.get_comparison(), site, head, cells)._asdict()))
+        return binary_response(
+            encode_arrays(pool_difference(view.get_comparison(), site, head, cells)._asdict())
+        )
 
     def _difference_pair(self, view: OpenModel, query: Query) -> Response:
         """The exact weights of both traces for the aligned pair number `query` and number `key`."""
@@ -282,7 +333,9 @@ class ViewServer:
         comparison, layer = view.get_comparison(), view.get_recorded().get_layer(site)
         counts = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
         place = query.integer("query", 0, counts[0] - 1), query.integer("key", 0, counts[1] - 1)
-        return binary_response(encode_arrays({"weights": exact_pair(comparison, site, head, place)}))
+        return binary_response(
+            encode_arrays({"weights": exact_pair(comparison, site, head, place)})
+        )
 
     def _export(self, view: OpenModel, query: Query) -> Response:
         file = make_file(view, query.choice("kind", EXPORT_KINDS), self._export_scope(view, query))
@@ -306,18 +359,26 @@ class ViewServer:
         return site, query.integer("head", 0, heads - 1)
 
     async def _translations(self, request: Request) -> Response:
-        """The sentences of a request in another language; those that the catalogue does not have are left out."""
+        """The sentences of a request in another language; those that the catalogue does not have
+        are left out.
+        """
         try:
             sentences = parse_body(await _read_body(request)).get("sentences")
-            if not isinstance(sentences, list) or any(not isinstance(sentence, str) for sentence in sentences):
-                raise ValueError("sentences must be a list of texts; give one text for each sentence")
+            if not isinstance(sentences, list) or any(
+                not isinstance(sentence, str) for sentence in sentences
+            ):
+                raise ValueError(
+                    "sentences must be a list of texts; give one text for each sentence"
+                )
             if len(sentences) > MAX_SENTENCES:
-                raise ValueError(f"there are {len(sentences)} sentences; give at most {MAX_SENTENCES}")
+                raise ValueError(
+                    f"there are {len(sentences)} sentences; give at most {MAX_SENTENCES}"
+                )
         except ValueError as error:
             return error_response(400, error)
         return json_response(await anyio.to_thread.run_sync(translate_all, sentences))
 
-    # --- jobs ------------------------------------------------------------------------------------------
+    # --- jobs -------------------------------------------------------------------------------------
 
     async def _submit(self, request: Request) -> Response:
         try:
@@ -349,7 +410,9 @@ class ViewServer:
                     yield f"data: {json.dumps(event)}\n\n".encode()
                 if last is not None and last["state"] in END_STATES:
                     return
-                await anyio.sleep(EVENT_WAIT_SECONDS)  # no thread waits, so that many pages may follow a job
+                await anyio.sleep(
+                    EVENT_WAIT_SECONDS
+                )  # no thread waits, so that many pages may follow a job
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
@@ -368,7 +431,7 @@ class ViewServer:
             raise HTTPException(404, "there is no such job; it may be too old")
         return job
 
-    # --- files -----------------------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------------------
 
     async def _static(self, request: Request) -> Response:
         path = request.url.path
@@ -377,7 +440,10 @@ class ViewServer:
             raise HTTPException(404, "there is no such page")
         content, media_type = self.static[path]
         headers = {"etag": self.tags[path]}
-        tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        tags = [
+            tag.strip().removeprefix("W/")
+            for tag in request.headers.get("if-none-match", "").split(",")
+        ]
         if self.tags[path] in tags:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
@@ -394,8 +460,15 @@ class Query:
         text = self.parameters.get(name)
         if text is None and default is not None:
             return default
-        if text is None or len(text) > 12 or not text.removeprefix("-").isdecimal() or not text.isascii():
-            raise ValueError(f"{name}={(text or '')[:20]!r} is not an integer; give {low} to {high}")
+        if (
+            text is None
+            or len(text) > 12
+            or not text.removeprefix("-").isdecimal()
+            or not text.isascii()
+        ):
+            raise ValueError(
+                f"{name}={(text or '')[:20]!r} is not an integer; give {low} to {high}"
+            )
         if not low <= int(text) <= high:
             raise ValueError(f"{name}={text} is out of range; give {low} to {high}")
         return int(text)
@@ -403,9 +476,13 @@ class Query:
     def number(self, name: str, low: float, high: float, default: float) -> float:
         """A number from `low` to `high`."""
         text = self.parameters.get(name, str(default))
-        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) or not low <= float(text) <= high:
+        if (
+            not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII)
+            or not low <= float(text) <= high
+        ):
             raise ValueError(
-                f"{name}={text[:20]!r} is not a number from {low:g} to {high:g}; give one, such as {high / 10:g}"
+                f"{name}={text[:20]!r} is not a number from {low:g} to {high:g}; give one, such "
+                f"as {high / 10:g}"
             )
         return float(text)
 
@@ -414,7 +491,10 @@ class Query:
         start = self.integer(f"{prefix}0", 0, count, 0)
         stop = self.integer(f"{prefix}1", 0, count, count)
         if stop <= start:
-            raise ValueError(f"{prefix}0={start} and {prefix}1={stop} give no position; give {prefix}0 < {prefix}1")
+            raise ValueError(
+                f"{prefix}0={start} and {prefix}1={stop} give no position; give {prefix}0 < "
+                f"{prefix}1"
+            )
         return slice(start, stop)
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
@@ -444,7 +524,9 @@ def parse_body(body: bytes) -> dict[str, Any]:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("the request holds half of a surrogate pair, which is no character; remove it") from None
+        raise ValueError(
+            "the request holds half of a surrogate pair, which is no character; remove it"
+        ) from None
     return value
 
 
@@ -467,7 +549,9 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def json_response(value: Any) -> Response:
-    """An answer in JSON, in ASCII, because the words of a trace may hold halves of surrogate pairs."""
+    """An answer in JSON, in ASCII, because the words of a trace may hold halves
+    of surrogate pairs.
+    """
     content = json.dumps(replace_non_finite(value), allow_nan=False, separators=(",", ":"))
     return Response(content, media_type="application/json")
 
@@ -501,7 +585,9 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the page is: host, port, and the token of this launch; the language in which it opens, if one is given."""
+    """Where the page is: host, port, and the token of this launch; the language in which it opens,
+    if one is given.
+    """
 
     host: str
     port: int
@@ -513,7 +599,9 @@ class ServerAddress:
         """The address to open; the token is in the fragment, which browsers never send."""
         name = f"[{self.host}]" if ":" in self.host else self.host
         if self.host in ALL_ADDRESSES:
-            name = machine_names()[0]  # other machines cannot open an address that means all of them
+            name = machine_names()[
+                0
+            ]  # other machines cannot open an address that means all of them
         language = f"?lang={self.language}" if self.language else ""
         return f"http://{name}:{self.port}/{language}#token={self.token}"
 
@@ -554,7 +642,9 @@ def serve(
     address = ServerAddress(host, listener.getsockname()[1], secrets.token_urlsafe(32), language)
     view = ViewServer(model, static)
     app = SecurityMiddleware(view.app(), allowed_hosts(host, address.port), address.token)
-    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False)
+    config = uvicorn.Config(
+        app, log_level="error", access_log=False, lifespan="off", server_header=False
+    )
     try:
         on_start(address)
         uvicorn.Server(config).run(sockets=[listener])

@@ -1,4 +1,6 @@
-"""The job of the Similarity screen: distances between all heads, their clusters, and which heads could go."""
+"""The job of the Similarity screen: distances between all heads, their clusters, and which heads
+could go.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ Distances = NDArray[np.float64]
 
 
 class HeadGroup(NamedTuple):
-    """Heads that can be compared `by` attention, outputs or circuits: their distances, a plane, and a tree.
+    """Heads that can be compared `by` attention, outputs or circuits: their distances, a plane, and
+    a tree.
 
-    `threshold` is where the tree is cut first, and `num_chance_clusters` the clusters that unrelated heads would form
-    there.
+    `threshold` is where the tree is cut first, and `num_chance_clusters` the clusters that
+    unrelated heads would form there.
     """
 
     by: str
@@ -41,21 +44,32 @@ class HeadGroup(NamedTuple):
     sentence: str = ""
 
 
-def compute_similarity(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> bytes:
-    """Compare all heads: by their attention and their outputs over the texts of the job, and by their OV circuits.
+def compute_similarity(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> bytes:
+    """Compare all heads: by their attention and their outputs over the texts of the job, and by
+    their OV circuits.
 
-    The answer holds, for group n, the arrays "n.distances" [heads, heads], "n.points" [heads, 2] and "n.merges"
-    [merges, 3]. Distances of attention are Jensen-Shannon divergences in nats; those of outputs are 1 - CKA, and those
-    of circuits 1 - cosine.
+    The answer holds, for group n, the arrays "n.distances" [heads, heads], "n.points" [heads, 2]
+    and "n.merges" [merges, 3]. Distances of attention are Jensen-Shannon divergences in nats; those
+    of outputs are 1 - CKA, and those of circuits 1 - cosine.
     """
     from ..head_analysis.head_redundancy import measure_redundancy
 
     texts = arguments.get("texts")
-    if not isinstance(texts, list) or len([text for text in texts if str(text).strip()]) < MIN_TEXTS:
-        raise ValueError("similarity needs several texts, because its intervals are over texts; give one text a line")
+    if (
+        not isinstance(texts, list)
+        or len([text for text in texts if str(text).strip()]) < MIN_TEXTS
+    ):
+        raise ValueError(
+            "similarity needs several texts, because its intervals are over texts; give one text "
+            "a line"
+        )
     examples = make_examples(model, arguments)
     result = measure_redundancy(
-        model.get_model(), examples, progress=lambda count: progress(count, len(examples), "comparing heads")
+        model.get_model(),
+        examples,
+        progress=lambda count: progress(count, len(examples), "comparing heads"),
     )
     by_attention = [_group_by_attention(group) for group in result.readers]
     by_outputs = [
@@ -103,7 +117,9 @@ def group_by_similarity(
 
 
 def _group_by_circuits(model: OpenModel) -> tuple[list[HeadGroup], list[str]]:
-    """Heads by their OV circuits, one group for each width of model; or the reason why there are none."""
+    """Heads by their OV circuits, one group for each width of model; or the reason why there are
+    none.
+    """
     from ..head_analysis.head_circuits import compare_circuits
 
     names = {layer.name for layer in model.get_trace().layers}

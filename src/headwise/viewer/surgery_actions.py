@@ -1,5 +1,5 @@
-"""The jobs of the Prune & convert screen: sizes and possible forms, a plan, and a new model with its proof;
-and what these jobs are asked for.
+"""The jobs of the Prune & convert screen: sizes and possible forms, a plan, and a new model with
+its proof; and what these jobs are asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-TEXTS_FILE = "texts.txt"  # in the new folder: the lines that heads were chosen and the proof was made with
+TEXTS_FILE = (
+    "texts.txt"  # in the new folder: the lines that heads were chosen and the proof was made with
+)
 MIN_TEXTS = 2  # an interval over texts needs as many
 UNKNOWN_MODEL = "MODEL"  # in a command, for a model that was opened in Python
 SELECTIONS = ("heads", "keep", "clusters")
@@ -34,7 +36,9 @@ CONVERSION_FORMS = ("kv", "mha", "latent", "collaborative", "routed")
 
 
 class PruningRequest(NamedTuple):
-    """Which heads to remove, by what they are replaced, and the options of `headwise prune` that say so."""
+    """Which heads to remove, by what they are replaced, and the options of `headwise prune` that
+    say so.
+    """
 
     selection: HeadSelection
     fold: str
@@ -42,7 +46,9 @@ class PruningRequest(NamedTuple):
 
 
 class ConversionRequest(NamedTuple):
-    """The new form, the attention layers to convert, and the options of `headwise convert` that say so."""
+    """The new form, the attention layers to convert, and the options of `headwise convert` that say
+    so.
+    """
 
     conversion: AttentionConversion
     where: str
@@ -50,7 +56,9 @@ class ConversionRequest(NamedTuple):
 
 
 class SurgeryTexts(NamedTuple):
-    """The lines of a job, the examples that heads are chosen by, those of the proof, and notes on both."""
+    """The lines of a job, the examples that heads are chosen by, those of the proof, and notes on
+    both.
+    """
 
     lines: tuple[str, ...]
     selection: list[Example]
@@ -58,16 +66,21 @@ class SurgeryTexts(NamedTuple):
     notes: tuple[str, ...]
 
 
-# --- What to do ----------------------------------------------------------------------------------------
+# --- What to do -----------------------------------------------------------------------------------
 
 
 def read_pruning(model: OpenModel, arguments: Mapping[str, Any]) -> PruningRequest:
-    """Read how heads are chosen: a list `heads`, the best share `keep` by a method, or one of each of `clusters`."""
+    """Read how heads are chosen: a list `heads`, the best share `keep` by a method, or one of each
+    of `clusters`.
+    """
     from ..surgery import DropHeads, HeadRanking, KeepOnePerCluster, KeepTop
 
     selections = [name for name in SELECTIONS if arguments.get(name)]
     if len(selections) != 1:
-        raise ValueError(f"{len(selections)} of {', '.join(SELECTIONS)} say which heads to remove; give exactly one")
+        raise ValueError(
+            f"{len(selections)} of {', '.join(SELECTIONS)} say which heads to remove; give "
+            "exactly one"
+        )
     fold, method = read_text(arguments, "fold", "none"), read_text(arguments, "by", "best")
     ranking = HeadRanking(method)
     fold_options = () if fold == "none" else ("--fold", fold)
@@ -103,7 +116,9 @@ def read_conversion(arguments: Mapping[str, Any]) -> ConversionRequest:
 
     form, where = read_text(arguments, "form"), read_text(arguments, "where", "all")
     if form not in CONVERSION_FORMS:
-        raise ValueError(f"there is no form {form[:40]!r}; use one of {', '.join(CONVERSION_FORMS)}")
+        raise ValueError(
+            f"there is no form {form[:40]!r}; use one of {', '.join(CONVERSION_FORMS)}"
+        )
     where_options = () if where == "all" else ("--where", where)
     if form == "kv":
         pool = Pool(
@@ -131,15 +146,20 @@ def read_conversion(arguments: Mapping[str, Any]) -> ConversionRequest:
 def _read_number(arguments: Mapping[str, Any], name: str, least: int) -> int:
     value = arguments.get(name)
     if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value!r} is not a whole number of at least {least}; give for example {least + 1}")
+        raise ValueError(
+            f"{name}={value!r} is not a whole number of at least {least}; give for example "
+            f"{least + 1}"
+        )
     return value
 
 
-# --- The model, its texts and the new folder -----------------------------------------------------------
+# --- The model, its texts and the new folder ------------------------------------------------------
 
 
 def read_native_model(model: OpenModel) -> Transformer:
-    """The open model as a headwise model: itself, or read again from its folder, or a converted copy."""
+    """The open model as a headwise model: itself, or read again from its folder, or a converted
+    copy.
+    """
     from ..hub.pretrained_models import load
     from ..models import Transformer
     from ..surgery.attention_replacement import to_native_model
@@ -150,8 +170,11 @@ def read_native_model(model: OpenModel) -> Transformer:
     return load(Path(model.target))
 
 
-def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any], uses: Sequence[str]) -> SurgeryTexts:
-    """Read the texts of a job, one a line, as `--data` of the commands does; without any, the open text.
+def read_texts(
+    net: Transformer, model: OpenModel, arguments: Mapping[str, Any], uses: Sequence[str]
+) -> SurgeryTexts:
+    """Read the texts of a job, one a line, as `--data` of the commands does; without any, the open
+    text.
 
     `uses` is what the change of the model uses texts for.
     """
@@ -167,7 +190,8 @@ def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any],
     if len(examples) < MIN_TEXTS:
         reasons = f" ({'; '.join(reader.notes).replace(';', ',')})" if reader.notes else ""
         raise ValueError(
-            f"a proof needs at least {MIN_TEXTS} texts, because its intervals are over texts, and {len(examples)} can "
+            f"a proof needs at least {MIN_TEXTS} texts, because its intervals are over texts, and "
+            f"{len(examples)} can "
             f"be read{reasons}; give more texts, one a line"
         )
     selection, proof, notes = split_examples(examples, uses)
@@ -177,16 +201,24 @@ def read_texts(net: Transformer, model: OpenModel, arguments: Mapping[str, Any],
 def read_open_text(model: OpenModel) -> str:
     """The open text as a line of texts; a source and its target are separated by a tab."""
     streams = model.get_recorded().streams
-    texts = [row.text or " ".join(row.words) for name in ("source", "text") for row in streams.get(name, ())[:1]]
+    texts = [
+        row.text or " ".join(row.words)
+        for name in ("source", "text")
+        for row in streams.get(name, ())[:1]
+    ]
     return "\t".join(" ".join(text.split()) for text in texts)
 
 
 def new_folder(model: OpenModel, arguments: Mapping[str, Any]) -> Path:
-    """The folder of a new model inside the output folder; raises ValueError if it may not be written."""
+    """The folder of a new model inside the output folder; raises ValueError if it may not be
+    written.
+    """
     if not model.has_model:
         model.get_model()  # raises, because a trace has no weights
     if model.output_folder is None or model.read_only:
-        raise ValueError("the page may not write; start headwise view with --out DIR and without --read-only")
+        raise ValueError(
+            "the page may not write; start headwise view with --out DIR and without --read-only"
+        )
     name = read_text(arguments, "name")
     if not FOLDER_NAME.fullmatch(name):
         raise ValueError(f"{name[:40]!r} is no folder name; use letters, digits, '.', '_' and '-'")
@@ -197,7 +229,8 @@ def new_folder(model: OpenModel, arguments: Mapping[str, Any]) -> Path:
 
 
 def format_command(model: OpenModel, command: str, options: Sequence[str], folder: Path) -> str:
-    """The command that makes the same model on the terminal, from the texts that the new folder keeps.
+    """The command that makes the same model on the terminal, from the texts that the new folder
+    keeps.
 
     >>> format_command(OpenModel(), "prune", ["--keep", "0.5"], Path("out/small"))
     'headwise prune MODEL --keep 0.5 --data out/small/texts.txt --out out/small-again'
@@ -223,7 +256,9 @@ SELECTION_STEPS = 3  # messages of choosing and removing heads
 
 @dataclass
 class StepLog:
-    """Turns the messages of the library into progress: each without a count of its own is one step of `total`."""
+    """Turns the messages of the library into progress: each without a count of its own is one step
+    of `total`.
+    """
 
     progress: JobProgress
     total: int
@@ -236,11 +271,15 @@ class StepLog:
         self.done += not is_counted
 
 
-# --- Before anything is changed ------------------------------------------------------------------------
+# --- Before anything is changed -------------------------------------------------------------------
 
 
-def describe_surgery(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """The sizes of the open model, and the forms that its attention can be converted to, with reasons if it cannot."""
+def describe_surgery(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """The sizes of the open model, and the forms that its attention can be converted to, with
+    reasons if it cannot.
+    """
     from ..surgery.head_selection import RANKING_METHODS
     from ..surgery.pruning_plan import count_heads
     from ..surgery.verification.efficiency import compare_cost
@@ -259,12 +298,20 @@ def describe_surgery(model: OpenModel, arguments: Mapping[str, Any], progress: J
     }
 
 
-def list_forms(net: Transformer, specs: Sequence[AttentionSpec], progress: JobProgress) -> list[dict[str, Any]]:
-    """Try every form on one attention of each kind; a form that an attention refuses has that reason."""
+def list_forms(
+    net: Transformer, specs: Sequence[AttentionSpec], progress: JobProgress
+) -> list[dict[str, Any]]:
+    """Try every form on one attention of each kind; a form that an attention refuses has that
+    reason.
+    """
     from ..surgery import Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     heads = min(len(spec.score_head_of_output) for spec in specs)
-    counts = [count for count in range(1, min(spec.heads.kv for spec in specs)) if _divides_all(count, specs)]
+    counts = [
+        count
+        for count in range(1, min(spec.heads.kv for spec in specs))
+        if _divides_all(count, specs)
+    ]
     width = max(spec.heads.dim for spec in specs)
     tried: dict[str, AttentionConversion] = {
         "mha": ToMHA(),
@@ -278,9 +325,15 @@ def list_forms(net: Transformer, specs: Sequence[AttentionSpec], progress: JobPr
     for form, conversion in tried.items():
         progress.check()
         reasons[form] = _find_refusal(net, conversion)
-    if not reasons["mha"] and all(spec.heads.kv == len(spec.score_head_of_output) for spec in specs):
+    if not reasons["mha"] and all(
+        spec.heads.kv == len(spec.score_head_of_output) for spec in specs
+    ):
         reasons["mha"] = "every query head has its own key-value head already"
-    numbers = {"kv": {"counts": counts}, "collaborative": {"width": width}, "routed": {"heads": heads}}
+    numbers = {
+        "kv": {"counts": counts},
+        "collaborative": {"width": width},
+        "routed": {"heads": heads},
+    }
     return [
         {"form": form, "possible": not reason, "reason": reason} | numbers.get(form, {})
         for form, reason in reasons.items()
@@ -292,7 +345,9 @@ def _divides_all(count: int, specs: Sequence[AttentionSpec]) -> bool:
 
 
 def _find_refusal(net: Transformer, conversion: AttentionConversion) -> str:
-    """The reason why an attention of the model cannot be converted; empty if one of each kind can."""
+    """The reason why an attention of the model cannot be converted; empty if
+    one of each kind can.
+    """
     from ..errors import SpecError
     from ..surgery.attention_replacement import get_attention, get_attention_parameters
 
@@ -311,8 +366,12 @@ def _find_refusal(net: Transformer, conversion: AttentionConversion) -> str:
     return ""
 
 
-def plan_pruning(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """The heads that a pruning would remove, and the sizes before and after it; nothing is written."""
+def plan_pruning(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """The heads that a pruning would remove, and the sizes before and after it;
+    nothing is written.
+    """
     from ..surgery.pruning import list_text_uses, prune
     from ..surgery.verification.efficiency import compare_cost
 
@@ -324,15 +383,21 @@ def plan_pruning(model: OpenModel, arguments: Mapping[str, Any], progress: JobPr
     sites = {layer.name: number for number, layer in enumerate(model.get_trace().layers)}
     return {
         "summary": result.plan.summary,
-        "removed": [[sites[site], head] for site, head in result.plan.removed_heads if site in sites],
+        "removed": [
+            [sites[site], head] for site, head in result.plan.removed_heads if site in sites
+        ],
         "kept": result.plan.num_kept,
         "heads": sum(result.plan.head_counts.values()),
         "notes": list(result.plan.notes),
     } | compare_cost(net, result.after).data
 
 
-def plan_conversion(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """The sizes before and after a conversion; they do not depend on texts, so that heads are pooled in order."""
+def plan_conversion(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """The sizes before and after a conversion; they do not depend on texts, so that heads are
+    pooled in order.
+    """
     from dataclasses import replace
 
     from ..surgery import HeadRanking, Pool, ToMixtureOfHeads
@@ -347,14 +412,20 @@ def plan_conversion(model: OpenModel, arguments: Mapping[str, Any], progress: Jo
         conversion = replace(conversion, ranking=HeadRanking("random"))
     log = StepLog(progress, len(model.get_trace().layers) + 1)
     result = convert(net, conversion, kind=request.where, log=log)
-    return {"summary": request.conversion.summary, "notes": []} | compare_cost(net, result.after).data
+    return {"summary": request.conversion.summary, "notes": []} | compare_cost(
+        net, result.after
+    ).data
 
 
-# --- A new model ---------------------------------------------------------------------------------------
+# --- A new model ----------------------------------------------------------------------------------
 
 
-def prune_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Write a copy of the model without some heads to a new folder, with the proof that it equals their ablation."""
+def prune_heads(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Write a copy of the model without some heads to a new folder, with the proof that it equals
+    their ablation.
+    """
     from ..surgery.pruning import list_text_uses, prune
     from ..surgery.verification.proof import ProofOptions
 
@@ -369,11 +440,17 @@ def prune_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobPro
         notes=(*texts.notes, *result.plan.notes),
         command=format_command(model, "prune", request.options, folder),
     )
-    return NewModel(model, net, result.after, folder, result.data).write_and_prove(texts, options, log)
+    return NewModel(model, net, result.after, folder, result.data).write_and_prove(
+        texts, options, log
+    )
 
 
-def convert_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Write the model with another number or form of key-value heads to a new folder, with a proof."""
+def convert_heads(
+    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+) -> dict[str, Any]:
+    """Write the model with another number or form of key-value heads to a new
+    folder, with a proof.
+    """
     from ..surgery.conversion import convert
     from ..surgery.verification.proof import ProofOptions
 
@@ -398,7 +475,9 @@ def convert_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobP
 
 @dataclass(frozen=True, eq=False)
 class NewModel:
-    """A changed copy of the open model, the folder it is written to, and the record of the change."""
+    """A changed copy of the open model, the folder it is written to, and the
+    record of the change.
+    """
 
     opened: OpenModel
     before: Transformer
@@ -406,8 +485,12 @@ class NewModel:
     folder: Path
     record: Mapping[str, Any]
 
-    def write_and_prove(self, texts: SurgeryTexts, options: ProofOptions, log: StepLog) -> dict[str, Any]:
-        """Write the model and its proof, and describe both; if that fails or is cancelled, no folder is left."""
+    def write_and_prove(
+        self, texts: SurgeryTexts, options: ProofOptions, log: StepLog
+    ) -> dict[str, Any]:
+        """Write the model and its proof, and describe both; if that fails or is cancelled, no
+        folder is left.
+        """
         from dataclasses import replace
 
         from ..hub.pretrained_models import load
@@ -440,7 +523,14 @@ class NewModel:
 
 
 def describe_result(proof: ModelProof) -> dict[str, Any]:
-    """A proof for the page: whether it holds, its sentences and its tables, and the command that repeats it."""
+    """A proof for the page: whether it holds, its sentences and its tables, and the command that
+    repeats it.
+    """
     from ..surgery.verification.proof_report import iter_summary
 
-    return {"holds": proof.holds, "summary": list(iter_summary(proof)), "proof": proof.data, "command": proof.command}
+    return {
+        "holds": proof.holds,
+        "summary": list(iter_summary(proof)),
+        "proof": proof.data,
+        "command": proof.command,
+    }

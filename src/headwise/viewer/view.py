@@ -1,4 +1,6 @@
-"""`hw.view` and `hw.view_attention`: the page for a model or a trace, in a notebook, the browser, or one file."""
+"""`hw.view` and `hw.view_attention`: the page for a model or a trace, in a notebook, the browser,
+or one file.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ export default { render };
 
 
 class Target(NamedTuple):
-    """A target: a name (None is the bundled sample), texts, the folder for new models (None: read-only), the name
-    of a model or trace to compare with, and the path of an image for a vision model."""
+    """A target: a name (None is the bundled sample), texts, the folder for new models (None:
+    read-only), the name of a model or trace to compare with, and the path of an image for a vision
+    model.
+    """
 
     name: str | None = None
     text: str | None = None
@@ -57,7 +61,9 @@ class Target(NamedTuple):
 
 
 class ServerOptions(NamedTuple):
-    """Address and port to listen on (0: a free port), whether to open the browser, and the language of the page."""
+    """Address and port to listen on (0: a free port), whether to open the browser, and the language
+    of the page.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -65,11 +71,13 @@ class ServerOptions(NamedTuple):
     language: str = ""
 
 
-# --- Opening --------------------------------------------------------------------------------------------
+# --- Opening --------------------------------------------------------------------------------------
 
 
 def open_target(target: Target, log: Log = lambda _: None) -> OpenModel:
-    """Open what a name stands for. A trace, and the trace of the bundled sample, open without torch."""
+    """Open what a name stands for. A trace, and the trace of the bundled sample, open without
+    torch.
+    """
     opened = _open_name(target, log)
     opened.other = target.other
     return opened
@@ -100,9 +108,15 @@ def open_model(model: Any, target: Target) -> OpenModel:
     if not text and not source:
         text = DEFAULT_TEXT
     _check_inputs(model, target)
-    trace = capture_image(model, target.image) if target.image else capture_trace(model, text, source, MAX_TOKENS)
+    trace = (
+        capture_image(model, target.image)
+        if target.image
+        else capture_trace(model, text, source, MAX_TOKENS)
+    )
     pruned = read_pruned_heads(target.name)
-    return OpenModel(trace, model, output_folder=target.out, read_only=target.out is None, pruned=pruned)
+    return OpenModel(
+        trace, model, output_folder=target.out, read_only=target.out is None, pruned=pruned
+    )
 
 
 def _check_inputs(model: Any, target: Target) -> None:
@@ -120,19 +134,25 @@ def _check_inputs(model: Any, target: Target) -> None:
 
 
 def _open_sample(out: Path | None) -> OpenModel:
-    """Open the bundled sample: its trace and measures at once, its model when it is first needed."""
+    """Open the bundled sample: its trace and measures at once, its model when
+    it is first needed.
+    """
     trace, table = bundled_sample.load_sample_trace(), bundled_sample.load_sample_table()
     load_model = bundled_sample.load_sample_model
-    opened = OpenModel(trace, load_model=load_model, table=table, output_folder=out, read_only=out is None)
+    opened = OpenModel(
+        trace, load_model=load_model, table=table, output_folder=out, read_only=out is None
+    )
     opened.target, opened.texts = str(bundled_sample.MODEL), bundled_sample.TEXTS
     return opened
 
 
-# --- One HTML file --------------------------------------------------------------------------------------
+# --- One HTML file --------------------------------------------------------------------------------
 
 
 HTML_PAGE = FileKind("page", (f"{TITLE_END}</title>".encode(),))
-MODELS_FOLDER = FolderKind("folder of models", ("*",))  # any folder, because every model is a new folder inside
+MODELS_FOLDER = FolderKind(
+    "folder of models", ("*",)
+)  # any folder, because every model is a new folder inside
 
 
 def render_export(opened: OpenModel, language: str = "") -> str:
@@ -140,7 +160,9 @@ def render_export(opened: OpenModel, language: str = "") -> str:
     return render_html(collect_answers(opened), opened.name, language=language)
 
 
-def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refuse", language: str = "") -> None:
+def write_export(
+    opened: OpenModel, path: Path | str, existing: Existing = "refuse", language: str = ""
+) -> None:
     """Measure the heads of a model, unless that is done, and write the page to one HTML file."""
     path = check_output(path, HTML_PAGE, existing)
     measure_heads_once(opened)
@@ -148,7 +170,9 @@ def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refu
 
 
 def measure_heads_once(opened: OpenModel) -> None:
-    """Measure and classify the heads of a model over the open text; a reason why not becomes a warning of the page."""
+    """Measure and classify the heads of a model over the open text; a reason why not becomes a
+    warning of the page.
+    """
     if opened.table is not None or not opened.has_model:
         return
     from .model_actions import measure
@@ -160,10 +184,12 @@ def measure_heads_once(opened: OpenModel) -> None:
         opened.warnings.append(f"the heads are not measured: {error}")
 
 
-# --- The server and the browser -------------------------------------------------------------------------
+# --- The server and the browser -------------------------------------------------------------------
 
 
-def serve_page(opened: OpenModel, options: ServerOptions, announce: Callable[[str], object]) -> None:
+def serve_page(
+    opened: OpenModel, options: ServerOptions, announce: Callable[[str], object]
+) -> None:
     """Serve the page until interrupted; `announce` is called with one line, the address."""
     from .export_files import load_assets
     from .server import ServerAddress, serve
@@ -174,9 +200,18 @@ def serve_page(opened: OpenModel, options: ServerOptions, announce: Callable[[st
     def on_start(address: ServerAddress) -> None:
         announce(f"{opened.name}: {address.url}  {localise('(Ctrl+C stops it)')}")
         if options.open_browser:
-            threading.Thread(target=_open_when_ready, args=(options.host, port, address.url), daemon=True).start()
+            threading.Thread(
+                target=_open_when_ready, args=(options.host, port, address.url), daemon=True
+            ).start()
 
-    serve(opened, host=options.host, port=port, allow_remote=True, language=options.language, on_start=on_start)
+    serve(
+        opened,
+        host=options.host,
+        port=port,
+        allow_remote=True,
+        language=options.language,
+        on_start=on_start,
+    )
 
 
 def find_port(host: str, port: int) -> int:
@@ -187,18 +222,26 @@ def find_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except PermissionError:
-            raise SpecError(f"port {port} is reserved; give one above 1023, or leave --port out") from None
+            raise SpecError(
+                f"port {port} is reserved; give one above 1023, or leave --port out"
+            ) from None
         except socket.gaierror:
             raise SpecError(f"there is no address {host!r}; give --host 127.0.0.1") from None
         except OSError as error:
             if port == 0:
-                raise SpecError(f"cannot listen on {host}: {error.strerror}; give --host 127.0.0.1") from None
-            raise SpecError(f"port {port} is taken; give another --port, or leave it out for a free one") from None
+                raise SpecError(
+                    f"cannot listen on {host}: {error.strerror}; give --host 127.0.0.1"
+                ) from None
+            raise SpecError(
+                f"port {port} is taken; give another --port, or leave it out for a free one"
+            ) from None
         return int(probe.getsockname()[1])
 
 
 def has_browser() -> bool:
-    """Whether a browser with a window can be opened here; one in the terminal would hide the address."""
+    """Whether a browser with a window can be opened here; one in the terminal would hide the
+    address.
+    """
     if sys.platform.startswith("linux") and not any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     ):
@@ -211,7 +254,9 @@ def has_browser() -> bool:
 
 
 def _open_when_ready(host: str, port: int, address: str) -> None:
-    """Open the browser as soon as the server answers; the address is on the terminal if there is none."""
+    """Open the browser as soon as the server answers; the address is on the terminal if there is
+    none.
+    """
     if not has_browser():
         return
     deadline = time.monotonic() + SERVER_START_SECONDS
@@ -224,14 +269,16 @@ def _open_when_ready(host: str, port: int, address: str) -> None:
             time.sleep(0.05)
 
 
-# --- Python and notebooks -------------------------------------------------------------------------------
+# --- Python and notebooks -------------------------------------------------------------------------
 
 
 class View:
-    """The page of a model or a trace. A notebook shows it; `save` writes it to a file, `serve` opens it live.
+    """The page of a model or a trace. A notebook shows it; `save` writes it to a file, `serve`
+    opens it live.
 
-    In a notebook the page is in a frame of its own that cannot reach the notebook, and shows what was open when it was
-    made. With anywidget installed it is a widget, so that it also appears where notebooks remove frames.
+    In a notebook the page is in a frame of its own that cannot reach the notebook, and shows what
+    was open when it was made. With anywidget installed it is a widget, so that it also appears
+    where notebooks remove frames.
     """
 
     def __init__(self, opened: OpenModel) -> None:
@@ -268,11 +315,16 @@ class View:
         return make_widget(self.html)._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:
-        return f"<page of {self.opened.name}: .save('page.html') writes it, .serve() opens it in the browser>"
+        return (
+            f"<page of {self.opened.name}: .save('page.html') writes it, .serve() opens it in "
+            "the browser>"
+        )
 
 
 def make_widget(page: str, height: int = FRAME_HEIGHT) -> Any:
-    """A widget that shows a page in a sandboxed frame; `page` and `height` can be changed afterwards."""
+    """A widget that shows a page in a sandboxed frame; `page` and `height` can be changed
+    afterwards.
+    """
     import anywidget  # pyright: ignore[reportMissingImports] - an extra, which `view` checks for
     import traitlets  # pyright: ignore[reportMissingImports] - comes with anywidget
 
@@ -293,7 +345,8 @@ def print_address(line: str) -> None:
 
 
 def frame_html(page: str, name: str) -> str:
-    """A sandboxed frame with a page: its scripts run and may save files, without access to the document around it.
+    """A sandboxed frame with a page: its scripts run and may save files, without access to the
+    document around it.
 
     >>> frame_html("<p>1</p>", "a")[:60]
     '<iframe title="heads of a" sandbox="allow-scripts allow-down'
@@ -313,13 +366,14 @@ def view(
     image: Path | str | None = None,
     out: Path | str | None = None,
 ) -> View:
-    """The page of a model or a trace, which a notebook shows; `.serve()` opens it in the browser, `.save(path)` writes
-    it.
+    """The page of a model or a trace, which a notebook shows; `.serve()` opens it in the browser,
+    `.save(path)` writes it.
 
-    `model_or_trace` is a model, the name of a folder, a `Trace`, the path of a `.trace` file, or None for the bundled
-    sample. `text` is what the model reads; an encoder-decoder reads `source` and `text` is what it writes. A vision
-    model reads `image`, the path of an image, a folder of images or an .npy. `out` is the folder for models that are
-    pruned on the page; without it the page writes no files.
+    `model_or_trace` is a model, the name of a folder, a `Trace`, the path of a `.trace` file, or
+    None for the bundled sample. `text` is what the model reads; an encoder-decoder reads `source`
+    and `text` is what it writes. A vision model reads `image`, the path of an image, a folder of
+    images or an .npy. `out` is the folder for models that are pruned on the page; without it the
+    page writes no files.
 
     >>> import headwise as hw
     >>> hw.view()
@@ -331,7 +385,9 @@ def view(
         return View(open_target(Target(name, text, source, folder, image=picture)))
     if isinstance(model_or_trace, Trace):
         if text is not None or source is not None:
-            raise ValueError("text= needs a model, and a trace records one run; leave it out, or give the model")
+            raise ValueError(
+                "text= needs a model, and a trace records one run; leave it out, or give the model"
+            )
         return View(open_trace(model_or_trace))
     return View(open_model(model_or_trace, Target(None, text, source, folder, image=picture)))
 
@@ -344,10 +400,12 @@ def view_attention(
     cross_attention: Sequence[Any] = (),
     encoder_tokens: Sequence[str] = (),
 ) -> View:
-    """The page of attention weights computed elsewhere, in the format of BertViz: [1, heads, T, S] for each layer.
+    """The page of attention weights computed elsewhere, in the format of BertViz: [1, heads, T, S]
+    for each layer.
 
-    `attention` is the self-attention of `tokens` (of the decoder, if there is an encoder), `encoder_attention` the
-    self-attention of `encoder_tokens`, and `cross_attention` the attention from `tokens` to `encoder_tokens`.
+    `attention` is the self-attention of `tokens` (of the decoder, if there is an encoder),
+    `encoder_attention` the self-attention of `encoder_tokens`, and `cross_attention` the attention
+    from `tokens` to `encoder_tokens`.
 
     >>> import numpy as np
     >>> view_attention([np.eye(2)[None, None]], ["a", "b"])

@@ -1,4 +1,6 @@
-"""The JSON description of what is open: the model, the tokens, the attention layers, the measures and their ranges."""
+"""The JSON description of what is open: the model, the tokens, the attention layers, the measures
+and their ranges.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,20 @@ def describe_trace(
 ) -> dict[str, Any]:
     """Describe the recorded run: its model, the tokens of every stream, and its attention layers.
 
-    `sites` are the attention layers of the open model by name; without a model nothing can be done to a layer. What can
-    be done to the layers of a model that `is_loadable` is checked when it is loaded. `pruned` are the heads that each
-    site has lost, in the numbers that they had.
+    `sites` are the attention layers of the open model by name; without a model nothing can be done
+    to a layer. What can be done to the layers of a model that `is_loadable` is checked when it is
+    loaded. `pruned` are the heads that each site has lost, in the numbers that they had.
     """
     return {
         "version": DOCUMENT_VERSION,
-        "model": {name: value for name, value in trace.model.items() if isinstance(value, (str, int, float, bool))},
-        "streams": {name: [_describe_row(row) for row in rows] for name, rows in trace.streams.items()},
+        "model": {
+            name: value
+            for name, value in trace.model.items()
+            if isinstance(value, (str, int, float, bool))
+        },
+        "streams": {
+            name: [_describe_row(row) for row in rows] for name, rows in trace.streams.items()
+        },
         "sites": [
             _describe_site(layer, (sites or {}).get(layer.name), is_loadable)
             | {"prunedHeads": sorted((pruned or {}).get(layer.name, ()))}
@@ -57,7 +65,8 @@ def describe_trace(
 
 
 def estimate_memory(trace: Trace, model: Any, max_tokens: int) -> dict[str, int | None]:
-    """Parameters and bytes of a loaded model, bytes of the recorded run, and about those of a run of `max_tokens`.
+    """Parameters and bytes of a loaded model, bytes of the recorded run, and about those of a run
+    of `max_tokens`.
 
     Queries, keys and values grow with the number of tokens, recorded weights with its square.
     """
@@ -65,11 +74,15 @@ def estimate_memory(trace: Trace, model: Any, max_tokens: int) -> dict[str, int 
     for layer in trace.layers:
         growth = max_tokens / max(layer.num_queries, layer.num_keys, 1)
         for name, array in layer.arrays.items():
-            longest += array.nbytes * (growth**2 if name.startswith("weights") else growth if name[0] in "qkvz" else 1)
+            longest += array.nbytes * (
+                growth**2 if name.startswith("weights") else growth if name[0] in "qkvz" else 1
+            )
     parameters = [] if model is None else list(model.parameters())
     return {
         "parameters": sum(one.numel() for one in parameters) if parameters else None,
-        "weightBytes": sum(one.numel() * one.element_size() for one in parameters) if parameters else None,
+        "weightBytes": sum(one.numel() * one.element_size() for one in parameters)
+        if parameters
+        else None,
         "recordBytes": trace.nbytes,
         "longestBytes": int(longest),
     }
@@ -111,7 +124,10 @@ def _describe_ability(site: Site | None, name: str, is_loadable: bool) -> dict[s
     if site is None:
         if is_loadable:
             return {"possible": True, "reason": ""}
-        return {"possible": False, "reason": "only a trace is open; open the model to change its heads"}
+        return {
+            "possible": False,
+            "reason": "only a trace is open; open the model to change its heads",
+        }
     ability: Ability = getattr(site, name)
     return {"possible": ability.possible, "reason": ability.reason}
 
@@ -134,8 +150,11 @@ def describe_measures(table: HeadTable | None) -> list[dict[str, Any]]:
     return descriptions
 
 
-def stack_measures(table: HeadTable, heads: Sequence[tuple[str, int]]) -> tuple[list[str], NDArray[np.float32]]:
-    """Return the names of the measures, and [heads, measures, 4] with value, interval and chance level of each head.
+def stack_measures(
+    table: HeadTable, heads: Sequence[tuple[str, int]]
+) -> tuple[list[str], NDArray[np.float32]]:
+    """Return the names of the measures, and [heads, measures, 4] with value, interval and chance
+    level of each head.
 
     `heads` are (site, head). What was not measured is NaN.
     """
@@ -150,14 +169,20 @@ def stack_measures(table: HeadTable, heads: Sequence[tuple[str, int]]) -> tuple[
 
 
 def list_classes(table: HeadTable, sites: Sequence[str]) -> list[dict[str, Any]]:
-    """List the classes of every head, the likeliest first: site as an index, head, name, score and evidence."""
+    """List the classes of every head, the likeliest first: site as an index, head, name, score and
+    evidence.
+    """
     index = {name: number for number, name in enumerate(sites)}
     return [
         {
             "site": index[head.site],
             "head": head.head,
             "classes": [
-                {"name": head_class.name, "score": head_class.score, "evidence": head_class.evidence}
+                {
+                    "name": head_class.name,
+                    "score": head_class.score,
+                    "evidence": head_class.evidence,
+                }
                 for head_class in head.classes
             ],
         }

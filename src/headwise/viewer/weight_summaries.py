@@ -1,7 +1,8 @@
-"""Summaries of attention weights too many to send: pooled tiles, marginals, the largest weight of a part, thumbnails.
+"""Summaries of attention weights too many to send: pooled tiles, marginals, the largest weight of a
+part, thumbnails.
 
-All of them read the weights of one head a few hundred queries at a time, so that a text of 8,192 tokens needs megabytes
-and not gigabytes.
+All of them read the weights of one head a few hundred queries at a time, so that a text of 8,192
+tokens needs megabytes and not gigabytes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
 Array = NDArray[Any]
 WeightReader = Callable[[slice], FloatArray]  # the weights of a range of queries, [queries, keys]
-MaskReader = Callable[[slice], NDArray[np.bool_]]  # whether each query of a range may attend to each key
+MaskReader = Callable[
+    [slice], NDArray[np.bool_]
+]  # whether each query of a range may attend to each key
 
 
 class HeadReader(NamedTuple):
-    """The weights and the mask of one head, by ranges of queries, and its numbers of queries and keys."""
+    """The weights and the mask of one head, by ranges of queries, and its numbers of queries and
+    keys.
+    """
 
     weights: WeightReader
     mask: MaskReader
@@ -39,10 +44,12 @@ class Cells(NamedTuple):
 
 
 class Marginals(NamedTuple):
-    """One head without its pairs: what each key receives, how each query spreads, and the mean by distance.
+    """One head without its pairs: what each key receives, how each query spreads, and the mean by
+    distance.
 
-    `received` is the mean over the queries that may attend to a key, [keys]. `entropy` (nats) and `maximum` are those
-    of each query, [queries]. `by_offset` is the mean weight at each distance query - key over the allowed pairs, from
+    `received` is the mean over the queries that may attend to a key, [keys]. `entropy` (nats) and
+    `maximum` are those of each query, [queries]. `by_offset` is the mean weight at each distance
+    query - key over the allowed pairs, from
     -(keys - 1) to queries - 1.
     """
 
@@ -80,23 +87,38 @@ def pool_weights(head: HeadReader, cells: Cells, pool: str) -> tuple[FloatArray,
     for first, last in _group_cells(cells.queries):
         block = slice(int(cells.queries[first]), int(cells.queries[last]))
         rows = cells.queries[first:last] - block.start
-        values[first:last] = _reduce_cells(head.weights(block)[:, left:right], rows, columns, reduce)
-        masked[first:last] = ~_reduce_cells(head.mask(block)[:, left:right], rows, columns, np.logical_or)
+        values[first:last] = _reduce_cells(
+            head.weights(block)[:, left:right], rows, columns, reduce
+        )
+        masked[first:last] = ~_reduce_cells(
+            head.mask(block)[:, left:right], rows, columns, np.logical_or
+        )
     if pool == "mean":
         values /= np.diff(cells.queries)[:, None] * np.diff(cells.keys)
     return values, masked
 
 
-def _reduce_cells(values: Array, rows: NDArray[np.int64], columns: NDArray[np.int64], ufunc: np.ufunc) -> Array:
+def _reduce_cells(
+    values: Array, rows: NDArray[np.int64], columns: NDArray[np.int64], ufunc: np.ufunc
+) -> Array:
     """Reduce each cell to one value; cells begin at `rows` and `columns`."""
     ends = [*rows[1:].tolist(), len(values)]
-    if len(rows) < len(values):  # one reduction a cell, because reduceat over the first axis is ten times slower
-        values = np.stack([ufunc.reduce(values[row:end], axis=0) for row, end in zip(rows.tolist(), ends, strict=True)])
+    if len(rows) < len(
+        values
+    ):  # one reduction a cell, because reduceat over the first axis is ten times slower
+        values = np.stack(
+            [
+                ufunc.reduce(values[row:end], axis=0)
+                for row, end in zip(rows.tolist(), ends, strict=True)
+            ]
+        )
     return values if len(columns) == values.shape[1] else ufunc.reduceat(values, columns, axis=1)
 
 
 def _group_cells(edges: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbouring cells that cover up to `QUERY_BLOCK` positions, or one cell that covers more."""
+    """Ranges of neighbouring cells that cover up to `QUERY_BLOCK` positions, or one cell that
+    covers more.
+    """
     first = 0
     while first < len(edges) - 1:
         last = int(np.searchsorted(edges, edges[first] + QUERY_BLOCK, side="right")) - 1
@@ -106,23 +128,34 @@ def _group_cells(edges: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Marginals:
-    """The marginals of one head. `factor`, of every key, scales `received` and `maximum`, not the entropy."""
+    """The marginals of one head. `factor`, of every key, scales `received` and `maximum`, not the
+    entropy.
+    """
     num_queries, num_keys = head.num_queries, head.num_keys
     factor = None if factor is None else factor[:num_keys]
     entropy, maximum = np.zeros(num_queries, np.float32), np.zeros(num_queries, np.float32)
     received, possible = np.zeros(num_keys, np.float64), np.zeros(num_keys, np.int64)
-    sums, counts = np.zeros(num_queries + num_keys - 1, np.float64), np.zeros(num_queries + num_keys - 1, np.int64)
+    sums, counts = (
+        np.zeros(num_queries + num_keys - 1, np.float64),
+        np.zeros(num_queries + num_keys - 1, np.int64),
+    )
     for start, stop in query_blocks(num_queries):
         weights, allowed = head.weights(slice(start, stop)), head.mask(slice(start, stop))
         entropy[start:stop] = _row_entropy(weights)
         maximum[start:stop] = (weights if factor is None else weights * factor).max(1, initial=0.0)
         received += weights.sum(0, dtype=np.float64)
         possible += np.count_nonzero(allowed, axis=0)
-        for row, query in enumerate(range(start, stop)):  # a distance is a shift, and a shift is a slice
+        for row, query in enumerate(
+            range(start, stop)
+        ):  # a distance is a shift, and a shift is a slice
             sums[query : query + num_keys] += weights[row, ::-1]
             counts[query : query + num_keys] += allowed[row, ::-1]
-    means = np.divide(received, possible, out=np.zeros_like(received), where=possible > 0).astype(np.float32)
-    by_offset = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0).astype(np.float32)
+    means = np.divide(received, possible, out=np.zeros_like(received), where=possible > 0).astype(
+        np.float32
+    )
+    by_offset = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0).astype(
+        np.float32
+    )
     return Marginals(means if factor is None else means * factor, entropy, maximum, by_offset)
 
 
@@ -143,7 +176,7 @@ def find_peak(weights: WeightReader, queries: slice, keys: slice) -> Peak:
     return peak
 
 
-# --- Thumbnails ------------------------------------------------------------------------------------------
+# --- Thumbnails -----------------------------------------------------------------------------------
 
 
 def enlarge_picture(picture: ByteArray) -> ByteArray:
@@ -170,7 +203,9 @@ def thumbnail_masks(trace: Trace) -> tuple[ByteArray, NDArray[np.int32]]:
             numbers.append(by_content[content])
     pictures = [mask for _, mask in masks.values()]
     shape = (0, THUMBNAIL_SIZE, THUMBNAIL_SIZE)
-    return np.stack(pictures) if pictures else np.zeros(shape, np.uint8), np.array(numbers, np.int32)
+    return np.stack(pictures) if pictures else np.zeros(shape, np.uint8), np.array(
+        numbers, np.int32
+    )
 
 
 def _mask_content(trace: Trace, layer: AttentionRecord, head: int) -> object:
@@ -180,7 +215,9 @@ def _mask_content(trace: Trace, layer: AttentionRecord, head: int) -> object:
         owner = layer.name, head
     elif any(trace.grids[number].shape[1] > 1 for call in layer.calls for number in call.grids):
         owner = head
-    calls = tuple((call.queries, call.keys, call.first, call.causal, call.grids) for call in layer.calls)
+    calls = tuple(
+        (call.queries, call.keys, call.first, call.causal, call.grids) for call in layer.calls
+    )
     return owner, layer.num_queries, layer.num_keys, calls
 
 
@@ -192,5 +229,7 @@ def _draw_mask(trace: Trace, layer: AttentionRecord, head: int) -> ByteArray:
     for first, last in _group_cells(rows):
         block = slice(int(rows[first]), int(rows[last]))
         allowed = trace.head_mask(layer.name, head, block)
-        masked[first:last] = ~_reduce_cells(allowed, rows[first:last] - block.start, columns, np.logical_or)
+        masked[first:last] = ~_reduce_cells(
+            allowed, rows[first:last] - block.start, columns, np.logical_or
+        )
     return enlarge_picture(masked)

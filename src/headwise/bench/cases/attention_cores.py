@@ -1,4 +1,6 @@
-"""Cores that need all attention weights: heads mixed at every query-key pair, and entmax in place of softmax."""
+"""Cores that need all attention weights: heads mixed at every query-key pair, and entmax in place
+of softmax.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def head_composition_cases(quick: bool) -> Iterator[BenchmarkCase]:
 
 
 class MixedHeadCore:
-    """The attention core of one spec with fixed queries, keys, values and mixing factors, which get gradients."""
+    """The attention core of one spec with fixed queries, keys, values and mixing factors, which get
+    gradients.
+    """
 
     def __init__(self, spec: AttentionSpec, tokens: int) -> None:
         torch.manual_seed(0)
@@ -51,7 +55,10 @@ class MixedHeadCore:
         with torch.no_grad():  # the initial composition is nearly the identity
             for parameter in self.layer.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
-        self.x, self.at = torch.randn(1, tokens, spec.model), SequenceInfo.contiguous(0, tokens, "cpu")
+        self.x, self.at = (
+            torch.randn(1, tokens, spec.model),
+            SequenceInfo.contiguous(0, tokens, "cpu"),
+        )
         self.qkv = [torch.randn(1, tokens, NUM_HEADS, HEAD_DIM).requires_grad_() for _ in range(3)]
         self.entry = self._kv_entry()
         self.grad = torch.randn(1, tokens, NUM_HEADS, HEAD_DIM)
@@ -63,21 +70,29 @@ class MixedHeadCore:
         factors = {}
         with torch.no_grad():
             for name, mix, p in self.layer.mixes:
-                factors |= {f"{name}.{key}": factor for key, factor in mix.key_factors(self.x, p).items()}
+                factors |= {
+                    f"{name}.{key}": factor for key, factor in mix.key_factors(self.x, p).items()
+                }
         return {name: factor.clone().requires_grad_() for name, factor in factors.items()}
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Tensors that get gradients: q, k, v, the factors of keys, and the parameters of the mixing."""
+        """Tensors that get gradients: q, k, v, the factors of keys, and the parameters of the
+        mixing.
+        """
         mixing_params = [
-            p for name, p in self.layer.named_parameters() if name.split(".")[-1] in ("mixing", *_QUERY_FACTOR_NAMES)
+            p
+            for name, p in self.layer.named_parameters()
+            if name.split(".")[-1] in ("mixing", *_QUERY_FACTOR_NAMES)
         ]
         return [*self.qkv, *self.entry.values(), *mixing_params]
 
     def run(self) -> Tensor:
         """Return the head outputs o_BTHV."""
         q, k, v = self.qkv
-        inputs = CoreInputs(q, k, v, QueryContext(self.x, q, self.call.core.scale, self.at), self.entry, {})
+        inputs = CoreInputs(
+            q, k, v, QueryContext(self.x, q, self.call.core.scale, self.at), self.entry, {}
+        )
         mask = AttentionMask(self.at, self.at, self.call.spec.pattern)
         return self.dispatch.attend(mask, inputs, self.layer.core_steps, None)
 
@@ -86,7 +101,9 @@ class MixedHeadCore:
         bytes_of_storage: dict[int, int] = {}
 
         def record(tensor: Tensor) -> Tensor:
-            bytes_of_storage[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            bytes_of_storage[tensor.untyped_storage().data_ptr()] = (
+                tensor.untyped_storage().nbytes()
+            )
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
@@ -101,9 +118,17 @@ _QUERY_FACTOR_NAMES = tuple(f"query_{name}" for name in ("hidden", "source", "ta
 def _dcmha_cases(backward: bool) -> BenchmarkCase:
     spec = design(preset="dcmha", model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS)
     core = MixedHeadCore(spec, NUM_TOKENS)
-    title = f"DCMHA core, {NUM_TOKENS:,} tokens, {'forward and backward' if backward else 'forward'}"
-    runs = {"ours": core.run, PLAIN_SDPA: lambda: _plain_heads(core), PUBLISHED_DCMHA: lambda: _published_dcmha(core)}
-    return _composed_case(title, core, runs, backward, _saved_bytes_growth(spec) if backward else {})
+    title = (
+        f"DCMHA core, {NUM_TOKENS:,} tokens, {'forward and backward' if backward else 'forward'}"
+    )
+    runs = {
+        "ours": core.run,
+        PLAIN_SDPA: lambda: _plain_heads(core),
+        PUBLISHED_DCMHA: lambda: _published_dcmha(core),
+    }
+    return _composed_case(
+        title, core, runs, backward, _saved_bytes_growth(spec) if backward else {}
+    )
 
 
 def _talking_heads_case() -> BenchmarkCase:
@@ -113,19 +138,32 @@ def _talking_heads_case() -> BenchmarkCase:
     runs = {"ours": core.run, PLAIN_SDPA: lambda: _plain_heads(core)}
     runs["talking heads by hand (plain PyTorch)"] = lambda: _talking_heads_reference(core, mixing)
     return _composed_case(
-        f"talking heads core, {NUM_TOKENS:,} tokens, forward and backward", core, runs, True, _saved_bytes_growth(spec)
+        f"talking heads core, {NUM_TOKENS:,} tokens, forward and backward",
+        core,
+        runs,
+        True,
+        _saved_bytes_growth(spec),
     )
 
 
 def _composed_case(
-    name: str, core: MixedHeadCore, runs: dict[str, Callable[[], Tensor]], backward: bool, notes: dict[str, str]
+    name: str,
+    core: MixedHeadCore,
+    runs: dict[str, Callable[[], Tensor]],
+    backward: bool,
+    notes: dict[str, str],
 ) -> BenchmarkCase:
-    calls = {name: _forward_backward(run, core, name) if backward else _without_grad(run) for name, run in runs.items()}
+    calls = {
+        name: _forward_backward(run, core, name) if backward else _without_grad(run)
+        for name, run in runs.items()
+    }
     ours = calls.pop("ours")
     products = core.call.core.flops(NUM_TOKENS * (NUM_TOKENS + 1) // 2)
     required = RequiredWork(flops=7 * products // 2 if backward else products)
     targets = (SpeedTarget(PLAIN_SDPA, TARGET_SHARE),) if backward else ()
-    return BenchmarkCase(name, ours, {**calls}, targets, required, notes=notes, reported_peers=(PLAIN_SDPA,))
+    return BenchmarkCase(
+        name, ours, {**calls}, targets, required, notes=notes, reported_peers=(PLAIN_SDPA,)
+    )
 
 
 def _without_grad(run: Callable[[], Tensor]) -> TimedCall:
@@ -158,13 +196,17 @@ def _talking_heads_reference(core: MixedHeadCore, mixing: Sequence[Tensor]) -> T
     q, k, v = (t.transpose(1, 2) for t in core.qkv)
     a = torch.einsum("bgts,gh->bhts", q @ k.mT * HEAD_DIM**-0.5, mixing[0])
     future = torch.ones(a.shape[-2:], dtype=torch.bool).triu(1)
-    w = torch.einsum("bgts,gh->bhts", a.masked_fill(future, torch.finfo(a.dtype).min).softmax(-1), mixing[1])
+    w = torch.einsum(
+        "bgts,gh->bhts", a.masked_fill(future, torch.finfo(a.dtype).min).softmax(-1), mixing[1]
+    )
     return (w @ v).transpose(1, 2)
 
 
 def _saved_bytes_growth(spec: AttentionSpec) -> dict[str, str]:
     """Return a note with the saved bytes at one length and at twice that."""
-    short, long = (MixedHeadCore(spec, count).saved_bytes() / 1e6 for count in (NUM_TOKENS, 2 * NUM_TOKENS))
+    short, long = (
+        MixedHeadCore(spec, count).saved_bytes() / 1e6 for count in (NUM_TOKENS, 2 * NUM_TOKENS)
+    )
     lengths = f"{short:.1f} MB at {NUM_TOKENS:,} tokens, {long:.1f} MB at {2 * NUM_TOKENS:,}"
     return {"memory": f"saved for the backward pass: {lengths}"}
 
@@ -180,7 +222,9 @@ WeightFunction = Callable[[Tensor], Tensor]
 
 
 def entmax_cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """Yield entmax by the kernel, by plain tensor operations and by compiled ones, then cores with entmax."""
+    """Yield entmax by the kernel, by plain tensor operations and by compiled ones, then cores with
+    entmax.
+    """
     layer = Attention(design(preset="entmax", model=64, heads=1))
     part, p = layer.spec.normaliser, layer.weights["normaliser"]
     allowed = torch.ones(1, 1, 1, NUM_KEYS, dtype=torch.bool)
@@ -188,10 +232,14 @@ def entmax_cases(quick: bool) -> Iterator[BenchmarkCase]:
         ("alpha 1.5 by the kernel", lambda s: part.fused_normalise(s, allowed, p), 20.0)
     ]
     if not quick:
-        variants.append(("alpha 1.5, plain tensor operations", lambda s: part.normalise(s, allowed, p), 2.0))
+        variants.append(
+            ("alpha 1.5, plain tensor operations", lambda s: part.normalise(s, allowed, p), 2.0)
+        )
     if not quick and any(map(shutil.which, ("c++", "g++", "clang++"))):
         compiled: Any = torch.compile(part.normalise, dynamic=False)
-        variants.append(("alpha 1.5, plain tensor operations compiled", lambda s: compiled(s, allowed, p), 20.0))
+        variants.append(
+            ("alpha 1.5, plain tensor operations compiled", lambda s: compiled(s, allowed, p), 20.0)
+        )
     for name, normalise, ratio in variants:
         for backward in (False, True):
             yield _fixed_alpha_case(name, normalise, ratio, backward)
@@ -221,11 +269,15 @@ class ScoreRows(NamedTuple):
         return lambda: torch.autograd.grad(normalise(leaves[0]), leaves, self.grad)
 
     def required_work(self, backward: bool) -> RequiredWork:
-        """Return the bytes of the scores; the backward pass also reads weights and their gradients."""
+        """Return the bytes of the scores; the backward pass also reads weights
+        and their gradients.
+        """
         return RequiredWork(bytes_read=self.s.nbytes * (3 if backward else 1))
 
 
-def _fixed_alpha_case(name: str, ours: WeightFunction, ratio: float, backward: bool) -> BenchmarkCase:
+def _fixed_alpha_case(
+    name: str, ours: WeightFunction, ratio: float, backward: bool
+) -> BenchmarkCase:
     rows = ScoreRows.with_heads(1)
     peers: dict[str, TimedCall | MissingPeer] = {
         ENTMAX15_PACKAGE: make_peer(
@@ -248,7 +300,9 @@ def _fixed_alpha_case(name: str, ours: WeightFunction, ratio: float, backward: b
 
 
 def _learned_alpha_case(backward: bool) -> BenchmarkCase:
-    """Return the case of a learned alpha per head, from 1.05 to 1.95 over 16 heads, with its gradient."""
+    """Return the case of a learned alpha per head, from 1.05 to 1.95 over 16 heads, with its
+    gradient.
+    """
     fixed = design(preset="entmax", model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS)
     part, rows = replace(fixed.normaliser, kind="learned"), ScoreRows.with_heads(NUM_HEADS)
     layer = Attention(replace(fixed, normaliser=part))
@@ -262,9 +316,14 @@ def _learned_alpha_case(backward: bool) -> BenchmarkCase:
     learned = (p["a"],)
     peers: dict[str, TimedCall | MissingPeer] = {
         ENTMAX_BISECT_PACKAGE: make_peer(
-            "entmax", lambda library: rows.run(lambda s: library.entmax_bisect(s, alpha()), backward, *learned)
+            "entmax",
+            lambda library: rows.run(
+                lambda s: library.entmax_bisect(s, alpha()), backward, *learned
+            ),
         ),
-        "plain tensor operations": rows.run(lambda s: part.normalise(s, allowed, p), backward, *learned),
+        "plain tensor operations": rows.run(
+            lambda s: part.normalise(s, allowed, p), backward, *learned
+        ),
         SOFTMAX_BASELINE: rows.run(lambda s: s.softmax(-1), backward),
     }
     ours = rows.run(lambda s: part.fused_normalise(s, allowed, p), backward, *learned)
@@ -274,27 +333,41 @@ def _learned_alpha_case(backward: bool) -> BenchmarkCase:
         rows.required_work(backward),
     )
     return BenchmarkCase(
-        _case_title(name, backward), ours, peers, targets, required, reported_peers=(SOFTMAX_BASELINE,)
+        _case_title(name, backward),
+        ours,
+        peers,
+        targets,
+        required,
+        reported_peers=(SOFTMAX_BASELINE,),
     )
 
 
 def _entmax_core_case(backward: bool) -> BenchmarkCase:
-    """Return the case of a core with entmax; peers compute all weights and multiply them with all values."""
+    """Return the case of a core with entmax; peers compute all weights and multiply them with all
+    values.
+    """
     core = MixedHeadCore(
-        design(preset="entmax", model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern="causal()"), NUM_CORE_TOKENS
+        design(preset="entmax", model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern="causal()"),
+        NUM_CORE_TOKENS,
     )
     future = torch.ones(NUM_CORE_TOKENS, NUM_CORE_TOKENS, dtype=torch.bool).triu(1)
 
     def attend(normalise: WeightFunction) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in core.qkv)
-        return (normalise((q @ k.mT * HEAD_DIM**-0.5).masked_fill(future, -torch.inf)) @ v).transpose(1, 2)
+        return (
+            normalise((q @ k.mT * HEAD_DIM**-0.5).masked_fill(future, -torch.inf)) @ v
+        ).transpose(1, 2)
 
     def flash() -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in core.qkv)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     def run(compute: Callable[[], Tensor]) -> TimedCall:
-        return (lambda: torch.autograd.grad(compute(), core.qkv, core.grad)) if backward else torch.no_grad()(compute)
+        return (
+            (lambda: torch.autograd.grad(compute(), core.qkv, core.grad))
+            if backward
+            else torch.no_grad()(compute)
+        )
 
     peers: dict[str, TimedCall | MissingPeer] = {
         ENTMAX15_PACKAGE: make_peer(
@@ -304,9 +377,16 @@ def _entmax_core_case(backward: bool) -> BenchmarkCase:
     }
     # Only the product of the scores: few keys have weight, so that few values are read.
     products = core.call.core.flops(NUM_CORE_TOKENS * (NUM_CORE_TOKENS + 1) // 2) // 2
-    targets, required = (SpeedTarget(ENTMAX15_PACKAGE, 2.0),), RequiredWork(flops=(4 if backward else 1) * products)
+    targets, required = (
+        (SpeedTarget(ENTMAX15_PACKAGE, 2.0),),
+        RequiredWork(flops=(4 if backward else 1) * products),
+    )
     name = f"core, alpha 1.5, {NUM_CORE_TOKENS:,} tokens"
-    notes = {"memory": f"saves {core.saved_bytes() / 1e6:.1f} MB for the backward pass"} if backward else {}
+    notes = (
+        {"memory": f"saves {core.saved_bytes() / 1e6:.1f} MB for the backward pass"}
+        if backward
+        else {}
+    )
     return BenchmarkCase(
         _case_title(name, backward),
         run(core.run),
@@ -328,5 +408,9 @@ KINDS = {
         head_composition_cases,
         CaseCount(3, 3),
     ),
-    "entmax": CaseKind("Entmax: 4,096 rows of 1,024 scores, and 16 causal heads of 64", entmax_cases, CaseCount(10, 4)),
+    "entmax": CaseKind(
+        "Entmax: 4,096 rows of 1,024 scores, and 16 causal heads of 64",
+        entmax_cases,
+        CaseCount(10, 4),
+    ),
 }

@@ -1,4 +1,6 @@
-"""One attention layer against layers of other libraries: long rows, small calls, and its q, k and v projections."""
+"""One attention layer against layers of other libraries: long rows, small calls, and its q, k and v
+projections.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from ...interfaces.part import REGISTRY
 from ...nn.attention import Attention
 from ...nn.bound_parts import QKTransforms
 from ...presets import design
-from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, MissingPeer, RequiredWork, TimedCall, make_peer
+from ..benchmark_case import (
+    BenchmarkCase,
+    CaseCount,
+    CaseKind,
+    MissingPeer,
+    RequiredWork,
+    TimedCall,
+    make_peer,
+)
 
 MODEL_WIDTH, NUM_HEADS, NUM_TOKENS = 512, 8, 2048
 HEAD_DIM = MODEL_WIDTH // NUM_HEADS
@@ -33,13 +43,19 @@ class _BenchmarkLayer:
         """The layer in headwise, with weights from a fixed seed."""
         torch.manual_seed(0)
         return Attention(
-            design(model=MODEL_WIDTH, heads=NUM_HEADS, kv=self.kv, pattern="causal()" if self.causal else "full()")
+            design(
+                model=MODEL_WIDTH,
+                heads=NUM_HEADS,
+                kv=self.kv,
+                pattern="causal()" if self.causal else "full()",
+            )
         )
 
     def required_work(self, backward: bool) -> RequiredWork:
         """Return the FLOPs of the projections and of scores and values on allowed pairs.
 
-        The backward pass has two products of the same size for each; it also recomputes the scores (2205.14135).
+        The backward pass has two products of the same size for each; it also recomputes the scores
+        (2205.14135).
         """
         maps = 2 * NUM_TOKENS * MODEL_WIDTH * 2 * (MODEL_WIDTH + self.kv * HEAD_DIM)
         core = 4 * NUM_TOKENS * NUM_TOKENS * MODEL_WIDTH // (2 if self.causal else 1)
@@ -57,8 +73,12 @@ def attention_layer_cases(quick: bool) -> Iterator[BenchmarkCase]:
             {
                 "SDPA by hand": _bare_sdpa_layer(encoder),
                 "nn.MultiheadAttention": _torch_layer(encoder),
-                "x-transformers": make_peer("x_transformers", lambda library: _x_transformers_layer(library, encoder)),
-                "transformers BERT (sdpa)": make_peer("transformers", lambda library: _bert_layer(encoder)),
+                "x-transformers": make_peer(
+                    "x_transformers", lambda library: _x_transformers_layer(library, encoder)
+                ),
+                "transformers BERT (sdpa)": make_peer(
+                    "transformers", lambda library: _bert_layer(encoder)
+                ),
             },
         )
         yield _layer_case(
@@ -68,22 +88,33 @@ def attention_layer_cases(quick: bool) -> Iterator[BenchmarkCase]:
             {
                 "SDPA by hand": _bare_sdpa_layer(decoder),
                 "FlexAttention by hand": _flex_layer(decoder),
-                "x-transformers": make_peer("x_transformers", lambda library: _x_transformers_layer(library, decoder)),
-                "transformers Llama (sdpa)": make_peer("transformers", lambda library: _llama_layer(decoder)),
+                "x-transformers": make_peer(
+                    "x_transformers", lambda library: _x_transformers_layer(library, decoder)
+                ),
+                "transformers Llama (sdpa)": make_peer(
+                    "transformers", lambda library: _llama_layer(decoder)
+                ),
             },
         )
 
 
-def _layer_case(name: str, layer: _BenchmarkLayer, backward: bool, peers: Mapping[str, Any]) -> BenchmarkCase:
+def _layer_case(
+    name: str, layer: _BenchmarkLayer, backward: bool, peers: Mapping[str, Any]
+) -> BenchmarkCase:
     x = torch.randn(1, NUM_TOKENS, MODEL_WIDTH)
     ours = layer.headwise_layer
     make_call: Callable[[Any], TimedCall] = (
         (lambda run: _backward(run, x)) if backward else (lambda run: _forward(run, x))
     )
-    others = {name: run if isinstance(run, MissingPeer) else make_call(run) for name, run in peers.items()}
+    others = {
+        name: run if isinstance(run, MissingPeer) else make_call(run) for name, run in peers.items()
+    }
     title = f"{name}, {'forward and backward' if backward else 'forward'}"
     return BenchmarkCase(
-        title, make_call((ours, list(ours.parameters()))), others, required_work=layer.required_work(backward)
+        title,
+        make_call((ours, list(ours.parameters()))),
+        others,
+        required_work=layer.required_work(backward),
     )
 
 
@@ -92,7 +123,9 @@ def _forward(run: tuple[Forward, list[Tensor]], x: Tensor) -> TimedCall:
 
 
 def _backward(run: tuple[Forward, list[Tensor]], x: Tensor) -> TimedCall:
-    """Return a call that gives the gradient of x; gradients of weights are computed, but their layouts differ."""
+    """Return a call that gives the gradient of x; gradients of weights are computed, but their
+    layouts differ.
+    """
     forward, weights = run
     x = x.detach().requires_grad_()
     back = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
@@ -120,17 +153,26 @@ def _bare_sdpa_layer(layer: _BenchmarkLayer) -> tuple[Forward, list[Tensor]]:
 def _flex_layer(layer: _BenchmarkLayer) -> tuple[Forward, list[Tensor]]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, NUM_TOKENS, NUM_TOKENS, device="cpu")
+    mask = create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, NUM_TOKENS, NUM_TOKENS, device="cpu"
+    )
     core: Any = torch.compile(flex_attention)
     weights = _copy_weights(layer)
-    return _functional_layer(weights, lambda q, k, v: core(q, k, v, block_mask=mask, enable_gqa=True)), weights
+    return _functional_layer(
+        weights, lambda q, k, v: core(q, k, v, block_mask=mask, enable_gqa=True)
+    ), weights
 
 
-def _functional_layer(weights: list[Tensor], core: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Forward:
+def _functional_layer(
+    weights: list[Tensor], core: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Forward:
     q_w, k_w, v_w, o_w = weights
 
     def forward(x: Tensor) -> Tensor:
-        q, k, v = (F.linear(x, each).view(1, NUM_TOKENS, -1, HEAD_DIM).transpose(1, 2) for each in (q_w, k_w, v_w))
+        q, k, v = (
+            F.linear(x, each).view(1, NUM_TOKENS, -1, HEAD_DIM).transpose(1, 2)
+            for each in (q_w, k_w, v_w)
+        )
         return F.linear(core(q, k, v).transpose(1, 2).reshape(1, NUM_TOKENS, MODEL_WIDTH), o_w)
 
     return forward
@@ -145,10 +187,17 @@ def _torch_layer(layer: _BenchmarkLayer) -> tuple[Forward, list[Tensor]]:
 
 def _x_transformers_layer(library: Any, layer: _BenchmarkLayer) -> Any:
     theirs = library.Attention(
-        MODEL_WIDTH, dim_head=HEAD_DIM, heads=NUM_HEADS, kv_heads=layer.kv, causal=layer.causal, flash=True
+        MODEL_WIDTH,
+        dim_head=HEAD_DIM,
+        heads=NUM_HEADS,
+        kv_heads=layer.kv,
+        causal=layer.causal,
+        flash=True,
     )
     _load_weights(theirs, ("to_q", "to_k", "to_v", "to_out"), layer)
-    with torch.no_grad():  # its consecutive query heads use different key heads, those of headwise share one
+    with (
+        torch.no_grad()
+    ):  # its consecutive query heads use different key heads, those of headwise share one
         for weight in (theirs.to_q.weight, theirs.to_out.weight.T):
             heads = weight.reshape(layer.kv, NUM_HEADS // layer.kv, HEAD_DIM, MODEL_WIDTH)
             weight.copy_(heads.transpose(0, 1).reshape(MODEL_WIDTH, MODEL_WIDTH))
@@ -159,11 +208,15 @@ def _bert_layer(layer: _BenchmarkLayer) -> Any:
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertSelfAttention
 
-    config = BertConfig(hidden_size=MODEL_WIDTH, num_attention_heads=NUM_HEADS, attention_probs_dropout_prob=0.0)
+    config = BertConfig(
+        hidden_size=MODEL_WIDTH, num_attention_heads=NUM_HEADS, attention_probs_dropout_prob=0.0
+    )
     config._attn_implementation = "sdpa"
     theirs = BertSelfAttention(config)
     _load_weights(theirs, ("query", "key", "value"), layer)
-    out = stacked_weights(layer.headwise_layer)[3].clone().requires_grad_()  # BERT has W_O in another module
+    out = (
+        stacked_weights(layer.headwise_layer)[3].clone().requires_grad_()
+    )  # BERT has W_O in another module
     return (lambda x: F.linear(_first_output(theirs(x)), out)), [*theirs.parameters(), out]
 
 
@@ -172,7 +225,9 @@ def _llama_layer(layer: _BenchmarkLayer) -> Any:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    config = LlamaConfig(hidden_size=MODEL_WIDTH, num_attention_heads=NUM_HEADS, num_key_value_heads=layer.kv)
+    config = LlamaConfig(
+        hidden_size=MODEL_WIDTH, num_attention_heads=NUM_HEADS, num_key_value_heads=layer.kv
+    )
     config._attn_implementation = "sdpa"
     theirs = LlamaAttention(config, 0)
     _load_weights(theirs, ("q_proj", "k_proj", "v_proj", "o_proj"), layer)
@@ -216,19 +271,38 @@ def _short_call_case(tokens: int) -> BenchmarkCase:
     x = torch.randn(BATCH, tokens, SMALL_WIDTH)
 
     def bare(x: Tensor) -> Tensor:
-        heads = [F.linear(x, each).view(BATCH, tokens, NUM_HEADS, -1).transpose(1, 2) for each in (q, k, v)]
+        heads = [
+            F.linear(x, each).view(BATCH, tokens, NUM_HEADS, -1).transpose(1, 2)
+            for each in (q, k, v)
+        ]
         outputs = F.scaled_dot_product_attention(heads[0], heads[1], heads[2])
         return F.linear(outputs.transpose(1, 2).reshape(BATCH, tokens, -1), o)
 
-    peers = {"SDPA by hand": bare, "nn.MultiheadAttention": lambda x: theirs(x, x, x, need_weights=False)[0]}
-    name = f"{tokens} token{'s' if tokens > 1 else ''}, {NUM_HEADS} heads of {SMALL_WIDTH // NUM_HEADS}"
-    return BenchmarkCase(name, without_grad(layer, x), {name: without_grad(run, x) for name, run in peers.items()})
+    peers = {
+        "SDPA by hand": bare,
+        "nn.MultiheadAttention": lambda x: theirs(x, x, x, need_weights=False)[0],
+    }
+    name = (
+        f"{tokens} token{'s' if tokens > 1 else ''}, {NUM_HEADS} heads of "
+        f"{SMALL_WIDTH // NUM_HEADS}"
+    )
+    return BenchmarkCase(
+        name, without_grad(layer, x), {name: without_grad(run, x) for name, run in peers.items()}
+    )
 
 
 def _decode_step_case(name: str, modifiers: tuple[Any, ...]) -> BenchmarkCase:
-    """Return the case of one decode step; the cache grows with every call and is replaced when it is full."""
+    """Return the case of one decode step; the cache grows with every call and is replaced when it
+    is full.
+    """
     layer = Attention(
-        design(model=SMALL_WIDTH, heads=NUM_HEADS, kv=SMALL_KV_HEADS, pattern="causal()", modifiers=modifiers)
+        design(
+            model=SMALL_WIDTH,
+            heads=NUM_HEADS,
+            kv=SMALL_KV_HEADS,
+            pattern="causal()",
+            modifiers=modifiers,
+        )
     ).eval()
     x = torch.randn(BATCH, NUM_CACHED + 1, SMALL_WIDTH)
     hand, last = handwritten_step(layer, bool(modifiers)), x[:, NUM_CACHED:]
@@ -252,7 +326,9 @@ def _decode_step_case(name: str, modifiers: tuple[Any, ...]) -> BenchmarkCase:
 
 
 def handwritten_step(layer: Attention, rotary: bool) -> Callable[[Tensor, int], Tensor]:
-    """Return a decode step written for this layer only: RoPE from a table, a sliced cache, one SDPA call."""
+    """Return a decode step written for this layer only: RoPE from a table, a sliced cache, one SDPA
+    call.
+    """
     q_w, k_w, v_w, o_w = stacked_weights(layer)
     dim = layer.spec.heads.dim
     k_cache, v_cache = (
@@ -301,7 +377,9 @@ HEAD_DIM = MODEL_WIDTH // NUM_HEADS
 
 
 def qkv_projection_cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """Yield a long row, one token, and a short row of a small model, forward; the rows also with backward."""
+    """Yield a long row, one token, and a short row of a small model, forward; the rows also with
+    backward.
+    """
     for tokens, model in ((NUM_TOKENS, MODEL_WIDTH), (1, MODEL_WIDTH), (64, 128)):
         yield _projection_case(tokens, model, backward=False)
         if tokens > 1:
@@ -324,15 +402,24 @@ def _projection_case(tokens: int, model: int, *, backward: bool) -> BenchmarkCas
     make_call = _projection_backward if backward else _projection_forward
     calls = {name: make_call(projection, x) for name, projection in runs.items()}
     sizes = f"{tokens:,} token{'s' * (tokens > 1)}, {heads} heads of {HEAD_DIM}"
-    return BenchmarkCase(f"{sizes}, {'forward and backward' if backward else 'forward'}", calls.pop("ours"), calls)
+    return BenchmarkCase(
+        f"{sizes}, {'forward and backward' if backward else 'forward'}", calls.pop("ours"), calls
+    )
 
 
 class _QKVProjection:
-    """Computes q, k and v [1, T, heads, dim] from any number of matrices [out, in], or by a layer of headwise."""
+    """Computes q, k and v [1, T, heads, dim] from any number of matrices [out, in], or by a layer
+    of headwise.
+    """
 
     def __init__(self, matrices: Sequence[Tensor], layer: Attention | None = None) -> None:
-        self.matrices = [matrix.detach().requires_grad_() for matrix in matrices] if layer is None else matrices
-        self.layer, self.transforms = layer, QKTransforms(dict.fromkeys("qkv", ()), torch.zeros(1, 1))
+        self.matrices = (
+            [matrix.detach().requires_grad_() for matrix in matrices] if layer is None else matrices
+        )
+        self.layer, self.transforms = (
+            layer,
+            QKTransforms(dict.fromkeys("qkv", ()), torch.zeros(1, 1)),
+        )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.layer is not None:
@@ -360,10 +447,15 @@ def _projection_forward(projection: _QKVProjection, x: Tensor) -> TimedCall:
 
 
 def _projection_backward(projection: _QKVProjection, x: Tensor) -> TimedCall:
-    """Return a call that gives the gradient of x; it computes those of the matrices too, which differ in shape."""
+    """Return a call that gives the gradient of x; it computes those of the matrices too, which
+    differ in shape.
+    """
     x = x.detach().requires_grad_()
     generator = torch.Generator().manual_seed(1)
-    back = [torch.randn(1, x.shape[1], x.shape[2] // HEAD_DIM, HEAD_DIM, generator=generator) for _ in range(3)]
+    back = [
+        torch.randn(1, x.shape[1], x.shape[2] // HEAD_DIM, HEAD_DIM, generator=generator)
+        for _ in range(3)
+    ]
 
     def both() -> Tensor:
         return torch.autograd.grad(projection(x), [x, *projection.matrices], back)[0]

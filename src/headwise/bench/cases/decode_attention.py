@@ -1,4 +1,6 @@
-"""Attention of one decode step: one query per row over KV caches of all kinds, contiguous and paged."""
+"""Attention of one decode step: one query per row over KV caches of all kinds, contiguous and
+paged.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,29 @@ from torch import Tensor
 from ...cache import PagedSequence, PagePool
 from ...kernels import PagedDecodeOptions, attend_paged
 from ...presets import design
-from ..benchmark_case import LIMIT, BenchmarkCase, CaseCount, CaseKind, RequiredWork, SpeedTarget, TimedCall
+from ..benchmark_case import (
+    LIMIT,
+    BenchmarkCase,
+    CaseCount,
+    CaseKind,
+    RequiredWork,
+    SpeedTarget,
+    TimedCall,
+)
 
 DECODE_HISTORY = (
-    "The kernel reads four keys and values at a time in memory order, and prefetches 12 KB ahead into the L1 cache: 59 "
-    "to 68 % of the read limit in fp32 and 62 to 64 % in bf16 on two threads where `sum` reads 40 GB/s (before: 63 and "
-    "59). No other prefetch distance, cache level, order or assignment to threads is faster. Processors drop part of "
+    "The kernel reads four keys and values at a time in memory order, and prefetches 12 KB ahead "
+    "into the L1 cache: 59 "
+    "to 68 % of the read limit in fp32 and 62 to 64 % in bf16 on two threads where `sum` reads 40 "
+    "GB/s (before: 63 and "
+    "59). No other prefetch distance, cache level, order or assignment to threads is faster. "
+    "Processors drop part of "
     "the prefetches during products. See log/2026-11-22-fast-decode.md."
 )
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_TOKENS = 32, 8, 128, 8192
-MIN_TOTAL_CACHE_BYTES = 128 * 2**20  # of all KV caches that a case cycles through: 4 times a last-level cache of 32 MB
+MIN_TOTAL_CACHE_BYTES = (
+    128 * 2**20
+)  # of all KV caches that a case cycles through: 4 times a last-level cache of 32 MB
 CacheRead = Callable[..., Tensor]  # attention over the tensors of one cache
 RAGGED_LENGTHS = (500, 1000, 1500, 2500, 4000, 5000, 6500, 8000)
 PAGE_SIZE, RING_SIZE = 16, 1024
@@ -31,7 +46,9 @@ PAGE_SIZE, RING_SIZE = 16, 1024
 
 @dataclass(frozen=True)
 class _DecodeCaches:
-    """KV caches of one shape, read in turn so that none stays in the processor's cache; and one query per row."""
+    """KV caches of one shape, read in turn so that none stays in the processor's cache; and one
+    query per row.
+    """
 
     q_BHK: Tensor
     kv_pairs: tuple[tuple[Tensor, Tensor], ...]  # k, v [B, S, G, K]
@@ -43,18 +60,25 @@ class _DecodeCaches:
         torch.manual_seed(0)
         shape = (len(lengths), max(lengths), NUM_KV_HEADS, HEAD_DIM)
         copies = -(
-            -MIN_TOTAL_CACHE_BYTES // (2 * len(lengths) * max(lengths) * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize)
+            -MIN_TOTAL_CACHE_BYTES
+            // (2 * len(lengths) * max(lengths) * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize)
         )
-        pairs = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(max(copies, 2))]
+        pairs = [
+            (torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+            for _ in range(max(copies, 2))
+        ]
         table = torch.tensor([[[row, 0, length]] for row, length in enumerate(lengths)])
-        return _DecodeCaches(torch.randn(len(lengths), NUM_HEADS, HEAD_DIM).to(dtype), tuple(pairs), table)
+        return _DecodeCaches(
+            torch.randn(len(lengths), NUM_HEADS, HEAD_DIM).to(dtype), tuple(pairs), table
+        )
 
     def required_work(self) -> RequiredWork:
         """Return the bytes of all keys and values of one cache."""
         k, v = self.kv_pairs[0]
         bytes_per_token = (k[0, 0].numel() + v[0, 0].numel()) * k.itemsize
         return RequiredWork(
-            bytes_read=int((self.table[..., 2] - self.table[..., 1]).sum()) * bytes_per_token, dtype=k.dtype
+            bytes_read=int((self.table[..., 2] - self.table[..., 1]).sum()) * bytes_per_token,
+            dtype=k.dtype,
         )
 
     def cycle_caches(self, read: CacheRead) -> TimedCall:
@@ -64,7 +88,9 @@ class _DecodeCaches:
 
     def headwise_kernel(self, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the kernel of headwise."""
-        return attend_paged(self.q_BHK, k.transpose(1, 2), v.transpose(1, 2), self.table, scale=HEAD_DIM**-0.5)[0]
+        return attend_paged(
+            self.q_BHK, k.transpose(1, 2), v.transpose(1, 2), self.table, scale=HEAD_DIM**-0.5
+        )[0]
 
     def sdpa_gqa(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend with SDPA and enable_gqa."""
@@ -79,18 +105,28 @@ class _DecodeCaches:
     def sdpa_grouped_rows(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend with SDPA; the query heads of a group are the queries of one key-value head."""
         q = self.q_BHK.unflatten(1, (NUM_KV_HEADS, -1))
-        return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask).flatten(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k.transpose(1, 2), v.transpose(1, 2), mask
+        ).flatten(1, 2)
 
 
 def attention_decode_cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """Yield 8k tokens in three precisions, rows of different lengths, pages, a ring buffer and a latent cache."""
+    """Yield 8k tokens in three precisions, rows of different lengths, pages, a ring buffer and a
+    latent cache.
+    """
     with torch.no_grad():
         yield _full_cache_case(
             "fp32",
             torch.float32,
-            (SpeedTarget("SDPA, enable_gqa", 3), SpeedTarget("repeat-kv + SDPA", 15), SpeedTarget(LIMIT, 0.8)),
+            (
+                SpeedTarget("SDPA, enable_gqa", 3),
+                SpeedTarget("repeat-kv + SDPA", 15),
+                SpeedTarget(LIMIT, 0.8),
+            ),
         )
-        yield _full_cache_case("bf16", torch.bfloat16, (SpeedTarget("SDPA, enable_gqa", 10), SpeedTarget(LIMIT, 0.7)))
+        yield _full_cache_case(
+            "bf16", torch.bfloat16, (SpeedTarget("SDPA, enable_gqa", 10), SpeedTarget(LIMIT, 0.7))
+        )
         yield _int8_case()
         yield _ragged_case()
         yield _paged_case()
@@ -125,33 +161,48 @@ def _decode_case(
     )
 
 
-def _full_cache_case(name: str, dtype: torch.dtype, targets: tuple[SpeedTarget, ...]) -> BenchmarkCase:
+def _full_cache_case(
+    name: str, dtype: torch.dtype, targets: tuple[SpeedTarget, ...]
+) -> BenchmarkCase:
     caches = _DecodeCaches.with_lengths((NUM_TOKENS,), dtype)
     peers = {
         "SDPA, enable_gqa": caches.sdpa_gqa,
         "repeat-kv + SDPA": caches.sdpa_repeated,
         "SDPA, heads as rows": caches.sdpa_grouped_rows,
     }
-    return _decode_case(f"decode 8k, {name}", caches, peers, targets, low_precision=dtype == torch.bfloat16)
+    return _decode_case(
+        f"decode 8k, {name}", caches, peers, targets, low_precision=dtype == torch.bfloat16
+    )
 
 
 def _int8_case() -> BenchmarkCase:
-    """Return the case of an int8 cache; the peer reads bf16, so that results differ by the quantisation error."""
+    """Return the case of an int8 cache; the peer reads bf16, so that results differ by the
+    quantisation error.
+    """
     caches = _DecodeCaches.with_lengths((NUM_TOKENS,), torch.bfloat16)
     quantized = []
     for pair in caches.kv_pairs * 2:
         scales = [t.float().abs().amax(-1) / 127 for t in pair]
-        integers = [(t / s[..., None]).round().to(torch.int8) for t, s in zip(pair, scales, strict=True)]
+        integers = [
+            (t / s[..., None]).round().to(torch.int8) for t, s in zip(pair, scales, strict=True)
+        ]
         quantized.append((*integers, *scales))
     order = count()
 
     def ours() -> Tensor:
         k, v, *scales = (t.transpose(1, 2) for t in quantized[next(order) % len(quantized)])
         return attend_paged(
-            caches.q_BHK, k, v, caches.table, scale=HEAD_DIM**-0.5, options=PagedDecodeOptions(None, None, *scales)
+            caches.q_BHK,
+            k,
+            v,
+            caches.table,
+            scale=HEAD_DIM**-0.5,
+            options=PagedDecodeOptions(None, None, *scales),
         )[0]
 
-    runs = _without_grad({"ours": ours, "SDPA, enable_gqa (bf16)": caches.cycle_caches(caches.sdpa_gqa)})
+    runs = _without_grad(
+        {"ours": ours, "SDPA, enable_gqa (bf16)": caches.cycle_caches(caches.sdpa_gqa)}
+    )
     reads = sum(t.nbytes for t in quantized[0])
     return BenchmarkCase(
         "decode 8k, int8",
@@ -183,14 +234,20 @@ def _paged_case() -> BenchmarkCase:
     order = torch.randperm(NUM_TOKENS // PAGE_SIZE)
     pools = []
     for pair in caches.kv_pairs:
-        pages = [t[0].unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).contiguous() for t in pair]  # [P, G, page, K]
+        pages = [
+            t[0].unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).contiguous() for t in pair
+        ]  # [P, G, page, K]
         pools.append(tuple(torch.empty_like(t).index_copy_(0, order, t) for t in pages))
-    spans = torch.stack([order, torch.zeros_like(order), torch.full_like(order, PAGE_SIZE)], -1)[None]
+    spans = torch.stack([order, torch.zeros_like(order), torch.full_like(order, PAGE_SIZE)], -1)[
+        None
+    ]
     caches = _DecodeCaches(caches.q_BHK, tuple(pools), caches.table)
 
     def gather_and_attend(k: Tensor, v: Tensor) -> Tensor:
         k, v = (t[order].transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
-        return F.scaled_dot_product_attention(caches.q_BHK[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+        return F.scaled_dot_product_attention(caches.q_BHK[:, :, None], k, v, enable_gqa=True)[
+            :, :, 0
+        ]
 
     runs = {
         "ours": lambda k, v: attend_paged(caches.q_BHK, k, v, spans, scale=HEAD_DIM**-0.5)[0],
@@ -198,7 +255,9 @@ def _paged_case() -> BenchmarkCase:
     }
     runs = _without_grad({name: caches.cycle_caches(run) for name, run in runs.items()})
     reads = 2 * NUM_TOKENS * NUM_KV_HEADS * HEAD_DIM * 4
-    return BenchmarkCase("decode 8k, pages of 16", runs.pop("ours"), runs, (), RequiredWork(bytes_read=reads))
+    return BenchmarkCase(
+        "decode 8k, pages of 16", runs.pop("ours"), runs, (), RequiredWork(bytes_read=reads)
+    )
 
 
 def _ring_case() -> BenchmarkCase:
@@ -208,33 +267,50 @@ def _ring_case() -> BenchmarkCase:
 
 
 def _latent_case() -> BenchmarkCase:
-    """Return the case of MLA: 16 heads over a latent of 512 + 64 numbers; the first 512 are the value (2405.04434)."""
+    """Return the case of MLA: 16 heads over a latent of 512 + 64 numbers; the first 512 are the
+    value (2405.04434).
+    """
     torch.manual_seed(0)
     rank, rope, heads = 512, 64, 16
-    pairs = tuple((k := torch.randn(1, NUM_TOKENS, 1, rank + rope), k[..., :rank]) for _ in range(8))
-    caches = _DecodeCaches(torch.randn(1, heads, rank + rope), pairs, torch.tensor([[[0, 0, NUM_TOKENS]]]))
+    pairs = tuple(
+        (k := torch.randn(1, NUM_TOKENS, 1, rank + rope), k[..., :rank]) for _ in range(8)
+    )
+    caches = _DecodeCaches(
+        torch.randn(1, heads, rank + rope), pairs, torch.tensor([[[0, 0, NUM_TOKENS]]])
+    )
 
     def ours(k: Tensor, v: Tensor) -> Tensor:
-        return attend_paged(caches.q_BHK, k.transpose(1, 2), v.transpose(1, 2), caches.table, scale=192**-0.5)[0]
+        return attend_paged(
+            caches.q_BHK, k.transpose(1, 2), v.transpose(1, 2), caches.table, scale=192**-0.5
+        )[0]
 
     def sdpa(k: Tensor, v: Tensor) -> Tensor:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         return F.scaled_dot_product_attention(caches.q_BHK[:, None], k, v, scale=192**-0.5)[:, 0]
 
     runs = _without_grad(
-        {name: caches.cycle_caches(run) for name, run in {"ours": ours, "SDPA, heads as rows": sdpa}.items()}
+        {
+            name: caches.cycle_caches(run)
+            for name, run in {"ours": ours, "SDPA, heads as rows": sdpa}.items()
+        }
     )
-    required = RequiredWork(bytes_read=NUM_TOKENS * (rank + rope) * 4, flops=2 * heads * NUM_TOKENS * (2 * rank + rope))
+    required = RequiredWork(
+        bytes_read=NUM_TOKENS * (rank + rope) * 4, flops=2 * heads * NUM_TOKENS * (2 * rank + rope)
+    )
     return BenchmarkCase("decode 8k, latent of 512 + 64", runs.pop("ours"), runs, (), required)
 
 
 PAGED_HISTORY = (
-    "The kernel is that of contiguous caches: the times of products and of memory reads add up, they do not overlap. "
+    "The kernel is that of contiguous caches: the times of products and of memory reads add up, "
+    "they do not overlap. "
     "See log/2026-11-22-fast-decode.md."
 )
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 ROW_LENGTHS = (500, 1_571, 2_643, 3_714, 4_786, 5_857, 6_929, 8_000)
-SHARED_PREFIX, OWN_TOKENS = 4_096, 256  # tokens of the prefix that all eight rows share, and of each row after it
+SHARED_PREFIX, OWN_TOKENS = (
+    4_096,
+    256,
+)  # tokens of the prefix that all eight rows share, and of each row after it
 BENCHMARK_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 READ_LIMIT_TARGETS = {"fp32": 0.8, "bf16": 0.7}  # shares of the memory bandwidth
 GATHERED_SDPA, PADDED_SDPA, UNSHARED = (
@@ -245,7 +321,9 @@ GATHERED_SDPA, PADDED_SDPA, UNSHARED = (
 
 
 def paged_attention_cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """Yield rows of different lengths in pages of 16 and 64 tokens, and rows with a shared prefix."""
+    """Yield rows of different lengths in pages of 16 and 64 tokens, and rows
+    with a shared prefix.
+    """
     for page in (16,) if quick else (16, 64):
         for name in BENCHMARK_DTYPES:
             yield _ragged_pages_case(page, name)
@@ -272,28 +350,49 @@ def _shared_prefix_case(name: str) -> BenchmarkCase:
     unshared = _PagedRows(lengths, 16, BENCHMARK_DTYPES[name])
     unshared.copy_from(rows)
     return BenchmarkCase(
-        f"8 rows that share {SHARED_PREFIX:,} of {SHARED_PREFIX + OWN_TOKENS:,} tokens in pages of 16, {name}",
+        f"8 rows that share {SHARED_PREFIX:,} of {SHARED_PREFIX + OWN_TOKENS:,} tokens in pages "
+        f"of 16, {name}",
         rows.headwise_kernel,
         {UNSHARED: unshared.headwise_kernel, GATHERED_SDPA: rows.gathered_sdpa()},
         required_work=RequiredWork(rows.bytes_read, rows.flops, BENCHMARK_DTYPES[name]),
         tolerance=1e-3 if name == "fp32" else 2e-2,
-        notes={"bytes": f"{rows.bytes_read:,} with shared pages read once; {unshared.bytes_read:,} without sharing"},
+        notes={
+            "bytes": (
+                f"{rows.bytes_read:,} with shared pages read once; {unshared.bytes_read:,} "
+                "without sharing"
+            )
+        },
     )
 
 
 class _PagedRows:
-    """Rows of a paged cache whose pages alternate, as if all rows had grown together; and one query per row."""
+    """Rows of a paged cache whose pages alternate, as if all rows had grown together; and one query
+    per row.
+    """
 
-    def __init__(self, lengths: Sequence[int], page: int, dtype: torch.dtype, shared: int = 0) -> None:
+    def __init__(
+        self, lengths: Sequence[int], page: int, dtype: torch.dtype, shared: int = 0
+    ) -> None:
         torch.manual_seed(0)
-        spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, kv=NUM_KV_HEADS, pattern="causal()")
-        count = sum(-(-length // page) for length in lengths) - (len(lengths) - 1) * (shared // page)
+        spec = design(
+            model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, kv=NUM_KV_HEADS, pattern="causal()"
+        )
+        count = sum(-(-length // page) for length in lengths) - (len(lengths) - 1) * (
+            shared // page
+        )
         self.pool, self.lengths = PagePool([spec], pages=count, page=page, dtype=dtype), lengths
-        self.pool.storage.copy_(torch.randn(1, self.pool.storage.shape[1]).expand_as(self.pool.storage))
+        self.pool.storage.copy_(
+            torch.randn(1, self.pool.storage.shape[1]).expand_as(self.pool.storage)
+        )
         self.pool.storage.mul_(torch.rand(len(self.pool.storage), 1))
         self.rows = self._start_shared(shared)
         while any(row.length < end - 1 for row, end in zip(self.rows, lengths, strict=True)):
-            self._grow([min(page, end - 1 - row.length) for row, end in zip(self.rows, lengths, strict=True)])
+            self._grow(
+                [
+                    min(page, end - 1 - row.length)
+                    for row, end in zip(self.rows, lengths, strict=True)
+                ]
+            )
         batch = self.pool.batch_of(self.rows)
         batch.next_positions([1] * len(lengths))
         pages = batch.accesses[0].row_pages
@@ -318,7 +417,13 @@ class _PagedRows:
     def bytes_read(self) -> int:
         """Bytes of all keys and values, with each page counted once."""
         spans = {tuple(span) for span in self._table.flatten(0, 1).tolist()}
-        return sum(end - begin for _, begin, end in spans) * 2 * NUM_KV_HEADS * HEAD_DIM * self.q.itemsize
+        return (
+            sum(end - begin for _, begin, end in spans)
+            * 2
+            * NUM_KV_HEADS
+            * HEAD_DIM
+            * self.q.itemsize
+        )
 
     @property
     def flops(self) -> int:
@@ -341,7 +446,9 @@ class _PagedRows:
         """Attend over the pages in place."""
         views = self.pool.views[0]
         with torch.no_grad():
-            return attend_paged(self.q, views["k"], views["v"], self._table, scale=HEAD_DIM**-0.5)[0]
+            return attend_paged(self.q, views["k"], views["v"], self._table, scale=HEAD_DIM**-0.5)[
+                0
+            ]
 
     def gathered_sdpa(self) -> TimedCall:
         """Return a call that copies the pages of each row into one tensor, then attends."""
@@ -359,7 +466,9 @@ class _PagedRows:
     def padded_sdpa(self) -> TimedCall:
         """Return a call that attends over rows padded to the longest, copied beforehand."""
         is_real = self.pages.gathered.sequence.is_real[:, None, None]
-        entry: Any = {name: tensor.clone() for name, tensor in self.pool.gather(0, self.pages).items()}
+        entry: Any = {
+            name: tensor.clone() for name, tensor in self.pool.gather(0, self.pages).items()
+        }
         k, v = (entry[side].transpose(1, 2).contiguous() for side in "kv")
 
         def run() -> Tensor:
@@ -370,12 +479,18 @@ class _PagedRows:
 
 
 def _grouped_sdpa(q_BHK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, is_real: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q_BHK[:, :, None], k_BGSK, v_BGSV, is_real, enable_gqa=True)[:, :, 0]
+    return F.scaled_dot_product_attention(
+        q_BHK[:, :, None], k_BGSK, v_BGSV, is_real, enable_gqa=True
+    )[:, :, 0]
 
 
 KINDS = {
-    "attention_decode": CaseKind("Decoding: one query per row", attention_decode_cases, CaseCount(7, 7)),
+    "attention_decode": CaseKind(
+        "Decoding: one query per row", attention_decode_cases, CaseCount(7, 7)
+    ),
     "paged_attention": CaseKind(
-        "One query per row over pages, 32 heads on 8 key heads of 128", paged_attention_cases, CaseCount(6, 4)
+        "One query per row over pages, 32 heads on 8 key heads of 128",
+        paged_attention_cases,
+        CaseCount(6, 4),
     ),
 }

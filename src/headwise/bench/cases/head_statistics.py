@@ -14,7 +14,12 @@ from ...families import read_model_spec
 from ...head_analysis.annotated_examples import Example, TokenAnnotations
 from ...head_analysis.head_measurement import MetricSums
 from ...head_analysis.head_metrics import HEAD_METRICS
-from ...head_analysis.head_similarity import RowSampling, entropy, jensen_shannon_divergence, sample_rows
+from ...head_analysis.head_similarity import (
+    RowSampling,
+    entropy,
+    jensen_shannon_divergence,
+    sample_rows,
+)
 from ...head_analysis.resampling import Jackknife
 from ...head_analysis.weight_bands import AttentionReceived, WeightBand, stream_weight_bands
 from ...inspect.attention_sites import find_attention
@@ -36,7 +41,9 @@ ROW_SAMPLE = RowSampling(num_rows=64)
 
 
 def head_statistics_cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """Yield sums over all rows of weights, divergence_RHH statistic, and Jensen-Shannon divergences of sampled rows."""
+    """Yield sums over all rows of weights, divergence_RHH statistic, and Jensen-Shannon divergences
+    of sampled rows.
+    """
     yield _summed_case(SHORT_LENGTH, STATISTIC_NAMES)
     yield _summed_case(LONG_LENGTH, STATISTIC_NAMES)
     if not quick:
@@ -66,7 +73,9 @@ def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
         before = peak_memory_bytes(reset=True)
         ours()
         added = peak_memory_bytes() - before
-        notes["memory added"] = f"{added / 1e9:.2f} GB, limit {MEMORY_LIMIT}" if before else "unknown on this system"
+        notes["memory added"] = (
+            f"{added / 1e9:.2f} GB, limit {MEMORY_LIMIT}" if before else "unknown on this system"
+        )
 
     forward = _forward_pass(net, example)
     size = count * count * MODEL_CONFIG["n_head"] * 4 / 1e9
@@ -75,10 +84,17 @@ def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
         FORWARD_ONLY: forward,
         EAGER_WEIGHTS: too_large if count == LONG_LENGTH else _eager_statistics(net, example),
     }
-    statistics = "entropy, sinks, offsets" if names is STATISTIC_NAMES else f"all {len(names)} statistics"
+    statistics = (
+        "entropy, sinks, offsets" if names is STATISTIC_NAMES else f"all {len(names)} statistics"
+    )
     targets = (SpeedTarget(FORWARD_ONLY, 1 / 3),) if count == LONG_LENGTH else ()
     return BenchmarkCase(
-        f"{statistics}, column mass, {count:,} tokens", ours_with_memory, peers, targets, tolerance=None, notes=notes
+        f"{statistics}, column mass, {count:,} tokens",
+        ours_with_memory,
+        peers,
+        targets,
+        tolerance=None,
+        notes=notes,
     )
 
 
@@ -92,16 +108,23 @@ def _similarity_case(count: int) -> BenchmarkCase:
     def ours() -> None:
         with torch.inference_mode():
             (rows,), _ = sample_rows(net, layers, example, streams, ROW_SAMPLE)
-            divergences = [jensen_shannon_divergence(row[:, None]).numpy() for row in rows.weights.unbind(1)]
+            divergences = [
+                jensen_shannon_divergence(row[:, None]).numpy() for row in rows.weights.unbind(1)
+            ]
         divergence_RHH = np.stack(divergences)
         above = np.triu_indices(divergence_RHH.shape[1], 1)
         mean = Jackknife.of_ratio(divergence_RHH[:, *above].mean(1))
         low, high = mean.interval()
-        summary = f"{mean.value:.3f} nats, {low:.3f} to {high:.3f}, over {len(divergence_RHH)} rows of {count:,}"
+        summary = (
+            f"{mean.value:.3f} nats, {low:.3f} to {high:.3f}, over {len(divergence_RHH)} "
+            f"rows of {count:,}"
+        )
         notes["divergence of two heads"] = summary
 
     name = f"Jensen-Shannon of {ROW_SAMPLE.num_rows} sampled rows, {count:,} tokens"
-    return BenchmarkCase(name, ours, {FORWARD_ONLY: _forward_pass(net, example)}, tolerance=None, notes=notes)
+    return BenchmarkCase(
+        name, ours, {FORWARD_ONLY: _forward_pass(net, example)}, tolerance=None, notes=notes
+    )
 
 
 def _make_model(count: int) -> Transformer:
@@ -129,7 +152,9 @@ def _forward_pass(net: Transformer, example: Example) -> TimedCall:
 
 
 def _eager_statistics(net: Transformer, example: Example) -> TimedCall:
-    """Return a call that computes the statistics from all weights at once, as with output_attentions=True."""
+    """Return a call that computes the statistics from all weights at once, as with
+    output_attentions=True.
+    """
     annotations = example.streams["text"]
 
     def eager() -> tuple[Tensor, ...]:
@@ -142,7 +167,9 @@ def _eager_statistics(net: Transformer, example: Example) -> TimedCall:
         finally:
             net.probes = {}
         w_HTS = probe.tensors["weights"][0]
-        sinks = w_HTS[..., annotations.is_special | annotations.is_separator].sum(-1) + w_HTS[..., 0]
+        sinks = (
+            w_HTS[..., annotations.is_special | annotations.is_separator].sum(-1) + w_HTS[..., 0]
+        )
         diagonals = [w_HTS.diagonal(offset, 1, 2).mean(-1) for offset in (-1, 0)]
         offsets = torch.arange(annotations.count) - w_HTS.argmax(-1)
         offset_shares = torch.stack([(offsets == offset).float().mean(-1) for offset in range(9)])
@@ -152,10 +179,14 @@ def _eager_statistics(net: Transformer, example: Example) -> TimedCall:
 
 
 def peak_memory_bytes(*, reset: bool = False) -> int:
-    """Return the peak memory of this process in bytes since the last reset; 0 if the system does not report it."""
+    """Return the peak memory of this process in bytes since the last reset; 0 if the system does
+    not report it.
+    """
     try:
         if reset:
-            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5): resets the high-water mark
+            Path("/proc/self/clear_refs").write_text(
+                "5"
+            )  # proc_pid_clear_refs(5): resets the high-water mark
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration):
@@ -163,5 +194,7 @@ def peak_memory_bytes(*, reset: bool = False) -> int:
 
 
 KINDS = {
-    "head_statistics": CaseKind("Statistics of 12 heads of 64, causal", head_statistics_cases, CaseCount(4, 3)),
+    "head_statistics": CaseKind(
+        "Statistics of 12 heads of 64, causal", head_statistics_cases, CaseCount(4, 3)
+    ),
 }

@@ -1,4 +1,6 @@
-"""Mixture of heads (MoH) with half of the heads active per token: the core, whole layers, and a decode step."""
+"""Mixture of heads (MoH) with half of the heads active per token: the core, whole layers, and a
+decode step.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ from ...masking.sequence_info import AttentionMask, SequenceInfo
 from ...nn.attention import Attention
 from ...nn.attention_call import AttentionArguments
 from ...presets import design
-from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, RequiredWork, SpeedTarget, TimedCall
+from ..benchmark_case import (
+    BenchmarkCase,
+    CaseCount,
+    CaseKind,
+    RequiredWork,
+    SpeedTarget,
+    TimedCall,
+)
 from ..reference_models import ReferenceMoH
 
 HISTORY = (
-    "Masked SDPA over chunks of queries is 1.19 to 1.26 times as fast forward at 2,048 tokens on two threads. A kernel "
-    "over work items of 64 queries, the longest first, is 2.8 times as fast forward, 3.1 with backward. See "
+    "Masked SDPA over chunks of queries is 1.19 to 1.26 times as fast forward at 2,048 tokens on "
+    "two threads. A kernel "
+    "over work items of 64 queries, the longest first, is 2.8 times as fast forward, 3.1 with "
+    "backward. See "
     "log/2026-11-22-fast-routed.md."
 )
 MODEL_WIDTH, NUM_HEADS, NUM_SHARED_HEADS, NUM_ROUTED_HEADS = 512, 8, 2, 2
@@ -32,9 +43,13 @@ NUM_CACHED, CAPACITY = 4096, 8192
 PUBLISHED_MOH = "MoH as published (plain PyTorch)"
 DENSE_SDPA = "all heads, SDPA"
 SPEEDUP_LIMIT_NOTE = (
-    "keys and values are projected for all heads, so the limit is 1.33x at 2k tokens, 1.6x if Q and W_O are skipped"
+    "keys and values are projected for all heads, so the limit is 1.33x at 2k "
+    "tokens, 1.6x if Q and W_O are skipped"
 )
-ALL_HEADS_NOTE = "computes all heads; active heads only are not adjacent in memory, and take 1.4 to 1.9 times as long"
+ALL_HEADS_NOTE = (
+    "computes all heads; active heads only are not adjacent in memory, and take 1.4 "
+    "to 1.9 times as long"
+)
 
 
 def mixture_of_heads_cases(quick: bool) -> Iterator[BenchmarkCase]:
@@ -51,7 +66,9 @@ def mixture_of_heads_cases(quick: bool) -> Iterator[BenchmarkCase]:
 def _make_layer() -> Attention:
     torch.manual_seed(0)
     routed = REGISTRY["Routed"](always=NUM_SHARED_HEADS, active=NUM_ROUTED_HEADS)
-    return Attention(design(model=MODEL_WIDTH, heads=NUM_HEADS, pattern="causal()", modifiers=(routed,)))
+    return Attention(
+        design(model=MODEL_WIDTH, heads=NUM_HEADS, pattern="causal()", modifiers=(routed,))
+    )
 
 
 def _published_moh(layer: Attention) -> ReferenceMoH:
@@ -81,9 +98,18 @@ class _RoutedCore:
         x = torch.randn(1, self.tokens, MODEL_WIDTH)
         with torch.no_grad():
             _, (gate,) = layer.head_outputs_and_gates(AttentionArguments(x, probe=probe))
-        qkv = [probe.tensors[name].detach().clone().requires_grad_(backward) for name in ("q", "k", "v")]
-        runs = {DENSE_SDPA: _all_heads_core(gate), "ours": self._headwise_run(layer, x, gate, backward)}
-        calls = {name: _forward_backward(run, qkv) if backward else _forward(run, qkv) for name, run in runs.items()}
+        qkv = [
+            probe.tensors[name].detach().clone().requires_grad_(backward)
+            for name in ("q", "k", "v")
+        ]
+        runs = {
+            DENSE_SDPA: _all_heads_core(gate),
+            "ours": self._headwise_run(layer, x, gate, backward),
+        }
+        calls = {
+            name: _forward_backward(run, qkv) if backward else _forward(run, qkv)
+            for name, run in runs.items()
+        }
         pairs = self.tokens * (self.tokens + 1) // 2
         flops = layer.spec.core.flops(pairs) * (NUM_SHARED_HEADS + NUM_ROUTED_HEADS) // NUM_HEADS
         required = RequiredWork(flops=flops * 7 // 2 if backward else flops)
@@ -97,7 +123,9 @@ class _RoutedCore:
             history=HISTORY,
         )
 
-    def _headwise_run(self, layer: Attention, x: Tensor, gate: Tensor, backward: bool) -> Callable[..., Tensor]:
+    def _headwise_run(
+        self, layer: Attention, x: Tensor, gate: Tensor, backward: bool
+    ) -> Callable[..., Tensor]:
         at = SequenceInfo.contiguous(0, self.tokens, "cpu")
         call, steps = (
             CallSignature(layer.spec, layer.spec.core, needs_grad=backward),
@@ -107,7 +135,10 @@ class _RoutedCore:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             inputs = CoreInputs(q, k, v, QueryContext(x, q, HEAD_DIM**-0.5, at), {}, {}, (gate,))
             return (
-                BACKENDS["routed"].attend(call, AttentionMask(at, at, layer.spec.pattern), inputs, steps, None) * gate
+                BACKENDS["routed"].attend(
+                    call, AttentionMask(at, at, layer.spec.pattern), inputs, steps, None
+                )
+                * gate
             )
 
         return run
@@ -152,7 +183,10 @@ def _layer_case(tokens: int, backward: bool) -> BenchmarkCase:
     parts = {name: layer.weights[name] for name in ("project", "output", "routed")}
     params = {key: weight for part in parts.values() for key, weight in part.named_parameters()}
     our_args = [x.clone().requires_grad_(backward), *(params[name] for name in published.maps)]
-    their_args = [x.clone().requires_grad_(backward), *(weight.clone().requires_grad_(backward) for weight in weights)]
+    their_args = [
+        x.clone().requires_grad_(backward),
+        *(weight.clone().requires_grad_(backward) for weight in weights),
+    ]
     make_call = _forward_backward if backward else _forward
     return BenchmarkCase(
         _case_name("layer", tokens, backward),
@@ -163,7 +197,9 @@ def _layer_case(tokens: int, backward: bool) -> BenchmarkCase:
 
 
 def _decode_step_case() -> BenchmarkCase:
-    """Return the case of one decode step; the cache grows with every call and is replaced when it is full."""
+    """Return the case of one decode step; the cache grows with every call and is replaced when it
+    is full.
+    """
     layer = _make_layer().eval()
     published = _published_moh(layer)
     x = torch.randn(1, NUM_CACHED + 1, MODEL_WIDTH)
@@ -174,7 +210,9 @@ def _decode_step_case() -> BenchmarkCase:
         layer(first, cache=cache)
         for cached, name in ((k, "k"), (v, "v")):
             cached[:, :, :NUM_CACHED] = (
-                F.linear(first, published.maps[name]).view(1, NUM_CACHED, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+                F.linear(first, published.maps[name])
+                .view(1, NUM_CACHED, NUM_HEADS, HEAD_DIM)
+                .transpose(1, 2)
             )
     state: dict[str, Any] = {"cache": deepcopy(cache), "t": NUM_CACHED}
 
@@ -186,7 +224,8 @@ def _decode_step_case() -> BenchmarkCase:
     def theirs() -> Tensor:
         t = state["t"] = state["t"] + 1 if state["t"] < CAPACITY else NUM_CACHED + 1
         q, k_new, v_new = (
-            F.linear(last, published.maps[n]).view(1, 1, NUM_HEADS, HEAD_DIM).transpose(1, 2) for n in "qkv"
+            F.linear(last, published.maps[n]).view(1, 1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+            for n in "qkv"
         )
         k[:, :, t - 1 : t], v[:, :, t - 1 : t] = k_new, v_new
         o = F.scaled_dot_product_attention(q, k[:, :, :t], v[:, :, :t])
@@ -195,10 +234,15 @@ def _decode_step_case() -> BenchmarkCase:
 
     name = f"one decoded token, {NUM_CACHED:,} cached"
     return BenchmarkCase(
-        name, _forward(ours, []), {PUBLISHED_MOH: _forward(theirs, [])}, notes={"decode": ALL_HEADS_NOTE}
+        name,
+        _forward(ours, []),
+        {PUBLISHED_MOH: _forward(theirs, [])},
+        notes={"decode": ALL_HEADS_NOTE},
     )
 
 
 KINDS = {
-    "mixture_of_heads": CaseKind("Mixture of heads, half of the heads active", mixture_of_heads_cases, CaseCount(9, 7)),
+    "mixture_of_heads": CaseKind(
+        "Mixture of heads, half of the heads active", mixture_of_heads_cases, CaseCount(9, 7)
+    ),
 }

@@ -1,4 +1,6 @@
-"""Batches of sentences of different lengths: padded, bucketed by length, and packed into one row."""
+"""Batches of sentences of different lengths: padded, bucketed by length, and
+packed into one row.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,20 @@ from ...training.train_step import StepOptions, TrainStep, count_labels, cross_e
 from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, MissingPeer, SpeedTarget, TimedCall
 
 HISTORY = (
-    "Packing by groups of similar length is 1.26 to 1.29 times as fast as padded batches of 32; one kernel for all "
-    "texts 1.36 to 1.39. The output head over 8,000 tokens is a third of the FLOPs and skips padding in every variant: "
-    "with a share f of real tokens, the limit is (3.67 / f + 2.05) / 5.72: 1.63 at 51 %, 1.05 for buckets at 93 %. See "
+    "Packing by groups of similar length is 1.26 to 1.29 times as fast as padded batches of 32; "
+    "one kernel for all "
+    "texts 1.36 to 1.39. The output head over 8,000 tokens is a third of the FLOPs and skips "
+    "padding in every variant: "
+    "with a share f of real tokens, the limit is (3.67 / f + 2.05) / 5.72: 1.63 at 51 %, 1.05 for "
+    "buckets at 93 %. See "
     "log/2026-11-22-fast-packing.md."
 )
 VOCABULARY_SIZE, MODEL_WIDTH, NUM_LAYERS = 8000, 256, 2
 NUM_PAIRS, BATCH_SIZE, NUM_BATCHES = 29_000, 64, 2
 FILL_TOLERANCE = 0.005  # largest difference of the tokens in two kinds of batches, as a share
-# Lengths of the 29,000 pairs of Multi30k (German, English) with 8,000 subwords and an end token: 1 + a log-normal
-# number of these means, deviations and correlation. Percentiles 1, 5, 25, 50, 75, 95 and 99 agree with the corpus.
+# Lengths of the 29,000 pairs of Multi30k (German, English) with 8,000 subwords and an end token: 1
+# + a log-normal number of these means, deviations and correlation. Percentiles 1, 5, 25, 50, 75, 95
+# and 99 agree with the corpus.
 LENGTH_LOG_MEANS, LENGTH_LOG_DEVIATIONS, LENGTH_CORRELATION = (2.636, 2.611), (0.354, 0.317), 0.858
 BUCKETED, PADDED = "bucketed by length (ours)", "padded (ours)"
 Batches = Sequence[Batch]
@@ -40,7 +46,10 @@ Batches = Sequence[Batch]
 def ragged_batches_cases(quick: bool) -> Iterator[BenchmarkCase]:
     """Yield a training step in each precision, and a forward pass with the loss."""
     random_batches, bucketed = make_batches()
-    for choice in (StepOptions("fp32", "off"), *(() if quick else (StepOptions("bf16", "off", attention="plain"),))):
+    for choice in (
+        StepOptions("fp32", "off"),
+        *(() if quick else (StepOptions("bf16", "off", attention="plain"),)),
+    ):
         variants = {
             "ours": (random_batches, "packed"),
             PADDED: (random_batches, "padded"),
@@ -50,7 +59,9 @@ def ragged_batches_cases(quick: bool) -> Iterator[BenchmarkCase]:
         if not quick:
             runs["padded, nn.Transformer"] = _torch_training_step(random_batches, choice)
         yield _case(f"training step, {choice.precision}", runs, (random_batches, bucketed), None)
-    net = build(make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).eval()
+    net = build(
+        make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0
+    ).eval()
     runs = {
         "ours": _scoring_pass(net, random_batches, packs=True),
         PADDED: _scoring_pass(net, random_batches, packs=False),
@@ -68,7 +79,9 @@ def _case(
         for name, batches in zip(runs, both, strict=False)
     }
     notes = {"share of real tokens": ", ".join(f"{share} {name}" for name, share in shares.items())}
-    sequences = [t for batch in both[0] for t in (batch.tokens, batch.source_tokens) if t is not None]
+    sequences = [
+        t for batch in both[0] for t in (batch.tokens, batch.source_tokens) if t is not None
+    ]
     notes["tokens"] = f"{sum(int(t.is_real.sum()) for t in sequences)}, source and target"
     peers: dict[str, TimedCall | MissingPeer] = {**runs}
     return BenchmarkCase(
@@ -86,18 +99,28 @@ def make_batches() -> tuple[Batches, Batches]:
     """Return batches of random pairs, and batches bucketed by length with as many tokens."""
     generator, row = make_rng(0), (1.0, LENGTH_CORRELATION)
     normal = generator.multivariate_normal([0, 0], [row, row[::-1]], NUM_PAIRS)
-    lengths = np.rint(np.exp(normal * LENGTH_LOG_DEVIATIONS + LENGTH_LOG_MEANS)).astype(np.int64) + 1
+    lengths = (
+        np.rint(np.exp(normal * LENGTH_LOG_DEVIATIONS + LENGTH_LOG_MEANS)).astype(np.int64) + 1
+    )
     random_batches = _typical_batches(
         lengths,
         np.array_split(
-            generator.permutation(NUM_PAIRS)[: NUM_PAIRS // BATCH_SIZE * BATCH_SIZE], NUM_PAIRS // BATCH_SIZE
+            generator.permutation(NUM_PAIRS)[: NUM_PAIRS // BATCH_SIZE * BATCH_SIZE],
+            NUM_PAIRS // BATCH_SIZE,
         ),
     )
-    plan, target = plan_by_length(lengths.max(1), BATCH_SIZE), lengths[np.concatenate(random_batches)].sum()
+    plan, target = (
+        plan_by_length(lengths.max(1), BATCH_SIZE),
+        lengths[np.concatenate(random_batches)].sum(),
+    )
     order, bucketed = np.argsort(plan.lengths, kind="stable"), list[IndexArray]()
-    while not bucketed or abs(lengths[np.concatenate(bucketed)].sum() / target - 1) > FILL_TOLERANCE:
+    while (
+        not bucketed or abs(lengths[np.concatenate(bucketed)].sum() / target - 1) > FILL_TOLERANCE
+    ):
         # one batch from each range of lengths
-        units = [int((n + generator.random()) * plan.batches / NUM_BATCHES) for n in range(NUM_BATCHES)]
+        units = [
+            int((n + generator.random()) * plan.batches / NUM_BATCHES) for n in range(NUM_BATCHES)
+        ]
         bucketed = [order[[index for (index,) in plan.units[unit]]] for unit in units]
     return [_make_batch(lengths, pairs) for pairs in random_batches], [
         _make_batch(lengths, pairs) for pairs in bucketed
@@ -105,8 +128,12 @@ def make_batches() -> tuple[Batches, Batches]:
 
 
 def _typical_batches(lengths: IndexArray, candidates: Sequence[IndexArray]) -> Sequence[IndexArray]:
-    """Return the first consecutive batches whose share of real tokens is the mean of all batches."""
-    shares = np.array([lengths[pairs].mean(0) / lengths[pairs].max(0) for pairs in candidates]).mean(1)
+    """Return the first consecutive batches whose share of real tokens is the
+    mean of all batches.
+    """
+    shares = np.array(
+        [lengths[pairs].mean(0) / lengths[pairs].max(0) for pairs in candidates]
+    ).mean(1)
     means = np.convolve(shares, np.full(NUM_BATCHES, 1 / NUM_BATCHES), "valid")
     first = int(np.argmax(abs(means - shares.mean()) < FILL_TOLERANCE))
     return candidates[first : first + NUM_BATCHES]
@@ -116,22 +143,34 @@ def _make_batch(lengths: IndexArray, chosen: IndexArray) -> Batch:
     """Return a batch of random ids; the ids of a pair do not depend on the batch it is in."""
 
     def side(number: int, padding: int) -> Tensor:
-        rows = [make_rng(number, int(n)).integers(VOCABULARY_SIZE, size=lengths[n, number // 2]) for n in chosen]
-        return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding)
+        rows = [
+            make_rng(number, int(n)).integers(VOCABULARY_SIZE, size=lengths[n, number // 2])
+            for n in chosen
+        ]
+        return pad_sequence(
+            [torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding
+        )
 
     source, x, labels = side(0, 0), side(2, 0), side(3, IGNORE_INDEX)
-    sequences = [SequenceInfo.from_batch(ids, lengths=lengths[chosen, n].tolist()) for n, ids in enumerate((source, x))]
+    sequences = [
+        SequenceInfo.from_batch(ids, lengths=lengths[chosen, n].tolist())
+        for n, ids in enumerate((source, x))
+    ]
     return Batch(x, labels, sequences[1], source, sequences[0])
 
 
 def _training_step(choice: StepOptions, batches: Batches, rows: str) -> TimedCall:
     """Return a training step on each batch: gradients and AdamW."""
-    net = build(make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).train()
+    net = build(
+        make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0
+    ).train()
     recipe = Recipe(batch=BATCH_SIZE, device="cpu")
     options = StepOptions(choice.precision, "off", attention=choice.attention, rows=rows)
     sharded = wrap_single_process(net)
     stepper = TrainStep(sharded, recipe, options)
-    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decayed_parameters), recipe)
+    optimiser = AdamWOptimiser(
+        group_parameters(sharded.own, net.spec, recipe.decayed_parameters), recipe
+    )
 
     def run() -> None:
         for batch in batches:
@@ -163,9 +202,13 @@ class TorchSeq2Seq(nn.Module):
         self.table = nn.Embedding(VOCABULARY_SIZE, MODEL_WIDTH)
         sizes = (MODEL_WIDTH, MODEL_WIDTH // 32, 4 * MODEL_WIDTH, 0.0, "gelu")
         layer = nn.TransformerEncoderLayer(*sizes, batch_first=True, norm_first=True)
-        encoder = nn.TransformerEncoder(layer, NUM_LAYERS, nn.LayerNorm(MODEL_WIDTH), enable_nested_tensor=False)
+        encoder = nn.TransformerEncoder(
+            layer, NUM_LAYERS, nn.LayerNorm(MODEL_WIDTH), enable_nested_tensor=False
+        )
         shape = (MODEL_WIDTH, MODEL_WIDTH // 32, NUM_LAYERS, NUM_LAYERS, *sizes[2:])
-        self.body = nn.Transformer(*shape, custom_encoder=encoder, batch_first=True, norm_first=True)
+        self.body = nn.Transformer(
+            *shape, custom_encoder=encoder, batch_first=True, norm_first=True
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B, T, words]."""
@@ -173,13 +216,21 @@ class TorchSeq2Seq(nn.Module):
         assert batch.source_tokens is not None
         assert batch.tokens is not None
         target_padding, source_padding = ~batch.tokens.is_real, ~batch.source_tokens.is_real
-        causal_mask = nn.Transformer.generate_square_subsequent_mask(batch.x.shape[1], dtype=torch.bool)
+        causal_mask = nn.Transformer.generate_square_subsequent_mask(
+            batch.x.shape[1], dtype=torch.bool
+        )
         masks = {
             "src_key_padding_mask": source_padding,
             "memory_key_padding_mask": source_padding,
             "tgt_key_padding_mask": target_padding,
         }
-        h = self.body(self.table(batch.source), self.table(batch.x), tgt_mask=causal_mask, tgt_is_causal=False, **masks)
+        h = self.body(
+            self.table(batch.source),
+            self.table(batch.x),
+            tgt_mask=causal_mask,
+            tgt_is_causal=False,
+            **masks,
+        )
         return nn.functional.linear(h, self.table.weight)
 
 
@@ -200,6 +251,8 @@ def _torch_training_step(batches: Batches, choice: StepOptions) -> TimedCall:
 
 KINDS = {
     "ragged_batches": CaseKind(
-        "Ragged batches: 128 pairs of sentences in two batches", ragged_batches_cases, CaseCount(3, 2)
+        "Ragged batches: 128 pairs of sentences in two batches",
+        ragged_batches_cases,
+        CaseCount(3, 2),
     ),
 }

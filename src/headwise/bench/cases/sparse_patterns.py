@@ -35,7 +35,9 @@ NUM_TOKENS, NUM_HEADS, HEAD_DIM = 8192, 8, 64
 WINDOW = "window(256)"
 MASKED_SDPA = "masked SDPA"
 LENGTHS = (2048, 4096, 8192, 16384)
-HeadOutputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [1, T, 8, 64] to head outputs [1, T, 8, 64]
+HeadOutputs = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # q, k, v [1, T, 8, 64] to head outputs [1, T, 8, 64]
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,32 @@ class _PatternCore:
     def qkv(self) -> list[Tensor]:
         """Return random q, k and v from a fixed seed."""
         generator = torch.Generator().manual_seed(0)
-        return [torch.randn(1, self.tokens, NUM_HEADS, HEAD_DIM, generator=generator) for _ in "qkv"]
+        return [
+            torch.randn(1, self.tokens, NUM_HEADS, HEAD_DIM, generator=generator) for _ in "qkv"
+        ]
 
     def headwise(self, backward: bool) -> HeadOutputs:
         """Return the core on the backend that a layer with this pattern chooses."""
         spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern=self.pattern)
-        layer, call = Attention(spec), CallSignature(spec, spec.core, needs_grad=backward, training=backward)
-        steps, attend = CoreSteps.from_spec(spec, layer.weights), backends.make_dispatch(call).attend
+        layer, call = (
+            Attention(spec),
+            CallSignature(spec, spec.core, needs_grad=backward, training=backward),
+        )
+        steps, attend = (
+            CoreSteps.from_spec(spec, layer.weights),
+            backends.make_dispatch(call).attend,
+        )
         tokens = SequenceInfo.contiguous(0, self.tokens, "cpu")
         x = torch.zeros(1, self.tokens, 1)
 
         def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             query = QueryContext(x, q, HEAD_DIM**-0.5, tokens)
-            return attend(AttentionMask(tokens, tokens, spec.pattern), CoreInputs(q, k, v, query, {}, {}), steps, None)
+            return attend(
+                AttentionMask(tokens, tokens, spec.pattern),
+                CoreInputs(q, k, v, query, {}, {}),
+                steps,
+                None,
+            )
 
         return heads
 
@@ -76,27 +91,35 @@ class _PatternCore:
         return heads
 
     def required_work(self, backward: bool) -> RequiredWork:
-        """Return the FLOPs on allowed pairs; the backward pass has twice as many, and recomputes the scores."""
+        """Return the FLOPs on allowed pairs; the backward pass has twice as many, and recomputes
+        the scores.
+        """
         positions = range(self.tokens)
         forward = 4 * parse_pattern(self.pattern).pairs(positions, positions) * NUM_HEADS * HEAD_DIM
         return RequiredWork(flops=7 * forward // 2 if backward else forward)
 
 
 def sparse_patterns_cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """Yield a sliding window against every library that has one, then other patterns against masked SDPA."""
+    """Yield a sliding window against every library that has one, then other patterns against masked
+    SDPA.
+    """
     for backward in (False, True):
         core, make_call = _PatternCore(WINDOW), _backward if backward else _forward
         others = {
             "local-attention": make_peer(
                 "local_attention",
-                lambda library, make_call=make_call, core=core: make_call(_local_attention(library), core),
+                lambda library, make_call=make_call, core=core: make_call(
+                    _local_attention(library), core
+                ),
             ),
             "FlexAttention, compiled": MissingPeer("has no backward pass on the CPU")
             if backward
             else make_call(_flex_attention(core), core),
         }
         notes = {} if quick else _measure_growth(backward)
-        yield _case("window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),), notes)
+        yield _case(
+            "window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),), notes
+        )
     for name, pattern in (
         ("first 4 keys and a window of 256", "first(4) | window(256)"),
         ("64 keys, every 4th", Dilated(64, rate=4).text),
@@ -138,12 +161,18 @@ def _backward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
 
 
 def _measure_growth(backward: bool) -> dict[str, str]:
-    """Return a note with the exponent of the time in the length, fitted by least squares on logarithms."""
+    """Return a note with the exponent of the time in the length, fitted by least squares on
+    logarithms.
+    """
     seconds = [_seconds(_PatternCore(WINDOW, tokens), backward) for tokens in LENGTHS]
     x, y = ([math.log(value) for value in values] for values in (LENGTHS, seconds))
     x_mean = sum(x) / len(x)
-    slope = sum((a - x_mean) * b for a, b in zip(x, y, strict=True)) / sum((a - x_mean) ** 2 for a in x)
-    return {"growth": f"time grows as length^{slope:.2f} from {LENGTHS[0]:,} to {LENGTHS[-1]:,} tokens"}
+    slope = sum((a - x_mean) * b for a, b in zip(x, y, strict=True)) / sum(
+        (a - x_mean) ** 2 for a in x
+    )
+    return {
+        "growth": f"time grows as length^{slope:.2f} from {LENGTHS[0]:,} to {LENGTHS[-1]:,} tokens"
+    }
 
 
 def _seconds(core: _PatternCore, backward: bool) -> float:
@@ -158,9 +187,16 @@ def _seconds(core: _PatternCore, backward: bool) -> float:
 
 
 def _local_attention(library: Any) -> HeadOutputs:
-    """Return LocalAttention with blocks of 85 that look 3 blocks back: the query's own key and 255 before it."""
+    """Return LocalAttention with blocks of 85 that look 3 blocks back: the query's own key and 255
+    before it.
+    """
     theirs = library.LocalAttention(
-        85, causal=True, look_backward=3, exact_windowsize=True, autopad=True, use_rotary_pos_emb=False
+        85,
+        causal=True,
+        look_backward=3,
+        exact_windowsize=True,
+        autopad=True,
+        use_rotary_pos_emb=False,
     )
     return lambda q, k, v: theirs(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
@@ -173,9 +209,13 @@ def _flex_attention(core: _PatternCore) -> HeadOutputs:
         lambda b, h, i, j: pattern.allows(i, j), None, None, core.tokens, core.tokens, device="cpu"
     )
     flex: Any = torch.compile(flex_attention)
-    return lambda q, k, v: flex(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)
+    return lambda q, k, v: flex(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(
+        1, 2
+    )
 
 
 KINDS = {
-    "sparse_patterns": CaseKind("Windows and sparse patterns, 8,192 tokens", sparse_patterns_cases, CaseCount(8, 5)),
+    "sparse_patterns": CaseKind(
+        "Windows and sparse patterns, 8,192 tokens", sparse_patterns_cases, CaseCount(8, 5)
+    ),
 }

@@ -26,14 +26,23 @@ from ..benchmark_case import (
     import_quietly,
     make_peer,
 )
-from ..reference_models import CTranslate2Stepper, GPTShape, PlainGPT, convert_to_ctranslate2, to_model_spec
+from ..reference_models import (
+    CTranslate2Stepper,
+    GPTShape,
+    PlainGPT,
+    convert_to_ctranslate2,
+    to_model_spec,
+)
 
 SMALL_GPT, LARGE_GPT = GPTShape(), GPTShape(tokens=512, length=256, layers=6, heads=6, model=384)
 HANDWRITTEN, HANDWRITTEN_COMPILED = "handwritten PyTorch", "handwritten PyTorch, compiled"
 TRAINING_HISTORY = (
-    "One fused q, k and v product takes 0.79 to 0.91 of the time of three in bf16. Unfused attention took bf16 steps "
-    "from 0.96 and 0.98 to 1.17 and 1.52 times the speed of the handwritten model. In fp32 a small step reaches 0.96 "
-    "to 0.98, with fused q, k and v 0.97, with tiled attention from 60 keys on 0.98: the operations take as long, and "
+    "One fused q, k and v product takes 0.79 to 0.91 of the time of three in bf16. Unfused "
+    "attention took bf16 steps "
+    "from 0.96 and 0.98 to 1.17 and 1.52 times the speed of the handwritten model. In fp32 a "
+    "small step reaches 0.96 "
+    "to 0.98, with fused q, k and v 0.97, with tiled attention from 60 keys on 0.98: the "
+    "operations take as long, and "
     "the forward pass has 0.2 ms of overhead per layer. See log/2026-11-22-fast-halves.md."
 )
 
@@ -47,50 +56,82 @@ def gpt_training_cases(quick: bool) -> Iterator[BenchmarkCase]:
         yield _training_case(LARGE_GPT, 4, torch.bfloat16, compiled=True)
 
 
-def _training_case(shape: GPTShape, rows: int, dtype: torch.dtype, *, compiled: bool) -> BenchmarkCase:
+def _training_case(
+    shape: GPTShape, rows: int, dtype: torch.dtype, *, compiled: bool
+) -> BenchmarkCase:
     torch.manual_seed(0)
     net = build(to_model_spec(shape), seed=0)
     size = sum(p.numel() for p in net.parameters())
 
     def run(net: nn.Module) -> TimedCall:
-        return _training_step(torch.compile(net, dynamic=False) if compiled else net, shape, rows, dtype)
+        return _training_step(
+            torch.compile(net, dynamic=False) if compiled else net, shape, rows, dtype
+        )
 
     peers: dict[str, TimedCall | MissingPeer] = {
         HANDWRITTEN_COMPILED if compiled else HANDWRITTEN: run(PlainGPT(shape))
     }
     if not compiled:
-        peers["transformers GPT-2"] = make_peer("transformers", lambda library: run(_transformers_gpt2(library, shape)))
+        peers["transformers GPT-2"] = make_peer(
+            "transformers", lambda library: run(_transformers_gpt2(library, shape))
+        )
         peers["x-transformers"] = make_peer(
             "x_transformers", lambda library: run(_x_transformers_decoder(library, shape))
         )
-    kind = f"{'float32' if dtype == torch.float32 else 'bfloat16'}{', compiled' if compiled else ''}"
+    kind = (
+        f"{'float32' if dtype == torch.float32 else 'bfloat16'}{', compiled' if compiled else ''}"
+    )
     name = f"training step, {size / 1e6:.1f} M parameters, {kind}"
     # Two FLOPs per parameter and token in the forward pass, four in the backward pass.
     required = RequiredWork(flops=6 * rows * shape.length * size, dtype=dtype)
-    targets = tuple(SpeedTarget(peer, 1.0) for peer, call in peers.items() if not isinstance(call, MissingPeer))
+    targets = tuple(
+        SpeedTarget(peer, 1.0) for peer, call in peers.items() if not isinstance(call, MissingPeer)
+    )
     notes = {"tokens per step": f"{rows * shape.length:,}"}
     return BenchmarkCase(
-        name, run(net), peers, targets, required, tolerance=None, history=TRAINING_HISTORY, notes=notes
+        name,
+        run(net),
+        peers,
+        targets,
+        required,
+        tolerance=None,
+        history=TRAINING_HISTORY,
+        notes=notes,
     )
 
 
 def _transformers_gpt2(library: Any, shape: GPTShape) -> nn.Module:
-    sizes = {"n_embd": shape.model, "n_head": shape.heads, "n_layer": shape.layers, "n_positions": shape.length}
+    sizes = {
+        "n_embd": shape.model,
+        "n_head": shape.heads,
+        "n_layer": shape.layers,
+        "n_positions": shape.length,
+    }
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return library.GPT2LMHeadModel(library.GPT2Config(vocab_size=shape.tokens, use_cache=False, **sizes, **dropout))
+    return library.GPT2LMHeadModel(
+        library.GPT2Config(vocab_size=shape.tokens, use_cache=False, **sizes, **dropout)
+    )
 
 
 def _x_transformers_decoder(library: Any, shape: GPTShape) -> nn.Module:
-    layers = library.Decoder(dim=shape.model, depth=shape.layers, heads=shape.heads, attn_flash=True)
+    layers = library.Decoder(
+        dim=shape.model, depth=shape.layers, heads=shape.heads, attn_flash=True
+    )
     sizes = {"num_tokens": shape.tokens, "max_seq_len": shape.length}
     return library.TransformerWrapper(**sizes, attn_layers=layers, tie_embedding=True)
 
 
-def _training_step(net: Callable[..., Any], shape: GPTShape, rows: int, dtype: torch.dtype) -> TimedCall:
-    """Return a training step on fixed ids: forward, cross entropy, backward, clipping, fused AdamW."""
+def _training_step(
+    net: Callable[..., Any], shape: GPTShape, rows: int, dtype: torch.dtype
+) -> TimedCall:
+    """Return a training step on fixed ids: forward, cross entropy, backward,
+    clipping, fused AdamW.
+    """
     assert isinstance(net, nn.Module)
     net.train()
-    ids, labels = torch.randint(shape.tokens, (2, rows, shape.length), generator=torch.Generator().manual_seed(0))
+    ids, labels = torch.randint(
+        shape.tokens, (2, rows, shape.length), generator=torch.Generator().manual_seed(0)
+    )
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     autocast = torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
 
@@ -108,8 +149,10 @@ def _training_step(net: Callable[..., Any], shape: GPTShape, rows: int, dtype: t
 
 
 DECODE_HISTORY = (
-    "Kernels for products with few tokens, attention, norms, RoPE and gates, called without torch's dispatcher; one "
-    "product each for q, k and v, and for gate and up. Of the 83 ms of transformers with sdpa, its modules and its "
+    "Kernels for products with few tokens, attention, norms, RoPE and gates, called without "
+    "torch's dispatcher; one "
+    "product each for q, k and v, and for gate and up. Of the 83 ms of transformers with sdpa, "
+    "its modules and its "
     "cache take 20 to 24 ms without any attention. See log/2026-11-22-fast-models.md."
 )
 # A Llama with 107.2 million parameters and tied embeddings.
@@ -123,7 +166,10 @@ MODEL_CONFIG = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-NUM_CONTEXT_TOKENS, MAX_NEW_TOKENS = 2048, 500  # tokens of the prompt, and the largest number of decode steps
+NUM_CONTEXT_TOKENS, MAX_NEW_TOKENS = (
+    2048,
+    500,
+)  # tokens of the prompt, and the largest number of decode steps
 TRANSFORMERS_SDPA, TRANSFORMERS_EAGER, TRANSFORMERS_ON_HEADWISE, CTRANSLATE = (
     "transformers sdpa",
     "transformers eager",
@@ -137,23 +183,34 @@ def model_decode_cases(quick: bool) -> Iterator[BenchmarkCase]:
     try:
         library = import_quietly("transformers")
     except ImportError as error:
-        yield BenchmarkCase("107M Llama", lambda: None, {TRANSFORMERS_SDPA: MissingPeer(str(error))}, tolerance=None)
+        yield BenchmarkCase(
+            "107M Llama", lambda: None, {TRANSFORMERS_SDPA: MissingPeer(str(error))}, tolerance=None
+        )
         return
     with tempfile.TemporaryDirectory(prefix="headwise-bench-") as name:
         folder = Path(name) / "llama"
-        library.LlamaForCausalLM(library.LlamaConfig(**MODEL_CONFIG)).to(torch.bfloat16).save_pretrained(folder)
+        library.LlamaForCausalLM(library.LlamaConfig(**MODEL_CONFIG)).to(
+            torch.bfloat16
+        ).save_pretrained(folder)
         for rows in (4, 1):
             yield from _batch_cases(library, folder, rows)
 
 
 def _batch_cases(library: Any, folder: Path, rows: int) -> Iterator[BenchmarkCase]:
-    """Yield a decode step of transformers with headwise's attention, and of the model as loaded by headwise."""
+    """Yield a decode step of transformers with headwise's attention, and of the model as loaded by
+    headwise.
+    """
     ids = torch.randint(MODEL_CONFIG["vocab_size"], (rows, NUM_CONTEXT_TOKENS + 1))
     prompt, last = ids[:, :-1], ids[:, -1:]
     model = _model(library, folder, "sdpa")
     cache = _prefill(library, model, prompt)
-    required = RequiredWork(bytes_read=sum(p.nbytes for p in model.parameters()) + _cache_bytes(cache))
-    name, notes = f"107M Llama, bf16, batch {rows}, {NUM_CONTEXT_TOKENS} tokens", {"tokens per step": f"{rows}"}
+    required = RequiredWork(
+        bytes_read=sum(p.nbytes for p in model.parameters()) + _cache_bytes(cache)
+    )
+    name, notes = (
+        f"107M Llama, bf16, batch {rows}, {NUM_CONTEXT_TOKENS} tokens",
+        {"tokens per step": f"{rows}"},
+    )
     targets = (SpeedTarget(TRANSFORMERS_SDPA, 3.0),) if rows > 1 else ()
     on_headwise = _step(_model(library, folder, "headwise"), cache, last)
     yield BenchmarkCase(
@@ -185,9 +242,12 @@ def _batch_cases(library: Any, folder: Path, rows: int) -> Iterator[BenchmarkCas
         DECODE_HISTORY,
         notes=notes,
     )
-    # Threads of CTranslate2 spin while they wait, which slows headwise down; so this is a case of its own.
+    # Threads of CTranslate2 spin while they wait, which slows headwise down; so this is a case of
+    # its own.
     peers = {
-        f"{CTRANSLATE} (float32)": make_peer("ctranslate2", lambda library: _ctranslate2_step(library, folder, ids))
+        f"{CTRANSLATE} (float32)": make_peer(
+            "ctranslate2", lambda library: _ctranslate2_step(library, folder, ids)
+        )
     }
     yield BenchmarkCase(
         f"{name}, headwise, alternating with {CTRANSLATE}",
@@ -244,9 +304,13 @@ def _headwise_step(net: Transformer, prefilled: Any, last: Tensor) -> TimedCall:
 
 
 def _ctranslate2_step(library: Any, folder: Path, ids: Tensor) -> TimedCall:
-    """Return a decode step of CTranslate2, which continues with the tokens that it has generated."""
+    """Return a decode step of CTranslate2, which continues with the tokens that
+    it has generated.
+    """
     converted = convert_to_ctranslate2(library, folder, MODEL_CONFIG["vocab_size"])
-    return CTranslate2Stepper(library, converted, ids.tolist(), MAX_NEW_TOKENS, torch.get_num_threads())
+    return CTranslate2Stepper(
+        library, converted, ids.tolist(), MAX_NEW_TOKENS, torch.get_num_threads()
+    )
 
 
 KINDS = {

@@ -1,8 +1,8 @@
 """`headwise cost`: the cost of specs and models before they run, side by side.
 
-This module has the command and its everyday options. `comparison_options` has those that compare, match sizes, draw
-and write CSV; `training_options` the memory of training, `serving_options` throughput and memory of serving, also on
-several devices.
+This module has the command and its everyday options. `comparison_options` has those that compare,
+match sizes, draw and write CSV; `training_options` the memory of training, `serving_options`
+throughput and memory of serving, also on several devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 class CostView(Protocol):
-    """A report besides the table of costs: printed as text, or under its name in the JSON document."""
+    """A report besides the table of costs: printed as text, or under its name
+    in the JSON document.
+    """
 
     @property
     def data(self) -> Any:
@@ -51,14 +53,18 @@ class CostOptions(NamedTuple):
 
 
 OPTION_GROUPS = (
-    CostOptions(comparison_options.add_published_arguments, comparison_options.make_published_views),
+    CostOptions(
+        comparison_options.add_published_arguments, comparison_options.make_published_views
+    ),
     CostOptions(training_options.add_optimiser_arguments, training_options.make_optimiser_views),
     CostOptions(training_options.add_activation_arguments, training_options.make_activation_views),
     CostOptions(serving_options.add_serving_arguments, serving_options.make_serving_views),
     CostOptions(serving_options.add_memory_fit_arguments, serving_options.make_memory_fit_views),
     CostOptions(serving_options.add_parallel_arguments, serving_options.make_parallel_views),
     CostOptions(serving_options.add_intensity_arguments, serving_options.make_intensity_views),
-    CostOptions(comparison_options.add_comparison_arguments, comparison_options.make_comparison_views),
+    CostOptions(
+        comparison_options.add_comparison_arguments, comparison_options.make_comparison_views
+    ),
     CostOptions(comparison_options.add_plot_arguments, comparison_options.make_plot_views),
 )
 
@@ -96,7 +102,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "cost",
-        "Estimate what attention layers and models cost before they run: parameters, FLOPs, KV cache, and the least "
+        "Estimate what attention layers and models cost before they run: parameters, FLOPs, KV "
+        "cache, and the least "
         "time.",
         "headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16",
         "headwise cost path/to/config.json --generate 256 --operations",
@@ -108,9 +115,13 @@ def _parser() -> CommandParser:
         help="a preset, a model such as gpt3, a file or a folder",
     )
     parser.add_argument("--model", type=int, metavar="WIDTH", help="model dimension of the presets")
-    parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the presets")
+    parser.add_argument(
+        "--heads", type=int, metavar="COUNT", help="number of query heads of the presets"
+    )
     add_set_argument(parser)
-    parser.add_argument("--layer", metavar="PLACE", help="one block of a model (3 or encoder.3), or 3.attention")
+    parser.add_argument(
+        "--layer", metavar="PLACE", help="one block of a model (3 or encoder.3), or 3.attention"
+    )
     parser.add_argument(
         "--context",
         type=int,
@@ -118,15 +129,26 @@ def _parser() -> CommandParser:
         help="tokens per row (default: 2048, or the maximum of a model)",
     )
     parser.add_argument(
-        "--generate", type=int, default=0, metavar="TOKENS", help="tokens to generate after the context"
+        "--generate",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="tokens to generate after the context",
     )
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="batch size")
-    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16, fp16, fp32, fp8, int8 or mxfp4")
     parser.add_argument(
-        "--device", default="h200", metavar="NAME", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here"
+        "--dtype", default="bf16", metavar="NAME", help="bf16, fp16, fp32, fp8, int8 or mxfp4"
     )
     parser.add_argument(
-        "--operations", action="store_true", help="table of operations: FLOPs, bytes, least time, bottleneck"
+        "--device",
+        default="h200",
+        metavar="NAME",
+        help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here",
+    )
+    parser.add_argument(
+        "--operations",
+        action="store_true",
+        help="table of operations: FLOPs, bytes, least time, bottleneck",
     )
     add_json_argument(parser)
     add_language_argument(parser)
@@ -134,16 +156,31 @@ def _parser() -> CommandParser:
         group.add_arguments(parser)
     expert = parser.add_expert_group("specs and formulas")
     expert.add_argument(
-        "--preset", action="append", default=[], metavar="NAME", help="another preset: " + ", ".join(PRESETS)
+        "--preset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another preset: " + ", ".join(PRESETS),
     )
     expert.add_argument(
-        "--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (default: the context)"
+        "--source",
+        type=int,
+        metavar="TOKENS",
+        help="tokens that cross-attention reads (default: the context)",
     )
     expert.add_argument(
-        "--weights", metavar="DTYPE", help="format of the weights, such as fp8 (default: as stored, or --dtype)"
+        "--weights",
+        metavar="DTYPE",
+        help="format of the weights, such as fp8 (default: as stored, or --dtype)",
     )
-    expert.add_argument("--terms", action="store_true", help="every term with the formula that it was computed by")
-    expert.add_argument("--verify", action="store_true", help="check every formula against a small layer that is run")
+    expert.add_argument(
+        "--terms", action="store_true", help="every term with the formula that it was computed by"
+    )
+    expert.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every formula against a small layer that is run",
+    )
     return parser
 
 
@@ -155,7 +192,9 @@ def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespa
     option, *value = unknown[0].split("=", 1) + unknown[1:2]
     for name in [*args.specs, *args.preset]:
         suffix = f".{option.removeprefix('--')}"
-        if keys := [key for key in list_spec_keys(load_target(name, args, [])) if key.endswith(suffix)]:
+        if keys := [
+            key for key in list_spec_keys(load_target(name, args, [])) if key.endswith(suffix)
+        ]:
             change = f"{keys[0]}={value[0] if value else ''}"
             fact = f"there is no option {option}, but {name} has {keys[0]}"
             try:
@@ -173,7 +212,9 @@ def verify_formulas(costs: CostReport) -> dict[str, list[FormulaCheck]]:
     checks: dict[str, list[FormulaCheck]] = {}
     for estimate in costs:
         for layer, spec in estimate.attention_specs.items():
-            checks[estimate.name if layer == estimate.name else f"{estimate.name}: {layer}"] = check_formulas(spec)
+            checks[estimate.name if layer == estimate.name else f"{estimate.name}: {layer}"] = (
+                check_formulas(spec)
+            )
     return checks
 
 
@@ -183,7 +224,10 @@ def _format_checks(name: str, checks: list[FormulaCheck]) -> str:
         verdict = "equal" if check.holds else "WRONG"
         rows.append((check.what, f"{check.formula:,}", f"{check.measured:,}", verdict))
     lines = [
-        label_cell(f"  {name}", 28) + heading_cell(formula, 16) + heading_cell(measured, 16) + f"  {localise(verdict)}"
+        label_cell(f"  {name}", 28)
+        + heading_cell(formula, 16)
+        + heading_cell(measured, 16)
+        + f"  {localise(verdict)}"
         for name, formula, measured, verdict in rows
     ]
     return "\n".join([name, *(line.rstrip() for line in lines)])
@@ -193,7 +237,9 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
     """Estimate the cost of every target on the command line, in its order."""
     names = [*args.specs, *args.preset]
     if not names:
-        raise UsageError("name at least one spec or model: a file, a model's folder, or a preset such as gqa")
+        raise UsageError(
+            "name at least one spec or model: a file, a model's folder, or a preset such as gqa"
+        )
     if unknown := [name for name in args.preset if name not in PRESETS]:
         raise UsageError(f"there is no preset {unknown[0]!r}; use one of {', '.join(PRESETS)}")
     from ...costs.cost_report import CostReport, estimate_cost
@@ -202,11 +248,19 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
 
     targets = [load_target(name, args, args.changes) for name in names]
     sizes = (args.batch, args.context, args.dtype, args.device, args.source, args.generate)
-    workload = Workload(*sizes, weights=STORED if args.weights is None else args.weights).fitted_to(targets)
+    workload = Workload(*sizes, weights=STORED if args.weights is None else args.weights).fitted_to(
+        targets
+    )
     short_names = [short_name(name) for name in names]
-    labels = [name if short_names.count(short) > 1 else short for name, short in zip(names, short_names, strict=True)]
+    labels = [
+        name if short_names.count(short) > 1 else short
+        for name, short in zip(names, short_names, strict=True)
+    ]
     return CostReport(
-        tuple(estimate_cost(target, workload, label) for target, label in zip(targets, labels, strict=True))
+        tuple(
+            estimate_cost(target, workload, label)
+            for target, label in zip(targets, labels, strict=True)
+        )
     )
 
 
@@ -215,10 +269,14 @@ def load_target(name: str, args: argparse.Namespace, changes: list[str]) -> Spec
     from ...costs.workload import select_layer
     from ...model_spec import ModelSpec
 
-    sizes = {size: getattr(args, size) for size in ("model", "heads") if getattr(args, size) is not None}
+    sizes = {
+        size: getattr(args, size) for size in ("model", "heads") if getattr(args, size) is not None
+    }
     target = resolve_target(name, sizes, changes)
     if args.layer is None:
         return target
     if isinstance(target, ModelSpec):
         return select_layer(target, args.layer)
-    raise UsageError(f"--layer {args.layer} is for models, and {name} is one layer; leave --layer out")
+    raise UsageError(
+        f"--layer {args.layer} is for models, and {name} is one layer; leave --layer out"
+    )

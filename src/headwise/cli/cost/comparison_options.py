@@ -1,4 +1,6 @@
-"""`headwise cost` options that compare: --published, --match, --crossovers, --complexity, --plot and --csv."""
+"""`headwise cost` options that compare: --published, --match, --crossovers, --complexity, --plot
+and --csv.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 SOURCE_NAMES = "zhihu-624740065, seeds, paper-2022, palm or scaling-book"
 
 
-# --- `--published`: published formulas --------------------------------------------------------------------
+# --- `--published`: published formulas ------------------------------------------------------------
 
 
 class PublishedFormulasView(NamedTuple):
@@ -42,7 +44,9 @@ class PublishedFormulasView(NamedTuple):
         return [row._asdict() for row in self.rows]
 
     def __str__(self) -> str:
-        return "\n".join(line for source in self.sources for line in _format_source(source, self.rows)).lstrip("\n")
+        return "\n".join(
+            line for source in self.sources for line in _format_source(source, self.rows)
+        ).lstrip("\n")
 
 
 def _format_source(source: FormulaSource, rows: Iterable[FormulaComparison]) -> Iterator[str]:
@@ -50,7 +54,9 @@ def _format_source(source: FormulaSource, rows: Iterable[FormulaComparison]) -> 
     for row in rows:
         if row.source == source.name:
             yield ""
-            yield from paragraph(f"{row.name}: {row.quantity} = {row.formula}", indent="  ", hanging="    ")
+            yield from paragraph(
+                f"{row.name}: {row.quantity} = {row.formula}", indent="  ", hanging="    "
+            )
             estimate = "not estimated" if row.estimate is None else f"{row.estimate:,}"
             text = f"published {row.published:,}, headwise {estimate}: {row.explanation}"
             yield from paragraph(text, indent="    ", hanging="      ")
@@ -67,10 +73,16 @@ def add_published_arguments(parser: CommandParser) -> None:
         help=f"compare with published formulas: {SOURCE_NAMES}",
     )
     group.add_argument(
-        "--article", metavar="NUMBER", help="table of an article with numbers of GPT-3 and LLaMA-65B: 624740065"
+        "--article",
+        metavar="NUMBER",
+        help="table of an article with numbers of GPT-3 and LLaMA-65B: 624740065",
     )
     group.add_argument(
-        "--tensor-parallel", type=int, default=8, metavar="COUNT", help="tensor-parallel devices of paper-2022"
+        "--tensor-parallel",
+        type=int,
+        default=8,
+        metavar="COUNT",
+        help="tensor-parallel devices of paper-2022",
     )
 
 
@@ -80,13 +92,17 @@ def print_article(args: argparse.Namespace) -> int:
 
     if args.specs or args.preset:
         name = [*args.specs, *args.preset][0]
-        raise UsageError(f"--article {args.article} is a table of models of its own; leave {name} out")
+        raise UsageError(
+            f"--article {args.article} is a table of models of its own; leave {name} out"
+        )
     table = ArticleTable.from_name(args.article)
     print_page(to_json(table.data) if args.json else str(table))
     return 0
 
 
-def make_published_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, PublishedFormulasView]:
+def make_published_views(
+    args: argparse.Namespace, costs: CostReport
+) -> Mapping[str, PublishedFormulasView]:
     """Return the report of --published, if it is given."""
     if not args.published:
         return {}
@@ -102,7 +118,7 @@ def make_published_views(args: argparse.Namespace, costs: CostReport) -> Mapping
     return {"published": PublishedFormulasView(sources, tuple(rows))}
 
 
-# --- `--match`, `--crossovers`, `--complexity` ----------------------------------------------------------
+# --- `--match`, `--crossovers`, `--complexity` ----------------------------------------------------
 
 MATCH_QUANTITIES = ("params", "flops", "kv")
 DEFAULT_KERNEL, DEFAULT_WINDOW = 3, 64
@@ -124,25 +140,34 @@ class SizeMatchView:
     @property
     def data(self) -> dict[str, Any]:
         """The matches as plain values."""
-        return {"like": self.first, "rows": [{"name": name, **match.data} for name, match in self.matches.items()]}
+        return {
+            "like": self.first,
+            "rows": [{"name": name, **match.data} for name, match in self.matches.items()],
+        }
 
 
 @dataclass(frozen=True)
 class ComplexityView:
-    """The table of complexities; with --complexity measured, the scaling and the reach of small layers."""
+    """The table of complexities; with --complexity measured, the scaling and the reach of small
+    layers.
+    """
 
     table: ComplexityTable
     measurement: ScalingMeasurement | None
     reach: LayerReachTable | None = None
 
     def __str__(self) -> str:
-        return "\n\n".join(str(part) for part in (self.table, self.measurement, self.reach) if part is not None)
+        return "\n\n".join(
+            str(part) for part in (self.table, self.measurement, self.reach) if part is not None
+        )
 
     @property
     def data(self) -> dict[str, Any]:
         """The table and the measurement as plain values."""
         measured = {"measured": self.measurement, "reach": self.reach}
-        return self.table.data | {name: part.data if part else None for name, part in measured.items()}
+        return self.table.data | {
+            name: part.data if part else None for name, part in measured.items()
+        }
 
 
 def add_comparison_arguments(parser: CommandParser) -> None:
@@ -154,14 +179,19 @@ def add_comparison_arguments(parser: CommandParser) -> None:
         metavar="WHAT",
         help="resize each spec to match the first: params, flops or kv",
     )
-    group.add_argument("--crossovers", action="store_true", help="lengths at which each costs less than the first")
+    group.add_argument(
+        "--crossovers", action="store_true", help="lengths at which each costs less than the first"
+    )
     expert = parser.add_expert_group("details of comparing")
     expert.add_argument(
         "--resize",
         action="append",
         default=[],
         metavar="[SPEC=]SIZE",
-        help="size that --match changes: dim, vdim, kv, q, model, or one of a part, as in mla=project.rank",
+        help=(
+            "size that --match changes: dim, vdim, kv, q, model, or one of a part, as in "
+            "mla=project.rank"
+        ),
     )
     expert.add_argument(
         "--complexity",
@@ -169,13 +199,22 @@ def add_comparison_arguments(parser: CommandParser) -> None:
         const="counted",
         choices=("counted", "measured"),
         metavar="HOW",
-        help="compare with recurrent and convolutional layers: counted by formulas (also without HOW), or measured",
+        help=(
+            "compare with recurrent and convolutional layers: counted by formulas (also without "
+            "HOW), or measured"
+        ),
     )
     expert.add_argument(
-        "--kernel", type=int, metavar="TOKENS", help=f"kernel of its convolutions (default: {DEFAULT_KERNEL})"
+        "--kernel",
+        type=int,
+        metavar="TOKENS",
+        help=f"kernel of its convolutions (default: {DEFAULT_KERNEL})",
     )
     expert.add_argument(
-        "--window", type=int, metavar="TOKENS", help=f"window of its local attention (default: {DEFAULT_WINDOW})"
+        "--window",
+        type=int,
+        metavar="TOKENS",
+        help=f"window of its local attention (default: {DEFAULT_WINDOW})",
     )
 
 
@@ -185,35 +224,55 @@ def make_comparison_views(args: argparse.Namespace, costs: CostReport) -> Mappin
     if args.crossovers:
         from ...costs.cost_vs_length import find_crossovers
 
-        specs = {name: estimate.spec_or_model for name, estimate in with_unique_names(costs).items()}
+        specs = {
+            name: estimate.spec_or_model for name, estimate in with_unique_names(costs).items()
+        }
         views["crossovers"] = find_crossovers(specs, costs.estimates[0].workload)
     if args.complexity:
         from ...costs.complexity import ComplexityTable
 
         sizes = _layer_sizes(args, costs)
         table, is_measured = ComplexityTable.from_sizes(sizes), args.complexity == "measured"
-        views["complexity"] = ComplexityView(table, *(_measure_layers(sizes) if is_measured else (None, None)))
+        views["complexity"] = ComplexityView(
+            table, *(_measure_layers(sizes) if is_measured else (None, None))
+        )
     elif args.kernel is not None or args.window is not None:
-        raise UsageError("--kernel and --window are sizes of --complexity; give it, or leave them out")
+        raise UsageError(
+            "--kernel and --window are sizes of --complexity; give it, or leave them out"
+        )
     return views
 
 
-def match_sizes(args: argparse.Namespace, costs: CostReport) -> tuple[CostReport, dict[str, CostView]]:
-    """With --match, resize every spec to match the first; return the new estimates, and a report of the changes."""
+def match_sizes(
+    args: argparse.Namespace, costs: CostReport
+) -> tuple[CostReport, dict[str, CostView]]:
+    """With --match, resize every spec to match the first; return the new estimates, and a report of
+    the changes.
+    """
     if args.match is None:
         if args.resize:
             raise UsageError(
-                f"--resize {args.resize[0]} changes nothing without --match; give --match params, flops or kv"
+                f"--resize {args.resize[0]} changes nothing without --match; give --match params, "
+                "flops or kv"
             )
         return costs, {}
     from ...costs.cost_report import CostReport, estimate_cost
 
     first, *others = with_unique_names(costs).items()
     if not others:
-        raise UsageError(f"--match resizes others to match the first, and there is only {first[0]}; name one more")
+        raise UsageError(
+            f"--match resizes others to match the first, and there is only {first[0]}; name one "
+            "more"
+        )
     free = _free_sizes(args, [name for name, _ in others])
-    matches = {name: _match_estimate(args.match, first, (name, estimate), free[name]) for name, estimate in others}
-    resized = [estimate_cost(matches[name].spec, estimate.workload, estimate.name) for name, estimate in others]
+    matches = {
+        name: _match_estimate(args.match, first, (name, estimate), free[name])
+        for name, estimate in others
+    }
+    resized = [
+        estimate_cost(matches[name].spec, estimate.workload, estimate.name)
+        for name, estimate in others
+    ]
     return CostReport((first[1], *resized)), {"matched": SizeMatchView(first[0], matches)}
 
 
@@ -234,7 +293,9 @@ def _free_sizes(args: argparse.Namespace, names: list[str]) -> dict[str, str | N
     for text in args.resize:
         name, equals, size = text.rpartition("=")
         if equals and name not in free:
-            raise UsageError(f"--resize {text}: there is no resized spec {name!r}; {suggest(name, free)}")
+            raise UsageError(
+                f"--resize {text}: there is no resized spec {name!r}; {suggest(name, free)}"
+            )
         free |= {name: size} if equals else dict.fromkeys(names, size)
     return free
 
@@ -257,7 +318,8 @@ def _spec_to_match(name: str, estimate: CostEstimate) -> AttentionSpec:
     if isinstance(estimate.spec_or_model, AttentionSpec):
         return estimate.spec_or_model
     raise UsageError(
-        f"--match changes single layers, and {name} is a model; select one attention, as in --layer 0.attention"
+        f"--match changes single layers, and {name} is a model; select one attention, as in "
+        "--layer 0.attention"
     )
 
 
@@ -286,11 +348,14 @@ def _measure_layers(sizes: LayerSizes) -> tuple[ScalingMeasurement, LayerReachTa
     return measure_scaling(sizes), measure_layer_reach()
 
 
-# --- `--plot`, `--csv` ---------------------------------------------------------------------------------
+# --- `--plot`, `--csv` ----------------------------------------------------------------------------
 
 PLOT_KINDS = ("all", "roofline", "kv", "flops", "crossovers")
 OPTIONS_NOT_IN_CSV = ("operations", "terms", "verify")
-VIEWS_IN_CSV = ("matched", "plot")  # reports that change the estimates themselves, or are a file of their own
+VIEWS_IN_CSV = (
+    "matched",
+    "plot",
+)  # reports that change the estimates themselves, or are a file of their own
 
 
 class PlotView(NamedTuple):
@@ -311,12 +376,16 @@ class PlotView(NamedTuple):
 def add_plot_arguments(parser: CommandParser) -> None:
     """Add --csv, --plot and --plot-kind."""
     group = parser.add_argument_group("other output formats")
-    group.add_argument("--csv", action="store_true", help="print CSV with one line per spec instead of the table")
+    group.add_argument(
+        "--csv", action="store_true", help="print CSV with one line per spec instead of the table"
+    )
     group.add_argument("--plot", metavar="FILE", help="draw charts into a .svg, .png or .pdf file")
     expert = parser.add_expert_group("charts")
     add_overwrite_argument(expert)
     expert.add_argument(
-        "--plot-kind", metavar="KIND", help=f"{', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default: {PLOT_KINDS[0]})"
+        "--plot-kind",
+        metavar="KIND",
+        help=f"{', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default: {PLOT_KINDS[0]})",
     )
 
 
@@ -332,7 +401,9 @@ def make_plot_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str,
     """Draw the plot, if --plot is given."""
     if args.plot is None:
         if args.plot_kind is not None:
-            raise UsageError(f"--plot-kind {args.plot_kind} draws nothing without a file; give --plot costs.svg")
+            raise UsageError(
+                f"--plot-kind {args.plot_kind} draws nothing without a file; give --plot costs.svg"
+            )
         return {}
     from ...costs.cost_plots import save_plot
 
@@ -348,7 +419,9 @@ def csv_of_costs(args: argparse.Namespace, costs: CostReport, views: Mapping[str
     unsupported = [f"--{name}" for name in OPTIONS_NOT_IN_CSV if getattr(args, name)]
     unsupported += [name for name in views if name not in VIEWS_IN_CSV]
     if unsupported:
-        raise UsageError(f"--csv has one line per spec and no room for {unsupported[0]}; use --json instead")
+        raise UsageError(
+            f"--csv has one line per spec and no room for {unsupported[0]}; use --json instead"
+        )
     from ...costs.cost_plots import to_csv
 
     return to_csv(costs.data["rows"])

@@ -1,5 +1,5 @@
-"""`headwise cost --serve`, `--memory-fit`, `--intensity` and `--devices`: throughput, memory and arithmetic intensity
-of serving, and tensor, pipeline and expert parallelism.
+"""`headwise cost --serve`, `--memory-fit`, `--intensity` and `--devices`: throughput, memory and
+arithmetic intensity of serving, and tensor, pipeline and expert parallelism.
 """
 
 from __future__ import annotations
@@ -55,34 +55,58 @@ class ReportsView:
 
 def add_serving_arguments(parser: CommandParser) -> None:
     """Add --serve, and the options that it shares with --memory-fit and --intensity."""
-    parser.add_argument("--serve", action="store_true", help="latency and throughput of serving a batch of requests")
-    group = parser.add_expert_group("for --serve, --memory-fit and --intensity")
-    group.add_argument("--layers", type=int, metavar="COUNT", help="number of layers of a spec (default: 1)")
-    group.add_argument(
-        "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default: ideal)"
+    parser.add_argument(
+        "--serve", action="store_true", help="latency and throughput of serving a batch of requests"
     )
-    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache: int8 or fp8 (default: --dtype)")
+    group = parser.add_expert_group("for --serve, --memory-fit and --intensity")
+    group.add_argument(
+        "--layers", type=int, metavar="COUNT", help="number of layers of a spec (default: 1)"
+    )
+    group.add_argument(
+        "--allocator",
+        metavar="NAME",
+        help="cache allocation: ideal, ring, paged(16) or unified (default: ideal)",
+    )
+    group.add_argument(
+        "--cache", metavar="DTYPE", help="format of the KV cache: int8 or fp8 (default: --dtype)"
+    )
     group.add_argument(
         "--efficiency",
         metavar="SHARES",
         help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default: 1,1)",
     )
-    group.add_argument("--budget", metavar="MEMORY", help="memory, as in '24 GiB' (default: that of the device)")
     group.add_argument(
-        "--chunk", type=int, metavar="TOKENS", help=f"tokens of a prompt per prefill step (default: {PREFILL_CHUNK})"
+        "--budget", metavar="MEMORY", help="memory, as in '24 GiB' (default: that of the device)"
     )
     group.add_argument(
-        "--prompt", type=int, metavar="TOKENS", help="length of an arriving prompt (default: the context)"
+        "--chunk",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens of a prompt per prefill step (default: {PREFILL_CHUNK})",
     )
     group.add_argument(
-        "--shared", type=int, metavar="TOKENS", help="length of a prefix that all rows share (default: 0)"
+        "--prompt",
+        type=int,
+        metavar="TOKENS",
+        help="length of an arriving prompt (default: the context)",
+    )
+    group.add_argument(
+        "--shared",
+        type=int,
+        metavar="TOKENS",
+        help="length of a prefix that all rows share (default: 0)",
     )
     group.add_argument(
         "--lengths",
         metavar="TOKENS",
-        help="100,2000 or uniform(100,4000) or exponential(900): lengths of the rows (default: the context)",
+        help=(
+            "100,2000 or uniform(100,4000) or exponential(900): lengths of the rows (default: "
+            "the context)"
+        ),
     )
-    group.add_argument("--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default: 0)")
+    group.add_argument(
+        "--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default: 0)"
+    )
 
 
 def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ReportsView]:
@@ -95,7 +119,9 @@ def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[s
     if args.prompt is not None and args.prompt < 1:
         raise UsageError(f"--prompt must be at least 1 token, got {args.prompt}")
     reports = tuple(
-        ThroughputReport(estimate.name, memory_demand(args, estimate), args.prompt or estimate.workload.context)
+        ThroughputReport(
+            estimate.name, memory_demand(args, estimate), args.prompt or estimate.workload.context
+        )
         for estimate in costs
     )
     return {"serving": ReportsView(reports)}
@@ -115,7 +141,9 @@ def memory_demand(args: argparse.Namespace, estimate: CostEstimate) -> MemoryDem
         CacheAllocator.from_text(args.allocator or "ideal"),
         estimate.full_call.source,
     )
-    demand = MemoryDemand(serving, _request_batch(args, estimate), PREFILL_CHUNK if args.chunk is None else args.chunk)
+    demand = MemoryDemand(
+        serving, _request_batch(args, estimate), PREFILL_CHUNK if args.chunk is None else args.chunk
+    )
     if args.budget is not None:
         _check_memory_limit(demand, args.budget)
     return demand
@@ -145,7 +173,9 @@ def _serving_device(args: argparse.Namespace, estimate: CostEstimate) -> Device:
     from ...costs.serving_capacity import parse_bytes
 
     device = apply_efficiency(args, Device.from_name(estimate.workload.device))
-    return device if args.budget is None else replace(device, memory=float(parse_bytes(args.budget)))
+    return (
+        device if args.budget is None else replace(device, memory=float(parse_bytes(args.budget)))
+    )
 
 
 def _request_batch(args: argparse.Namespace, estimate: CostEstimate) -> RequestBatch:
@@ -155,7 +185,9 @@ def _request_batch(args: argparse.Namespace, estimate: CostEstimate) -> RequestB
     shared = 0 if args.shared is None else args.shared
     if args.lengths is None:
         return RequestBatch.uniform(workload.batch, workload.context, shared, source)
-    return RequestBatch.from_lengths(parse_lengths(args.lengths, workload.batch, args.seed or 0), shared, source)
+    return RequestBatch.from_lengths(
+        parse_lengths(args.lengths, workload.batch, args.seed or 0), shared, source
+    )
 
 
 def _check_memory_limit(demand: MemoryDemand, budget: str) -> None:
@@ -165,24 +197,34 @@ def _check_memory_limit(demand: MemoryDemand, budget: str) -> None:
     weights, memory = demand.serving.weights.bytes, demand.serving.device.memory
     if weights > memory:
         needed = format_gigabytes(weights)
-        raise UsageError(f"--budget {budget} is less than the weights, {needed}; give {needed} or more")
+        raise UsageError(
+            f"--budget {budget} is less than the weights, {needed}; give {needed} or more"
+        )
 
 
 def _check_dependent_options(args: argparse.Namespace) -> None:
     """Raise an error for options that have no effect without a report that is not requested."""
     for name, reports in DEPENDENT_OPTIONS.items():
-        if getattr(args, name) is not None and not any(getattr(args, report) for report in reports.split()):
+        if getattr(args, name) is not None and not any(
+            getattr(args, report) for report in reports.split()
+        ):
             options = " or ".join(f"--{report.replace('_', '-')}" for report in reports.split())
-            raise UsageError(f"--{name} has an effect only with {options}; add that, or leave --{name} out")
+            raise UsageError(
+                f"--{name} has an effect only with {options}; add that, or leave --{name} out"
+            )
     if args.seed is not None and args.lengths is None:
-        raise UsageError("--seed has an effect only with --lengths; add --lengths 'uniform(100, 4000)'")
+        raise UsageError(
+            "--seed has an effect only with --lengths; add --lengths 'uniform(100, 4000)'"
+        )
 
 
-# --- `headwise cost --intensity` ---------------------------------------------------------------------------
+# --- `headwise cost --intensity` ------------------------------------------------------------------
 
 
 class MeasureMachineAction(argparse.Action):
-    """Measures this machine when the option is parsed, so that everything after it uses the new measurement."""
+    """Measures this machine when the option is parsed, so that everything after it uses the new
+    measurement.
+    """
 
     def __call__(
         self,
@@ -203,10 +245,16 @@ def add_intensity_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--intensity",
         action="store_true",
-        help="arithmetic intensity of projections, core and output in a decode step, by number of rows",
+        help=(
+            "arithmetic intensity of projections, core and output in a decode step, by number of "
+            "rows"
+        ),
     )
     group.add_argument(
-        "--measure", action=MeasureMachineAction, nargs=0, help="measure this machine again, for --device here"
+        "--measure",
+        action=MeasureMachineAction,
+        nargs=0,
+        help="measure this machine again, for --device here",
     )
 
 
@@ -223,10 +271,14 @@ def _attention_spec(estimate: CostEstimate) -> AttentionSpec:
     return specs[0]
 
 
-def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, IntensityReport]:
+def make_intensity_views(
+    args: argparse.Namespace, costs: CostReport
+) -> Mapping[str, IntensityReport]:
     """Return the report of --intensity, if it is given."""
     if args.measure and args.device != "here":
-        raise UsageError(f"--measure measures this machine, but the device is {args.device}; add --device here")
+        raise UsageError(
+            f"--measure measures this machine, but the device is {args.device}; add --device here"
+        )
     if not args.intensity:
         return {}
     from ...costs.decode_intensity import DecodeLayer, IntensityReport
@@ -244,7 +296,7 @@ def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping
     return {"intensity": IntensityReport.from_layers(layers, costs.estimates[0].workload.batch)}
 
 
-# --- `headwise cost --memory-fit` -------------------------------------------------------------------------
+# --- `headwise cost --memory-fit` -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -271,14 +323,18 @@ def add_memory_fit_arguments(parser: CommandParser) -> None:
     )
 
 
-def make_memory_fit_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, MemoryFitView]:
+def make_memory_fit_views(
+    args: argparse.Namespace, costs: CostReport
+) -> Mapping[str, MemoryFitView]:
     """Return the report of --memory-fit, if it is given."""
     if not args.memory_fit:
         return {}
     from ...costs.serving_capacity import check_memory_fit
     from ...costs.training_memory import OptimiserMemory
 
-    training = OptimiserMemory.from_name(args.optimiser).bytes_per_parameter if args.optimiser else 0
+    training = (
+        OptimiserMemory.from_name(args.optimiser).bytes_per_parameter if args.optimiser else 0
+    )
     fits: dict[str, MemoryFit] = {}
     for estimate in costs:
         demand = replace(memory_demand(args, estimate), training_bytes_per_parameter=training)
@@ -292,10 +348,18 @@ DIVISIONS = ("tensor", "pipeline", "experts")
 def add_parallel_arguments(parser: CommandParser) -> None:
     """Add --devices, --tensor, --pipeline and --experts."""
     group = parser.add_expert_group("several devices")
-    group.add_argument("--devices", type=int, metavar="COUNT", help="serve models on several devices")
-    group.add_argument("--tensor", type=int, metavar="COUNT", help="devices that divide each layer (default: 1)")
-    group.add_argument("--pipeline", type=int, metavar="COUNT", help="stages that divide the layers (default: 1)")
-    group.add_argument("--experts", type=int, metavar="COUNT", help="devices that divide the experts (default: 1)")
+    group.add_argument(
+        "--devices", type=int, metavar="COUNT", help="serve models on several devices"
+    )
+    group.add_argument(
+        "--tensor", type=int, metavar="COUNT", help="devices that divide each layer (default: 1)"
+    )
+    group.add_argument(
+        "--pipeline", type=int, metavar="COUNT", help="stages that divide the layers (default: 1)"
+    )
+    group.add_argument(
+        "--experts", type=int, metavar="COUNT", help="devices that divide the experts (default: 1)"
+    )
 
 
 def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ReportsView]:
@@ -304,7 +368,9 @@ def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[
     if args.devices is None:
         if divisions:
             name, count = next(iter(divisions.items()))
-            raise UsageError(f"--{name} {count} divides several devices; add --devices {max(count, 1)}")
+            raise UsageError(
+                f"--{name} {count} divides several devices; add --devices {max(count, 1)}"
+            )
         return {}
     from ...costs.kv_cache_memory import RequestBatch
     from ...costs.parallelism import ParallelCost, ParallelPlan, ParallelReport
@@ -316,7 +382,9 @@ def make_parallel_views(args: argparse.Namespace, costs: CostReport) -> Mapping[
     for estimate in costs:
         model, workload = estimate.spec_or_model, estimate.workload
         if not isinstance(model, ModelSpec):
-            raise UsageError(f"--devices divides models, and {estimate.name} is one layer; name a model")
+            raise UsageError(
+                f"--devices divides models, and {estimate.name} is one layer; name a model"
+            )
         device = apply_efficiency(args, Device.from_name(workload.device))
         requests = RequestBatch.uniform(workload.batch, workload.context)
         cost = ParallelCost(model, plan, device, requests, number_formats(args, estimate))

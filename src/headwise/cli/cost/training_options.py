@@ -1,4 +1,6 @@
-"""`headwise cost --optimiser` and `--activations`: memory of the optimiser, and activation memory of training."""
+"""`headwise cost --optimiser` and `--activations`: memory of the optimiser, and activation memory
+of training.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from ...costs.training_memory import ActivationSettings, OptimiserMemory
 
 OPTIMISER_NAMES = "zero, megatron, zhihu-624740065, adam-fp32, sgd-momentum or muon"
-PRINTED_LABELS = {"in_all": "total", "weights_for_inference": "weights for inference"}  # of keys that are not words
+PRINTED_LABELS = {
+    "in_all": "total",
+    "weights_for_inference": "weights for inference",
+}  # of keys that are not words
 
 
 class OptimiserMemoryView(NamedTuple):
@@ -43,7 +48,9 @@ class OptimiserMemoryView(NamedTuple):
         for name, row in self.rows.items():
             lines += ["", name]
             lines += [
-                label_cell(f"  {PRINTED_LABELS.get(key, key)}", 26) + f"{number:>22,} " + localise("bytes")
+                label_cell(f"  {PRINTED_LABELS.get(key, key)}", 26)
+                + f"{number:>22,} "
+                + localise("bytes")
                 for key, number in row.items()
             ]
         return "\n".join(lines)
@@ -53,11 +60,15 @@ def add_optimiser_arguments(parser: CommandParser) -> None:
     """Add --optimiser."""
     group = parser.add_expert_group("training state")
     group.add_argument(
-        "--optimiser", metavar="NAME", help=f"memory of weights, gradients and optimiser: {OPTIMISER_NAMES}"
+        "--optimiser",
+        metavar="NAME",
+        help=f"memory of weights, gradients and optimiser: {OPTIMISER_NAMES}",
     )
 
 
-def make_optimiser_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, OptimiserMemoryView]:
+def make_optimiser_views(
+    args: argparse.Namespace, costs: CostReport
+) -> Mapping[str, OptimiserMemoryView]:
     """Return the report of --optimiser, if it is given."""
     if args.optimiser is None:
         return {}
@@ -74,29 +85,44 @@ def make_optimiser_views(args: argparse.Namespace, costs: CostReport) -> Mapping
     return {"training_state": OptimiserMemoryView(optimiser, rows)}
 
 
-# --- Activation memory of training, and activation checkpointing ---------------------------------------
+# --- Activation memory of training, and activation checkpointing ----------------------------------
 
 
 def add_activation_arguments(parser: CommandParser) -> None:
     """Add --activations, --profile, --checkpoint and --dropout."""
     group = parser.add_expert_group("activation memory of training")
-    group.add_argument("--activations", action="store_true", help="bytes saved for the backward pass, by step")
+    group.add_argument(
+        "--activations", action="store_true", help="bytes saved for the backward pass, by step"
+    )
     group.add_argument(
         "--profile",
         metavar="NAME",
-        help="backend that attention runs on in training, or a published formula: " + ", ".join(ACTIVATION_PROFILES),
+        help="backend that attention runs on in training, or a published formula: "
+        + ", ".join(ACTIVATION_PROFILES),
     )
     group.add_argument(
-        "--checkpoint", metavar="WHAT", help="what the backward pass recomputes: none, block or core (default: none)"
+        "--checkpoint",
+        metavar="WHAT",
+        help="what the backward pass recomputes: none, block or core (default: none)",
     )
     group.add_argument(
-        "--dropout", type=float, metavar="RATE", help="dropout rate after every residual branch (default: 0)"
+        "--dropout",
+        type=float,
+        metavar="RATE",
+        help="dropout rate after every residual branch (default: 0)",
     )
 
 
-def make_activation_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, TrainingMemoryView]:
+def make_activation_views(
+    args: argparse.Namespace, costs: CostReport
+) -> Mapping[str, TrainingMemoryView]:
     """Return the report of activation memory, if any of its options is given."""
-    if not args.activations and args.profile is None and args.checkpoint is None and args.dropout is None:
+    if (
+        not args.activations
+        and args.profile is None
+        and args.checkpoint is None
+        and args.dropout is None
+    ):
         return {}
     from ...costs.training_memory import ActivationSettings
 
@@ -105,7 +131,9 @@ def make_activation_views(args: argparse.Namespace, costs: CostReport) -> Mappin
     checkpoint = "none" if args.checkpoint is None else args.checkpoint
     settings = ActivationSettings(args.profile or "", checkpoint, args.dropout or 0.0, args.source)
     items = tuple(
-        TrainingMemory.from_workload(estimate.name, estimate.spec_or_model, estimate.workload, settings)
+        TrainingMemory.from_workload(
+            estimate.name, estimate.spec_or_model, estimate.workload, settings
+        )
         for estimate in costs
     )
     return {"training": TrainingMemoryView(items)}
@@ -123,7 +151,9 @@ class TrainingMemory:
     recomputed: CostBreakdown
 
     @staticmethod
-    def from_workload(name: str, spec_or_model: Any, workload: Any, settings: ActivationSettings) -> TrainingMemory:
+    def from_workload(
+        name: str, spec_or_model: Any, workload: Any, settings: ActivationSettings
+    ) -> TrainingMemory:
         """Estimate the activation memory under a workload."""
         from ...costs.training_memory import (
             activation_memory,
@@ -157,7 +187,9 @@ class TrainingMemory:
     def __str__(self) -> str:
         totals = [("saved, bytes", self.activations.total), ("peak, bytes", self.peak)]
         totals += [("recomputed, FLOPs", self.recomputed.total)] if self.recomputed.terms else []
-        recomputed = {"none": "nothing", "block": "blocks", "core": "cores"}[self.settings.checkpoint]
+        recomputed = {"none": "nothing", "block": "blocks", "core": "cores"}[
+            self.settings.checkpoint
+        ]
         lines = paragraph(f"{self.name}: in training, {self.profile}, {recomputed} recomputed")
         lines += [label_cell(f"  {name}", 48) + f"{value:>30,}" for name, value in totals]
         for term in self.activations.terms:

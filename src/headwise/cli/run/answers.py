@@ -1,5 +1,5 @@
-"""Answers of `headwise run`: continuations and translations, with BLEU and chrF of them (--score); classes of texts,
-images or utterances; and masked tokens.
+"""Answers of `headwise run`: continuations and translations, with BLEU and chrF of them (--score);
+classes of texts, images or utterances; and masked tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from ...generation.decoding_config import DecodingConfig
 from ...generation.decoding_state import CompileDecision, ignore_decision
 from ...generation.generate import GenerationOutput
 from ...generation.prompts import get_decoder_start_ids
-from ...generation.single_pass import FilledText, Prediction, classify, fill_masks, require_class_names
+from ...generation.single_pass import (
+    FilledText,
+    Prediction,
+    classify,
+    fill_masks,
+    require_class_names,
+)
 from ...generation.text_output import TokenScore, load_tokenizers, score_tokens
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
@@ -39,9 +45,16 @@ def answer(model: Transformer, args: argparse.Namespace) -> int:
     decoding, max_new_tokens = parse_decoding(args), parse_length(args)
     notices = CompileNotices()
     on_decision = ignore_decision if args.compile is None else notices.print_once
-    generator = TextGenerator.of(model, max_new_tokens, args.temperature or 0.0, decoding, on_decision)
-    seed = RandomStream(secrets.randbits(63) if args.seed is None else args.seed).seed  # shared by all lines
-    form, scores = "document" if args.json else "lines", TranslationScores.from_file(args.score, args.score_tokenize)
+    generator = TextGenerator.of(
+        model, max_new_tokens, args.temperature or 0.0, decoding, on_decision
+    )
+    seed = RandomStream(
+        secrets.randbits(63) if args.seed is None else args.seed
+    ).seed  # shared by all lines
+    form, scores = (
+        "document" if args.json else "lines",
+        TranslationScores.from_file(args.score, args.score_tokenize),
+    )
     writer = AnswerWriter(generator, seed, form, scores, notices, args.logprobs)
     read = partial(encode_prompt, model, max_new_tokens=max_new_tokens, window=decoding.window)
     if args.text is not None:
@@ -57,7 +70,10 @@ def answer(model: Transformer, args: argparse.Namespace) -> int:
 
 def parse_decoding(args: argparse.Namespace) -> DecodingConfig:
     """Return the decoding configuration that the options describe."""
-    options = {name: getattr(args, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
+    options = {
+        name: getattr(args, name)
+        for name in (option.replace("-", "_") for option in DECODING_OPTIONS)
+    }
     chosen = {name: value for name, value in options.items() if value is not None}
     return DecodingConfig(**chosen, stop=tuple(args.stop or ()))
 
@@ -82,32 +98,50 @@ class CompileNotices:
 
 @dataclass
 class AnswerWriter:
-    """Prints answers: lines as they finish, or with form="document" one JSON document at the end."""
+    """Prints answers: lines as they finish, or with form="document" one JSON
+    document at the end.
+    """
 
     generation: TextGenerator
     seed: int
     form: str
     scores: TranslationScores | None
     compile_notices: CompileNotices
-    num_logprobs: int | None = None  # the likeliest tokens to print beside each token; None for no log-probabilities
+    num_logprobs: int | None = (
+        None  # the likeliest tokens to print beside each token; None for no log-probabilities
+    )
     documents: list[dict[str, Any]] = field(default_factory=list)
 
     def write_one(self, line: InputLine[list[int]]) -> None:
         """Generate and print one answer, token by token unless beams or JSON are requested."""
-        if self.form == "document" or self.generation.how.beams > 1 or self.num_logprobs is not None:
+        if (
+            self.form == "document"
+            or self.generation.how.beams > 1
+            or self.num_logprobs is not None
+        ):
             self.write_batch([line], [line])
             return
         text = ""
-        for piece in self.generation.pieces(_generation_inputs([line]), self._random_streams([line])):
+        for piece in self.generation.pieces(
+            _generation_inputs([line]), self._random_streams([line])
+        ):
             text += piece
             _write_piece(piece)
         _write_piece("\n")
         self._score(text)
 
-    def write_batch(self, lines: Sequence[InputLine[list[int]]], ready: Sequence[InputLine[list[int]]]) -> None:
+    def write_batch(
+        self, lines: Sequence[InputLine[list[int]]], ready: Sequence[InputLine[list[int]]]
+    ) -> None:
         """Generate answers to the `ready` lines of a batch, and print one for every line."""
-        results = self.generation.answers(_generation_inputs(ready), self._random_streams(ready)) if ready else []
-        outputs_of_line = {line.number: outputs for line, outputs in zip(ready, results, strict=True)}
+        results = (
+            self.generation.answers(_generation_inputs(ready), self._random_streams(ready))
+            if ready
+            else []
+        )
+        outputs_of_line = {
+            line.number: outputs for line, outputs in zip(ready, results, strict=True)
+        }
         for line in lines:
             outputs = outputs_of_line.get(line.number, [])
             token_scores = [self._score_tokens(line, output) for output in outputs]
@@ -125,22 +159,40 @@ class AnswerWriter:
         if self.form == "document":
             seed = {"seed": self.seed} if self.generation.temperature else {}
             scores = {"scores": self.scores.data} if self.scores and has_scores else {}
-            steps = {"steps": self.compile_notices.messages} if self.compile_notices.messages else {}
+            steps = (
+                {"steps": self.compile_notices.messages} if self.compile_notices.messages else {}
+            )
             print_page(
-                to_json({"model": self.generation.net.spec.name, **seed, **steps, "answers": self.documents, **scores})
+                to_json(
+                    {
+                        "model": self.generation.net.spec.name,
+                        **seed,
+                        **steps,
+                        "answers": self.documents,
+                        **scores,
+                    }
+                )
             )
         if self.scores and not has_scores:
             print_note(self.scores)
 
-    def _write_answer(self, line: InputLine[list[int]], outputs: Sequence[GenerationOutput]) -> None:
+    def _write_answer(
+        self, line: InputLine[list[int]], outputs: Sequence[GenerationOutput]
+    ) -> None:
         for output in outputs:
             text = re.sub(r"[\r\n]+", " ", output.text or "")  # one output line per input line
-            print_page(text if self.generation.how.best == 1 else f"{line.number}\t{output.score:.4f}\t{text}")
+            print_page(
+                text
+                if self.generation.how.best == 1
+                else f"{line.number}\t{output.score:.4f}\t{text}"
+            )
         if not outputs:
             print_page("" if self.generation.how.best == 1 else f"{line.number}\t\t")
         sys.stdout.flush()
 
-    def _score_tokens(self, line: InputLine[list[int]], output: GenerationOutput) -> list[TokenScore]:
+    def _score_tokens(
+        self, line: InputLine[list[int]], output: GenerationOutput
+    ) -> list[TokenScore]:
         """Log-probabilities of the tokens of an output; empty without --logprobs."""
         if self.num_logprobs is None or line.read is None:
             return []
@@ -149,14 +201,20 @@ class AnswerWriter:
         prompt = list(get_decoder_start_ids(net)) if is_translation else line.read
         source = line.read if is_translation else ()
         tokenizer = load_tokenizers(net)[1]
-        return score_tokens(net, tokenizer, [*prompt, *output.ids], len(prompt), self.num_logprobs, source)
+        return score_tokens(
+            net, tokenizer, [*prompt, *output.ids], len(prompt), self.num_logprobs, source
+        )
 
     def _score(self, text: str | None) -> None:
         if self.scores:
             self.scores.hypotheses.append(re.sub(r"[\r\n]+", " ", text or ""))
 
     def _random_streams(self, lines: Sequence[InputLine[list[int]]]) -> list[RandomStream]:
-        return [RandomStream(self.seed, line.number - 1) for line in lines] if self.generation.temperature else []
+        return (
+            [RandomStream(self.seed, line.number - 1) for line in lines]
+            if self.generation.temperature
+            else []
+        )
 
 
 def _generation_inputs(lines: Sequence[InputLine[list[int]]]) -> PromptBatch:
@@ -164,7 +222,8 @@ def _generation_inputs(lines: Sequence[InputLine[list[int]]]) -> PromptBatch:
 
 
 def format_token_scores(scores: Sequence[TokenScore]) -> str:
-    """A table of tokens with their log-probabilities (natural logarithm), and the likeliest tokens at each place.
+    """A table of tokens with their log-probabilities (natural logarithm), and the likeliest tokens
+    at each place.
 
     >>> print(format_token_scores([TokenScore("fox", -0.25, [("fox", -0.25), ("dog", -1.75)])]))
     token               logprob  likeliest
@@ -183,16 +242,22 @@ def _quote(token: str) -> str:
 
 
 def _answer_to_dict(
-    line: InputLine[list[int]], outputs: Sequence[GenerationOutput], token_scores: Sequence[Sequence[TokenScore]]
+    line: InputLine[list[int]],
+    outputs: Sequence[GenerationOutput],
+    token_scores: Sequence[Sequence[TokenScore]],
 ) -> dict[str, Any]:
     line_info = {"line": line.number, "prompt": line.text}
     if line.error:
         return line_info | {"error": line.error}
-    candidates = [{name: value for name, value in output._asdict().items() if value is not None} for output in outputs]
+    candidates = [
+        {name: value for name, value in output._asdict().items() if value is not None}
+        for output in outputs
+    ]
     for candidate, scores in zip(candidates, token_scores, strict=True):
         if scores:
             candidate["logprobs"] = [
-                {"token": score.text, "logprob": score.logprob, "top": dict(score.top)} for score in scores
+                {"token": score.text, "logprob": score.logprob, "top": dict(score.top)}
+                for score in scores
             ]
     first = {name: value for fields in candidates[:1] for name, value in fields.items()}
     return line_info | first | ({"best": candidates} if candidates[1:] else {})
@@ -204,7 +269,7 @@ def _write_piece(piece: str) -> None:
     sys.stdout.flush()
 
 
-# --- --score: BLEU and chrF against a file of references ------------------------------------------------
+# --- --score: BLEU and chrF against a file of references ------------------------------------------
 
 
 @dataclass
@@ -218,7 +283,9 @@ class TranslationScores:
 
     @staticmethod
     def from_file(path: str | None, tokenize: str | None) -> TranslationScores | None:
-        """Read the references, or return None without --score; raises before anything is generated."""
+        """Read the references, or return None without --score; raises before
+        anything is generated.
+        """
         if path is None:
             if tokenize is not None:
                 raise UsageError("--score-tokenize needs --score; add --score REF")
@@ -226,7 +293,9 @@ class TranslationScores:
         references = read_text_file(path).split("\n")
         references = references[:-1] if references[-1] == "" else references
         scores = TranslationScores(path, [line.rstrip("\r") for line in references], tokenize)
-        score_translations(["a"], ["a"], scores.tokenize)  # raises if sacreBLEU or the tokenizer is missing
+        score_translations(
+            ["a"], ["a"], scores.tokenize
+        )  # raises if sacreBLEU or the tokenizer is missing
         return scores
 
     @property
@@ -238,7 +307,10 @@ class TranslationScores:
     def metrics(self) -> SacreBleuScores:
         """Return BLEU and chrF over all lines."""
         if not self.is_complete:
-            fact = f"{pluralise(len(self.hypotheses), 'line')} answered, but {self.path} has {len(self.references)}"
+            fact = (
+                f"{pluralise(len(self.hypotheses), 'line')} answered, but {self.path} has "
+                f"{len(self.references)}"
+            )
             raise UsageError(f"{fact}; give one reference per line")
         return score_translations(self.hypotheses, self.references, self.tokenize)
 
@@ -249,7 +321,11 @@ class TranslationScores:
 
     def __str__(self) -> str:
         metrics = self.metrics
-        bleu = f"{metrics.bleu:6.2f}" if metrics.bleu is not None else "not computed, no reference has four tokens"
+        bleu = (
+            f"{metrics.bleu:6.2f}"
+            if metrics.bleu is not None
+            else "not computed, no reference has four tokens"
+        )
         return "\n".join(
             [
                 f"BLEU {bleu}   {metrics.bleu_signature}",
@@ -264,13 +340,20 @@ MAX_TOKENS_SHOWN = 5  # tokens printed for each mask
 
 
 def answer_classes(model: Transformer, args: argparse.Namespace) -> int:
-    """Print the likeliest classes of TEXT with their probabilities, or one line for each line of stdin."""
+    """Print the likeliest classes of TEXT with their probabilities, or one line for each line of
+    stdin.
+    """
     names = require_class_names(model)
     if args.top_k is not None and not 1 <= args.top_k <= len(names):
-        raise UsageError(f"--top-k {args.top_k} is not between 1 and the {len(names)} classes; give 1..{len(names)}")
+        raise UsageError(
+            f"--top-k {args.top_k} is not between 1 and the {len(names)} classes; give "
+            f"1..{len(names)}"
+        )
     inputs, answered = make_input_reader(model), list[InputLine[Any]]()
     if args.text is not None:
-        predictions = classify(model, *inputs.collate([inputs.read(args.text)]))[0][: args.top_k or MAX_CLASSES_SHOWN]
+        predictions = classify(model, *inputs.collate([inputs.read(args.text)]))[0][
+            : args.top_k or MAX_CLASSES_SHOWN
+        ]
         print_page(
             to_json(_classes_to_dict(model, [InputLine(1, args.text, predictions)]))
             if args.json
@@ -294,20 +377,27 @@ def answer_classes(model: Transformer, args: argparse.Namespace) -> int:
 def _format_classes(predictions: Sequence[Prediction]) -> str:
     width = max(len(guess.name) for guess in predictions)
     return "\n".join(
-        f"{name:<{width}}  {share:6.1%}  {'█' * round(BAR_WIDTH * share)}".rstrip() for name, share in predictions
+        f"{name:<{width}}  {share:6.1%}  {'█' * round(BAR_WIDTH * share)}".rstrip()
+        for name, share in predictions
     )
 
 
 def _classes_to_dict(model: Transformer, lines: Sequence[InputLine[Any]]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for line in lines:
-        result = {"error": line.error} if line.error else {"classes": [guess._asdict() for guess in line.read or ()]}
+        result = (
+            {"error": line.error}
+            if line.error
+            else {"classes": [guess._asdict() for guess in line.read or ()]}
+        )
         rows.append({"line": line.number, "input": line.text, **result})
     return {"model": model.spec.name, "answers": rows}
 
 
 def answer_masks(model: Transformer, args: argparse.Namespace) -> int:
-    """Print the likeliest tokens for each mask of TEXT, or every line of stdin with its masks filled in."""
+    """Print the likeliest tokens for each mask of TEXT, or every line of stdin with its masks
+    filled in.
+    """
     top = MAX_TOKENS_SHOWN if args.top_k is None else args.top_k
     if args.text is not None:
         filled = fill_masks(model, [args.text], top=top)[0]
@@ -341,7 +431,10 @@ def _masks_to_dict(model: Transformer, lines: Sequence[InputLine[Any]]) -> dict[
         if line.read:
             result = {
                 "text": line.read.text,
-                "masks": [[guess._asdict() for guess in predictions] for predictions in line.read.predictions],
+                "masks": [
+                    [guess._asdict() for guess in predictions]
+                    for predictions in line.read.predictions
+                ],
             }
         rows.append({"line": line.number, "prompt": line.text, **result})
     return {"model": model.spec.name, "answers": rows}

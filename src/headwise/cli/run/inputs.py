@@ -1,4 +1,6 @@
-"""Inputs of `headwise run`: batches of stdin lines, and conversion of texts, images and frames to tensors."""
+"""Inputs of `headwise run`: batches of stdin lines, and conversion of texts, images and frames to
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ InputT = TypeVar("InputT")
 
 @dataclass
 class InputLine(Generic[InputT]):
-    """An input line (numbers count from 1), with the parsed input in `read`, or the reason it failed in `error`."""
+    """An input line (numbers count from 1), with the parsed input in `read`, or the reason it
+    failed in `error`.
+    """
 
     number: int
     text: str
@@ -41,19 +45,24 @@ class InputLine(Generic[InputT]):
 
 @dataclass
 class InputLines:
-    """Batches of stdin lines, in order. A line that fails is reported on stderr and counted in `num_failed`; the others
-    continue. An empty line gets an empty answer.
+    """Batches of stdin lines, in order. A line that fails is reported on stderr and counted in
+    `num_failed`; the others continue. An empty line gets an empty answer.
     """
 
     batch_size: int
     num_failed: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[list[InputLine[Any]]]:
-        stdin_lines, size = enumerate(_read_stdin_lines(), 1), 1 if sys.stdin.isatty() else self.batch_size
+        stdin_lines, size = (
+            enumerate(_read_stdin_lines(), 1),
+            1 if sys.stdin.isatty() else self.batch_size,
+        )
         while batch := [_decode_line(number, raw) for number, raw in islice(stdin_lines, size)]:
             yield batch
 
-    def read(self, lines: list[InputLine[Any]], parse: Callable[[str], Any]) -> list[InputLine[Any]]:
+    def read(
+        self, lines: list[InputLine[Any]], parse: Callable[[str], Any]
+    ) -> list[InputLine[Any]]:
         """Parse every line that is not empty with `parse`; return the lines that succeeded."""
         for line in lines:
             if line.error or not line.text.strip():
@@ -73,7 +82,8 @@ def _read_stdin_lines() -> Iterator[bytes]:
     while raw := sys.stdin.buffer.readline(MAX_LINE_BYTES + 1):
         if len(raw) > MAX_LINE_BYTES:
             raise UsageError(
-                f"a line of stdin is longer than {MAX_LINE_BYTES:,} bytes; give text with one sentence per line"
+                f"a line of stdin is longer than {MAX_LINE_BYTES:,} bytes; give text with one "
+                "sentence per line"
             )
         yield raw
 
@@ -82,10 +92,12 @@ def _decode_line(number: int, raw: bytes) -> InputLine[Any]:
     try:
         return InputLine(number, raw.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        return InputLine(number, "", error=f"byte {error.start} is not UTF-8: {error.reason}; give UTF-8 text")
+        return InputLine(
+            number, "", error=f"byte {error.start} is not UTF-8: {error.reason}; give UTF-8 text"
+        )
 
 
-# --- Inputs of classifiers -----------------------------------------------------------------------------
+# --- Inputs of classifiers ------------------------------------------------------------------------
 
 
 class InputReader(ABC):
@@ -104,7 +116,9 @@ class InputReader(ABC):
 
 
 def make_input_reader(net: Transformer) -> InputReader:
-    """Return the reader for a model: of texts, images (if their size is known) or frames (one-column patches)."""
+    """Return the reader for a model: of texts, images (if their size is known) or frames
+    (one-column patches).
+    """
     embedding = net.spec.stacks[0].embedding
     patches = embedding.patches if embedding else None
     if patches is None:
@@ -112,7 +126,9 @@ def make_input_reader(net: Transformer) -> InputReader:
     if net.usage.mean and (net.usage.size or patches.columns == 1):
         return ImageReader(net) if net.usage.size else FrameReader(net)
     fact = f"{net.spec.name} does not record the size and normalisation of its inputs"
-    raise SpecError(f"{fact}; add image_mean and image_std in a preprocessor_config.json to its folder")
+    raise SpecError(
+        f"{fact}; add image_mean and image_std in a preprocessor_config.json to its folder"
+    )
 
 
 class TextReader(InputReader):
@@ -136,13 +152,16 @@ class ImageReader(InputReader):
             if store.shape != shape:
                 sizes = [" x ".join(map(str, size)) for size in (store.shape, shape)]
                 raise SpecError(
-                    f"{line} is {sizes[0]}, but the model needs {sizes[1]} (height x width x channels); resize it"
+                    f"{line} is {sizes[0]}, but the model needs {sizes[1]} (height x width x "
+                    "channels); resize it"
                 )
         elif path.suffix.lower() in IMAGE_SUFFIXES:
             store = ImageFiles([path], (height, width))
             store.shape = shape
         else:
-            raise SpecError(f"{line} is not an image file; give one of {', '.join((*IMAGE_SUFFIXES, '.npy'))}")
+            raise SpecError(
+                f"{line} is not an image file; give one of {', '.join((*IMAGE_SUFFIXES, '.npy'))}"
+            )
         return scale_inputs(self.net, store.take(np.arange(1)))
 
     def collate(self, read: Sequence[Tensor]) -> tuple[Tensor, SequenceInfo | None]:
@@ -154,8 +173,16 @@ class FrameReader(InputReader):
 
     def read(self, line: str) -> Tensor:
         frames = open_npy(existing_file(line)) if Path(line).suffix == ".npy" else np.empty(0)
-        if frames.ndim != 2 or frames.dtype.kind not in "fui" or not frames.size or not np.isfinite(frames).all():
-            raise SpecError(f"{line} is not an array [time, features] of finite numbers; give an .npy file with one")
+        if (
+            frames.ndim != 2
+            or frames.dtype.kind not in "fui"
+            or not frames.size
+            or not np.isfinite(frames).all()
+        ):
+            raise SpecError(
+                f"{line} is not an array [time, features] of finite numbers; give an .npy file "
+                "with one"
+            )
         return scale_inputs(self.net, frames[None])[0]
 
     def collate(self, read: Sequence[Tensor]) -> tuple[Tensor, SequenceInfo | None]:
@@ -168,6 +195,7 @@ def _check_image(array: Any, name: str) -> Any:
     if array.ndim not in (2, 3) or array.dtype.kind not in "uif" or not array.size:
         shape = " x ".join(map(str, array.shape))
         raise SpecError(
-            f"{name} is {array.dtype}, {shape}; give one image, [height, width] or [height, width, channels]"
+            f"{name} is {array.dtype}, {shape}; give one image, [height, width] or [height, "
+            "width, channels]"
         )
     return array

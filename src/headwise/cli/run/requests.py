@@ -39,7 +39,10 @@ UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end", "compile")
 def answer(model: Transformer, args: argparse.Namespace) -> int:
     """Serve every request; return 2 if one failed."""
     defaults = RequestDefaults(
-        parse_length(args), args.temperature or 0.0, make_random_streams(args.seed, 1)[0].seed, parse_decoding(args)
+        parse_length(args),
+        args.temperature or 0.0,
+        make_random_streams(args.seed, 1)[0].seed,
+        parse_decoding(args),
     )
     _check_request_options(args, defaults)
     batching = BatchingConfig(
@@ -71,14 +74,18 @@ class RequestDefaults:
     decoding: DecodingConfig
 
     def submit(self, engine: Engine, number: int, request: dict[str, Any]) -> RequestStream:
-        """Submit one request; without its own seed it samples from the random stream of its line number."""
+        """Submit one request; without its own seed it samples from the random stream of its line
+        number.
+        """
         decoding = {name: value for name, value in request.items() if name not in REQUEST_KEYS}
         if isinstance(decoding.get("stop"), list):
             decoding["stop"] = tuple(decoding["stop"])
         try:
             config = replace(self.decoding, **decoding)
         except TypeError:
-            raise ValueError(f"{decoding} is not a decoding configuration; write {EXAMPLE_REQUEST}") from None
+            raise ValueError(
+                f"{decoding} is not a decoding configuration; write {EXAMPLE_REQUEST}"
+            ) from None
         return engine.submit(
             request["prompt"],
             max_new_tokens=request.get("max_new_tokens", self.max_new_tokens),
@@ -90,7 +97,9 @@ class RequestDefaults:
 
 @dataclass
 class RequestWriter:
-    """Prints answers: JSON lines as they finish, or with form="document" one document at the end, in file order."""
+    """Prints answers: JSON lines as they finish, or with form="document" one document at the end,
+    in file order.
+    """
 
     form: str
     num_failed: int = 0
@@ -106,10 +115,16 @@ class RequestWriter:
         sys.stdout.flush()
 
     def finish(self, model: Transformer, engine: Engine) -> None:
-        """Print the measured throughput and, where possible, the prediction of the roofline model."""
+        """Print the measured throughput and, where possible, the prediction of
+        the roofline model.
+        """
         report = engine.report()
         can_predict = str(next(model.parameters()).dtype) in DTYPE_NAMES and report.tokens
-        predicted = ThroughputPrediction.of(model, report, Device.from_name("here")) if can_predict else None
+        predicted = (
+            ThroughputPrediction.of(model, report, Device.from_name("here"))
+            if can_predict
+            else None
+        )
         if self.form == "document":
             answers = sorted(self.documents, key=lambda answer: answer["line"])
             summary = report.data | {"predicted": predicted and predicted.data}
@@ -133,21 +148,29 @@ def _check_request_options(args: argparse.Namespace, defaults: RequestDefaults) 
         raise UsageError(f"{option} and --requests exclude each other; leave one out")
     if defaults.decoding.beams > 1:
         raise UsageError(
-            f"--requests does not support --beams {defaults.decoding.beams}; leave out --requests, or give --beams 1"
+            f"--requests does not support --beams {defaults.decoding.beams}; leave out "
+            "--requests, or give --beams 1"
         )
     if defaults.decoding.compile == "on":
         raise UsageError(
-            "--requests does not support --compile on, because requests have different lengths; leave one out"
+            "--requests does not support --compile on, because requests have different lengths; "
+            "leave one out"
         )
     if args.compile is not None:
         CompileNotices().print_once(MIXED_REQUESTS)
 
 
 def _read_request_lines(name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the numbers and bytes of non-empty lines of a file or stdin; a line that is too long is cut."""
+    """Yield the numbers and bytes of non-empty lines of a file or stdin; a line that is too long is
+    cut.
+    """
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
-            yield from ((number, line) for number, line in enumerate(_read_bounded_lines(file), 1) if line.strip())
+            yield from (
+                (number, line)
+                for number, line in enumerate(_read_bounded_lines(file), 1)
+                if line.strip()
+            )
     except OSError as error:
         raise UsageError(
             f"{name!r} cannot be read: {error.strerror}; give a file with one JSON object per line"
@@ -165,7 +188,9 @@ def _read_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 def _parse_request(line: bytes) -> dict[str, Any]:
     """Parse and check one request."""
     if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes; give one request per line")
+        raise ValueError(
+            f"the line is longer than {MAX_LINE_BYTES:,} bytes; give one request per line"
+        )
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -173,7 +198,10 @@ def _parse_request(line: bytes) -> dict[str, Any]:
         raise ValueError(f"the line is not JSON: {reason}; write {EXAMPLE_REQUEST}") from None
     if not isinstance(request, dict) or "prompt" not in request:
         raise ValueError(f"the line has no prompt; write {EXAMPLE_REQUEST}")
-    known_keys = [*REQUEST_KEYS, *(f.name for f in fields(DecodingConfig) if f.name not in UNSUPPORTED_OPTIONS)]
+    known_keys = [
+        *REQUEST_KEYS,
+        *(f.name for f in fields(DecodingConfig) if f.name not in UNSUPPORTED_OPTIONS),
+    ]
     for name in request:
         if name not in known_keys:
             raise ValueError(f"a request has no {name!r}; {suggest(name, known_keys)}")

@@ -1,13 +1,18 @@
-"""Adapters that find attention modules and make their heads observable, one file per kind of module.
+"""Adapters that find attention modules and make their heads observable, one file per kind of
+module.
 
 In order of precedence (`attention_sites.ADAPTERS`):
 
 - `native_attention`: `hw.Attention` layers, and `nn.MultiheadAttention`.
-- `transformers_interface`: modules that use transformers' attention interface (tried before `nn.MultiheadAttention`).
+- `transformers_interface`: modules that use transformers' attention interface (tried before
+  `nn.MultiheadAttention`).
 - `example_run`: modules that computed attention while the model ran on an example.
-- `output_projection`: modules with an output projection that is found by name or declared (`declarations`).
+- `output_projection`: modules with an output projection that is found by name or declared
+  (`declarations`).
 
-`output_path` decides whether heads are edited behind the attention function or at the output projection.
+`output_path` decides whether heads are edited behind the attention function or at the output
+projection.
 
-`module_tracer` traces attention inside the forward of any module, also over an axis that joins batch and heads.
+`module_tracer` traces attention inside the forward of any module, also over an axis that joins
+batch and heads.
 """

@@ -1,6 +1,7 @@
 """Declarations of attention modules: number of heads and output projection, or all projections.
 
-The user declares a module with `declare`; `propose_sites` proposes declarations by the names that libraries use.
+The user declares a module with `declare`; `propose_sites` proposes declarations by the names that
+libraries use.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ SIZES = ("heads", "kv_heads", "q", "k", "v", "out")
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """The projections of an attention module by the names of its children, which `hw.prune_module` needs.
+    """The projections of an attention module by the names of its children, which `hw.prune_module`
+    needs.
 
-    `q`, `k`, `v` and `out` are names of nn.Linear children. If q, k and v are one child, `fused` is the order of its
-    rows: "by projection" (all heads of q, then of k, then of v) or "by head" (q, k and v of each head in turn).
-    `heads` is the number of query heads, and `kv_heads` that of keys and values (default: the same).
+    `q`, `k`, `v` and `out` are names of nn.Linear children. If q, k and v are one child, `fused` is
+    the order of its rows: "by projection" (all heads of q, then of k, then of v) or "by head" (q, k
+    and v of each head in turn). `heads` is the number of query heads, and `kv_heads` that of keys
+    and values (default: the same).
 
-    `attributes` maps attributes of the module that hold sizes to "heads", "kv_heads", or "q", "k", "v" or "out" for the
-    channels of all heads there. `per_head` maps other parameters and buffers with heads to the axis of their heads,
-    which has an entry for each head, or a block of equal size.
+    `attributes` maps attributes of the module that hold sizes to "heads", "kv_heads", or "q", "k",
+    "v" or "out" for the channels of all heads there. `per_head` maps other parameters and buffers
+    with heads to the axis of their heads, which has an entry for each head, or a block of equal
+    size.
     """
 
     q: str
@@ -51,59 +55,84 @@ class AttentionSite:
         return self.q == self.k == self.v
 
     def check(self, module: nn.Module) -> None:
-        """Raise unless the module has these projections, attributes and parameters with these sizes."""
+        """Raise unless the module has these projections, attributes and parameters with these
+        sizes.
+        """
         kind, children = type(module).__name__, dict(module.named_modules())
         for name in (self.q, self.k, self.v, self.out):
             if not isinstance(children.get(name), nn.Linear):
-                raise ValueError(f"{kind} has no projection {name!r}; name a child that is an nn.Linear")
+                raise ValueError(
+                    f"{kind} has no projection {name!r}; name a child that is an nn.Linear"
+                )
         kv = self.num_kv_heads
         if self.heads < 1 or kv < 1 or self.heads % kv:
-            raise ValueError(f"heads={self.heads} and kv_heads={kv} make no equal groups; give a divisor of heads")
+            raise ValueError(
+                f"heads={self.heads} and kv_heads={kv} make no equal groups; give a divisor of "
+                "heads"
+            )
         if len({self.q, self.k, self.v}) == 2 or self.fused not in FUSED_LAYOUTS:
             layouts = " or ".join(map(repr, FUSED_LAYOUTS))
             raise ValueError(
-                f"q={self.q!r}, k={self.k!r}, v={self.v!r}, fused={self.fused!r} are neither three children nor one; "
+                f"q={self.q!r}, k={self.k!r}, v={self.v!r}, fused={self.fused!r} are neither "
+                "three children nor one; "
                 f"name three, or one with fused={layouts}"
             )
         self._check_widths(children)
         for name, size in self.attributes.items():
             if size not in SIZES or not isinstance(getattr(module, name, None), int):
                 raise ValueError(
-                    f"attribute {name!r} of {kind} is no {size!r}; map int attributes to {', '.join(SIZES)}"
+                    f"attribute {name!r} of {kind} is no {size!r}; map int attributes to "
+                    f"{', '.join(SIZES)}"
                 )
         for name, axis in self.per_head.items():
             tensor = _find_tensor(module, name)
             if tensor is None or not 0 <= axis < tensor.dim() or tensor.shape[axis] % self.heads:
                 shape = None if tensor is None else list(tensor.shape)
                 raise ValueError(
-                    f"{name!r} of {kind} has no axis {axis} of {self.heads} heads (shape: {shape}); give another"
+                    f"{name!r} of {kind} has no axis {axis} of {self.heads} heads (shape: "
+                    f"{shape}); give another"
                 )
 
     def _check_widths(self, children: Mapping[str, nn.Module]) -> None:
-        """Raise unless the channels of the projections are those of the heads; q and k need equal head widths."""
+        """Raise unless the channels of the projections are those of the heads; q and k need equal
+        head widths.
+        """
         rows = {name: get_output_width(children[name]) for name in (self.q, self.k, self.v)}
         if self.is_fused:
             blocks = self.heads + 2 * self.num_kv_heads
             is_equal = get_input_width(children[self.out]) * blocks == rows[self.q] * self.heads
-            if rows[self.q] % blocks or not is_equal or (self.fused == "by head" and self.heads != self.num_kv_heads):
+            if (
+                rows[self.q] % blocks
+                or not is_equal
+                or (self.fused == "by head" and self.heads != self.num_kv_heads)
+            ):
                 raise ValueError(
-                    f"{rows[self.q]} channels of {self.q} are not {blocks} heads of q, k and v with the "
-                    f"{get_input_width(children[self.out])} input channels of {self.out}; give other heads"
+                    f"{rows[self.q]} channels of {self.q} are not {blocks} heads of q, k and v "
+                    "with the "
+                    f"{get_input_width(children[self.out])} input channels of {self.out}; give "
+                    "other heads"
                 )
             return
         counts = {self.q: self.heads, self.k: self.num_kv_heads, self.v: self.num_kv_heads}
         widths = {name: rows[name] / count for name, count in counts.items()}
         out = get_input_width(children[self.out]) / self.heads
-        if widths[self.q] != widths[self.k] or widths[self.v] != out or not (widths[self.q] * out).is_integer():
+        if (
+            widths[self.q] != widths[self.k]
+            or widths[self.v] != out
+            or not (widths[self.q] * out).is_integer()
+        ):
             parts = ", ".join(f"{name} {rows[name]}" for name in rows)
             raise ValueError(
-                f"channels {parts}, {self.out} {get_input_width(children[self.out])} are not those of {self.heads} "
+                f"channels {parts}, {self.out} {get_input_width(children[self.out])} are not "
+                f"those of {self.heads} "
                 f"heads and {self.num_kv_heads} key-value heads; give other heads"
             )
 
 
 class AttentionDeclaration(NamedTuple):
-    """A custom attention module: number of heads, path of its output projection, and all projections if declared."""
+    """A custom attention module: number of heads, path of its output projection, and all
+    projections if declared.
+    """
 
     heads: int
     output_name: str
@@ -113,8 +142,11 @@ class AttentionDeclaration(NamedTuple):
 _DECLARATIONS: WeakKeyDictionary[nn.Module, AttentionDeclaration] = WeakKeyDictionary()
 
 
-def declare(module: nn.Module, projections: AttentionSite | None = None, *, heads: int = 0, output: str = "") -> None:
-    """Declare a module as attention: by all its projections, or with `heads` heads and its output projection alone.
+def declare(
+    module: nn.Module, projections: AttentionSite | None = None, *, heads: int = 0, output: str = ""
+) -> None:
+    """Declare a module as attention: by all its projections, or with `heads` heads and its output
+    projection alone.
 
     >>> import headwise as hw
     >>> class Mine(nn.Module):
@@ -131,14 +163,22 @@ def declare(module: nn.Module, projections: AttentionSite | None = None, *, head
         if heads or output:
             raise ValueError("heads= and output= are part of the AttentionSite; leave them out")
         projections.check(module)
-        _DECLARATIONS[module] = AttentionDeclaration(projections.heads, projections.out, projections)
+        _DECLARATIONS[module] = AttentionDeclaration(
+            projections.heads, projections.out, projections
+        )
         return
     children = dict(module.named_modules())
     if output not in children or not get_input_width(children[output]):
-        raise ValueError(f"{type(module).__name__} has no projection {output!r}; name a child that is an nn.Linear")
+        raise ValueError(
+            f"{type(module).__name__} has no projection {output!r}; name a child that is an "
+            "nn.Linear"
+        )
     if not isinstance(heads, int) or heads < 1 or get_input_width(children[output]) % heads:
         width = get_input_width(children[output])
-        raise ValueError(f"heads={heads!r} does not divide the {width} input channels of {output}; give a divisor")
+        raise ValueError(
+            f"heads={heads!r} does not divide the {width} input channels of {output}; give a "
+            "divisor"
+        )
     _DECLARATIONS[module] = AttentionDeclaration(heads, output)
 
 
@@ -166,7 +206,9 @@ def get_input_width(module: nn.Module) -> int:
         return get_input_width(inner)
     weight = getattr(module, "weight", None)
     # transformers' Conv1D (GPT-2) stores the transposed weight
-    return weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
+    return (
+        weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
+    )
 
 
 def get_output_width(module: nn.Module) -> int:
@@ -179,7 +221,7 @@ def _find_tensor(module: nn.Module, name: str) -> Tensor | None:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}.get(name)
 
 
-# --- Proposed declarations, by the names that libraries use ------------------------------------------------
+# --- Proposed declarations, by the names that libraries use ---------------------------------------
 
 FUSED_NAMES = ("qkv", "to_qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj")
 SEPARATE_NAMES = (
@@ -189,16 +231,37 @@ SEPARATE_NAMES = (
     ("q", "k", "v"),
     ("wq", "wk", "wv"),
 )
-OUTPUT_NAMES = ("proj", "out_proj", "o_proj", "to_out", "to_out.0", "dense", "c_proj", "out", "wo", "o")
-PER_HEAD_TENSORS = {"relative_position_bias_table": 1, "q_bias": 0, "k_bias": 0, "v_bias": 0}  # their axis of heads
-WIDTH_NAMES = ("attn_dim", "inner_dim", "all_head_size")  # attributes with the channels of all heads
+OUTPUT_NAMES = (
+    "proj",
+    "out_proj",
+    "o_proj",
+    "to_out",
+    "to_out.0",
+    "dense",
+    "c_proj",
+    "out",
+    "wo",
+    "o",
+)
+PER_HEAD_TENSORS = {
+    "relative_position_bias_table": 1,
+    "q_bias": 0,
+    "k_bias": 0,
+    "v_bias": 0,
+}  # their axis of heads
+WIDTH_NAMES = (
+    "attn_dim",
+    "inner_dim",
+    "all_head_size",
+)  # attributes with the channels of all heads
 
 
 def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[AttentionSite]:
-    """Yield the declarations that fit a module by the names and sizes of its children, likely ones first.
+    """Yield the declarations that fit a module by the names and sizes of its children, likely ones
+    first.
 
-    Whether one is right can only be seen in its outputs: the rows of a fused projection may lie by projection or by
-    head.
+    Whether one is right can only be seen in its outputs: the rows of a fused projection may lie by
+    projection or by head.
 
     >>> layer = nn.ModuleDict({"qkv": nn.Linear(6, 18), "proj": nn.Linear(6, 6)})
     >>> [site.fused for site in propose_sites(layer, 3, 3)]
@@ -209,7 +272,15 @@ def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[Atte
     for q, k, v, layout in names:
         for out in OUTPUT_NAMES:
             site = AttentionSite(
-                q, k, v, out, heads, kv_heads, layout, _width_attributes(module, out), _per_head_tensors(module, heads)
+                q,
+                k,
+                v,
+                out,
+                heads,
+                kv_heads,
+                layout,
+                _width_attributes(module, out),
+                _per_head_tensors(module, heads),
             )
             try:
                 site.check(module)
@@ -221,7 +292,11 @@ def propose_sites(module: nn.Module, heads: int, kv_heads: int) -> Iterator[Atte
 def _width_attributes(module: nn.Module, out: str) -> dict[str, str]:
     """Attributes that hold the input channels of the output projection."""
     width = getattr(dict(module.named_modules()).get(out), "in_features", None)
-    return {name: "out" for name in WIDTH_NAMES if width is not None and getattr(module, name, None) == width}
+    return {
+        name: "out"
+        for name in WIDTH_NAMES
+        if width is not None and getattr(module, name, None) == width
+    }
 
 
 def _per_head_tensors(module: nn.Module, heads: int) -> dict[str, int]:
@@ -230,5 +305,7 @@ def _per_head_tensors(module: nn.Module, heads: int) -> dict[str, int]:
     return {
         name: axis
         for name, axis in PER_HEAD_TENSORS.items()
-        if (tensor := tensors[name]) is not None and tensor.dim() > axis and tensor.shape[axis] % heads == 0
+        if (tensor := tensors[name]) is not None
+        and tensor.dim() > axis
+        and tensor.shape[axis] % heads == 0
     }

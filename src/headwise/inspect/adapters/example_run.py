@@ -1,9 +1,10 @@
 """Find attention modules by tracing one run of the model on an example.
 
-The innermost module in which an attention computation begins and ends is the site. Hooks run at the function that
-computes attention, so head outputs are changed before any other code uses them, and the names of submodules do not
-matter. Attention that is traced but not understood is listed with the reason. The results are stored for these module
-objects as long as they live; copies of a module have none.
+The innermost module in which an attention computation begins and ends is the site. Hooks run at the
+function that computes attention, so head outputs are changed before any other code uses them, and
+the names of submodules do not matter. Attention that is traced but not understood is listed with
+the reason. The results are stored for these module objects as long as they live; copies of a module
+have none.
 """
 
 from __future__ import annotations
@@ -46,12 +47,17 @@ from .output_projection import (
 )
 
 SEVERAL_ATTENTIONS = (
-    "it computes attention several times in one call, so heads cannot be identified; declare it with hw.declare"
+    "it computes attention several times in one call, so heads cannot be "
+    "identified; declare it with hw.declare"
 )
 NESTED_ATTENTION = "it computes attention, and so does a module within it"
-UNUSED_WEIGHTS = "no values are multiplied with the output of its softmax, so it is unknown what its weights apply to"
+UNUSED_WEIGHTS = (
+    "no values are multiplied with the output of its softmax, so it is unknown what "
+    "its weights apply to"
+)
 UNKNOWN_JOINT_AXIS = (
-    "batch and heads share an axis of its attention tensors, and the example does not show which comes first, so heads "
+    "batch and heads share an axis of its attention tensors, and the example does not show which "
+    "comes first, so heads "
     "cannot be identified; give an example with two rows or more, or declare it with hw.declare"
 )
 
@@ -59,8 +65,8 @@ UNKNOWN_JOINT_AXIS = (
 class AttentionLayout(NamedTuple):
     """Heads and pattern of a traced attention module; `reason` if its attention is not understood.
 
-    `joint` is the size of an axis that joins batch and heads, and `joint_axis` how it is split. With `separate_heads`,
-    each head is computed by itself, and their outputs are concatenated.
+    `joint` is the size of an axis that joins batch and heads, and `joint_axis` how it is split.
+    With `separate_heads`, each head is computed by itself, and their outputs are concatenated.
     """
 
     num_heads: int
@@ -85,9 +91,13 @@ class TracedAdapter(SiteAdapter):
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
                 observe, reason = module_tracer.hook_ability(module), edit_place(module).reason
                 ablate = Ability(False, reason) if reason else observe
-                forward = (SeparateHeadsForward if layout.separate_heads else TracedForward)(module, layout)
+                forward = (SeparateHeadsForward if layout.separate_heads else TracedForward)(
+                    module, layout
+                )
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate),
+                    make_site(
+                        path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate
+                    ),
                     module,
                     self,
                     overrides=(forward, *projection_overrides(module, layout.num_heads)),
@@ -98,7 +108,9 @@ class TracedAdapter(SiteAdapter):
 
 
 class UnclearTraceAdapter(SiteAdapter):
-    """Modules with traced attention that is not understood; they are listed, but have no abilities."""
+    """Modules with traced attention that is not understood; they are listed,
+    but have no abilities.
+    """
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         for path, module, layout in _known_layouts(model):
@@ -106,7 +118,14 @@ class UnclearTraceAdapter(SiteAdapter):
                 impossible = Ability(False, layout.reason)
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=impossible, ablate=impossible),
+                    make_site(
+                        path,
+                        module,
+                        sizes,
+                        pattern=UNKNOWN_PATTERN,
+                        observe=impossible,
+                        ablate=impossible,
+                    ),
                     module,
                     self,
                 )
@@ -116,22 +135,30 @@ class UnclearTraceAdapter(SiteAdapter):
 
 
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
-    """Traced layouts of the modules of a model; declared modules take precedence and are skipped."""
+    """Traced layouts of the modules of a model; declared modules take
+    precedence and are skipped.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     declared = [path for path, module in modules.items() if get_declaration(module) is not None]
     for path, module in modules.items():
-        if module in _LAYOUTS and not any(is_within(path, other) or is_within(other, path) for other in declared):
+        if module in _LAYOUTS and not any(
+            is_within(path, other) or is_within(other, path) for other in declared
+        ):
             yield path, module, _LAYOUTS[module]
 
 
 @dataclass(frozen=True)
 class TracedForward:
-    """Forward of a hooked module; it must compute attention once, with the same heads as when it was traced."""
+    """Forward of a hooked module; it must compute attention once, with the same heads as when it
+    was traced.
+    """
 
     module: nn.Module
     layout: AttentionLayout
 
-    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_forward(
+        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the module, and the hooks on the attention that it computes."""
         hooks = get_hooks(self.module)
         if not hooks:
@@ -158,19 +185,25 @@ class TracedForward:
 
 @dataclass(frozen=True)
 class SeparateHeadsForward:
-    """Forward of a hooked module that computes one head at a time and concatenates their outputs."""
+    """Forward of a hooked module that computes one head at a time and
+    concatenates their outputs.
+    """
 
     module: nn.Module
     layout: AttentionLayout
 
-    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_forward(
+        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the module; the hooks run where the head outputs are concatenated."""
         hooks = get_hooks(self.module)
         if not hooks:
             return run(*args, **kwargs)
         num_joined = 0
 
-        def on_heads(heads: Sequence[TracedAttention], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        def on_heads(
+            heads: Sequence[TracedAttention], outputs: Sequence[Tensor]
+        ) -> Sequence[Tensor]:
             nonlocal num_joined
             num_joined += 1
             if len(heads) != self.layout.num_heads or num_joined > 1:
@@ -178,7 +211,9 @@ class SeparateHeadsForward:
             calls = [head.call for head in heads if head.call is not None]
             for hook in hooks:
                 if hook.needs_call:
-                    hook.on_call(WeightsOnlyCall(torch.cat([call.all_weights() for call in calls], 1)))
+                    hook.on_call(
+                        WeightsOnlyCall(torch.cat([call.all_weights() for call in calls], 1))
+                    )
             return edit_behind_function(self.module, hooks, torch.stack(list(outputs), 2)).unbind(2)
 
         with trace_separate_heads(on_heads):
@@ -189,31 +224,50 @@ class SeparateHeadsForward:
 
 
 _CHANGED_LAYOUT = (
-    "does not compute attention as it did when traced; call hw.sites(model, example) with an example like this input"
+    "does not compute attention as it did when traced; call hw.sites(model, "
+    "example) with an example like this input"
 )
 
 
 def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run a model with these arguments, and store the layout of each module that computes attention."""
+    """Run a model with these arguments, and store the layout of each module that computes
+    attention.
+    """
     if any(module.training for module in model.modules()):
-        raise ValueError("the model is in train mode, where a run changes its state; call model.eval() first")
+        raise ValueError(
+            "the model is in train mode, where a run changes its state; call model.eval() first"
+        )
     example_trace = ExampleTrace()
-    layouts, devices = example_trace.layouts, {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    layouts, devices = (
+        example_trace.layouts,
+        {tensor.device for tensor in model.parameters() if tensor.is_cuda},
+    )
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
             with example_trace.tracing() as tracer:
                 model(*args, **kwargs)
-            if joint := [module for module, layout in layouts.items() if layout.joint and not layout.reason]:
+            if joint := [
+                module for module, layout in layouts.items() if layout.joint and not layout.reason
+            ]:
                 resolve_joint_axes(layouts, joint, lambda: model(*args, **kwargs))
                 join_separate_heads(model, layouts, lambda: model(*args, **kwargs))
         except Exception as error:  # the model may raise anything
             message = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ValueError(f"{type(model).__name__} cannot run on this example: {message}") from error
+            raise ValueError(
+                f"{type(model).__name__} cannot run on this example: {message}"
+            ) from error
     for softmax_call in tracer.softmax_calls:
         owners = [
-            module for module in softmax_call.running_modules if not type(module).__module__.startswith("torch.nn.")
+            module
+            for module in softmax_call.running_modules
+            if not type(module).__module__.startswith("torch.nn.")
         ]
-        if owners and not softmax_call.has_output and softmax_call.num_axes == 4 and owners[-1] not in layouts:
+        if (
+            owners
+            and not softmax_call.has_output
+            and softmax_call.num_axes == 4
+            and owners[-1] not in layouts
+        ):
             layouts[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
     for module in model.modules():
         _LAYOUTS.pop(module, None)
@@ -222,7 +276,9 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 @dataclass
 class ModuleFrame:
-    """One running call of a module: attention computed by itself, and the number computed by modules within it."""
+    """One running call of a module: attention computed by itself, and the number computed by
+    modules within it.
+    """
 
     module: nn.Module
     layouts: list[AttentionLayout]
@@ -246,7 +302,8 @@ class ExampleTrace:
         try:
             handles.append(register_module_forward_hook(self.leave, always_call=True))
             with warnings.catch_warnings(), tracer:
-                # compiled submodules run eagerly here, so that the hooks run for each of their modules
+                # compiled submodules run eagerly here, so that the hooks run for each of their
+                # modules
                 warnings.filterwarnings(
                     "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
                 )
@@ -288,7 +345,9 @@ class ExampleTrace:
 
 def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
     if traced.call is None or traced.z_BTHV is None:
-        return AttentionLayout(read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, traced.reason)
+        return AttentionLayout(
+            read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, traced.reason
+        )
     heads, pattern = traced.z_BTHV.shape[2], _pattern_of_call(traced.call)
     kv, dim = traced.num_kv_heads or heads, traced.head_dim or traced.z_BTHV.shape[3]
     reason = "" if traced.joint else _undeclared_heads_reason(module, heads)
@@ -296,10 +355,16 @@ def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
 
 
 def _undeclared_heads_reason(module: nn.Module, heads: int) -> str:
-    """Why this number of heads cannot be right; "" if the attributes of the module do not say otherwise."""
+    """Why this number of heads cannot be right; "" if the attributes of the module do not say
+    otherwise.
+    """
     declared_heads = read_positive_int(module, NUM_HEADS_NAMES)
     is_other = declared_heads and declared_heads != heads
-    return f"its attributes declare {declared_heads} heads, but it computes attention with {heads}" if is_other else ""
+    return (
+        f"its attributes declare {declared_heads} heads, but it computes attention with {heads}"
+        if is_other
+        else ""
+    )
 
 
 def _pattern_of_call(call: ObservedCall) -> str:
@@ -311,18 +376,22 @@ def _pattern_of_call(call: ObservedCall) -> str:
         return "full()"
     is_square = attended.shape[-1] == attended.shape[-2]
     return (
-        "causal()" if is_square and torch.equal(attended, attended.new_ones(attended.shape).tril()) else UNKNOWN_PATTERN
+        "causal()"
+        if is_square and torch.equal(attended, attended.new_ones(attended.shape).tril())
+        else UNKNOWN_PATTERN
     )
 
 
 def _merge_layouts(first: AttentionLayout, second: AttentionLayout) -> AttentionLayout:
     """Merge the layouts of two calls of one module."""
     if first.reason or second.reason or first[:3] != second[:3]:
-        return first._replace(reason=first.reason or second.reason or "its heads differ from call to call")
+        return first._replace(
+            reason=first.reason or second.reason or "its heads differ from call to call"
+        )
     return first if first == second else first._replace(pattern=UNKNOWN_PATTERN)
 
 
-# --- Axes that join batch and heads, and heads that are computed one by one -------------------------------
+# --- Axes that join batch and heads, and heads that are computed one by one -----------------------
 
 
 class JointAxisProbe:
@@ -333,9 +402,13 @@ class JointAxisProbe:
 
     joint_axis: JointAxis | None
 
-    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_forward(
+        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the module as it is, then again, and compare the outputs."""
-        other_args, other_kwargs = copy.deepcopy((args, kwargs))  # a cache among them is changed by each run
+        other_args, other_kwargs = copy.deepcopy(
+            (args, kwargs)
+        )  # a cache among them is changed by each run
         result, sizes = run(*args, **kwargs), list[int]()
 
         def change_slice(traced: TracedAttention) -> Tensor | None:
@@ -359,37 +432,54 @@ def _first_tensor(result: Any) -> Tensor | None:
     """The first tensor of a module's output."""
     if isinstance(result, Tensor):
         return result
-    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
+    values = (
+        result.values()
+        if isinstance(result, Mapping)
+        else result
+        if isinstance(result, (tuple, list))
+        else ()
+    )
     return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def resolve_joint_axes(
     layouts: dict[nn.Module, AttentionLayout], modules: Sequence[nn.Module], run: Callable[[], None]
 ) -> None:
-    """Decide how the joint axes of these modules are split, by another run of the model; edits `layouts`."""
+    """Decide how the joint axes of these modules are split, by another run of the model; edits
+    `layouts`.
+    """
     probes = [JointAxisProbe(module) for module in modules]
     with install_hooks({}, (), probes):
         run()
     for probe in probes:
         layout, axis = layouts[probe.module], probe.joint_axis
         if axis is None:
-            layouts[probe.module] = layout._replace(num_heads=0, num_kv_heads=0, reason=UNKNOWN_JOINT_AXIS)
+            layouts[probe.module] = layout._replace(
+                num_heads=0, num_kv_heads=0, reason=UNKNOWN_JOINT_AXIS
+            )
             continue
         is_several = axis.num_heads == 1 and probe.num_attentions > 1
         reason = (
-            SEVERAL_ATTENTIONS if probe.num_attentions > 1 else _undeclared_heads_reason(probe.module, axis.num_heads)
+            SEVERAL_ATTENTIONS
+            if probe.num_attentions > 1
+            else _undeclared_heads_reason(probe.module, axis.num_heads)
         )
         layouts[probe.module] = layout._replace(
-            num_heads=axis.num_heads, num_kv_heads=axis.num_heads, joint_axis=axis, reason=reason,
+            num_heads=axis.num_heads,
+            num_kv_heads=axis.num_heads,
+            joint_axis=axis,
+            reason=reason,
             separate_heads=is_several,
-        )  # fmt: skip
+        )
 
 
 HeadsCallback = Callable[[Sequence[TracedAttention], Sequence[Tensor]], Sequence[Tensor] | None]
 
 
 def trace_separate_heads(on_heads: HeadsCallback) -> AttentionTracer:
-    """Tracer of heads that are computed one by one; `on_heads` gets them, and the outputs, where these are joined."""
+    """Tracer of heads that are computed one by one; `on_heads` gets them, and the outputs, where
+    these are joined.
+    """
     heads: list[TracedAttention] = []
 
     def on_concatenation(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
@@ -409,14 +499,20 @@ class SeparateHeadsProbe:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.head_counts = module, list[int]()
 
-    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_forward(
+        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the module, and record the number of heads at each concatenation of head outputs."""
         with trace_separate_heads(lambda heads, _: self.head_counts.append(len(heads))):
             return run(*args, **kwargs)
 
 
-def join_separate_heads(model: nn.Module, layouts: dict[nn.Module, AttentionLayout], run: Callable[[], None]) -> None:
-    """Make one layout of heads that are computed one by one: by one module each, or in a loop; edits `layouts`."""
+def join_separate_heads(
+    model: nn.Module, layouts: dict[nn.Module, AttentionLayout], run: Callable[[], None]
+) -> None:
+    """Make one layout of heads that are computed one by one: by one module each, or in a loop;
+    edits `layouts`.
+    """
     paths = {module: path for path, module in model.named_modules()}
     owners: dict[nn.Module, list[nn.Module]] = {}
     for module, layout in layouts.items():
@@ -438,7 +534,9 @@ def join_separate_heads(model: nn.Module, layouts: dict[nn.Module, AttentionLayo
             continue
         (count,) = heads
         reason = _undeclared_heads_reason(probe.module, count)
-        layout = layouts[parts[0]]._replace(num_heads=count, num_kv_heads=count, reason=reason, separate_heads=True)
+        layout = layouts[parts[0]]._replace(
+            num_heads=count, num_kv_heads=count, reason=reason, separate_heads=True
+        )
         for part in parts:
             del layouts[part]
         layouts[probe.module] = layout

@@ -1,4 +1,6 @@
-"""Trace the attention that the forward of any module computes, by the torch functions that it calls."""
+"""Trace the attention that the forward of any module computes, by the torch functions that it
+calls.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,16 @@ class JointAxis(NamedTuple):
         return (tensor if self.order == BATCH_FIRST else tensor.transpose(0, 1)).flatten(0, 1)
 
     def split_call(self, call: ObservedCall) -> ObservedCall:
-        """Split the inputs or weights of a call whose batch axis is the joint axis, and which has one head."""
+        """Split the inputs or weights of a call whose batch axis is the joint axis, and which has
+        one head.
+        """
         if isinstance(call, WeightsOnlyCall):
             return WeightsOnlyCall(self.split(call.weights[:, 0]))
         assert isinstance(call, AttentionInputs)
-        q, k, v = (self.split(side[:, :, 0]).transpose(1, 2) for side in (call.q_BTHK, call.k_BSGK, call.v_BSGV))
+        q, k, v = (
+            self.split(side[:, :, 0]).transpose(1, 2)
+            for side in (call.q_BTHK, call.k_BSGK, call.v_BSGV)
+        )
         mask = call.mask
         if mask is not None and mask.shape[0] > 1:
             mask = self.split(mask[:, 0])
@@ -62,10 +69,12 @@ class JointAxis(NamedTuple):
 
 
 def find_joint_axis(size: int, before: Tensor, after: Tensor) -> JointAxis | None:
-    """The joint axis of `size`, from the output of a module before and after slice 1 of the axis was changed.
+    """The joint axis of `size`, from the output of a module before and after slice 1 of the axis
+    was changed.
 
-    The axis of the output with a single changed index is the batch. With the batch first, slice 1 belongs to row 0 (or,
-    with one head, to row 1); with heads first, it belongs to row 1. None if the output shows no such axis.
+    The axis of the output with a single changed index is the batch. With the batch first, slice 1
+    belongs to row 0 (or, with one head, to row 1); with heads first, it belongs to row 1. None if
+    the output shows no such axis.
     """
     if size == 1:
         return JointAxis(1, BATCH_FIRST)
@@ -73,7 +82,8 @@ def find_joint_axis(size: int, before: Tensor, after: Tensor) -> JointAxis | Non
     rows = [
         (changed.shape[axis], indices)
         for axis in range(min(2, changed.dim()))
-        if len(indices := changed.transpose(0, axis).flatten(1).any(1).nonzero().flatten().tolist()) == 1
+        if len(indices := changed.transpose(0, axis).flatten(1).any(1).nonzero().flatten().tolist())
+        == 1
         and changed.shape[axis] > 1
         and size % changed.shape[axis] == 0
     ]
@@ -86,7 +96,9 @@ def find_joint_axis(size: int, before: Tensor, after: Tensor) -> JointAxis | Non
     return JointAxis(heads, (BATCH_FIRST, HEADS_FIRST)[row]) if row < 2 else None
 
 
-INSTANCE_FORWARD = Ability(False, "its forward is set on the module itself, which hides that of its class; remove it")
+INSTANCE_FORWARD = Ability(
+    False, "its forward is set on the module itself, which hides that of its class; remove it"
+)
 
 
 def hook_ability(module: nn.Module) -> Ability:
@@ -94,7 +106,7 @@ def hook_ability(module: nn.Module) -> Ability:
     return INSTANCE_FORWARD if "forward" in vars(module) else POSSIBLE
 
 
-# --- Trace attention while a module's own code runs ------------------------------------------------------
+# --- Trace attention while a module's own code runs -----------------------------------------------
 
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 MAX_OPEN_WEIGHTS = 4  # softmax outputs remembered at once
@@ -103,9 +115,10 @@ MAX_OPEN_WEIGHTS = 4  # softmax outputs remembered at once
 class TracedAttention(NamedTuple):
     """One traced attention computation: its inputs (`call`) and head outputs.
 
-    `depth` is the number of enclosing modules that were running both when the weights were computed and when the values
-    were multiplied. `joint` is the size of an axis that joins batch and heads, if it could not be split; it is the
-    batch axis of `z_BTHV` then. `reason` is set if the computation is not understood.
+    `depth` is the number of enclosing modules that were running both when the weights were computed
+    and when the values were multiplied. `joint` is the size of an axis that joins batch and heads,
+    if it could not be split; it is the batch axis of `z_BTHV` then. `reason` is set if the
+    computation is not understood.
     """
 
     call: ObservedCall | None = None
@@ -119,7 +132,9 @@ class TracedAttention(NamedTuple):
 
 @dataclass
 class SoftmaxCall:
-    """A softmax over a tensor of `num_axes`, the modules running then, and whether its output was applied to values."""
+    """A softmax over a tensor of `num_axes`, the modules running then, and whether its output was
+    applied to values.
+    """
 
     running_modules: tuple[nn.Module, ...]
     num_axes: int
@@ -135,7 +150,9 @@ class OpenWeights(NamedTuple):
 
 
 class OutputAxes(NamedTuple):
-    """How the output of a product is laid out: the permutation to [batch, heads, T, V], or to [batch * heads, T, V]."""
+    """How the output of a product is laid out: the permutation to [batch, heads, T, V], or to
+    [batch * heads, T, V].
+    """
 
     to_heads: tuple[int, ...]
 
@@ -150,10 +167,12 @@ ConcatenationCallback = Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
 
 
 class AttentionTracer(TorchFunctionMode):
-    """Calls `callback` for each attention computation; a tensor that it returns replaces the head outputs.
+    """Calls `callback` for each attention computation; a tensor that it returns replaces the head
+    outputs.
 
-    `joint_axis` splits an axis that joins batch and heads. `running_modules` is the stack of running modules, which the
-    caller maintains. `on_concatenation` gets the tensors of each `cat` or `stack`, and may return others for them.
+    `joint_axis` splits an axis that joins batch and heads. `running_modules` is the stack of
+    running modules, which the caller maintains. `on_concatenation` gets the tensors of each `cat`
+    or `stack`, and may return others for them.
     """
 
     def __init__(
@@ -171,7 +190,9 @@ class AttentionTracer(TorchFunctionMode):
         self.contexts = ExitStack()
 
     def __enter__(self) -> Self:
-        self.contexts.enter_context(EAGER_STANCE.active())  # a compiled function such as flex_attention is traced too
+        self.contexts.enter_context(
+            EAGER_STANCE.active()
+        )  # a compiled function such as flex_attention is traced too
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -183,7 +204,11 @@ class AttentionTracer(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in CONCATENATIONS and self.on_concatenation is not None:
             pieces = self.on_concatenation(args[0] if args else kwargs["tensors"])
-            args, kwargs = (args, kwargs) if pieces is None else ((pieces, *args[1:]), _without(kwargs, "tensors"))
+            args, kwargs = (
+                (args, kwargs)
+                if pieces is None
+                else ((pieces, *args[1:]), _without(kwargs, "tensors"))
+            )
         result = func(*args, **kwargs)
         handler = TRACED_FUNCTIONS.get(name)
         return result if handler is None else handler(self, args, kwargs, result)
@@ -195,13 +220,17 @@ class AttentionTracer(TorchFunctionMode):
         if num_axes not in (3, 4):
             return self._report_unclear(depth, _axes_reason(arguments["query"]), o)
         if num_axes == 3:
-            traced = TracedAttention(inputs_of_sdpa(_add_head_axis(arguments)), o[:, :, None], depth=depth)
+            traced = TracedAttention(
+                inputs_of_sdpa(_add_head_axis(arguments)), o[:, :, None], depth=depth
+            )
             return self._report_joint(traced, o, OutputAxes((0, 1, 2)))
         _, kv, _, dim = arguments["key"].shape
         traced = TracedAttention(inputs_of_sdpa(arguments), o.transpose(1, 2), kv, dim, depth)
         return self._report(traced, o, IN_ORDER)
 
-    def on_flex(self, args: Any, kwargs: Mapping[str, Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def on_flex(
+        self, args: Any, kwargs: Mapping[str, Any], outputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """`flex_attention`: its functions give the scores and the mask of each pair."""
         q, k, _, score_function, block_mask, scale, *_ = args
         o = outputs[0]
@@ -211,7 +240,9 @@ class AttentionTracer(TorchFunctionMode):
         return (self._report(traced, o, IN_ORDER), *outputs[1:])
 
     def on_softmax(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor) -> Tensor:
-        """Remember a possible tensor of weights; it is one if values are multiplied with it later."""
+        """Remember a possible tensor of weights; it is one if values are
+        multiplied with it later.
+        """
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if weights.dim() >= 3 and dim in (-1, weights.dim() - 1):
             self.softmax_calls.append(SoftmaxCall(tuple(self.running_modules), weights.dim()))
@@ -219,7 +250,9 @@ class AttentionTracer(TorchFunctionMode):
         return weights
 
     def on_normalisation(self, args: Any, kwargs: Mapping[str, Any], weights: Any) -> Any:
-        """Remember the result of an element-wise function if each row sums to one, as a softmax written by hand."""
+        """Remember the result of an element-wise function if each row sums to one, as a softmax
+        written by hand.
+        """
         if isinstance(weights, Tensor) and weights.dim() >= 3 and _sums_to_one(weights):
             softmax = SoftmaxCall(tuple(self.running_modules), weights.dim())
             self.open_weights.append(OpenWeights(weights, weights, softmax))
@@ -233,7 +266,9 @@ class AttentionTracer(TorchFunctionMode):
         return dropped
 
     def on_matmul(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
-        """Report attention if the first factor is a tensor of weights, or the second one is its transpose."""
+        """Report attention if the first factor is a tensor of weights, or the second one is its
+        transpose.
+        """
         first = args[0] if args else kwargs.get("input")
         second = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("mat2"))
         for factor, is_transposed in ((first, False), (second, True)):
@@ -241,7 +276,9 @@ class AttentionTracer(TorchFunctionMode):
                 weights = self._find_weights(factor.transpose(-2, -1) if is_transposed else factor)
                 if weights is not None:
                     order = tuple(range(o.dim()))
-                    axes = OutputAxes((*order[:-2], o.dim() - 1, o.dim() - 2) if is_transposed else order)
+                    axes = OutputAxes(
+                        (*order[:-2], o.dim() - 1, o.dim() - 2) if is_transposed else order
+                    )
                     return self._report_product(weights, o, axes)
         return o
 
@@ -268,29 +305,42 @@ class AttentionTracer(TorchFunctionMode):
         if weights.dim() == 4 and ordered.dim() == 3:  # values of a batch of one, without its axis
             ordered, axes = ordered.reshape(*weights.shape[:3], -1), OutputAxes(tuple(range(4)))
         if weights.dim() == 3:
-            traced = TracedAttention(WeightsOnlyCall(weights[:, None]), ordered[:, :, None], depth=depth)
+            traced = TracedAttention(
+                WeightsOnlyCall(weights[:, None]), ordered[:, :, None], depth=depth
+            )
             return self._report_joint(traced, o, axes)
         traced = TracedAttention(WeightsOnlyCall(weights), ordered.transpose(1, 2), depth=depth)
         return self._report(traced, o, axes)
 
     def _common_depth(self, entry: OpenWeights) -> int:
-        """Number of enclosing modules that were running when these weights were computed and still are."""
+        """Number of enclosing modules that were running when these weights were computed and still
+        are.
+        """
         entry.softmax.has_output = True
         both = zip(entry.softmax.running_modules, self.running_modules, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], both))
 
     def _find_weights(self, tensor: Tensor) -> OpenWeights | None:
         """The remembered weights that equal this tensor, if any."""
-        return next((entry for entry in reversed(self.open_weights) if _is_same_tensor(entry.used, tensor)), None)
+        return next(
+            (entry for entry in reversed(self.open_weights) if _is_same_tensor(entry.used, tensor)),
+            None,
+        )
 
     def _report_unclear(self, depth: int, reason: str, o: Tensor) -> Tensor:
         self.callback(TracedAttention(depth=depth, reason=reason))
         return o
 
     def _report(self, traced: TracedAttention, o: Tensor, axes: OutputAxes) -> Tensor:
-        """Report attention whose output is laid out along `axes`; returns the output, or its replacement."""
+        """Report attention whose output is laid out along `axes`; returns the output, or its
+        replacement.
+        """
         z_BTHV = self.callback(traced)
-        return o if z_BTHV is None else z_BTHV.transpose(1, 2).permute(axes.from_heads).reshape(o.shape)
+        return (
+            o
+            if z_BTHV is None
+            else z_BTHV.transpose(1, 2).permute(axes.from_heads).reshape(o.shape)
+        )
 
     def _report_joint(self, traced: TracedAttention, o: Tensor, axes: OutputAxes) -> Tensor:
         """Report attention on tensors [batch * heads, T, V], split if their joint axis is known."""
@@ -321,9 +371,13 @@ TRACED_FUNCTIONS: dict[str, Callable[[AttentionTracer, Any, Mapping[str, Any], A
     "bmm": AttentionTracer.on_matmul,
     "einsum": AttentionTracer.on_einsum,
 }
-ELEMENTWISE = "div div_ divide true_divide __truediv__ __itruediv__ mul mul_ __mul__ exp exp_ normalize"
+ELEMENTWISE = (
+    "div div_ divide true_divide __truediv__ __itruediv__ mul mul_ __mul__ exp exp_ normalize"
+)
 MASKING = "masked_fill masked_fill_ nan_to_num where"
-TRACED_FUNCTIONS |= dict.fromkeys(f"{ELEMENTWISE} {MASKING}".split(), AttentionTracer.on_normalisation)
+TRACED_FUNCTIONS |= dict.fromkeys(
+    f"{ELEMENTWISE} {MASKING}".split(), AttentionTracer.on_normalisation
+)
 
 
 def _without(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -332,15 +386,24 @@ def _without(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _sums_to_one(weights: Tensor) -> bool:
     """Whether every row of a floating-point tensor is zero, or not negative with a sum of one."""
-    if not weights.is_floating_point() or weights.is_meta or weights.shape[-1] < 2 or not weights.numel():
+    if (
+        not weights.is_floating_point()
+        or weights.is_meta
+        or weights.shape[-1] < 2
+        or not weights.numel()
+    ):
         return False
-    sums, tolerance = weights.detach().float().sum(-1), 1e-4 if weights.dtype.itemsize >= 4 else 2e-2
+    sums, tolerance = (
+        weights.detach().float().sum(-1),
+        1e-4 if weights.dtype.itemsize >= 4 else 2e-2,
+    )
     is_one = (sums - 1).abs() < tolerance
     return bool(is_one.any()) and bool((is_one | (sums == 0)).all()) and bool((weights >= 0).all())
 
 
 def axes_of_einsum(equation: str, number: int, num_axes: int) -> OutputAxes | None:
-    """Layout of the output of an einsum whose operand `number` are weights [..., T, S]; None if it is another product.
+    """Layout of the output of an einsum whose operand `number` are weights [..., T, S]; None if it
+    is another product.
 
     >>> axes_of_einsum("bhts,bshd->bthd", 0, 4)
     OutputAxes(to_heads=(0, 2, 1, 3))
@@ -353,7 +416,10 @@ def axes_of_einsum(equation: str, number: int, num_axes: int) -> OutputAxes | No
         return None
     leading = "ABCDEFGH"[: num_axes - len(operands[number].replace("...", ""))]
     if any("..." in part for part in operands) and not set(leading) & set(equation):
-        operands, output = [part.replace("...", leading) for part in operands], output.replace("...", leading)
+        operands, output = (
+            [part.replace("...", leading) for part in operands],
+            output.replace("...", leading),
+        )
     weights, values = operands[number], operands[1 - number]
     channels = [axis for axis in values if axis not in weights]
     is_weighted_sum = (
@@ -362,18 +428,26 @@ def axes_of_einsum(equation: str, number: int, num_axes: int) -> OutputAxes | No
         and weights[-2] not in values
         and sorted(output) == sorted([*weights[:-1], *channels])
     )
-    return OutputAxes(tuple(output.index(axis) for axis in (*weights[:-1], *channels))) if is_weighted_sum else None
+    return (
+        OutputAxes(tuple(output.index(axis) for axis in (*weights[:-1], *channels)))
+        if is_weighted_sum
+        else None
+    )
 
 
 class FlexFunctions(NamedTuple):
-    """The two functions of `flex_attention`, of a score and its batch, head, query and key, or of these four alone."""
+    """The two functions of `flex_attention`, of a score and its batch, head, query and key, or of
+    these four alone.
+    """
 
     score: Callable[..., Tensor]
     mask: Callable[..., Tensor]
 
 
 def weights_of_flex(q: Tensor, k: Tensor, scale: float, functions: FlexFunctions) -> Tensor:
-    """Attention weights [B, H, T, S] of `flex_attention`; a query without any key has weights of zero."""
+    """Attention weights [B, H, T, S] of `flex_attention`; a query without any key has weights of
+    zero.
+    """
     batch, heads, queries, _ = q.shape
     k = k.expand(batch, -1, -1, -1).repeat_interleave(heads // k.shape[1], 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -385,7 +459,11 @@ def weights_of_flex(q: Tensor, k: Tensor, scale: float, functions: FlexFunctions
         score_function = torch.vmap(score_function, in_dims=(0, *of_index))
         mask_function = torch.vmap(mask_function, in_dims=tuple(of_index))
     scores = score_function(scores, *indices).masked_fill(~mask_function(*indices), -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0) if bool((scores == -torch.inf).all(-1).any()) else scores.softmax(-1)
+    return (
+        scores.softmax(-1).nan_to_num(0.0)
+        if bool((scores == -torch.inf).all(-1).any())
+        else scores.softmax(-1)
+    )
 
 
 def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
@@ -409,11 +487,20 @@ def _add_head_axis(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call without a head axis, as a call with one head."""
     q, k, v = (arguments[side][:, None] for side in ("query", "key", "value"))
     mask = arguments.get("attn_mask")
-    return {**arguments, "query": q, "key": k, "value": v, "attn_mask": mask if mask is None else mask[..., None, :, :]}
+    return {
+        **arguments,
+        "query": q,
+        "key": k,
+        "value": v,
+        "attn_mask": mask if mask is None else mask[..., None, :, :],
+    }
 
 
 def _axes_reason(tensor: Tensor) -> str:
-    return f"its attention tensors have {tensor.dim()} axes, so heads cannot be identified; declare it with hw.declare"
+    return (
+        f"its attention tensors have {tensor.dim()} axes, so heads cannot be identified; "
+        "declare it with hw.declare"
+    )
 
 
 def _is_same_tensor(used: Tensor, tensor: Tensor) -> bool:

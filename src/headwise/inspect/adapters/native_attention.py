@@ -1,9 +1,10 @@
 """Adapters for `nn.MultiheadAttention` and `hw.Attention`, anywhere in a model.
 
-The forward of `nn.MultiheadAttention` passes the weight of the output projection to a function, so a hook on that
-projection never runs; and a whole encoder layer may use a fast path that calls no forward at all. While hooks are
-active, the function gets an identity matrix in place of the projection, the hooks run on the head outputs, and these
-are then projected. The fast path is disabled meanwhile. `hw.Attention` is hooked by its probe and its method `attend`.
+The forward of `nn.MultiheadAttention` passes the weight of the output projection to a function, so
+a hook on that projection never runs; and a whole encoder layer may use a fast path that calls no
+forward at all. While hooks are active, the function gets an identity matrix in place of the
+projection, the hooks run on the head outputs, and these are then projected. The fast path is
+disabled meanwhile. `hw.Attention` is hooked by its probe and its method `attend`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ..site import POSSIBLE, Site
 from .module_tracer import hook_ability
 from .output_projection import UNKNOWN_PATTERN, HeadSizes, make_site
 
-# --- `nn.MultiheadAttention` ---------------------------------------------------------------------------
+# --- `nn.MultiheadAttention` ----------------------------------------------------------------------
 
 
 class TorchMHAAdapter(SiteAdapter):
@@ -50,7 +51,14 @@ class TorchMHAAdapter(SiteAdapter):
                 sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
                 ability = hook_ability(module)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=ability, ablate=ability),
+                    make_site(
+                        path,
+                        module,
+                        sizes,
+                        pattern=UNKNOWN_PATTERN,
+                        observe=ability,
+                        ablate=ability,
+                    ),
                     module,
                     self,
                 )
@@ -74,12 +82,23 @@ class FastPathSwitch(SharedPatch):
 
 def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
-        self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         hooks = get_hooks(self)
         if not hooks:
             return original(self, query, key, value, *args, **kwargs)
-        names = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+        names = (
+            "key_padding_mask",
+            "need_weights",
+            "attn_mask",
+            "average_attn_weights",
+            "is_causal",
+        )
         options = dict(zip(names, args, strict=False)) | kwargs
         z, weights = _compute_head_outputs(self, (query, key, value), options)
         for hook in hooks:
@@ -91,7 +110,10 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-FORWARD_PATCH, FAST_PATH_SWITCH = MethodPatch(nn.MultiheadAttention, "forward", _wrap_forward), FastPathSwitch()
+FORWARD_PATCH, FAST_PATH_SWITCH = (
+    MethodPatch(nn.MultiheadAttention, "forward", _wrap_forward),
+    FastPathSwitch(),
+)
 
 
 def _compute_head_outputs(
@@ -152,18 +174,26 @@ def _format_weights(weights: Tensor, options: dict[str, Any]) -> Tensor | None:
     return weights.mean(-3) if options.get("average_attn_weights", True) else weights
 
 
-# --- `hw.Attention` ------------------------------------------------------------------------------------
+# --- `hw.Attention` -------------------------------------------------------------------------------
 
 
 class HeadwiseAdapter(SiteAdapter):
-    """Every `hw.Attention`. Its spec describes it completely, so its weights can be recomputed for any queries."""
+    """Every `hw.Attention`. Its spec describes it completely, so its weights can be recomputed for
+    any queries.
+    """
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        names = [name for name, _ in model.spec.attention_specs()] if isinstance(model, Transformer) else []
+        names = (
+            [name for name, _ in model.spec.attention_specs()]
+            if isinstance(model, Transformer)
+            else []
+        )
         modules = model.named_modules(remove_duplicate=False)
         layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
         for number, (path, module) in enumerate(layers):
-            stack, layer, kind = _split_path(path, number) if path in names else ("model", number, "attention")
+            stack, layer, kind = (
+                _split_path(path, number) if path in names else ("model", number, "attention")
+            )
             name = path if path in names else f"{stack}.{layer}.{kind}"
             yield SiteModule(_make_site(name, (stack, layer, kind), path, module), module, self)
 
@@ -175,7 +205,9 @@ class HeadwiseAdapter(SiteAdapter):
         spec = module.spec
         return (
             "scores"
-            if backends.is_softmax_with_bias(CallSignature(spec, spec.core_of(spec.projection_form(one=False))))
+            if backends.is_softmax_with_bias(
+                CallSignature(spec, spec.core_of(spec.projection_form(one=False)))
+            )
             else "weights"
         )
 
@@ -183,7 +215,9 @@ class HeadwiseAdapter(SiteAdapter):
 class HeadwiseCall:
     """One call of an `hw.Attention`; recomputes any rows of its weights."""
 
-    def __init__(self, signature: CallSignature, mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> None:
+    def __init__(
+        self, signature: CallSignature, mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
+    ) -> None:
         self.signature, self.steps = signature, steps
         self.mask, self.inputs = backends.gather_pages(mask, inputs)
         self._by_head: CoreInputs | None = None
@@ -193,9 +227,13 @@ class HeadwiseCall:
         return self.all_weights(queries)[:, head]
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
+        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include
+        all allowed keys.
+        """
         if backends.is_softmax_with_bias(self.signature):
-            return self._make_inputs(*_slice_call(self.mask, self._inputs_by_head, queries, keys)).all_weights()
+            return self._make_inputs(
+                *_slice_call(self.mask, self._inputs_by_head, queries, keys)
+            ).all_weights()
         signature = replace(self.signature, probed_tensors=frozenset({"weights"}), training=False)
         probe = Probe("weights")
         sliced = _slice_call(self.mask, self.inputs, queries)
@@ -204,9 +242,13 @@ class HeadwiseCall:
 
     @property
     def _inputs_by_head(self) -> CoreInputs:
-        """Inputs with the keys stored contiguously by head, for repeated reads by bands of queries."""
+        """Inputs with the keys stored contiguously by head, for repeated reads
+        by bands of queries.
+        """
         if self._by_head is None:
-            self._by_head = self.inputs._replace(k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
+            self._by_head = self.inputs._replace(
+                k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
+            )
         return self._by_head
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
@@ -222,12 +264,22 @@ class HeadwiseCall:
     @property
     def attention_inputs(self) -> AttentionInputs | None:
         """The inputs as tensors if the layer is plain softmax attention, else None."""
-        return self._make_inputs(self.mask, self.inputs) if backends.is_softmax_with_bias(self.signature) else None
+        return (
+            self._make_inputs(self.mask, self.inputs)
+            if backends.is_softmax_with_bias(self.signature)
+            else None
+        )
 
     def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
         softmax_args, core = backends.softmax_args(mask, inputs, self.steps), self.signature.core
-        k, v, kv_heads = inputs.k, inputs.v, None if self.signature.group_size else core.key_head_of_query
-        if core.value_head_of_row != core.key_head_of_query:  # different groups: give each head its own key and value
+        k, v, kv_heads = (
+            inputs.k,
+            inputs.v,
+            None if self.signature.group_size else core.key_head_of_query,
+        )
+        if (
+            core.value_head_of_row != core.key_head_of_query
+        ):  # different groups: give each head its own key and value
             k, v, kv_heads = (
                 k[:, :, list(core.key_head_of_query)],
                 v[:, :, list(core.value_head_of_row)],
@@ -253,29 +305,44 @@ class HeadwiseCall:
 
 
 def _token_numbers(keys: SequenceInfo) -> Tensor | None:
-    """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions and one segment."""
+    """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions and
+    one segment.
+    """
     position, segment = keys.position[:1], keys.segment[:1]
     if keys.num_visible is not None:  # all keys are visible; a cache may set segments later
         return position[0] if bool((keys.position == position).all()) else None
     rows_equal = bool((keys.position == position).all()) and bool((keys.segment == segment).all())
-    return torch.where(segment[0] < 0, -1, position[0]) if rows_equal and not bool((segment > 0).any()) else None
+    return (
+        torch.where(segment[0] < 0, -1, position[0])
+        if rows_equal and not bool((segment > 0).any())
+        else None
+    )
 
 
 def _slice_call(
     attention_mask: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = slice(None)
 ) -> tuple[AttentionMask, CoreInputs]:
-    """Restrict a call to a range of queries, and to a range of keys if scores are only changed by adding to them."""
+    """Restrict a call to a range of queries, and to a range of keys if scores are only changed by
+    adding to them.
+    """
     queries_info, keys_info, context, mask = (
         attention_mask.queries,
         attention_mask.keys,
         inputs.query_context,
         attention_mask.mask,
     )
-    sliced_queries = SequenceInfo(queries_info.position[:, queries], queries_info.segment[:, queries], checked=True)
+    sliced_queries = SequenceInfo(
+        queries_info.position[:, queries], queries_info.segment[:, queries], checked=True
+    )
     if keys != slice(None):
-        num_visible = None if keys_info.num_visible is None else len(range(keys_info.num_visible)[keys])
+        num_visible = (
+            None if keys_info.num_visible is None else len(range(keys_info.num_visible)[keys])
+        )
         keys_info = SequenceInfo(
-            keys_info.position[:, keys], keys_info.segment[:, keys], checked=True, num_visible=num_visible
+            keys_info.position[:, keys],
+            keys_info.segment[:, keys],
+            checked=True,
+            num_visible=num_visible,
         )
     if mask is not None:
         mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
@@ -283,7 +350,9 @@ def _slice_call(
     context = context._replace(
         x_BTD=context.x_BTD[:, queries], q_BTHK=context.q_BTHK[:, queries], sequence=sliced_queries
     )
-    inputs = inputs._replace(q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], query_context=context)
+    inputs = inputs._replace(
+        q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], query_context=context
+    )
     return AttentionMask(sliced_queries, keys_info, attention_mask.pattern, mask), inputs
 
 
@@ -326,9 +395,13 @@ def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attend(self: Attention, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+    def attend(
+        self: Attention, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
+    ) -> Tensor:
         if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
-            observed_call = HeadwiseCall(call.plan.signature, attention_mask, inputs, self.core_steps)
+            observed_call = HeadwiseCall(
+                call.plan.signature, attention_mask, inputs, self.core_steps
+            )
             for hook in hooks:
                 hook.on_call(observed_call)
         return original(self, call, attention_mask, inputs)
@@ -351,4 +424,9 @@ def _join_probe(hooks: tuple[AttentionHook, ...], probe: Probe | None) -> Probe:
             tensor = run_output_hooks(hooks, tensor)
         return probe(point, tensor) if probe is not None and point in own_points else tensor
 
-    return Probe(*own_points, "heads", callback=callback, aux_losses=probe.aux_losses if probe is not None else None)
+    return Probe(
+        *own_points,
+        "heads",
+        callback=callback,
+        aux_losses=probe.aux_losses if probe is not None else None,
+    )

@@ -1,9 +1,11 @@
-"""Where the head outputs of a module are edited: behind its attention function, or at its output projection.
+"""Where the head outputs of a module are edited: behind its attention function, or at its output
+projection.
 
-Setting a head to zero behind the attention function equals zero columns of the output projection if the code between
-the two keeps heads apart and zeros zero, as reshapes and gates do. Behind a norm or another function it does not, and
-the hooks run at the projection instead. `edit_place` reads this from the forward of a module that uses transformers'
-attention interface; `check_edit_places` measures it in two runs on an example.
+Setting a head to zero behind the attention function equals zero columns of the output projection if
+the code between the two keeps heads apart and zeros zero, as reshapes and gates do. Behind a norm
+or another function it does not, and the hooks run at the projection instead. `edit_place` reads
+this from the forward of a module that uses transformers' attention interface; `check_edit_places`
+measures it in two runs on an example.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ INTERFACE_GETTER = "get_interface"
 
 
 class EditPlace(NamedTuple):
-    """Where the heads of a module are edited: at the input of `projection`, or behind the attention function (None).
+    """Where the heads of a module are edited: at the input of `projection`, or behind the attention
+    function (None).
 
     `reason` is set if heads cannot be edited at either place.
     """
@@ -46,13 +49,19 @@ _IS_AT_FUNCTION: ContextVar[bool] = ContextVar("is_at_function", default=False)
 
 
 def edit_place(module: nn.Module) -> EditPlace:
-    """Where the heads of this module are edited, as measured on an example, or as its forward says."""
-    return AT_FUNCTION if _IS_AT_FUNCTION.get() else _MEASURED.get(module) or _read_edit_place(module)
+    """Where the heads of this module are edited, as measured on an example, or
+    as its forward says.
+    """
+    return (
+        AT_FUNCTION if _IS_AT_FUNCTION.get() else _MEASURED.get(module) or _read_edit_place(module)
+    )
 
 
 @contextmanager
 def edits_at_function() -> Iterator[None]:
-    """Context in which all heads are edited behind the attention function, also where a norm follows."""
+    """Context in which all heads are edited behind the attention function, also where a norm
+    follows.
+    """
     token = _IS_AT_FUNCTION.set(True)
     try:
         yield
@@ -66,16 +75,20 @@ def edit_behind_function(module: nn.Module, hooks: Sequence[AttentionHook], z: T
 
 
 def projection_overrides(module: nn.Module, num_heads: int) -> tuple[ProjectionForward, ...]:
-    """Overrides that run the hooks of a module at its output projection, if its heads are edited there."""
+    """Overrides that run the hooks of a module at its output projection, if its heads are edited
+    there.
+    """
     projection = edit_place(module).projection
     return () if projection is None else (ProjectionForward(projection, num_heads, module),)
 
 
-# --- Read from the source of a forward that calls transformers' attention interface -----------------------
+# --- Read from the source of a forward that calls transformers' attention interface ---------------
 
 
 class ForwardSource(NamedTuple):
-    """Calls of the attention function one after the other, and the submodules that its output passes, in order."""
+    """Calls of the attention function one after the other, and the submodules that its output
+    passes, in order.
+    """
 
     num_calls: int = 1
     submodules: tuple[str, ...] = ()
@@ -83,7 +96,8 @@ class ForwardSource(NamedTuple):
 
 _SOURCES: WeakKeyDictionary[type[nn.Module], ForwardSource] = WeakKeyDictionary()
 SEVERAL_CALLS = (
-    "it calls the attention function {} times in one forward call, so its query heads are not its output heads; call "
+    "it calls the attention function {} times in one forward call, so its query heads are not its "
+    "output heads; call "
     "hw.declare(module, heads=..., output=...) with the heads that its output projection reads"
 )
 
@@ -104,14 +118,19 @@ def _read_edit_place(module: nn.Module) -> EditPlace:
 
 
 def read_forward(kind: type[nn.Module]) -> ForwardSource:
-    """Read the forward of a class, and follow the output of the attention function to the output projection."""
+    """Read the forward of a class, and follow the output of the attention function to the output
+    projection.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):  # no source, as in frozen programs
         return ForwardSource()
     functions, followed, submodules = set[str](), set[str](), list[str]()
     for statement in _statements(tree):
-        if any(isinstance(node, ast.Attribute) and node.attr == INTERFACE_GETTER for node in ast.walk(statement)):
+        if any(
+            isinstance(node, ast.Attribute) and node.attr == INTERFACE_GETTER
+            for node in ast.walk(statement)
+        ):
             functions |= set(_target_names(statement))
             continue
         calls = [node for node in reversed(list(ast.walk(statement))) if isinstance(node, ast.Call)]
@@ -126,7 +145,9 @@ def read_forward(kind: type[nn.Module]) -> ForwardSource:
 
 def _statements(tree: ast.AST) -> list[ast.Assign | ast.AnnAssign | ast.Return]:
     """Assignments and returns, in the order of their lines."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return)]
+    nodes = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return)
+    ]
     return sorted(nodes, key=lambda node: node.lineno)
 
 
@@ -141,7 +162,9 @@ def _target_names(statement: ast.stmt) -> list[str]:
 
 
 def _called_submodule(call: ast.Call, followed: set[str]) -> str:
-    """Name of the submodule that a call gives one of the followed tensors; "" if it is another call."""
+    """Name of the submodule that a call gives one of the followed tensors; "" if it is another
+    call.
+    """
     match call.func:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name if any(_names(argument) & followed for argument in call.args) else ""
@@ -151,12 +174,20 @@ def _called_submodule(call: ast.Call, followed: set[str]) -> str:
 
 def _count_calls(tree: ast.AST, functions: set[str]) -> int:
     """Largest number of statements of one block that call the attention function."""
-    blocks = [block for node in ast.walk(tree) for _, block in ast.iter_fields(node) if isinstance(block, list)]
+    blocks = [
+        block
+        for node in ast.walk(tree)
+        for _, block in ast.iter_fields(node)
+        if isinstance(block, list)
+    ]
     return max(
         [
             1,
             *(
-                sum(isinstance(node, ast.Assign) and _calls_one_of(node, functions) for node in block)
+                sum(
+                    isinstance(node, ast.Assign) and _calls_one_of(node, functions)
+                    for node in block
+                )
                 for block in blocks
             ),
         ]
@@ -168,12 +199,15 @@ def _calls_one_of(statement: ast.Assign, functions: set[str]) -> bool:
     return any(isinstance(call.func, ast.Name) and call.func.id in functions for call in calls)
 
 
-# --- Measured on an example --------------------------------------------------------------------------------
+# --- Measured on an example -----------------------------------------------------------------------
 
-MAX_PROJECTIONS = 4  # linear layers to compare behind each attention computation: projections, and perhaps gates
+MAX_PROJECTIONS = (
+    4  # linear layers to compare behind each attention computation: projections, and perhaps gates
+)
 TOLERANCE = 1e-4  # of the largest input of a projection
 MIXED_HEADS = (
-    "the code between its heads and its output projection mixes them, so setting one to zero is not zero columns of "
+    "the code between its heads and its output projection mixes them, so setting one to zero is "
+    "not zero columns of "
     "the projection; declare the heads of the projection with hw.declare"
 )
 
@@ -186,10 +220,12 @@ class ProjectionInput(NamedTuple):
 
 
 class ProjectionRecorder:
-    """Records the inputs of the linear layers that run behind the first attention computation of each module.
+    """Records the inputs of the linear layers that run behind the first attention computation of
+    each module.
 
-    With `expected`, the inputs of an earlier run, each input is compared, and replaced by the expected one, so that a
-    change of one module's heads does not reach the next module. `changes` has the first different input of each module.
+    With `expected`, the inputs of an earlier run, each input is compared, and replaced by the
+    expected one, so that a change of one module's heads does not reach the next module. `changes`
+    has the first different input of each module.
     """
 
     def __init__(self, expected: Mapping[nn.Module, list[ProjectionInput]] | None = None) -> None:
@@ -228,7 +264,9 @@ def changed_columns(x: Tensor, expected: Tensor) -> Tensor:
 
 
 class LastHeadEraser:
-    """Hook that reports the attention of a module to a recorder, and sets its last head to zero if `erases`."""
+    """Hook that reports the attention of a module to a recorder, and sets its last head to zero if
+    `erases`.
+    """
 
     needs_call = False
 
@@ -248,8 +286,11 @@ class LastHeadEraser:
         return erased
 
 
-def measure_edit_places(model: nn.Module, site_modules: Sequence[SiteModule], run: Callable[[], object]) -> None:
-    """Run the model twice, the second time with the last head of each module zero, and store where heads are edited.
+def measure_edit_places(
+    model: nn.Module, site_modules: Sequence[SiteModule], run: Callable[[], object]
+) -> None:
+    """Run the model twice, the second time with the last head of each module zero, and store where
+    heads are edited.
 
     `site_modules` are those whose heads are edited behind the attention function.
     """
@@ -273,15 +314,23 @@ def measure_edit_places(model: nn.Module, site_modules: Sequence[SiteModule], ru
 
 
 def _record_run(
-    modules: Mapping[nn.Module, SiteModule], run: Callable[[], object], recorder: ProjectionRecorder, erases: bool
+    modules: Mapping[nn.Module, SiteModule],
+    run: Callable[[], object],
+    recorder: ProjectionRecorder,
+    erases: bool,
 ) -> ProjectionRecorder:
     hooks = {module: (LastHeadEraser(module, recorder, erases),) for module in modules}
     patches = [patch for site_module in modules.values() for patch in site_module.adapter.patches()]
     overrides = [override for site_module in modules.values() for override in site_module.overrides]
     handle = register_module_forward_pre_hook(recorder.before_layer)  # pyright: ignore[reportArgumentType] - may return arguments
     try:
-        with warnings.catch_warnings(), install_hooks(hooks, list(dict.fromkeys(patches)), overrides):
-            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        with (
+            warnings.catch_warnings(),
+            install_hooks(hooks, list(dict.fromkeys(patches)), overrides),
+        ):
+            warnings.filterwarnings(
+                "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
+            )
             run()
     finally:
         handle.remove()
@@ -293,8 +342,14 @@ def _has_projection(module: nn.Module) -> bool:
 
 
 def _place_of_change(layer: nn.Module, changed: Tensor, heads: int) -> EditPlace:
-    """Where to edit heads if the last of them changes these columns of the input of a projection."""
+    """Where to edit heads if the last of them changes these columns of the
+    input of a projection.
+    """
     width = len(changed)
     last_head = torch.arange(width, device=changed.device) >= width - width // heads
     is_last_head = torch.equal(changed, last_head)  # a function of each channel
-    return EditPlace(layer) if width % heads == 0 and (is_last_head or changed.all()) else EditPlace(None, MIXED_HEADS)
+    return (
+        EditPlace(layer)
+        if width % heads == 0 and (is_last_head or changed.all())
+        else EditPlace(None, MIXED_HEADS)
+    )

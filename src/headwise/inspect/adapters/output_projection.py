@@ -1,7 +1,8 @@
 """Adapter for modules whose output projection is found by name or declared with `hw.declare`.
 
-Head outputs are the input of the projection. The weights are traced while the module's own code runs, and accepted only
-if weights @ values equal that input. Longformer and LED return their weights as a band, which is converted first.
+Head outputs are the input of the projection. The weights are traced while the module's own code
+runs, and accepted only if weights @ values equal that input. Longformer and LED return their
+weights as a band, which is converted first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from . import module_tracer
 from .declarations import AttentionDeclaration, get_declaration, get_input_width
 from .module_tracer import UNKNOWN_ORDER, AttentionTracer, JointAxis, TracedAttention
 
-# --- Properties of a third-party module ----------------------------------------------------------------
+# --- Properties of a third-party module -----------------------------------------------------------
 
 
 UNKNOWN_PATTERN = "set by each call"
@@ -54,7 +55,9 @@ def describe_pattern(module: nn.Module, kind: str) -> str:
         return Window(window).text
     if window:  # most configs give the reach to one side, with or without the query's own key
         is_one_sided_reach = window == _read_int(config, "sliding_window") + 1
-        return Window(2 * window - 1, after=window - 1).text if is_one_sided_reach else UNKNOWN_PATTERN
+        return (
+            Window(2 * window - 1, after=window - 1).text if is_one_sided_reach else UNKNOWN_PATTERN
+        )
     return "causal()" if causal else "full()"
 
 
@@ -92,7 +95,7 @@ def _read_int(holder: Any, name: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-# --- Head sizes and sites of third-party modules ----------------------------------------------------------
+# --- Head sizes and sites of third-party modules --------------------------------------------------
 
 NUM_HEADS_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "heads")
 NUM_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
@@ -111,10 +114,14 @@ CROSS_ATTENTION_NAME = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn",
 
 UNKNOWN_STACK = "model"  # stack name if neither path nor attributes identify encoder or decoder
 NOT_PRUNABLE = Ability(
-    False, "headwise cannot load this model as its own; hw.prune_module(model, heads, example) removes its heads"
+    False,
+    "headwise cannot load this model as its own; hw.prune_module(model, heads, example) removes "
+    "its heads",
 )
 NOT_CONVERTIBLE = Ability(
-    False, "headwise cannot load this model as its own; hw.convert_module(model, kv, example) shares keys and values"
+    False,
+    "headwise cannot load this model as its own; hw.convert_module(model, kv, example) shares "
+    "keys and values",
 )
 
 
@@ -135,7 +142,9 @@ def make_site(
     observe: Ability = POSSIBLE,
     ablate: Ability = POSSIBLE,
 ) -> Site:
-    """Make the site of a third-party module; the stack is "encoder" or "decoder", from its path or attributes."""
+    """Make the site of a third-party module; the stack is "encoder" or "decoder", from its path or
+    attributes.
+    """
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
     layer = int(parts[numbers[0]]) if numbers else 0
@@ -188,8 +197,12 @@ def read_head_sizes(module: nn.Module) -> HeadSizes:
     config = getattr(module, "config", None)
     q = read_positive_int(module, NUM_HEADS_NAMES) or read_positive_int(config, NUM_HEADS_NAMES)
     groups = getattr(module, "num_key_value_groups", None)
-    kv = read_positive_int(module, NUM_KV_HEADS_NAMES) or (q // groups if isinstance(groups, int) and groups else 0)
-    dim = read_positive_int(module, HEAD_DIM_NAMES) or read_positive_int(config, ("head_dim", "d_kv"))
+    kv = read_positive_int(module, NUM_KV_HEADS_NAMES) or (
+        q // groups if isinstance(groups, int) and groups else 0
+    )
+    dim = read_positive_int(module, HEAD_DIM_NAMES) or read_positive_int(
+        config, ("head_dim", "d_kv")
+    )
     return HeadSizes(q, kv or q, dim or _derive_head_dim(module, config, q))
 
 
@@ -203,16 +216,17 @@ def read_positive_int(source: Any, names: tuple[str, ...]) -> int:
 
 
 def _derive_head_dim(module: nn.Module, config: Any, q: int) -> int:
-    width = read_positive_int(module, ("embed_dim", "all_head_size", "hidden_size", "inner_dim")) or read_positive_int(
-        config, ("hidden_size", "d_model")
-    )
+    width = read_positive_int(
+        module, ("embed_dim", "all_head_size", "hidden_size", "inner_dim")
+    ) or read_positive_int(config, ("hidden_size", "d_model"))
     return width // q if q else 0
 
 
-# --- Banded weights of Longformer and LED -----------------------------------------------------------------
+# --- Banded weights of Longformer and LED ---------------------------------------------------------
 #
-# A row of weights is [global keys, then keys from `half_window` before to `half_window` behind the query]; queries with
-# global attention have separate rows over all keys (Longformer, arXiv:2004.05150, section 3.1).
+# A row of weights is [global keys, then keys from `half_window` before to `half_window` behind the
+# query]; queries with global attention have separate rows over all keys (Longformer,
+# arXiv:2004.05150, section 3.1).
 
 WINDOW_ATTRIBUTE = "one_sided_attn_window_size"
 
@@ -232,12 +246,17 @@ def run_banded(
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     z, band, *rows = run(**arguments, output_attentions=True)
     is_global = arguments["is_index_global_attn"] if rows else None
-    weights = unband_weights(band, getattr(module, WINDOW_ATTRIBUTE), is_global, rows[0] if rows else None)
+    weights = unband_weights(
+        band, getattr(module, WINDOW_ATTRIBUTE), is_global, rows[0] if rows else None
+    )
     return (z, band, *rows) if weights_requested else (z,), WeightsOnlyCall(weights)
 
 
-def unband_weights(band: Tensor, half_window: int, is_global_BT: Tensor | None, rows: Tensor | None) -> Tensor:
-    """Weights [B, H, T, S] from a band [B, T, H, global + 2 half_window + 1] and the rows of global queries.
+def unband_weights(
+    band: Tensor, half_window: int, is_global_BT: Tensor | None, rows: Tensor | None
+) -> Tensor:
+    """Weights [B, H, T, S] from a band [B, T, H, global + 2 half_window + 1] and the rows of global
+    queries.
 
     >>> band = torch.tensor([[0.0, 0.9, 0.1], [0.2, 0.3, 0.5], [0.6, 0.4, 0.0]])[None, :, None]
     >>> unband_weights(band, 1, None, None)[0, 0]
@@ -248,7 +267,9 @@ def unband_weights(band: Tensor, half_window: int, is_global_BT: Tensor | None, 
     batch, length, heads, band_width = band.shape
     num_global = band_width - 2 * half_window - 1
     padded = band.new_zeros(batch, length, heads, length + 2 * half_window)
-    columns = torch.arange(length, device=band.device)[:, None] + torch.arange(2 * half_window + 1, device=band.device)
+    columns = torch.arange(length, device=band.device)[:, None] + torch.arange(
+        2 * half_window + 1, device=band.device
+    )
     index = columns[None, :, None, :].expand(batch, length, heads, -1)
     padded.scatter_(-1, index, band[..., num_global:])
     weights = padded[..., half_window : half_window + length].permute(0, 2, 1, 3).contiguous()
@@ -261,7 +282,7 @@ def unband_weights(band: Tensor, half_window: int, is_global_BT: Tensor | None, 
     return weights
 
 
-# --- Attention modules with an output projection ----------------------------------------------------------
+# --- Attention modules with an output projection --------------------------------------------------
 
 # Names of output projections, the most common first; "^" starts at the parent of the module.
 OUTPUT_PROJECTION_NAMES = (
@@ -286,7 +307,9 @@ OUTPUT_PROJECTION_NAMES = (
 )
 SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
 BY_A_RUN = "hw.sites(model, example) finds attention by a run"
-WEIGHTS_NOT_VISIBLE = Ability(False, f"its code calls no softmax by name, so its weights cannot be traced; {BY_A_RUN}")
+WEIGHTS_NOT_VISIBLE = Ability(
+    False, f"its code calls no softmax by name, so its weights cannot be traced; {BY_A_RUN}"
+)
 MISMATCH_REASON = "the input of its projection is not weights @ values"
 
 
@@ -299,11 +322,22 @@ class OutputProjectionAdapter(SiteAdapter):
             declaration = get_declaration(module) or _guess_declaration(path, module, modules)
             if declaration is None:
                 continue
-            projection, declared = modules[_projection_path(path, declaration.output_name)], declaration.projections
+            projection, declared = (
+                modules[_projection_path(path, declaration.output_name)],
+                declaration.projections,
+            )
             kv_heads = declared.num_kv_heads if declared is not None else declaration.heads
-            sizes = HeadSizes(declaration.heads, kv_heads, get_input_width(projection) // declaration.heads)
-            observe = module_tracer.hook_ability(module) if _names_softmax(module) else WEIGHTS_NOT_VISIBLE
-            site = make_site(path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection))
+            sizes = HeadSizes(
+                declaration.heads, kv_heads, get_input_width(projection) // declaration.heads
+            )
+            observe = (
+                module_tracer.hook_ability(module)
+                if _names_softmax(module)
+                else WEIGHTS_NOT_VISIBLE
+            )
+            site = make_site(
+                path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection)
+            )
             yield SiteModule(
                 site if declared is None else replace(site, prune=POSSIBLE),
                 projection,
@@ -319,7 +353,9 @@ class OutputProjectionAdapter(SiteAdapter):
 
 
 class UnclearProjectionAdapter(SiteAdapter):
-    """Modules named "...Attention..." whose output projection is unclear; they are listed, but have no abilities."""
+    """Modules named "...Attention..." whose output projection is unclear; they are listed, but have
+    no abilities.
+    """
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -328,7 +364,11 @@ class UnclearProjectionAdapter(SiteAdapter):
             if guess is not None and guess.reason:
                 impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
                 sizes = read_head_sizes(module)
-                yield SiteModule(make_site(path, module, sizes, observe=impossible, ablate=impossible), module, self)
+                yield SiteModule(
+                    make_site(path, module, sizes, observe=impossible, ablate=impossible),
+                    module,
+                    self,
+                )
 
     def patches(self) -> Sequence[SharedPatch]:
         return ()
@@ -342,13 +382,17 @@ class ProjectionGuess(NamedTuple):
     reason: str = ""
 
 
-def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionDeclaration | None:
+def _guess_declaration(
+    path: str, module: nn.Module, modules: dict[str, nn.Module]
+) -> AttentionDeclaration | None:
     """Guess heads and projection from names, if they are clear."""
     guess = _guess_projection(path, module, modules)
     return None if guess is None or guess.reason else AttentionDeclaration(guess.heads, guess.name)
 
 
-def _guess_projection(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> ProjectionGuess | None:
+def _guess_projection(
+    path: str, module: nn.Module, modules: dict[str, nn.Module]
+) -> ProjectionGuess | None:
     """Guess heads and projection from names; the projection is a child, or a sibling as in BERT."""
     if "Attention" not in type(module).__name__ or isinstance(module, nn.MultiheadAttention):
         return None
@@ -369,14 +413,20 @@ def _guess_projection(path: str, module: nn.Module, modules: dict[str, nn.Module
             sizes = " or ".join(f"{heads} heads of {dim}" for dim in sorted(dims))
             reason = f"{name.removeprefix('^')} reads {width} channels, which are not {sizes}"
             continue
-        if others := [child for child in _find_output_projections(module, width) if not is_within(child, name)]:
-            return ProjectionGuess(heads, name, f"it has several output projections ({name}, {', '.join(others)})")
+        if others := [
+            child for child in _find_output_projections(module, width) if not is_within(child, name)
+        ]:
+            return ProjectionGuess(
+                heads, name, f"it has several output projections ({name}, {', '.join(others)})"
+            )
         return ProjectionGuess(heads, name)
     return ProjectionGuess(heads, "", reason)
 
 
 def _find_output_projections(module: nn.Module, width: int) -> list[str]:
-    """Paths of projections with this number of input channels whose names contain the word "out"."""
+    """Paths of projections with this number of input channels whose names
+    contain the word "out".
+    """
     return [
         path
         for path, child in module.named_modules()
@@ -399,12 +449,16 @@ def _names_softmax(module: nn.Module) -> bool:
         for one in vars(cls).values()
         if callable(one)
     ]
-    named = any(name in SOFTMAX_NAMES for code in codes if code is not None for name in code.co_names)
+    named = any(
+        name in SOFTMAX_NAMES for code in codes if code is not None for name in code.co_names
+    )
     return named or any(type(part).__name__.lower() in SOFTMAX_NAMES for part in module.modules())
 
 
 class TraceSession:
-    """Attention traced during one call of a module; publishes the one whose head outputs enter the projection."""
+    """Attention traced during one call of a module; publishes the one whose head outputs enter the
+    projection.
+    """
 
     def __init__(self, projection: nn.Module) -> None:
         self.projection, self.traced = projection, list[TracedAttention]()
@@ -421,10 +475,17 @@ class TraceSession:
             return
         self.published = True
         call = next(
-            (traced.call for traced in reversed(self.traced) if traced.call and _equals(traced.z_BTHV, z_BTHV)), None
+            (
+                traced.call
+                for traced in reversed(self.traced)
+                if traced.call and _equals(traced.z_BTHV, z_BTHV)
+            ),
+            None,
         )
         if call is None:
-            call = UnreadableCall(next((traced.reason for traced in self.traced if traced.reason), MISMATCH_REASON))
+            call = UnreadableCall(
+                next((traced.reason for traced in self.traced if traced.reason), MISMATCH_REASON)
+            )
         _send_call(self.observers, call)
 
 
@@ -462,18 +523,26 @@ def _send_call(hooks: list[AttentionHook], call: ObservedCall) -> None:
 
 
 def _equals(z_BTHV: Tensor | None, other: Tensor) -> bool:
-    return z_BTHV is not None and z_BTHV.shape == other.shape and torch.equal(z_BTHV.to(other.dtype), other)
+    return (
+        z_BTHV is not None
+        and z_BTHV.shape == other.shape
+        and torch.equal(z_BTHV.to(other.dtype), other)
+    )
 
 
 @dataclass(frozen=True)
 class AttentionForward:
-    """Override of the forward of an attention module, which traces it if a hook on its projection needs the inputs."""
+    """Override of the forward of an attention module, which traces it if a hook on its projection
+    needs the inputs.
+    """
 
     module: nn.Module
     projection: nn.Module
     num_heads: int
 
-    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_forward(
+        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the module, and trace its attention."""
         session = TraceSession(self.projection)
         if not session.observers:
@@ -489,14 +558,17 @@ class AttentionForward:
         finally:
             _TRACE_SESSION.reset(token)
         z = result[0] if isinstance(result, tuple) else result
-        if isinstance(z, Tensor) and z.shape[-1] == get_input_width(self.projection):  # the projection is a sibling
+        if isinstance(z, Tensor) and z.shape[-1] == get_input_width(
+            self.projection
+        ):  # the projection is a sibling
             session.publish(_split_heads(z, self.num_heads))
         return result
 
 
 @dataclass(frozen=True)
 class ProjectionForward:
-    """Override of the forward of an output projection, whose input are the head outputs; ablation happens here.
+    """Override of the forward of an output projection, whose input are the head outputs; ablation
+    happens here.
 
     The hooks are those of `hooked`: the projection itself, or the attention module.
     """
@@ -505,7 +577,9 @@ class ProjectionForward:
     num_heads: int
     hooked: nn.Module
 
-    def run_forward(self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_forward(
+        self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the hooks on the head outputs, and project what they return."""
         hooks = get_hooks(self.hooked)
         if not hooks:
@@ -518,5 +592,7 @@ class ProjectionForward:
 
 
 def _split_heads(z: Tensor, num_heads: int) -> Tensor:
-    """Input of a projection as [B, T, heads, head_dim]; it may have two token axes, or no batch axis."""
+    """Input of a projection as [B, T, heads, head_dim]; it may have two token axes, or no batch
+    axis.
+    """
     return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, num_heads, z.shape[-1] // num_heads)

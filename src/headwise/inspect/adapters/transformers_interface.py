@@ -1,8 +1,9 @@
-"""Adapter for transformers models that use its `AttentionInterface`, as two thirds of its model files do.
+"""Adapter for transformers models that use its `AttentionInterface`, as two thirds of its model
+files do.
 
-Their forward gets a function from `AttentionInterface.get_interface`, and calls it with queries, keys and values after
-position encoding; it returns the head outputs. While hooks are active, that function is wrapped: the model's choice of
-function, and the mask made for it, stay as they are.
+Their forward gets a function from `AttentionInterface.get_interface`, and calls it with queries,
+keys and values after position encoding; it returns the head outputs. While hooks are active, that
+function is wrapped: the model's choice of function, and the mask made for it, stay as they are.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from .output_path import INTERFACE_GETTER, edit_behind_function, edit_place, pro
 from .output_projection import make_site, read_head_sizes
 
 BACKEND_NAME = "headwise"  # name of headwise's attention function in transformers
-# Functions whose mask has all pairs that are hidden, so that they ignore `sliding_window` and packed positions.
+# Functions whose mask has all pairs that are hidden, so that they ignore `sliding_window` and
+# packed positions.
 MASK_BASED = ("eager", "sdpa", "flex_attention", BACKEND_NAME)
-# Options of the function that are applied when weights are recomputed, and options that do not affect scores. A tensor
-# under any other name makes the call unsupported.
+# Options of the function that are applied when weights are recomputed, and options that do not
+# affect scores. A tensor under any other name makes the call unsupported.
 SUPPORTED_OPTIONS = frozenset(
     {"dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 )
@@ -75,7 +77,9 @@ class TransformersAdapter(SiteAdapter):
                 sizes, place = read_head_sizes(module), edit_place(module)
                 ablate = Ability(False, place.reason) if place.reason else POSSIBLE
                 site = make_site(path, module, sizes, observe=ablate, ablate=ablate)
-                yield SiteModule(site, module, self, overrides=projection_overrides(module, sizes.num_heads))
+                yield SiteModule(
+                    site, module, self, overrides=projection_overrides(module, sizes.num_heads)
+                )
 
     def patches(self) -> list[SharedPatch]:
         return [_interface_patch()]
@@ -102,14 +106,18 @@ def _interface_patch() -> MethodPatch:
 
 
 def _wrap_getter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_interface(self: Any, name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(
+        self: Any, name: str | None, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
         function = original(self, name, default)
         return partial(_call_with_hooks, function, str(name)) if has_hooks() else function
 
     return get_interface
 
 
-def _call_with_hooks(function: Callable[..., Any], name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_with_hooks(
+    function: Callable[..., Any], name: str, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     hooks = get_hooks(module)
     if not hooks:
         return function(module, *args, **kwargs)
@@ -121,9 +129,13 @@ def _call_with_hooks(function: Callable[..., Any], name: str, module: nn.Module,
     return edit_behind_function(module, hooks, z), *rest
 
 
-def inputs_of_call(name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> AttentionInputs:
+def inputs_of_call(
+    name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> AttentionInputs:
     """Attention inputs from the arguments of the attention function called `name`."""
-    arguments = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | dict(options)
+    arguments = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | dict(
+        options
+    )
     q, k, v = (arguments[side].transpose(1, 2) for side in ("query", "key", "value"))
     mask = arguments.get("attention_mask")
     scale = arguments.get("scaling")
@@ -148,8 +160,12 @@ def inputs_of_call(name: str, module: nn.Module, args: tuple[Any, ...], options:
     )
 
 
-def _is_causal_call(name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int) -> bool:
-    """Whether the function applies a causal mask on its own, as the SDPA function does without a mask."""
+def _is_causal_call(
+    name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int
+) -> bool:
+    """Whether the function applies a causal mask on its own, as the SDPA function does without a
+    mask.
+    """
     if name == "eager" or arguments.get("attention_mask") is not None or queries == 1:
         return False
     is_causal = arguments.get("is_causal")
@@ -159,18 +175,23 @@ def _is_causal_call(name: str, module: nn.Module, arguments: Mapping[str, Any], 
 
 
 def _is_mask_based(name: str) -> bool:
-    """True if the function gets a mask of pairs, because it is one of these or is registered with their mask."""
+    """True if the function gets a mask of pairs, because it is one of these or is registered with
+    their mask.
+    """
     from transformers.masking_utils import AttentionMaskInterface
 
     masks = AttentionMaskInterface()
-    return name in MASK_BASED or (name in masks and masks[name] in [masks.get(other) for other in MASK_BASED])
+    return name in MASK_BASED or (
+        name in masks and masks[name] in [masks.get(other) for other in MASK_BASED]
+    )
 
 
 def _flash_mask(arguments: Mapping[str, Any], is_causal: bool) -> Tensor | None:
-    """Mask [1, 1, queries, keys] of a call of FlashAttention without a mask; None if `is_causal` says it all.
+    """Mask [1, 1, queries, keys] of a call of FlashAttention without a mask; None if `is_causal`
+    says it all.
 
-    The last query is at the position of the last key. `sliding_window` is the number of keys up to the query's own,
-    and, without causality, also from it.
+    The last query is at the position of the last key. `sliding_window` is the number of keys up to
+    the query's own, and, without causality, also from it.
     """
     query, key = arguments["query"], arguments["key"]
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -185,17 +206,23 @@ def _flash_mask(arguments: Mapping[str, Any], is_causal: bool) -> Tensor | None:
 
 
 def _is_packed(arguments: Mapping[str, Any]) -> bool:
-    """True if FlashAttention separates several texts in one row, by their lengths or by positions that start again."""
+    """True if FlashAttention separates several texts in one row, by their lengths or by positions
+    that start again.
+    """
     if arguments.get("cu_seq_lens_q") is not None:
         return True
     positions = arguments.get("position_ids")
-    is_one_row = isinstance(positions, Tensor) and positions.dim() == 2 and len(arguments["query"]) == 1
+    is_one_row = (
+        isinstance(positions, Tensor) and positions.dim() == 2 and len(arguments["query"]) == 1
+    )
     return is_one_row and bool((torch.as_tensor(positions).diff() != 1).any())
 
 
 def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) -> str:
     if unknown := [
-        key for key, value in arguments.items() if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)
+        key
+        for key, value in arguments.items()
+        if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)
     ]:
         return f"the layer also gets {', '.join(unknown)}"
     if arguments.get("cache") is not None:
@@ -204,4 +231,6 @@ def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) 
         return "its texts are packed into one row"
     if isinstance(mask, Tensor) and mask.dim() != 4:
         return f"its mask has {mask.dim()} axes"
-    return "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
+    return (
+        "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
+    )

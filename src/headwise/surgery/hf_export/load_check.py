@@ -1,4 +1,6 @@
-"""Check of an exported folder: load it with transformers in a separate process without headwise, compare outputs."""
+"""Check of an exported folder: load it with transformers in a separate process without headwise,
+compare outputs.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ INPUT_LENGTH = 9
 FIRST_TOKEN = 3  # smaller ids are often padding, begin and end of text
 TIMEOUT_SECONDS = 900
 
-# Script of the process that loads the folder. Arguments: folder, file of inputs and outputs, and file of candidate
-# changes, which are tried in order.
+# Script of the process that loads the folder. Arguments: folder, file of inputs and outputs, and
+# file of candidate changes, which are tried in order.
 DRIVER = """
 import importlib.util, json, pathlib, sys
 sys.modules["headwise"] = None
@@ -80,7 +82,9 @@ print("RESULT", json.dumps({"match": match, "errors": errors}))
 
 
 class LoadCheck(NamedTuple):
-    """Result of a check: whether outputs agree, with which candidate, and a message for the user."""
+    """Result of a check: whether outputs agree, with which candidate, and a
+    message for the user.
+    """
 
     agrees: bool
     candidate: int
@@ -89,52 +93,85 @@ class LoadCheck(NamedTuple):
 
 
 def check_load(
-    folder: Path, net: Transformer, form: CanonicalForm, candidates: Sequence[Mapping[str, Any]] = ()
+    folder: Path,
+    net: Transformer,
+    form: CanonicalForm,
+    candidates: Sequence[Mapping[str, Any]] = (),
 ) -> LoadCheck:
-    """Load a folder with transformers, plainly or by its loader script and candidate changes, and compare with `net`.
+    """Load a folder with transformers, plainly or by its loader script and candidate changes, and
+    compare with `net`.
 
-    headwise must read the tensors of `form` back exactly, and outputs must agree in headwise and in transformers.
+    headwise must read the tensors of `form` back exactly, and outputs must agree in headwise and in
+    transformers.
     """
     reloaded = load_transformers_folder(folder)
     if changed := _find_changed_tensor(reloaded, form):
         raise SpecError(f"{changed} differs after reading the folder back")
     on_cpu = net if next(net.parameters()).device.type == "cpu" else copy.deepcopy(net).cpu()
-    expected = _sample_inputs_and_outputs(cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded)))
+    expected = _sample_inputs_and_outputs(
+        cast_model(on_cpu, torch.float32, stored=parameter_dtype(reloaded))
+    )
     for name, output in _sample_inputs_and_outputs(cast_model(reloaded, torch.float32)).items():
-        if not bool(((output - expected[name]).abs() <= OUTPUT_TOLERANCE * expected[name].abs().max()).all()):
+        if not bool(
+            ((output - expected[name]).abs() <= OUTPUT_TOLERANCE * expected[name].abs().max()).all()
+        ):
             raise SpecError("outputs differ after reading the folder back")
     del reloaded
     if find_spec("transformers") is None:
-        return LoadCheck(False, 0, "transformers is not installed, so the folder was not tested", is_skipped=True)
+        return LoadCheck(
+            False, 0, "transformers is not installed, so the folder was not tested", is_skipped=True
+        )
     with tempfile.TemporaryDirectory() as temporary:
         data, options = f"{temporary}/data.safetensors", Path(temporary, "options.json")
         Path(data).write_bytes(save(expected))
         options.write_text(json.dumps({"modules": list(candidates), "tolerance": OUTPUT_TOLERANCE}))
-        return _run_loader(python_command("-I", "-B", "-c", DRIVER, str(folder), data, str(options)))
+        return _run_loader(
+            python_command("-I", "-B", "-c", DRIVER, str(folder), data, str(options))
+        )
 
 
 def _run_loader(command: list[str]) -> LoadCheck:
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        return LoadCheck(False, 0, f"loading it with transformers took more than {TIMEOUT_SECONDS} seconds")
-    lines = [line.removeprefix("RESULT ") for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+        return LoadCheck(
+            False, 0, f"loading it with transformers took more than {TIMEOUT_SECONDS} seconds"
+        )
+    lines = [
+        line.removeprefix("RESULT ")
+        for line in process.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
     if not lines:
-        return LoadCheck(False, 0, f"the process with transformers failed: {' '.join(process.stderr.split())[-200:]}")
+        return LoadCheck(
+            False,
+            0,
+            f"the process with transformers failed: {' '.join(process.stderr.split())[-200:]}",
+        )
     result = json.loads(lines[-1])
     if result["match"] is None:
         errors = result["errors"]
         error = next((error for error in errors if error.startswith("outputs differ")), errors[0])
         return LoadCheck(False, 0, f"transformers cannot load it, or its outputs differ: {error}")
     number, difference = result["match"]
-    return LoadCheck(True, number, f"loaded without headwise, outputs differ by {difference:.1e} of the largest output")
+    return LoadCheck(
+        True,
+        number,
+        f"loaded without headwise, outputs differ by {difference:.1e} of the largest output",
+    )
 
 
 def _find_changed_tensor(reloaded: Transformer, form: CanonicalForm) -> str:
-    """Return the name of the first tensor that differs from `form`, in the dtype of the files; "" if none does."""
+    """Return the name of the first tensor that differs from `form`, in the dtype of the files; ""
+    if none does.
+    """
     tensors = reloaded.state_dict()
     for name, tensor in form.tensors.items():
-        if name not in tensors or not torch.equal(tensors[name], tensor.cpu().to(tensors[name].dtype)):
+        if name not in tensors or not torch.equal(
+            tensors[name], tensor.cpu().to(tensors[name].dtype)
+        ):
             return name
     return ""
 
@@ -153,20 +190,30 @@ def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
             y = _sample_input(last, net, generator)[:, :-2]
             tensors["in.decoder_input_ids"] = y
             h = net.hidden(y, source=x)
-        outputs = {"out.last_hidden_state": h} | ({"out.logits": net.apply_head(h)} if net.spec.heads else {})
+        outputs = {"out.last_hidden_state": h} | (
+            {"out.logits": net.apply_head(h)} if net.spec.heads else {}
+        )
     return tensors | {name: tensor.clone().contiguous() for name, tensor in outputs.items()}
 
 
 def _sample_input(stack: StackSpec, net: Transformer, generator: torch.Generator) -> Tensor:
     embedding = stack.embedding
     if embedding is None:
-        raise ValueError(f"cannot make a sample input: {stack.name} takes neither token ids nor pixels")
+        raise ValueError(
+            f"cannot make a sample input: {stack.name} takes neither token ids nor pixels"
+        )
     if patches := embedding.patches:
         size = (1, patches.channels, patches.rows * patches.high, patches.columns * patches.wide)
         return torch.randn(size, generator=generator)
-    max_length = embedding.positions.length if embedding.positions and embedding.positions.length else INPUT_LENGTH
+    max_length = (
+        embedding.positions.length
+        if embedding.positions and embedding.positions.length
+        else INPUT_LENGTH
+    )
     count = min(INPUT_LENGTH, max_length)
-    ids = torch.randint(min(FIRST_TOKEN, embedding.tokens - 1), embedding.tokens, (1, count), generator=generator)
+    ids = torch.randint(
+        min(FIRST_TOKEN, embedding.tokens - 1), embedding.tokens, (1, count), generator=generator
+    )
     if net.usage.end:
         ids[0, -1] = net.usage.end[0]  # some classification heads read the end-of-text token
     return ids

@@ -1,4 +1,6 @@
-"""Folders of pruned and converted models: config.json, weights, and heads.json with a record of the changes."""
+"""Folders of pruned and converted models: config.json, weights, and heads.json with a record of the
+changes.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,16 @@ def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> Config
     Every candidate is checked by reading it back.
 
     >>> import headwise as hw
-    >>> config = {"model_type": "mistral", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    >>> config = {
+    ...     "model_type": "mistral",
+    ...     "hidden_size": 8,
+    ...     "num_attention_heads": 4,
+    ...     "num_key_value_heads": 4,
+    ... }
     >>> config |= {"num_hidden_layers": 1, "vocab_size": 5, "intermediate_size": 6, "head_dim": 2}
-    >>> three = hw.families.read_model_spec(config | {"num_attention_heads": 3, "num_key_value_heads": 3})
+    >>> three = hw.families.read_model_spec(
+    ...     config | {"num_attention_heads": 3, "num_key_value_heads": 3}
+    ... )
     >>> find_config_keys(three, config).keys["num_attention_heads"]
     3
     """
@@ -56,7 +65,10 @@ def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> Config
         try:
             reason = _first_difference(read_model_spec(keys), model_spec) or _hf_error(keys)
         except SpecError as error:
-            reason = f"config.json cannot describe the model ({str(error).removeprefix('config: ').partition(';')[0]})"
+            reason = (
+                "config.json cannot describe the model "
+                f"({str(error).removeprefix('config: ').partition(';')[0]})"
+            )
         if not reason:
             return ConfigKeys(keys, "")
         reasons.append(reason)
@@ -64,12 +76,16 @@ def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> Config
 
 
 def describe_uneven_layers(model_spec: ModelSpec) -> str:
-    """Return how layers differ in their heads, which one config cannot express; "" if all are equal."""
+    """Return how layers differ in their heads, which one config cannot express; "" if all are
+    equal.
+    """
     return next(
         (
             reason
             for stack in model_spec.stacks
-            for reason in _iter_uneven_layers(stack, (f"in the {stack.name} " if len(model_spec.stacks) > 1 else ""))
+            for reason in _iter_uneven_layers(
+                stack, (f"in the {stack.name} " if len(model_spec.stacks) > 1 else "")
+            )
         ),
         "",
     )
@@ -78,24 +94,34 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
 def _iter_uneven_layers(stack: StackSpec, prefix: str) -> Iterator[str]:
     first = dict[str, tuple[int, AttentionSpec]]()
     for depth, block in enumerate(stack.layers):
-        yield from (f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left" for role in block.constant_sublayers)
+        yield from (
+            f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left"
+            for role in block.constant_sublayers
+        )
         for role, spec in block.attention_specs.items():
             first_depth, first_spec = first.setdefault(role, (depth, spec))
             if difference := _describe_difference(spec, depth, first_spec, first_depth):
                 yield f"{prefix}{difference}"
 
 
-def _describe_difference(spec: AttentionSpec, depth: int, other: AttentionSpec, other_depth: int) -> str:
+def _describe_difference(
+    spec: AttentionSpec, depth: int, other: AttentionSpec, other_depth: int
+) -> str:
     for kind, count, other_count in (
         ("head", spec.heads.q, other.heads.q),
         ("key-value head", spec.heads.kv, other.heads.kv),
     ):
         if count != other_count:
-            return f"layer {depth} keeps {count} {kind}{'s' * (count > 1)} and layer {other_depth} {other_count}"
+            return (
+                f"layer {depth} keeps {count} {kind}{'s' * (count > 1)} and layer "
+                f"{other_depth} {other_count}"
+            )
     return ""
 
 
-def _candidate_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _candidate_configs(
+    model_spec: ModelSpec, config: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Yield configs that may describe the model, closest to the original config first."""
     specs = dict(model_spec.attention_specs())
     if not specs:
@@ -127,8 +153,9 @@ def _candidate_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iter
 
 
 def _sibling_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the config of a model type with the same tensor names: transformers rejects a llama config whose number of
-    heads does not divide its width."""
+    """Yield the config of a model type with the same tensor names: transformers rejects a llama
+    config whose number of heads does not divide its width.
+    """
     try:
         keys = write_config(model_spec)
     except SpecError:
@@ -138,13 +165,17 @@ def _sibling_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iterat
 
 
 def _first_difference(read_spec: ModelSpec, model_spec: ModelSpec) -> str:
-    """Return the first difference of two model specs, except for names and notes; "" if there is none."""
+    """Return the first difference of two model specs, except for names and notes; "" if there is
+    none.
+    """
     read_spec = replace(read_spec, name=model_spec.name, notes=model_spec.notes)
     for field, value, expected in find_differences(read_spec, model_spec):
         if field.endswith(".merge.bias"):
             return "it has an attention output bias, which config.json cannot express"
         return f"config.json gives {field} = {value}, the model has {expected}"
-    return "" if to_dict(read_spec) == to_dict(model_spec) else "config.json describes another model"
+    return (
+        "" if to_dict(read_spec) == to_dict(model_spec) else "config.json describes another model"
+    )
 
 
 def _hf_error(keys: Mapping[str, Any]) -> str:
@@ -158,7 +189,7 @@ def _hf_error(keys: Mapping[str, Any]) -> str:
     return ""
 
 
-# --- Writing and checking of folders -------------------------------------------------------------------
+# --- Writing and checking of folders --------------------------------------------------------------
 
 NO_FILES: Mapping[str, Any] = {}
 # Files of a model besides its weights that are copied: data only, never pickles or code.
@@ -167,7 +198,9 @@ COMPANION_FILES = re.compile(
     r"|processor_config|chat_template[\w.-]*|modules|sentence_bert_config|config_sentence_transformers|config"
     r"|sentencepiece[\w.-]*|source|target|spiece)\.(json|txt|model|jinja|spm)|(LICEN[CS]E|NOTICE)[\w.-]*"
 )
-SENTENCE_TRANSFORMERS_MODULE = re.compile(r"\d+_\w+")  # a folder of sentence-transformers: 1_Pooling
+SENTENCE_TRANSFORMERS_MODULE = re.compile(
+    r"\d+_\w+"
+)  # a folder of sentence-transformers: 1_Pooling
 
 
 class WrittenFolder(NamedTuple):
@@ -186,15 +219,19 @@ def write_model_folder(
     *,
     extra_files: Mapping[str, bytes] = NO_FILES,
 ) -> WrittenFolder:
-    """Write a pruned or converted model to a new folder, with `record`, the changes made, in heads.json.
+    """Write a pruned or converted model to a new folder, with `record`, the changes made, in
+    heads.json.
 
-    If `source` is a transformers folder, so is the result: a plain checkpoint if a config.json can describe the model,
-    otherwise one with a loader script. If outputs differ with both, or for other sources, it is a folder as `hw.save`
-    writes it. `extra_files` are written too, by name. The folder appears complete or not at all.
+    If `source` is a transformers folder, so is the result: a plain checkpoint if a config.json can
+    describe the model, otherwise one with a loader script. If outputs differ with both, or for
+    other sources, it is a folder as `hw.save` writes it. `extra_files` are written too, by name.
+    The folder appears complete or not at all.
 
     >>> import headwise as hw, os, tempfile
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5}
+    ...     )
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     print(
@@ -208,7 +245,11 @@ def write_model_folder(
         kind, sentence, extra_document = _write_first_kind(net, source, fresh)
         for name, data in extra_files.items():
             (fresh / name).write_bytes(data)
-        files = {path.relative_to(fresh).as_posix(): path for path in sorted(fresh.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(fresh).as_posix(): path
+            for path in sorted(fresh.rglob("*"))
+            if path.is_file()
+        }
         document = {
             "format": RECORD_FORMAT,
             "kind": kind,
@@ -224,7 +265,9 @@ def write_model_folder(
 
 
 def _list_written_names(folder: Path) -> set[str]:
-    """Names that headwise wrote into a folder: those that its record lists, and reports; none without a record."""
+    """Names that headwise wrote into a folder: those that its record lists, and reports; none
+    without a record.
+    """
     try:
         written = {Path(name).parts[0] for name in read_record(folder).files}
     except SpecError:
@@ -247,7 +290,8 @@ def read_record(path_or_folder: Path | str) -> SurgeryRecord:
     path = path if path.is_file() else path / RECORD_FILE
     if not path.is_file():
         raise SpecError(
-            f"{path_or_folder} contains no {RECORD_FILE}; give a folder that headwise prune or convert wrote"
+            f"{path_or_folder} contains no {RECORD_FILE}; give a folder that headwise prune or "
+            "convert wrote"
         )
     return SurgeryRecord.from_file(path)
 
@@ -258,57 +302,90 @@ def hash_source_files(source: Path | None) -> dict[str, str]:
         return {}
     if source.is_file():
         return {source.name: sha256(source)}
-    names = [MANIFEST_FILE, RECORD_FILE] if (source / MANIFEST_FILE).is_file() else [CONFIG_FILE, RECORD_FILE]
+    names = (
+        [MANIFEST_FILE, RECORD_FILE]
+        if (source / MANIFEST_FILE).is_file()
+        else [CONFIG_FILE, RECORD_FILE]
+    )
     weights = (
-        SafetensorsFolder(source).files if (source / INDEX_FILE).is_file() or (source / WEIGHTS_FILE).is_file() else []
+        SafetensorsFolder(source).files
+        if (source / INDEX_FILE).is_file() or (source / WEIGHTS_FILE).is_file()
+        else []
     )
     paths = [path for path in (*(source / name for name in names), *weights) if path.is_file()]
     return {path.name: sha256(path) for path in paths}
 
 
-# --- kinds of folders ----------------------------------------------------------------------------------
+# --- kinds of folders -----------------------------------------------------------------------------
 
 
-def _write_first_kind(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, str, dict[str, Any]]:
-    """Write the first kind of folder that reproduces the model; return kind, sentence and additions to heads.json."""
+def _write_first_kind(
+    net: Transformer, source: Path | None, fresh: Path
+) -> tuple[str, str, dict[str, Any]]:
+    """Write the first kind of folder that reproduces the model; return kind, sentence and additions
+    to heads.json.
+    """
     if source is None or not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
         origin = "like its source" if source else "because the model was built in memory"
-        return _write_native(net, fresh, f"A headwise folder, {origin}; load it with headwise.load.")
+        return _write_native(
+            net, fresh, f"A headwise folder, {origin}; load it with headwise.load."
+        )
     form = to_canonical_form(net)
     described = read_model_spec(source)
     if missing := find_unnamed_weight(form.model_spec, get_weight_names(described.name)):
         reason = f"a checkpoint of {described.name} has no tensor for {missing}"
-        return _write_native(net, fresh, f"A headwise folder, because {reason}; load it with headwise.load.")
+        return _write_native(
+            net, fresh, f"A headwise folder, because {reason}; load it with headwise.load."
+        )
     rewrite = ShardRewrite.of(source, described, form)
-    config = find_config_keys(form.model_spec, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")))
+    config = find_config_keys(
+        form.model_spec, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    )
     extra_constants = form.find_extra_constants(rewrite.weight_names)
     if unstorable := rewrite.find_unstorable_tensor():
-        return _write_native(net, fresh, f"A headwise folder, because {unstorable}; load it with headwise.load.")
+        return _write_native(
+            net, fresh, f"A headwise folder, because {unstorable}; load it with headwise.load."
+        )
     reason = config.reason or (
-        f"{next(iter(extra_constants))} differs from what config.json implies" if extra_constants else ""
+        f"{next(iter(extra_constants))} differs from what config.json implies"
+        if extra_constants
+        else ""
     )
     if not reason and config.keys:
         _rewrite_folder(source, rewrite, dict(config.keys), fresh)
         check = _check_load(fresh, net, form)
         if check.agrees:
             sentence = (
-                "A transformers checkpoint: config.json describes every layer, and AutoModel.from_pretrained loads it."
+                "A transformers checkpoint: config.json describes every layer, and "
+                "AutoModel.from_pretrained loads it."
             )
             return "transformers", sentence, {"checked": check.message}
         if check.is_skipped:
-            sentence = "A transformers checkpoint, not tested with transformers, which is not installed"
-            return "transformers", f"{sentence}: config.json describes every layer.", {"checked": check.message}
+            sentence = (
+                "A transformers checkpoint, not tested with transformers, which is not installed"
+            )
+            return (
+                "transformers",
+                f"{sentence}: config.json describes every layer.",
+                {"checked": check.message},
+            )
         reason = check.message
         shutil.rmtree(fresh)
     if ".part = " in reason:  # another computation; the loader script only changes sizes
-        return _write_native(net, fresh, f"A headwise folder, because {reason}; load it with headwise.load.")
-    _rewrite_folder(source, rewrite, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")), fresh)
+        return _write_native(
+            net, fresh, f"A headwise folder, because {reason}; load it with headwise.load."
+        )
+    _rewrite_folder(
+        source, rewrite, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")), fresh
+    )
     resized_folder = resized.add_loader(fresh, rewrite, net, reason)
     if not isinstance(resized_folder, str):
         return "resized", resized_folder.summary, dict(resized_folder.document)
     shutil.rmtree(fresh)
     return _write_native(
-        net, fresh, f"A headwise folder, because {reason}, and {resized_folder}; load it with headwise.load."
+        net,
+        fresh,
+        f"A headwise folder, because {reason}, and {resized_folder}; load it with headwise.load.",
     )
 
 
@@ -324,7 +401,9 @@ def _write_native(net: Transformer, fresh: Path, sentence: str) -> tuple[str, st
     return "ours", sentence, {}
 
 
-def _rewrite_folder(source: Path, rewrite: ShardRewrite, config: dict[str, Any], fresh: Path) -> None:
+def _rewrite_folder(
+    source: Path, rewrite: ShardRewrite, config: dict[str, Any], fresh: Path
+) -> None:
     """Copy a folder with new weights and this config, without settings that name code."""
     fresh.mkdir(exist_ok=True)
     for path in list_companion_files(source):
@@ -344,7 +423,8 @@ def list_companion_files(source: Path) -> Iterator[Path]:
             yield from (
                 file
                 for file in inner
-                if file.is_file() and (COMPANION_FILES.fullmatch(file.name) or file.name == WEIGHTS_FILE)
+                if file.is_file()
+                and (COMPANION_FILES.fullmatch(file.name) or file.name == WEIGHTS_FILE)
             )
         elif path.is_file() and COMPANION_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
             yield path

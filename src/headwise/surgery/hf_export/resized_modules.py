@@ -1,4 +1,6 @@
-"""Changes to transformers modules that let them hold attentions of other sizes, found by inspecting the modules."""
+"""Changes to transformers modules that let them hold attentions of other sizes, found by inspecting
+the modules.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ ModuleChanges = dict[str, dict[str, Any]]
 
 
 class AttentionLocation(NamedTuple):
-    """Location of an attention in a transformers model: its module, and its output matrix relative to that module."""
+    """Location of an attention in a transformers model: its module, and its output matrix relative
+    to that module.
+    """
 
     site: str
     module_path: str
@@ -47,15 +51,24 @@ class AttentionLocation(NamedTuple):
 
     @property
     def repeats(self) -> dict[str, int]:
-        """How often keys and values are repeated if each query head needs its own; {} if they are not grouped."""
+        """How often keys and values are repeated if each query head needs its own; {} if they are
+        not grouped.
+        """
         heads = None if self.after is None else self.after.heads
-        if heads is None or heads.kv == heads.q or not heads.is_evenly_grouped or heads.dim != heads.vdim:
+        if (
+            heads is None
+            or heads.kv == heads.q
+            or not heads.is_evenly_grouped
+            or heads.dim != heads.vdim
+        ):
             return {}
         return {"count": heads.q // heads.kv, "width": heads.dim}
 
 
 def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChanges]:
-    """Return candidate changes by module, likely ones first: one for each interpretation of the integer attributes."""
+    """Return candidate changes by module, likely ones first: one for each interpretation of the
+    integer attributes.
+    """
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     model = _build_hf_model(folder)
     names, converted = _map_tensor_names(model, rewrite)
@@ -73,8 +86,17 @@ def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChang
         own, module = changes[location.module_path], modules[location.module_path]
         own |= _forward_changes(module, location, rewrite, has_columns="columns" in own)
     candidates = list[ModuleChanges]()
-    return_counts = RETURN_COUNTS if any("constant" in change for change in changes.values()) else RETURN_COUNTS[:1]
-    repeats = {path: location.repeats for location in locations for path in location.kv_paths if location.repeats}
+    return_counts = (
+        RETURN_COUNTS
+        if any("constant" in change for change in changes.values())
+        else RETURN_COUNTS[:1]
+    )
+    repeats = {
+        path: location.repeats
+        for location in locations
+        for path in location.kv_paths
+        if location.repeats
+    }
     new_numbers = list(islice(_list_new_numbers(modules, locations), MAX_CANDIDATES))
     for repeated in ({}, repeats) if repeats else ({},):
         for return_count, numbers in islice(product(return_counts, new_numbers), MAX_CANDIDATES):
@@ -106,24 +128,31 @@ def _build_hf_model(folder: Path) -> nn.Module:
         return build_without_weights(find_model_class(hf_config), hf_config)
     except Exception as error:  # transformers raises many types for a bad config
         raise SpecError(
-            f"transformers cannot build a model from its config.json: {' '.join(str(error).split())[:200]}"
+            "transformers cannot build a model from its config.json: "
+            f"{' '.join(str(error).split())[:200]}"
         ) from None
 
 
-# --- tensor names --------------------------------------------------------------------------------------
+# --- tensor names ---------------------------------------------------------------------------------
 
 
 def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> tuple[dict[str, str], set[str]]:
-    """Return the transformers name of every tensor in the files, and the tensors that transformers converts.
+    """Return the transformers name of every tensor in the files, and the tensors that transformers
+    converts.
 
     Raises SpecError if it would convert a tensor with heads. Experts are stacked, for example.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
     except ImportError:
         raise SpecError(
-            "cannot read the tensor names of this version of transformers. Install transformers 5.0 or later"
+            "cannot read the tensor names of this version of transformers. Install transformers "
+            "5.0 or later"
         ) from None
 
     model_tensors, names, converted_names = model.state_dict(), dict[str, str](), set[str]()
@@ -136,13 +165,22 @@ def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> tuple[dict[str, str]
         if any(set(HEAD_AXES) & set(p.file_view.axis_sizes) for p in own)
     }
     for name in (*rewrite.source_tensors.infos, *rewrite.new_tensors):
-        names[name], converted = rename_source_key(name, renamings, converters, model.base_model_prefix, model_tensors)
+        names[name], converted = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, model_tensors
+        )
         if converted is not None and rewrite.plan_name(name) in paths_with_heads:
             raise SpecError(f"transformers converts {name} to another layout when loading")
         converted_names |= set() if converted is None else {name}
-    # A tensor missing in the model gets the path of its module's other tensors, which includes the trunk's name.
-    modules = {_parent_path(name): _parent_path(new) for name, new in names.items() if new in model_tensors}
-    missing = [name for name, new in names.items() if new not in model_tensors and _parent_path(name) in modules]
+    # A tensor missing in the model gets the path of its module's other tensors, which includes the
+    # trunk's name.
+    modules = {
+        _parent_path(name): _parent_path(new) for name, new in names.items() if new in model_tensors
+    }
+    missing = [
+        name
+        for name, new in names.items()
+        if new not in model_tensors and _parent_path(name) in modules
+    ]
     names |= {name: f"{modules[_parent_path(name)]}.{name.rpartition('.')[2]}" for name in missing}
     return names, converted_names
 
@@ -151,7 +189,9 @@ def _parent_path(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _shapes(model: nn.Module, names: Mapping[str, str], rewrite: ShardRewrite) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    model: nn.Module, names: Mapping[str, str], rewrite: ShardRewrite
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors that the model has in another shape, or not at all."""
     model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {
@@ -165,16 +205,23 @@ def _shapes(model: nn.Module, names: Mapping[str, str], rewrite: ShardRewrite) -
 def _locate_attentions(
     rewrite: ShardRewrite, names: Mapping[str, str], before: ModelSpec
 ) -> Iterator[AttentionLocation]:
-    """Yield the location of every attention of the original config, from the paths of its tensors."""
+    """Yield the location of every attention of the original config, from the
+    paths of its tensors.
+    """
     files_by_path = {rewrite.plan_name(name): name for name in rewrite.source_tensors.infos}
     plan = CheckpointPlan.from_spec(before, rewrite.weight_names, rewrite.prefix)
     owner = {
-        piece.name: files_by_path[path] for path, own in plan.pieces.items() if path in files_by_path for piece in own
+        piece.name: files_by_path[path]
+        for path, own in plan.pieces.items()
+        if path in files_by_path
+        for piece in own
     }
     new_specs = dict(rewrite.form.model_spec.attention_specs())
     for site, spec in before.attention_specs():
         paths = {
-            key: names[owner[f"{site}.{key}"]].rpartition(".")[0] for key in spec.params() if f"{site}.{key}" in owner
+            key: names[owner[f"{site}.{key}"]].rpartition(".")[0]
+            for key in spec.params()
+            if f"{site}.{key}" in owner
         }
         projection_paths = [path for key, path in paths.items() if key.startswith("project.")]
         output_path = paths.get("output.o")
@@ -190,7 +237,9 @@ def _locate_attentions(
             if len(parent) > len(layer_path) and parent not in tensor_paths
         }
         output_weight = (
-            output_path.removeprefix(f"{module_path}.") if output_path.startswith(f"{module_path}.") else None
+            output_path.removeprefix(f"{module_path}.")
+            if output_path.startswith(f"{module_path}.")
+            else None
         )
         yield AttentionLocation(
             site,
@@ -225,11 +274,16 @@ def _parent_paths(path: str) -> Iterator[str]:
 
 
 def _layer_path(path: str) -> str:
-    """Return the innermost module on a path that is an element of a list, such as "layers.3"; "" if none is."""
-    return next((module for module in (path, *_parent_paths(path)) if module.rpartition(".")[2].isdigit()), "")
+    """Return the innermost module on a path that is an element of a list, such as "layers.3"; "" if
+    none is.
+    """
+    return next(
+        (module for module in (path, *_parent_paths(path)) if module.rpartition(".")[2].isdigit()),
+        "",
+    )
 
 
-# --- integer attributes of modules ---------------------------------------------------------------------
+# --- integer attributes of modules ----------------------------------------------------------------
 
 
 def _derived_sizes(spec: AttentionSpec) -> dict[str, int]:
@@ -245,20 +299,31 @@ def _derived_sizes(spec: AttentionSpec) -> dict[str, int]:
 
 def _fixed_widths(spec: AttentionSpec) -> set[int]:
     """Return the sizes that do not depend on the number of heads."""
-    return {size for _, part in spec.parts() for axis, size in spec.sizes_of(part).items() if axis not in HEAD_AXES}
+    return {
+        size
+        for _, part in spec.parts()
+        for axis, size in spec.sizes_of(part).items()
+        if axis not in HEAD_AXES
+    }
 
 
 def _list_new_numbers(
     modules: Mapping[str, nn.Module], locations: Sequence[AttentionLocation]
 ) -> Iterator[dict[str, dict[str, int]]]:
-    """Yield new attribute values by module path, one dictionary per interpretation of the current values.
+    """Yield new attribute values by module path, one dictionary per interpretation of the current
+    values.
 
-    Those that follow from the sizes come first, then those in which a number is equal to one of them by chance.
+    Those that follow from the sizes come first, then those in which a number is equal to one of
+    them by chance.
     """
     if uneven := [
-        location.site for location in locations if location.after and not location.after.heads.is_evenly_grouped
+        location.site
+        for location in locations
+        if location.after and not location.after.heads.is_evenly_grouped
     ]:
-        raise SpecError(f"transformers does not support key-value groups of unequal size ({uneven[0]})")
+        raise SpecError(
+            f"transformers does not support key-value groups of unequal size ({uneven[0]})"
+        )
     rows = dict[tuple[str, str], list[ModuleNumber]]()
     for row in (
         ModuleNumber(path, location, *attribute)
@@ -268,11 +333,17 @@ def _list_new_numbers(
     ):
         if row.location.after:
             rows.setdefault((type(modules[row.path]).__name__, row.name), []).append(row)
-    ambiguous = [(name, choices) for (_, name), numbers in rows.items() if (choices := _interpret_numbers(numbers))]
+    ambiguous = [
+        (name, choices)
+        for (_, name), numbers in rows.items()
+        if (choices := _interpret_numbers(numbers))
+    ]
     strict = [choices for _, choices in ambiguous]
     loose = [choices if {} in choices else [*choices, {}] for choices in strict]
     by_chance = (
-        chosen for chosen in product(*loose) if any(c not in own for c, own in zip(chosen, strict, strict=True))
+        chosen
+        for chosen in product(*loose)
+        if any(c not in own for c, own in zip(chosen, strict, strict=True))
     )
     for chosen in chain(product(*strict), by_chance):
         new_values = dict[str, dict[str, int]]()
@@ -284,7 +355,9 @@ def _list_new_numbers(
 
 def _integer_attributes(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Return the public integer attributes of a module."""
-    return ((name, n) for name, n in vars(module).items() if type(n) is int and not name.startswith("_"))
+    return (
+        (name, n) for name, n in vars(module).items() if type(n) is int and not name.startswith("_")
+    )
 
 
 class ModuleNumber(NamedTuple):
@@ -297,14 +370,24 @@ class ModuleNumber(NamedTuple):
 
 
 def _interpret_numbers(rows: Sequence[ModuleNumber]) -> list[dict[str, int]]:
-    """Return the new values an attribute may get in all modules of one type; {} (unchanged) is last, if possible."""
+    """Return the new values an attribute may get in all modules of one type; {} (unchanged) is
+    last, if possible.
+    """
     choices = list[dict[str, int]]()
     for size_name in _derived_sizes(rows[0].location.before):
         if all(row.value == _derived_sizes(row.location.before)[size_name] for row in rows):
-            sizes = {row.path: _derived_sizes(row.location.after)[size_name] for row in rows if row.location.after}
+            sizes = {
+                row.path: _derived_sizes(row.location.after)[size_name]
+                for row in rows
+                if row.location.after
+            }
             changed = {row.path: sizes[row.path] for row in rows if sizes[row.path] != row.value}
             choices += [changed] if changed not in choices else []
-    if choices and {} not in choices and all(row.value in _fixed_widths(row.location.before) for row in rows):
+    if (
+        choices
+        and {} not in choices
+        and all(row.value in _fixed_widths(row.location.before) for row in rows)
+    ):
         choices.append({})
     return [] if choices == [{}] else choices
 
@@ -314,18 +397,29 @@ def _forward_changes(
 ) -> dict[str, Any]:
     """Changes to what the forward method of an attention computes or reads."""
     if location.after is None:
-        has_cache = location.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
+        has_cache = (
+            location.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
+        )
         return {"constant": {"output_weight": location.output_weight, "has_cache": has_cache}}
     has_own_bias = has_columns or location.site.endswith(".cross")
-    own_bias = {"own_position_bias": True} if has_own_bias and _takes(module, "position_bias") else {}
+    own_bias = (
+        {"own_position_bias": True} if has_own_bias and _takes(module, "position_bias") else {}
+    )
     slopes = _kept_slopes(module, location, rewrite)
     return (
-        _config_values(module, location, location.after) | _kept_outputs(location, location.after) | own_bias | slopes
+        _config_values(module, location, location.after)
+        | _kept_outputs(location, location.after)
+        | own_bias
+        | slopes
     )
 
 
-def _config_values(module: nn.Module, location: AttentionLocation, after: AttentionSpec) -> dict[str, Any]:
-    """Numbers of heads that the forward of a module reads from the config of the model, with their new values."""
+def _config_values(
+    module: nn.Module, location: AttentionLocation, after: AttentionSpec
+) -> dict[str, Any]:
+    """Numbers of heads that the forward of a module reads from the config of the model, with their
+    new values.
+    """
     config, names = getattr(module, "config", None), _names_read_from_config(type(module))
     counts = dict.fromkeys(HEAD_COUNT_KEYS, (location.before.heads.q, after.heads.q))
     counts |= dict.fromkeys(KV_COUNT_KEYS, (location.before.heads.kv, after.heads.kv))
@@ -340,9 +434,19 @@ def _config_values(module: nn.Module, location: AttentionLocation, after: Attent
 def _names_read_from_config(kind: type[nn.Module]) -> set[str]:
     """Attributes of `self.config` in the methods of a class, except for `__init__`."""
     source = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    methods = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
-    attributes = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute)]
-    return {node.attr for node in attributes if isinstance(node.value, ast.Attribute) and node.value.attr == "config"}
+    methods = [
+        node
+        for node in ast.walk(source)
+        if isinstance(node, ast.FunctionDef) and node.name != "__init__"
+    ]
+    attributes = [
+        node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute)
+    ]
+    return {
+        node.attr
+        for node in attributes
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "config"
+    }
 
 
 def _takes(module: nn.Module, argument: str) -> bool:
@@ -357,7 +461,9 @@ def _kept_outputs(location: AttentionLocation, after: AttentionSpec) -> dict[str
     return {"outputs": {"weight": location.output_weight, "keep": keep, "dim": after.heads.vdim}}
 
 
-def _kept_slopes(module: nn.Module, location: AttentionLocation, rewrite: ShardRewrite) -> dict[str, Any]:
+def _kept_slopes(
+    module: nn.Module, location: AttentionLocation, rewrite: ShardRewrite
+) -> dict[str, Any]:
     """The rows of the model's position biases that a layer reads, if they are not all, in order."""
     constants = [
         (key, param)
@@ -369,19 +475,26 @@ def _kept_slopes(module: nn.Module, location: AttentionLocation, rewrite: ShardR
     ((key, param),) = constants
     usual = param.init(location.before.shapes()[key]).tolist()
     keep = [usual.index(slope) for slope in rewrite.form.tensors[f"{location.site}.{key}"].tolist()]
-    return {"slopes": {"heads": len(usual), "keep": keep}} if keep != list(range(len(usual))) else {}
+    return (
+        {"slopes": {"heads": len(usual), "keep": keep}} if keep != list(range(len(usual))) else {}
+    )
 
 
-# --- tables shared by layers ---------------------------------------------------------------------------
+# --- tables shared by layers ----------------------------------------------------------------------
 
 
 def _table_columns(
     rewrite: ShardRewrite, names: Mapping[str, str], locations: Sequence[AttentionLocation]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the table columns each attention uses, for stacks in which any layer does not use all of them in order."""
+    """Yield the table columns each attention uses, for stacks in which any layer does not use all
+    of them in order.
+    """
     form: CanonicalForm = rewrite.form
     tensor_paths = {
-        piece.name: names[path] for path, own in rewrite.new_plan.pieces.items() for piece in own if path in names
+        piece.name: names[path]
+        for path, own in rewrite.new_plan.pieces.items()
+        for piece in own
+        if path in names
     }
     by_stack = dict[str, list[tuple[AttentionLocation, str, list[int]]]]()
     for location in locations:
@@ -390,18 +503,31 @@ def _table_columns(
             by_stack.setdefault(location.site.split(".")[0], []).append((location, table, keep))
     for stack, rows in by_stack.items():
         table = rows[0][1]
-        owner = next(name for name in form.tensors if name.startswith(f"{stack}.") and name.endswith(f".{table}"))
+        owner = next(
+            name
+            for name in form.tensors
+            if name.startswith(f"{stack}.") and name.endswith(f".{table}")
+        )
         size = form.tensors[owner].shape[-1]
-        moved = any(piece.name == owner for path in rewrite.new_tensors for piece in rewrite.new_plan.pieces[path])
+        moved = any(
+            piece.name == owner
+            for path in rewrite.new_tensors
+            for piece in rewrite.new_plan.pieces[path]
+        )
         if moved or any(keep != list(range(size)) for _, _, keep in rows):
             for location, _, keep in rows:
-                yield location.module_path, {"table": tensor_paths[owner].rpartition(".")[0], "keep": keep}
+                yield (
+                    location.module_path,
+                    {"table": tensor_paths[owner].rpartition(".")[0], "keep": keep},
+                )
 
 
-# --- Folders with a loader script, for models that config.json cannot describe -------------------------
+# --- Folders with a loader script, for models that config.json cannot describe --------------------
 
 LOADER_NAME = "load_model.py"
-LOADER_SOURCE = Path(__file__).with_name("load_model.txt")  # for users without headwise; not imported here
+LOADER_SOURCE = Path(__file__).with_name(
+    "load_model.txt"
+)  # for users without headwise; not imported here
 
 
 class ResizedFolder(NamedTuple):
@@ -411,8 +537,12 @@ class ResizedFolder(NamedTuple):
     document: Mapping[str, Any]
 
 
-def add_loader(folder: Path, rewrite: ShardRewrite, net: Transformer, reason: str) -> ResizedFolder | str:
-    """Add the loader script to a folder with written weights and check it; return the reason if it does not work."""
+def add_loader(
+    folder: Path, rewrite: ShardRewrite, net: Transformer, reason: str
+) -> ResizedFolder | str:
+    """Add the loader script to a folder with written weights and check it; return the reason if it
+    does not work.
+    """
     form = rewrite.form
     extra_constants = form.find_extra_constants(rewrite.weight_names)
     document: dict[str, Any] = {
@@ -423,7 +553,8 @@ def add_loader(folder: Path, rewrite: ShardRewrite, net: Transformer, reason: st
     not_plain = f"Not a plain transformers checkpoint, because {reason}; load it with headwise.load"
     if find_spec("transformers") is None:
         return ResizedFolder(
-            f"{not_plain} (no loader script was written: it cannot be tested, because transformers is not installed).",
+            f"{not_plain} (no loader script was written: it cannot be tested, because "
+            "transformers is not installed).",
             document,
         )
     (folder / LOADER_NAME).write_bytes(LOADER_SOURCE.read_bytes())

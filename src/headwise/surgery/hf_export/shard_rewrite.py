@@ -1,4 +1,6 @@
-"""Weights of a changed model in the layout of its original files: a canonical form, rewritten shard by shard."""
+"""Weights of a changed model in the layout of its original files: a canonical form, rewritten shard
+by shard.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,17 @@ class CanonicalForm:
     tensors: Mapping[str, Tensor]
 
     def find_extra_constants(self, names: WeightNames) -> dict[str, Tensor]:
-        """Return constants that these files do not store and that differ from what the spec implies."""
+        """Return constants that these files do not store and that differ from what the spec
+        implies.
+        """
         return {
             f"{site}.{key}": tensor
             for site, spec in self.model_spec.attention_specs()
             for key, param in spec.params().items()
             if not param.trainable and names.find_location(f"{site}.{key}") is None
             if not torch.equal(
-                tensor := self.tensors[f"{site}.{key}"].cpu(), param.init(spec.shapes()[key]).to(tensor.dtype)
+                tensor := self.tensors[f"{site}.{key}"].cpu(),
+                param.init(spec.shapes()[key]).to(tensor.dtype),
             )
         }
 
@@ -52,8 +57,8 @@ class CanonicalForm:
 def to_canonical_form(net: Transformer) -> CanonicalForm:
     """Return an equivalent model in canonical form, which a config is most likely to describe.
 
-    Heads are sorted by key-value head, shared tables contain only the columns in use, and options with default values
-    are dropped.
+    Heads are sorted by key-value head, shared tables contain only the columns in use, and options
+    with default values are dropped.
 
     >>> import headwise as hw
     >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, StackSpec
@@ -65,7 +70,9 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
     >>> sorted_spec.heads
     Heads.grouped(q=4, kv=2, dim=3)
     """
-    form = CanonicalForm(net.spec, {name: tensor.detach() for name, tensor in net.state_dict().items()})
+    form = CanonicalForm(
+        net.spec, {name: tensor.detach() for name, tensor in net.state_dict().items()}
+    )
     for step in (_sort_heads, _narrow_tables, _drop_defaults):
         form = step(form)
     return form
@@ -76,7 +83,10 @@ def replace_specs(model_spec: ModelSpec, specs: SpecByName) -> ModelSpec:
     stacks = []
     for stack in model_spec.stacks:
         blocks = [
-            replace(block, **{role: specs[f"{stack.name}.{depth}.{role}"] for role in block.attention_specs})
+            replace(
+                block,
+                **{role: specs[f"{stack.name}.{depth}.{role}"] for role in block.attention_specs},
+            )
             for depth, block in enumerate(stack.layers)
         ]
         stacks.append(replace(stack, runs=group_blocks(blocks)))
@@ -84,16 +94,24 @@ def replace_specs(model_spec: ModelSpec, specs: SpecByName) -> ModelSpec:
 
 
 def _site_tensors(form: CanonicalForm, site: str, spec: AttentionSpec) -> dict[str, Tensor]:
-    """Return every tensor of an attention; a shared one is found under the name of its first use."""
+    """Return every tensor of an attention; a shared one is found under the name
+    of its first use.
+    """
     stack = site.split(".")[0]
     tensors = dict[str, Tensor]()
     for key in spec.params():
-        shared = (name for name in form.tensors if name.startswith(f"{stack}.") and name.endswith(f".{key}"))
-        tensors[key] = form.tensors[name if (name := f"{site}.{key}") in form.tensors else next(shared)]
+        shared = (
+            name
+            for name in form.tensors
+            if name.startswith(f"{stack}.") and name.endswith(f".{key}")
+        )
+        tensors[key] = form.tensors[
+            name if (name := f"{site}.{key}") in form.tensors else next(shared)
+        ]
     return tensors
 
 
-# --- order of heads ------------------------------------------------------------------------------------
+# --- order of heads -------------------------------------------------------------------------------
 
 
 def _sort_heads(form: CanonicalForm) -> CanonicalForm:
@@ -106,41 +124,58 @@ def _sort_heads(form: CanonicalForm) -> CanonicalForm:
         if heads.value_heads or spec.score_head_of_output != tuple(range(heads.q)):
             continue
         columns = next(
-            (weights[key].tolist() for key, _, _ in list_index_constants(spec)), list(heads.kv_head_of_query)
+            (weights[key].tolist() for key, _, _ in list_index_constants(spec)),
+            list(heads.kv_head_of_query),
         )
         by_column = heads.kv == heads.q
-        order = sorted(range(heads.q), key=lambda h: columns[h] if by_column else heads.kv_head_of_query[h])
+        order = sorted(
+            range(heads.q), key=lambda h: columns[h] if by_column else heads.kv_head_of_query[h]
+        )
         groups = list(dict.fromkeys(heads.kv_head_of_query[h] for h in order))
         if order == sorted(order) and groups == sorted(groups):
             continue
         kv_head_of_query = tuple(groups.index(heads.kv_head_of_query[h]) for h in order)
         moved = transform_axes(
-            spec, weights, {"q": select_heads(order), "out": select_heads(order), "kv": select_heads(groups)}
+            spec,
+            weights,
+            {"q": select_heads(order), "out": select_heads(order), "kv": select_heads(groups)},
         )
         specs[site] = replace(spec, heads=replace(heads, kv_head_of_query=kv_head_of_query))
         tensors |= {name: moved[key] for key in moved if (name := f"{site}.{key}") in tensors}
     return CanonicalForm(replace_specs(form.model_spec, specs), tensors)
 
 
-# --- tables that layers share --------------------------------------------------------------------------
+# --- tables that layers share ---------------------------------------------------------------------
 
 
 def list_index_constants(spec: AttentionSpec) -> Iterator[tuple[str, str, str]]:
-    """Yield constants that hold each head's index into a shared table, as (constant, table, axis of the table)."""
+    """Yield constants that hold each head's index into a shared table, as (constant, table, axis of
+    the table).
+    """
     for name, part in spec.parts():
         params = part.params(spec)
-        constants = {key for key, param in params.items() if param.layout.axes == ("q",) and not param.trainable}
+        constants = {
+            key
+            for key, param in params.items()
+            if param.layout.axes == ("q",) and not param.trainable
+        }
         tables = {key: param.layout.axes for key, param in params.items() if param.tied_to}
         for table, axes in tables.items():
-            yield from ((f"{name}.{axis}", f"{name}.{table}", axis) for axis in axes if axis in constants)
+            yield from (
+                (f"{name}.{axis}", f"{name}.{table}", axis) for axis in axes if axis in constants
+            )
 
 
 def _narrow_tables(form: CanonicalForm) -> CanonicalForm:
     """Drop the unused columns of a table if all layers of a stack use the same ones."""
     specs, tensors = dict(form.model_spec.attention_specs()), dict(form.tensors)
     for stack in form.model_spec.stacks:
-        stack_specs = {site: spec for site, spec in specs.items() if site.startswith(f"{stack.name}.")}
-        for constant, table, axis in {row for spec in stack_specs.values() for row in list_index_constants(spec)}:
+        stack_specs = {
+            site: spec for site, spec in specs.items() if site.startswith(f"{stack.name}.")
+        }
+        for constant, table, axis in {
+            row for spec in stack_specs.values() for row in list_index_constants(spec)
+        }:
             sites = [site for site, spec in stack_specs.items() if constant in spec.params()]
             index_lists = {tuple(tensors[f"{site}.{constant}"].tolist()) for site in sites}
             owner = next(f"{site}.{table}" for site in sites if f"{site}.{table}" in tensors)
@@ -152,19 +187,26 @@ def _narrow_tables(form: CanonicalForm) -> CanonicalForm:
                 or len(used) == size
             ):
                 continue
-            narrowed = {site: _fit_axis(stack_specs[site], constant.split(".")[0], axis, len(used)) for site in sites}
+            narrowed = {
+                site: _fit_axis(stack_specs[site], constant.split(".")[0], axis, len(used))
+                for site in sites
+            }
             if not all(narrowed.values()):
                 continue
             specs |= {site: spec for site, spec in narrowed.items() if spec}
             tensors[owner] = select_heads(used)(tensors[owner], layout.axes.index(axis)).clone()
             for site in sites:
                 old = tensors[f"{site}.{constant}"]
-                tensors[f"{site}.{constant}"] = torch.tensor([used.index(index) for index in old.tolist()]).to(old)
+                tensors[f"{site}.{constant}"] = torch.tensor(
+                    [used.index(index) for index in old.tolist()]
+                ).to(old)
     return CanonicalForm(replace_specs(form.model_spec, specs), tensors)
 
 
 def _fit_axis(spec: AttentionSpec, name: str, axis: str, size: int) -> AttentionSpec | None:
-    """Reset one field of a part to its default so that the axis gets this size; None if no field does."""
+    """Reset one field of a part to its default so that the axis gets this size; None if no field
+    does.
+    """
     part = dict(spec.parts())[name]
     for field, default in _default_fields(part).items():
         new_part = replace(part, **{field: default})
@@ -173,14 +215,17 @@ def _fit_axis(spec: AttentionSpec, name: str, axis: str, size: int) -> Attention
     return None
 
 
-# --- options with default values -----------------------------------------------------------------------
+# --- options with default values ------------------------------------------------------------------
 
 
 def _drop_defaults(form: CanonicalForm) -> CanonicalForm:
     """Reset fields of parts to their defaults where that changes nothing."""
     specs = dict(form.model_spec.attention_specs())
     return replace(
-        form, model_spec=replace_specs(form.model_spec, {site: _simplify_spec(spec) for site, spec in specs.items()})
+        form,
+        model_spec=replace_specs(
+            form.model_spec, {site: _simplify_spec(spec) for site, spec in specs.items()}
+        ),
     )
 
 
@@ -203,18 +248,20 @@ def _default_fields(part: Part) -> dict[str, Any]:
 
 def _replace_part(spec: AttentionSpec, name: str, part: Any) -> AttentionSpec:
     slots: dict[str, Callable[[], AttentionSpec]] = {
-        ("output" if slot == "merge" else slot): (lambda slot=slot: replace(spec, **{slot: part})) for slot in SLOTS
+        ("output" if slot == "merge" else slot): (lambda slot=slot: replace(spec, **{slot: part}))
+        for slot in SLOTS
     }
     if name in slots:
         return slots[name]()
     names = [part_name for part_name, _ in spec.parts()][4:]
     modifiers = tuple(
-        part if part_name == name else modifier for part_name, modifier in zip(names, spec.modifiers, strict=True)
+        part if part_name == name else modifier
+        for part_name, modifier in zip(names, spec.modifiers, strict=True)
     )
     return replace(spec, modifiers=modifiers)
 
 
-# --- Rewriting of shards -------------------------------------------------------------------------------
+# --- Rewriting of shards --------------------------------------------------------------------------
 
 HEAD_AXES = ("q", "kv", "v", "out", "row")  # axes of size 0 when no head is left
 
@@ -234,7 +281,9 @@ class ShardRewrite(NamedTuple):
         """Return the rewrite of a folder with model spec `described` into `form`."""
         stored, names = SafetensorsFolder(source), get_weight_names(described.name)
         trunk = names.find_prefix(names.canonical_name(name) for name in stored.infos)
-        old, new = (CheckpointPlan.from_spec(model, names, trunk) for model in (described, form.model_spec))
+        old, new = (
+            CheckpointPlan.from_spec(model, names, trunk) for model in (described, form.model_spec)
+        )
         return ShardRewrite(stored, names, trunk, old, new, form)
 
     def plan_name(self, name: str) -> str:
@@ -244,7 +293,9 @@ class ShardRewrite(NamedTuple):
 
     @property
     def unused_tensors(self) -> list[str]:
-        """Tensors that the new model does not use and that files of this kind do not normally contain."""
+        """Tensors that the new model does not use and that files of this kind do not normally
+        contain.
+        """
         usual = [
             self.weight_names.canonical_name(name)
             for name in self.source_tensors.infos
@@ -264,7 +315,10 @@ class ShardRewrite(NamedTuple):
         last = list(self.source_tensors.infos)[-1]
         new_paths = [path for path in self.new_plan.pieces if path not in source_names]
         return {
-            path: next((n for n in source_names.values() if n.startswith(f"{path.rpartition('.')[0]}.")), last)
+            path: next(
+                (n for n in source_names.values() if n.startswith(f"{path.rpartition('.')[0]}.")),
+                last,
+            )
             for path in new_paths
         }
 
@@ -284,8 +338,12 @@ class ShardRewrite(NamedTuple):
         for path, pieces in self.new_plan.pieces.items():
             num_stored = sum(self.form.tensors[piece.name].numel() for piece in pieces)
             fits = all(self._fits(piece) and piece.shape == pieces[0].shape for piece in pieces)
-            if not fits or (len({piece.name for piece in pieces}) > 1 and num_stored > prod(pieces[0].shape)):
-                sizes = ", ".join(f"{piece.name} {list(self.form.tensors[piece.name].shape)}" for piece in pieces)
+            if not fits or (
+                len({piece.name for piece in pieces}) > 1 and num_stored > prod(pieces[0].shape)
+            ):
+                sizes = ", ".join(
+                    f"{piece.name} {list(self.form.tensors[piece.name].shape)}" for piece in pieces
+                )
                 return f"{path} of the source has no room for {sizes}"
         return ""
 
@@ -308,7 +366,9 @@ class ShardRewrite(NamedTuple):
         pieces = self.new_plan.pieces[path]
         tensor = torch.empty(pieces[0].shape, dtype=dtype)
         for piece in pieces:
-            piece.file_view.view(tensor).copy_(piece.own_view.view(self.form.tensors[piece.name].cpu().contiguous()))
+            piece.file_view.view(tensor).copy_(
+                piece.own_view.view(self.form.tensors[piece.name].cpu().contiguous())
+            )
         return tensor
 
 
@@ -321,7 +381,9 @@ def _shape_without_heads(pieces: list[TensorPiece]) -> tuple[int, ...]:
 
 
 def write_shards(rewrite: ShardRewrite, folder: Path) -> list[Path]:
-    """Write the shards into a folder one at a time, and their index if the source has one; return the paths."""
+    """Write the shards into a folder one at a time, and their index if the source has one; return
+    the paths.
+    """
     new_by_neighbour, file_of_tensor = dict[str, list[str]](), dict[str, str]()
     for path, neighbour in rewrite.new_tensors.items():
         new_by_neighbour.setdefault(neighbour, []).append(path)
@@ -331,7 +393,8 @@ def write_shards(rewrite: ShardRewrite, folder: Path) -> list[Path]:
         for name, tensor in _iter_tensors(file, metadata):
             tensors[name] = rewrite.rewrite_tensor(name, tensor).contiguous()
             tensors |= {
-                path: rewrite.build_tensor(path, tensors[name].dtype) for path in new_by_neighbour.get(name, ())
+                path: rewrite.build_tensor(path, tensors[name].dtype)
+                for path in new_by_neighbour.get(name, ())
             }
         _save_shard(tensors, folder / file.name, metadata)
         written.append(folder / file.name)
@@ -355,7 +418,9 @@ def _save_shard(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, s
         save_file(dict(tensors), path, metadata)
         sync_folder(path)
     except Exception as error:  # safetensors raises its own type when the disk is full
-        raise OSError(f"{path} cannot be written: {error}; make room, or give another folder") from error
+        raise OSError(
+            f"{path} cannot be written: {error}; make room, or give another folder"
+        ) from error
 
 
 def _write_index(old: Path, path: Path, file_of_tensor: Mapping[str, str], size: int) -> None:

@@ -1,4 +1,6 @@
-"""Cost of a model before and after a change: parameters, FLOPs and cache from its spec; speed and memory measured."""
+"""Cost of a model before and after a change: parameters, FLOPs and cache from its spec; speed and
+memory measured.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class CostPair(NamedTuple):
 
 
 class AttentionSize(NamedTuple):
-    """Size of one attention: output heads, key-value heads, parameters, cached numbers per token."""
+    """Size of one attention: output heads, key-value heads, parameters, cached
+    numbers per token.
+    """
 
     heads: int = 0
     kv: int = 0
@@ -72,7 +76,9 @@ class AttentionSize(NamedTuple):
 
 @dataclass(frozen=True)
 class CostComparison:
-    """Costs of both models for one sequence of `length` tokens, and the sizes of every attention that changed."""
+    """Costs of both models for one sequence of `length` tokens, and the sizes of every attention
+    that changed.
+    """
 
     length: int
     source_length: int | None
@@ -98,36 +104,54 @@ class CostComparison:
     def summary(self) -> str:
         """One sentence: parameters and cache bytes saved."""
         savings: dict[str, list[str]] = {"Saved": [], "Added": []}
-        for name, what in (("parameters", "parameters"), ("cache per token", "cache bytes per token")):
+        for name, what in (
+            ("parameters", "parameters"),
+            ("cache per token", "cache bytes per token"),
+        ):
             pair = next((cost for cost in self.costs if cost.name == name), None)
             if pair is not None and pair.before:
                 saved = pair.before - pair.after
                 amount = f"{saved:,} of" if saved >= 0 else f"{-saved:,} to"
                 change = f"{amount} {pair.before:,} {what} ({abs(saved) / pair.before:.1%})"
                 savings["Saved" if saved >= 0 else "Added"].append(change)
-        return " ".join(f"{verb}: {' and '.join(parts)}." for verb, parts in savings.items() if parts)
+        return " ".join(
+            f"{verb}: {' and '.join(parts)}." for verb, parts in savings.items() if parts
+        )
 
     @property
     def uncut_cache_notes(self) -> list[str]:
-        """Notes on attentions that lost query heads but no key-value heads, one per group of equal ones."""
+        """Notes on attentions that lost query heads but no key-value heads, one per group of equal
+        ones.
+        """
         sites_by_note: dict[str, list[str]] = {}
         for site, (before, after) in self.sites.items():
-            if after.heads < before.heads and before.remembered == after.remembered and after.remembered:
+            if (
+                after.heads < before.heads
+                and before.remembered == after.remembered
+                and after.remembered
+            ):
                 removed = f"{before.heads - after.heads} of {before.heads} heads removed"
-                sites_by_note.setdefault(f"{removed}, but all {before.kv} key-value heads are still in use", []).append(
-                    site
-                )
+                sites_by_note.setdefault(
+                    f"{removed}, but all {before.kv} key-value heads are still in use", []
+                ).append(site)
         return [f"{_join_sites(sites)}: {note}" for note, sites in sites_by_note.items()]
 
 
 def compare_cost(
-    before: Transformer, after: Transformer, length: int | None = None, source_length: int | None = None
+    before: Transformer,
+    after: Transformer,
+    length: int | None = None,
+    source_length: int | None = None,
 ) -> CostComparison:
-    """Compare the costs of both models for a sequence of `length` tokens, and a source of `source_length` tokens.
+    """Compare the costs of both models for a sequence of `length` tokens, and a source of
+    `source_length` tokens.
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> costs = compare_cost(net, net)
     >>> costs.length, costs.get_cost("cache per token").before, costs.get_cost("parameters").ratio
@@ -147,7 +171,11 @@ def compare_cost(
     changed = {site: pair for site, pair in sites.items() if pair[0] != pair[1]}
     source = workload.source if len(before.spec.stacks) > 1 else None
     return CostComparison(
-        estimates["before"].full_call.tokens, source, dtype, tuple(_iter_costs(nets, estimates)), changed
+        estimates["before"].full_call.tokens,
+        source,
+        dtype,
+        tuple(_iter_costs(nets, estimates)),
+        changed,
     )
 
 
@@ -156,7 +184,9 @@ def _join_sites(sites: Sequence[str]) -> str:
 
 
 def default_workload(net: Transformer, length: int | None, source_length: int | None) -> Workload:
-    """Return the workload of one sequence: the given lengths, or defaults within the model's maximum."""
+    """Return the workload of one sequence: the given lengths, or defaults within the model's
+    maximum.
+    """
     limits = max_lengths(net.spec)
     context = length or min(COUNTED_LENGTH, limits.own or COUNTED_LENGTH)
     source = source_length or min(context, limits.source or context)
@@ -167,7 +197,9 @@ def _iter_costs(nets: Mapping[str, Transformer], estimates: CostReport) -> Itera
     before_estimate, after_estimate = estimates["before"], estimates["after"]
     element_sizes = {name: next(net.parameters()).element_size() for name, net in nets.items()}
     numels = {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()}
-    yield CostPair("parameters", "", before_estimate.parameters.total, after_estimate.parameters.total)
+    yield CostPair(
+        "parameters", "", before_estimate.parameters.total, after_estimate.parameters.total
+    )
     yield CostPair("weights", "bytes", *(numels[name] * element_sizes[name] for name in nets))
     yield CostPair(
         "forward" if before_estimate.decode_flops is None else "prefill",
@@ -188,7 +220,9 @@ def _iter_costs(nets: Mapping[str, Transformer], estimates: CostReport) -> Itera
         ("cache per source token", _source_cache_per_token),
         ("cache total", _cache_bytes),
     ):
-        before, after = (get_bytes(estimates[key]) // COUNTED_BYTES * element_sizes[key] for key in nets)
+        before, after = (
+            get_bytes(estimates[key]) // COUNTED_BYTES * element_sizes[key] for key in nets
+        )
         if before or after:
             yield CostPair(name, "bytes", before, after)
 
@@ -210,11 +244,12 @@ def _check_parameter_count(name: str, net: Transformer, estimate: CostEstimate) 
     actual, counted = sum(p.numel() for p in net.parameters()), estimate.parameters.total
     if actual != counted:
         raise ValueError(
-            f"the model {name} has {actual:,} parameters but its spec counts {counted:,}. Rebuild it from its spec"
+            f"the model {name} has {actual:,} parameters but its spec counts {counted:,}. Rebuild "
+            "it from its spec"
         )
 
 
-# --- Timed phases --------------------------------------------------------------------------------------
+# --- Timed phases ---------------------------------------------------------------------------------
 
 ATTENTION_PHASE = "attention"  # attention layers alone
 TIMED_LENGTH = 256  # default number of prompt tokens
@@ -222,7 +257,8 @@ TIMED_LENGTH = 256  # default number of prompt tokens
 
 @dataclass(frozen=True)
 class TimingOptions:
-    """Batch size, prompt length, decode steps, and the time limit in seconds for all rounds together.
+    """Batch size, prompt length, decode steps, and the time limit in seconds for all rounds
+    together.
 
     The default length is 256, or the maximum of the model if that is less.
     """
@@ -254,7 +290,11 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
     """Return prompt length and decode steps that fit into the positions of a model.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     )
+    ... )
     >>> fit_lengths(net, TimingOptions())
     (256, 16)
     >>> fit_lengths(net, TimingOptions(length=2000))
@@ -269,7 +309,11 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
         steps = min(timing.steps, limits.own or timing.steps)
     else:
         steps = min(timing.steps, (limits.own or 2 * timing.steps) // 2 or 1)
-    max_length = limits.source if has_source else limits.own and limits.own - (0 if spec.kind == "encoder" else steps)
+    max_length = (
+        limits.source
+        if has_source
+        else limits.own and limits.own - (0 if spec.kind == "encoder" else steps)
+    )
     length = timing.length or min(TIMED_LENGTH, max_length or TIMED_LENGTH)
     if max_length and length > max_length:
         positions = max_length + (0 if has_source else steps)
@@ -284,9 +328,16 @@ def make_timing_input(net: Transformer, batch: int, length: int) -> Tensor:
     embedding, weight = stack.embedding, next(net.parameters())
     generator = torch.Generator().manual_seed(0)
     if embedding is not None and embedding.tokens:
-        return torch.randint(0, embedding.tokens, (batch, length), generator=generator).to(weight.device)
+        return torch.randint(0, embedding.tokens, (batch, length), generator=generator).to(
+            weight.device
+        )
     if embedding is not None and (patches := embedding.patches) is not None:
-        shape = (batch, patches.channels, patches.rows * patches.high, patches.columns * patches.wide)
+        shape = (
+            batch,
+            patches.channels,
+            patches.rows * patches.high,
+            patches.columns * patches.wide,
+        )
     else:
         shape = (batch, length, stack.model)
     return torch.randn(shape, generator=generator).to(weight)
@@ -299,26 +350,44 @@ def list_phases(
     timing, length = timing_and_length
     num_tokens = timing.batch * length
     if any(net.spec.attention_specs()):
-        count, unit = (timing.batch, "images/s") if net.spec.kind == "vision" else (num_tokens, "tokens/s")
-        yield TimedPhase(ATTENTION_PHASE, unit, count, partial(_prepare_attentions, timing.batch, length))
+        count, unit = (
+            (timing.batch, "images/s") if net.spec.kind == "vision" else (num_tokens, "tokens/s")
+        )
+        yield TimedPhase(
+            ATTENTION_PHASE, unit, count, partial(_prepare_attentions, timing.batch, length)
+        )
     if net.spec.kind == "vision":
         yield TimedPhase("forward", "images/s", timing.batch, lambda model: partial(model, inputs))
     elif net.spec.kind == "encoder":
         yield TimedPhase("forward", "tokens/s", num_tokens, lambda model: partial(model, inputs))
     elif net.spec.kind == "encoder-decoder":
-        yield TimedPhase("encode", "tokens/s", num_tokens, lambda model: partial(model.encode, inputs))
         yield TimedPhase(
-            "decode", "tokens/s", timing.batch * timing.steps, partial(_prepare_source_decode, inputs, timing.steps)
+            "encode", "tokens/s", num_tokens, lambda model: partial(model.encode, inputs)
+        )
+        yield TimedPhase(
+            "decode",
+            "tokens/s",
+            timing.batch * timing.steps,
+            partial(_prepare_source_decode, inputs, timing.steps),
         )
     else:
-        yield TimedPhase("prefill", "tokens/s", num_tokens, lambda model: partial(_prefill, model, inputs, length))
+        yield TimedPhase(
+            "prefill",
+            "tokens/s",
+            num_tokens,
+            lambda model: partial(_prefill, model, inputs, length),
+        )
         if next(iter(cost(net.spec, default_workload(net, None, None)))).decode_flops is None:
             notes.append(
-                f"decoding is not timed: {net.spec.name} attends to later tokens and cannot decode token by token"
+                f"decoding is not timed: {net.spec.name} attends to later tokens and cannot "
+                "decode token by token"
             )
         else:
             yield TimedPhase(
-                "decode", "tokens/s", timing.batch * timing.steps, partial(_prepare_decode, inputs, timing.steps)
+                "decode",
+                "tokens/s",
+                timing.batch * timing.steps,
+                partial(_prepare_decode, inputs, timing.steps),
             )
 
 
@@ -326,7 +395,9 @@ def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[
     """Prepare a run of all attention layers of a model on random inputs."""
     weight, generator = next(net.parameters()), torch.Generator().manual_seed(0)
     inputs = {
-        stack.name: torch.randn(batch, min(length, known(stack) or length), stack.model, generator=generator).to(weight)
+        stack.name: torch.randn(
+            batch, min(length, known(stack) or length), stack.model, generator=generator
+        ).to(weight)
         for stack in net.spec.stacks
     }
     source, calls = next(iter(inputs.values())), list[Callable[[], object]]()
@@ -353,17 +424,26 @@ def _prepare_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[]
 def _prepare_source_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
     memory = net.encode(inputs)
     first = torch.zeros(len(inputs), 1, dtype=torch.int64, device=inputs.device)
-    return partial(_decode_steps, net, first, _make_cache(net, len(inputs), steps), (steps, 0, memory))
+    return partial(
+        _decode_steps, net, first, _make_cache(net, len(inputs), steps), (steps, 0, memory)
+    )
 
 
 def _decode_steps(
-    net: Transformer, token: Tensor, cache: ModelCache | None, step_options: tuple[int, int, EncoderOutput | None]
+    net: Transformer,
+    token: Tensor,
+    cache: ModelCache | None,
+    step_options: tuple[int, int, EncoderOutput | None],
 ) -> Tensor:
-    """Decode one token at a time; always with one token id, because its value does not affect the time."""
+    """Decode one token at a time; always with one token id, because its value does not affect the
+    time.
+    """
     steps, past, memory = step_options
     logits = token
     for step in range(steps):
-        sequence = None if cache is not None else SequenceInfo.contiguous(past + step, 1, token.device)
+        sequence = (
+            None if cache is not None else SequenceInfo.contiguous(past + step, 1, token.device)
+        )
         logits = net.apply_head(net.hidden(token, sequence=sequence, source=memory, cache=cache))
     return logits
 
@@ -376,11 +456,12 @@ def _make_cache(net: Transformer, batch: int, capacity: int) -> ModelCache | Non
         return None
 
 
-# --- Peak memory of a call, without weights ------------------------------------------------------------
+# --- Peak memory of a call, without weights -------------------------------------------------------
 
 
 class TensorMemoryMode(TorchDispatchMode):
-    """Dispatch mode that tracks tensor storages created by operations; `peak_bytes` is their largest sum.
+    """Dispatch mode that tracks tensor storages created by operations; `peak_bytes` is their
+    largest sum.
 
     Memory that an operation allocates and frees internally is not seen.
     """
@@ -388,7 +469,9 @@ class TensorMemoryMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.current_bytes = self.peak_bytes = 0
-        self._storage_bytes: dict[int, int] = {}  # bytes by storage; 0 for storages that existed before
+        self._storage_bytes: dict[
+            int, int
+        ] = {}  # bytes by storage; 0 for storages that existed before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count new storages of its result."""
@@ -399,7 +482,10 @@ class TensorMemoryMode(TorchDispatchMode):
 
     def _count_storage(self, values: Any, counts: int) -> None:
         for value in tree_leaves(values):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._storage_bytes:
+            if (
+                isinstance(value, Tensor)
+                and value.untyped_storage()._cdata not in self._storage_bytes
+            ):
                 storage = value.untyped_storage()
                 self._storage_bytes[storage._cdata] = counts * storage.nbytes()
                 self.current_bytes += counts * storage.nbytes()
@@ -411,7 +497,8 @@ class TensorMemoryMode(TorchDispatchMode):
 
 
 def measure_peak_bytes(run: Callable[[], object]) -> int:
-    """Return the peak bytes of tensors created during a call, including its result but not existing tensors.
+    """Return the peak bytes of tensors created during a call, including its result but not existing
+    tensors.
 
     >>> import torch
     >>> measure_peak_bytes(lambda: torch.zeros(100) + torch.ones(100))
@@ -422,7 +509,7 @@ def measure_peak_bytes(run: Callable[[], object]) -> int:
     return memory.peak_bytes
 
 
-# --- Speed of two models, measured alternately ---------------------------------------------------------
+# --- Speed of two models, measured alternately ----------------------------------------------------
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 31  # rounds; each runs both models once
 MAX_SPREAD = 0.2  # relative spread above which there is no verdict
@@ -432,9 +519,10 @@ MAX_SPREAD = 0.2  # relative spread above which there is no verdict
 class PhaseSpeed:
     """Speed of one phase of both models.
 
-    `before` and `after` are units per second, medians over rounds. `speedup` is its median per round, `low` and
-    `high` its quartiles. `spread` is the interquartile range of the times over their median, the larger of both models.
-    `peak_bytes` is the peak memory of both, with caches and without weights.
+    `before` and `after` are units per second, medians over rounds. `speedup` is its median per
+    round, `low` and `high` its quartiles. `spread` is the interquartile range of the times over
+    their median, the larger of both models. `peak_bytes` is the peak memory of both, with caches
+    and without weights.
     """
 
     phase: str
@@ -450,7 +538,9 @@ class PhaseSpeed:
 
     @property
     def verdict(self) -> str:
-        """One of "faster", "slower", "as fast" (the quartiles enclose 1), or why there is no verdict."""
+        """One of "faster", "slower", "as fast" (the quartiles enclose 1), or why there is no
+        verdict.
+        """
         if self.rounds < MIN_ROUNDS:
             return f"too few rounds: {self.rounds} in the time limit, {MIN_ROUNDS} needed"
         if self.spread > MAX_SPREAD:
@@ -482,15 +572,22 @@ class SpeedComparison:
     @property
     def data(self) -> dict[str, Any]:
         """The fields as JSON-serialisable values."""
-        values = {"batch": self.batch, "length": self.length, "steps": self.steps, "machine": self.machine}
+        values = {
+            "batch": self.batch,
+            "length": self.length,
+            "steps": self.steps,
+            "machine": self.machine,
+        }
         return values | {"phases": [phase.data for phase in self.phases], "notes": list(self.notes)}
 
 
-def compare_speed(before: Transformer, after: Transformer, timing: TimingOptions) -> SpeedComparison:
+def compare_speed(
+    before: Transformer, after: Transformer, timing: TimingOptions
+) -> SpeedComparison:
     """Time both models alternately in this process, after one warm-up run of each.
 
-    Phases are the attention layers alone, then the whole model: prefill and decode of a decoder, encode and decode of
-    an encoder-decoder, or the forward pass of an encoder or vision model.
+    Phases are the attention layers alone, then the whole model: prefill and decode of a decoder,
+    encode and decode of an encoder-decoder, or the forward pass of an encoder or vision model.
     """
     length, steps = fit_lengths(before, timing)
     timing = replace(timing, steps=steps)
@@ -501,15 +598,21 @@ def compare_speed(before: Transformer, after: Transformer, timing: TimingOptions
         notes.append("the model after has no attention layer left, so attention alone is not timed")
     seconds_per_phase = timing.seconds / len(phases)
     with eval_mode(before), eval_mode(after), torch.inference_mode():
-        speeds = tuple(_measure_phase(phase, (before, after), seconds_per_phase) for phase in phases)
+        speeds = tuple(
+            _measure_phase(phase, (before, after), seconds_per_phase) for phase in phases
+        )
     threads = torch.get_num_threads()
     device = next(before.parameters()).device
-    machine = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
+    machine = (
+        f"{device.type}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
+    )
     return SpeedComparison(speeds, timing.batch, length, steps, machine, tuple(notes))
 
 
 @compile_when_called()
-def _measure_phase(phase: TimedPhase, nets: tuple[Transformer, Transformer], seconds: float) -> PhaseSpeed:
+def _measure_phase(
+    phase: TimedPhase, nets: tuple[Transformer, Transformer], seconds: float
+) -> PhaseSpeed:
     """Run warm-up and rounds of both models, in alternating order."""
     peak_bytes = tuple(measure_peak_bytes(lambda net=net: phase.prepare(net)()) for net in nets)
     for net in nets:
@@ -540,7 +643,9 @@ def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int
     """Summarise the seconds of both models in every round, [rounds, 2].
 
     >>> summarise_rounds(
-    ...     TimedPhase("forward", "tokens/s", 8, lambda net: lambda: None), np.array([[2.0, 1.0]] * 5), (0, 0)
+    ...     TimedPhase("forward", "tokens/s", 8, lambda net: lambda: None),
+    ...     np.array([[2.0, 1.0]] * 5),
+    ...     (0, 0),
     ... ).verdict
     'faster'
     """
@@ -549,7 +654,18 @@ def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int
     gains = seconds[:, 0] / seconds[:, 1]
     spread = float(((high - low) / median).max())
     before, after = (phase.count / float(median_seconds) for median_seconds in median)
-    low_gain, median_gain, high_gain = (float(np.quantile(gains, share)) for share in (0.25, 0.5, 0.75))
+    low_gain, median_gain, high_gain = (
+        float(np.quantile(gains, share)) for share in (0.25, 0.5, 0.75)
+    )
     return PhaseSpeed(
-        phase.name, phase.unit, before, after, median_gain, low_gain, high_gain, spread, len(seconds), peak_bytes
+        phase.name,
+        phase.unit,
+        before,
+        after,
+        median_gain,
+        low_gain,
+        high_gain,
+        spread,
+        len(seconds),
+        peak_bytes,
     )

@@ -1,4 +1,6 @@
-"""Comparison of two models' outputs: hidden states layer by layer, agreement of outputs, equality up to rounding."""
+"""Comparison of two models' outputs: hidden states layer by layer, agreement of outputs, equality
+up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from ...models import Transformer, build
 
 
 class OutputAndStates(NamedTuple):
-    """The output of a model, and the hidden states after every layer by layer name such as "decoder.3"."""
+    """The output of a model, and the hidden states after every layer by layer name such as
+    "decoder.3".
+    """
 
     output: Tensor
     states: Mapping[str, Tensor]
@@ -34,7 +38,10 @@ def compute_output_and_states(net: Transformer, inputs: ModelInputs) -> OutputAn
     >>> import headwise as hw
     >>> from headwise.inspect.model_inputs import prepare_inputs
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
     >>> run = compute_output_and_states(net, prepare_inputs(net, torch.tensor([[3, 1, 4]]), 0))
     >>> run.output.shape, {name: states.shape for name, states in run.states.items()}
@@ -44,12 +51,16 @@ def compute_output_and_states(net: Transformer, inputs: ModelInputs) -> OutputAn
     with ExitStack() as hooks:
         for stack in net.stacks.values():
             for layer in stack.blocks:
-                hooks.callback(layer.register_forward_hook(partial(_store_state, states, layer.name)).remove)
+                hooks.callback(
+                    layer.register_forward_hook(partial(_store_state, states, layer.name)).remove
+                )
         return OutputAndStates(compute_output(net, inputs), states)
 
 
 def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
-    """Return the output of a model; raise ValueError if it contains NaN or inf, which cannot be compared."""
+    """Return the output of a model; raise ValueError if it contains NaN or inf, which cannot be
+    compared.
+    """
     with torch.inference_mode():
         return _check_finite(model, get_output_tensor(ModelRun(model, inputs).run()))
 
@@ -57,16 +68,19 @@ def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
 def _check_finite(model: object, output: Tensor) -> Tensor:
     if not bool(output.isfinite().all()):
         raise ValueError(
-            f"{type(model).__name__} produced NaN or inf on this text; check the weights, or drop the text"
+            f"{type(model).__name__} produced NaN or inf on this text; check the weights, or drop "
+            "the text"
         )
     return output
 
 
-def _store_state(states: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+def _store_state(
+    states: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, output: Tensor
+) -> None:
     states[name] = output
 
 
-# --- Agreement of hidden states and outputs ------------------------------------------------------------
+# --- Agreement of hidden states and outputs -------------------------------------------------------
 
 
 class CosineSummary(NamedTuple):
@@ -80,8 +94,8 @@ class CosineSummary(NamedTuple):
 class ModelAgreement:
     """Cosine similarity of hidden states after every layer and of outputs.
 
-    For models with logits also the fraction of positions with the same most likely output, and the mean of
-    KL(before || after) in nats.
+    For models with logits also the fraction of positions with the same most likely output, and the
+    mean of KL(before || after) in nats.
     """
 
     layers: Mapping[str, CosineSummary]
@@ -93,7 +107,12 @@ class ModelAgreement:
     def data(self) -> dict[str, Any]:
         """The fields as JSON-serialisable values."""
         layers = {name: cosine._asdict() for name, cosine in self.layers.items()}
-        return {"layers": layers, "output": self.output._asdict(), "same_likeliest": self.top1_match, "kl": self.kl}
+        return {
+            "layers": layers,
+            "output": self.output._asdict(),
+            "same_likeliest": self.top1_match,
+            "kl": self.kl,
+        }
 
 
 @dataclass
@@ -110,7 +129,9 @@ class AgreementAccumulator:
         """Add the outputs and states of one text."""
         if before.states.keys() != after.states.keys():
             layers = f"{len(before.states)} and {len(after.states)}"
-            raise ValueError(f"cannot compare models with {layers} layers. Give models with the same layers")
+            raise ValueError(
+                f"cannot compare models with {layers} layers. Give models with the same layers"
+            )
         for name, states in before.states.items():
             self._add_cosine(name, states, after.states[name])
         self._add_cosine("", before.output, after.output)
@@ -118,32 +139,53 @@ class AgreementAccumulator:
             before_logits, after_logits = (
                 run.output.double().reshape(-1, run.output.shape[-1]) for run in (before, after)
             )
-            self.num_top1_matches += int((before_logits.argmax(-1) == after_logits.argmax(-1)).sum())
+            self.num_top1_matches += int(
+                (before_logits.argmax(-1) == after_logits.argmax(-1)).sum()
+            )
             self.kl += float(
-                F.kl_div(after_logits.log_softmax(-1), before_logits.log_softmax(-1), log_target=True, reduction="sum")
+                F.kl_div(
+                    after_logits.log_softmax(-1),
+                    before_logits.log_softmax(-1),
+                    log_target=True,
+                    reduction="sum",
+                )
             )
             self.num_positions += len(before_logits)
 
     def _add_cosine(self, name: str, before: Tensor, after: Tensor) -> None:
-        cosines = F.cosine_similarity(before.double().flatten(0, -2), after.double().flatten(0, -2), dim=-1)
+        cosines = F.cosine_similarity(
+            before.double().flatten(0, -2), after.double().flatten(0, -2), dim=-1
+        )
         total = self.sums.setdefault(name, [0.0, 0.0, 1.0])
-        total[:] = total[0] + float(cosines.sum()), total[1] + len(cosines), min(total[2], float(torch.min(cosines)))
+        total[:] = (
+            total[0] + float(cosines.sum()),
+            total[1] + len(cosines),
+            min(total[2], float(torch.min(cosines))),
+        )
 
     @property
     def result(self) -> ModelAgreement:
         """The agreement over all texts added so far."""
-        layers = {name: CosineSummary(total / count, low) for name, (total, count, low) in self.sums.items()}
+        layers = {
+            name: CosineSummary(total / count, low)
+            for name, (total, count, low) in self.sums.items()
+        }
         output = layers.pop("")
         if self.output_kind != "logits":
             return ModelAgreement(layers, output)
         return ModelAgreement(
-            layers, output, self.num_top1_matches / self.num_positions, max(0.0, self.kl / self.num_positions)
+            layers,
+            output,
+            self.num_top1_matches / self.num_positions,
+            max(0.0, self.kl / self.num_positions),
         )
 
 
-# --- Models whose outputs must be equal ----------------------------------------------------------------
+# --- Models whose outputs must be equal -----------------------------------------------------------
 
-MAX_DOUBLE_PARAMETERS = 2 * 10**7  # largest number of parameters for a comparison in double precision
+MAX_DOUBLE_PARAMETERS = (
+    2 * 10**7
+)  # largest number of parameters for a comparison in double precision
 MAX_DOUBLE_TEXTS = 16  # texts compared in double precision
 # Tolerated difference in float32 and in float64, relative to the largest output.
 OUTPUT_TOLERANCE, DOUBLE_TOLERANCE = 1e-4, 1e-10
@@ -155,7 +197,8 @@ ABLATION = "heads ablated vs. removed"
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """Largest absolute difference of two models' outputs over texts; `largest` is the largest absolute output.
+    """Largest absolute difference of two models' outputs over texts; `largest` is the largest
+    absolute output.
 
     `tolerance` is relative to the largest output.
     """
@@ -189,7 +232,8 @@ def parameter_dtype(model: nn.Module) -> torch.dtype:
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which models of `dtype` are compared: float32, or float64 if that is their own.
+    """Return the dtype in which models of `dtype` are compared: float32, or float64 if that is
+    their own.
 
     >>> full_precision(torch.bfloat16), full_precision(torch.float64)
     (torch.float32, torch.float64)
@@ -197,8 +241,11 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def cast_model(net: Transformer, dtype: torch.dtype, stored: torch.dtype | None = None) -> Transformer:
-    """Return a copy of a model in eval mode with parameters in `dtype`, first rounded to the dtype `stored` if given.
+def cast_model(
+    net: Transformer, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> Transformer:
+    """Return a copy of a model in eval mode with parameters in `dtype`, first rounded to the dtype
+    `stored` if given.
 
     Other floating-point tensors, such as rotary angles, lose no precision.
     """
@@ -225,16 +272,19 @@ def compare_outputs(
     patches: Patches = NO_PATCHES,
     dtype: torch.dtype | None = None,
 ) -> OutputDifference:
-    """Compare the outputs of two models that must be equal, with `patches` of head outputs in the first.
+    """Compare the outputs of two models that must be equal, with `patches` of head outputs in the
+    first.
 
-    Models of 16 bits are compared in float32, because their rounding would hide a wrong head: on the first example
-    only, with a copy of one model at a time. `dtype` is another precision to compare in. A second model that is not a
-    headwise model is called as it is.
+    Models of 16 bits are compared in float32, because their rounding would hide a wrong head: on
+    the first example only, with a copy of one model at a time. `dtype` is another precision to
+    compare in. A second model that is not a headwise model is called as it is.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0).bfloat16()
-    >>> same = compare_outputs("itself", (net, net), [Example({"x": torch.tensor([[3, 1, 4]])}, {})])
+    >>> same = compare_outputs(
+    ...     "itself", (net, net), [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
+    ... )
     >>> same.apart, same.dtype, same.tolerance
     (0.0, 'float32', 0.0001)
     """
@@ -242,7 +292,10 @@ def compare_outputs(
     own_dtype = parameter_dtype(first)
     dtype = dtype or full_precision(own_dtype)
     inputs = _iter_inputs(first, examples if dtype == own_dtype else examples[:1], dtype)
-    runs = partial(_run_in_dtype, dtype, first, patches), partial(_run_in_dtype, dtype, second, NO_PATCHES)
+    runs = (
+        partial(_run_in_dtype, dtype, first, patches),
+        partial(_run_in_dtype, dtype, second, NO_PATCHES),
+    )
     tolerance = DOUBLE_TOLERANCE if dtype == torch.float64 else OUTPUT_TOLERANCE
     return OutputDifference(what, *_max_difference(inputs, *runs), _dtype_name(dtype), tolerance)
 
@@ -254,31 +307,40 @@ def compare_ablated(
     keep: Mapping[str, Sequence[int]],
     replacements: Mapping[HeadRef, Tensor] | None = None,
 ) -> tuple[OutputDifference, ...]:
-    """Compare the model before, with the removed heads ablated, with the model after; small models in float64 too.
+    """Compare the model before, with the removed heads ablated, with the model after; small models
+    in float64 too.
 
-    Removed heads are ablated to zero, or to their constant output in `replacements` if that was folded into a bias.
+    Removed heads are ablated to zero, or to their constant output in `replacements` if that was
+    folded into a bias.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
-    >>> [difference.apart for difference in compare_ablated(net, net, texts, {"decoder.0.attention": [0, 1]})]
+    >>> [
+    ...     difference.apart
+    ...     for difference in compare_ablated(net, net, texts, {"decoder.0.attention": [0, 1]})
+    ... ]
     [0.0, 0.0]
     """
     patches = build_ablations(before, keep, replacements or {})
     differences = [compare_outputs(ABLATION, (before, after), examples, patches)]
     is_small = sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS
-    # A constant that was folded into a bias has the precision of the model, so it is not compared in float64.
+    # A constant that was folded into a bias has the precision of the model, so it is not compared
+    # in float64.
     if is_small and not replacements and parameter_dtype(before) != torch.float64:
         doubles = cast_model(before, torch.float64), cast_model(after, torch.float64)
-        differences.append(compare_outputs(f"{ABLATION}, float64", doubles, examples[:MAX_DOUBLE_TEXTS], patches))
+        differences.append(
+            compare_outputs(f"{ABLATION}, float64", doubles, examples[:MAX_DOUBLE_TEXTS], patches)
+        )
     return tuple(differences)
 
 
 def compare_weights(what: str, after: Transformer, exact: Transformer) -> OutputDifference:
     """Compare the weights of a changed model with those of the same change made in float32.
 
-    The difference of each tensor is relative to its largest value and within one machine epsilon if it was rounded.
+    The difference of each tensor is relative to its largest value and within one machine epsilon if
+    it was rounded.
     """
     dtype, difference = parameter_dtype(after), 0.0
     expected = {name: parameter.detach() for name, parameter in exact.named_parameters()}
@@ -296,7 +358,10 @@ def build_ablations(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> build_ablations(net, {"decoder.0.attention": [1]}, {})
     {('decoder.0.attention', 0): ScaledOutput(scale=0.0)}
@@ -314,7 +379,9 @@ def build_ablations(
     return patches
 
 
-def _run_in_dtype(dtype: torch.dtype, model: ModelCall, patches: Patches, inputs: ModelInputs) -> Tensor:
+def _run_in_dtype(
+    dtype: torch.dtype, model: ModelCall, patches: Patches, inputs: ModelInputs
+) -> Tensor:
     """Return the output of a model, or of a copy of a headwise model in this dtype."""
     if isinstance(model, Transformer) and parameter_dtype(model) != dtype:
         model = cast_model(model, dtype)
@@ -325,7 +392,9 @@ def _run_in_dtype(dtype: torch.dtype, model: ModelCall, patches: Patches, inputs
         return compute_output(model, inputs)
 
 
-def _iter_inputs(net: Transformer, examples: Sequence[Example], dtype: torch.dtype) -> Iterator[ModelInputs]:
+def _iter_inputs(
+    net: Transformer, examples: Sequence[Example], dtype: torch.dtype
+) -> Iterator[ModelInputs]:
     """Yield the inputs of every example, with floating-point tensors in this dtype."""
     for example in examples:
         inputs = prepare_inputs(net, example.model_inputs, 0)
@@ -356,8 +425,11 @@ def _max_difference(
         if first.shape != second.shape:
             shapes = f"{list(first.shape)} and {list(second.shape)}"
             raise ValueError(
-                f"cannot compare outputs of shapes {shapes} on text {count - 1}. Give models with equal outputs"
+                f"cannot compare outputs of shapes {shapes} on text {count - 1}. Give models with "
+                "equal outputs"
             )
-        difference = max(difference, float((first.double() - second.to(first.device).double()).abs().max()))
+        difference = max(
+            difference, float((first.double() - second.to(first.device).double()).abs().max())
+        )
         largest = max(largest, float(first.abs().max()))
     return difference, largest, count

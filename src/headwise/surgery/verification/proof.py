@@ -21,7 +21,12 @@ from ...generation import eval_mode, load_tokenizers, max_positions
 from ...generation.generate import generate
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.distinct_examples import DistinctExamples
-from ...head_analysis.objectives import EvaluationInput, Objective, choose_objective, detect_head_objective
+from ...head_analysis.objectives import (
+    EvaluationInput,
+    Objective,
+    choose_objective,
+    detect_head_objective,
+)
 from ...inspect.ablation import HeadRef
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE
 from ...models import Transformer
@@ -53,7 +58,7 @@ from .quality_metrics import (
     get_translation_pairs,
 )
 
-# --- Texts that changed most ---------------------------------------------------------------------------
+# --- Texts that changed most ----------------------------------------------------------------------
 
 MAX_EXAMPLES = 5
 MAX_CONTINUATION_TOKENS = 16  # generated after the first half of a text
@@ -63,7 +68,9 @@ MAX_POSITIONS = 6  # labelled positions of a text that are shown
 
 @dataclass(frozen=True)
 class ChangedExample:
-    """A text as shown in a proof: its losses before and after, input, target, and both models' outputs."""
+    """A text as shown in a proof: its losses before and after, input, target, and both models'
+    outputs.
+    """
 
     number: int
     before: float
@@ -81,7 +88,9 @@ class ChangedExample:
 
 @dataclass(frozen=True, order=True)
 class TextChange:
-    """A text with the change of its loss, its input and labels, and both outputs; ordered by absolute change."""
+    """A text with the change of its loss, its input and labels, and both outputs; ordered by
+    absolute change.
+    """
 
     abs_change: float
     number: int
@@ -105,14 +114,25 @@ class LargestChanges:
         """Add a text unless it is already present."""
         if change.ids and any(change.ids == other.ids for other in self.changes):
             return
-        (heapq.heappush if len(self.changes) < MAX_EXAMPLES else heapq.heappushpop)(self.changes, change)
+        (heapq.heappush if len(self.changes) < MAX_EXAMPLES else heapq.heappushpop)(
+            self.changes, change
+        )
 
-    def format_examples(self, nets: tuple[Transformer, Transformer], objective: str) -> tuple[ChangedExample, ...]:
-        """Return the texts as readable examples, largest change first, formatted for the objective of this name."""
-        return tuple(_format_example(change, nets, objective) for change in sorted(self.changes, reverse=True))
+    def format_examples(
+        self, nets: tuple[Transformer, Transformer], objective: str
+    ) -> tuple[ChangedExample, ...]:
+        """Return the texts as readable examples, largest change first, formatted for the objective
+        of this name.
+        """
+        return tuple(
+            _format_example(change, nets, objective)
+            for change in sorted(self.changes, reverse=True)
+        )
 
 
-def _format_example(change: TextChange, nets: tuple[Transformer, Transformer], objective: str) -> ChangedExample:
+def _format_example(
+    change: TextChange, nets: tuple[Transformer, Transformer], objective: str
+) -> ChangedExample:
     formatter = EXAMPLE_FORMATTERS.get(objective, _format_input)
     read, target, outputs = formatter(change, nets)
     return ChangedExample(change.number, *change.losses, read, target, *outputs)
@@ -128,7 +148,11 @@ def _format_continuation(change: TextChange, nets: ModelPair) -> FormattedTexts:
     half = max(1, len(ids) // 2)
     max_length = max_positions(nets[0].spec.stacks[-1])
     count = max(
-        1, min(MAX_CONTINUATION_TOKENS, MAX_CONTINUATION_TOKENS if max_length is None else max_length - half + 1)
+        1,
+        min(
+            MAX_CONTINUATION_TOKENS,
+            MAX_CONTINUATION_TOKENS if max_length is None else max_length - half + 1,
+        ),
     )
     continuations = tuple(generate(net, list(ids[:half]), max_new_tokens=count) for net in nets)
     spell = _target_speller(nets[0])
@@ -144,7 +168,9 @@ def _format_translation(change: TextChange, nets: ModelPair) -> FormattedTexts:
         max_length = max_positions(nets[0].spec.stacks[-1])
         count = min(
             MAX_TRANSLATION_TOKENS,
-            MAX_TRANSLATION_TOKENS if max_length is None else max(1, max_length - len(nets[0].usage.begin)),
+            MAX_TRANSLATION_TOKENS
+            if max_length is None
+            else max(1, max_length - len(nets[0].usage.begin)),
         )
         outputs = [generate(net, list(source_ids), max_new_tokens=count) for net in nets]
         translations = spell_target(outputs[0]), spell_target(outputs[1])
@@ -157,7 +183,8 @@ def _format_masked_tokens(change: TextChange, nets: ModelPair) -> FormattedTexts
     spell, labels = _target_speller(nets[0]), _get_labels(change)
     positions = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
     predictions = [
-        flatten_positions(output).argmax(-1)[positions.to(output.device)].tolist() for output in change.outputs
+        flatten_positions(output).argmax(-1)[positions.to(output.device)].tolist()
+        for output in change.outputs
     ]
     target = ", ".join(spell([label]) for label in labels[positions].tolist())
     before, after = (", ".join(spell([label]) for label in ids) for ids in predictions)
@@ -179,13 +206,23 @@ def _format_labels(change: TextChange, nets: ModelPair) -> FormattedTexts:
         for output in change.outputs
     ]
     rows = change.question.inputs.token_rows
-    text = _source_speller(nets[0])(rows["text"][0].ids) if "text" in rows else f"input {change.number}"
+    text = (
+        _source_speller(nets[0])(rows["text"][0].ids)
+        if "text" in rows
+        else f"input {change.number}"
+    )
     return text, format_ids(labels[positions].tolist()), (predictions[0], predictions[1])
 
 
 def _format_input(change: TextChange, nets: ModelPair) -> FormattedTexts:
     rows = change.question.inputs.token_rows
-    return _source_speller(nets[0])(rows["text"][0].ids) if "text" in rows else f"input {change.number}", "", ("", "")
+    return (
+        _source_speller(nets[0])(rows["text"][0].ids)
+        if "text" in rows
+        else f"input {change.number}",
+        "",
+        ("", ""),
+    )
 
 
 EXAMPLE_FORMATTERS: dict[str, Callable[[TextChange, ModelPair], FormattedTexts]] = {
@@ -222,7 +259,7 @@ def _make_speller(net: Transformer, which: int) -> Callable[[Sequence[int]], str
     return lambda ids: tokenizer.text(ids) or " ".join(tokenizer.token_text(token) for token in ids)
 
 
-# --- Results -------------------------------------------------------------------------------------------
+# --- Results --------------------------------------------------------------------------------------
 
 PROOF_VERSION = 1  # of the JSON document
 PROOF_JSON, PROOF_PAGE = "proof.json", "PROOF.md"
@@ -232,10 +269,11 @@ PROOF_JSON, PROOF_PAGE = "proof.json", "PROOF.md"
 class ModelProof:
     """Result of all comparisons of a model before and after a change.
 
-    `what` is the change in a sentence and `keep` the heads kept by site. `equal` has the comparisons that must agree up
-    to rounding (ablated against removed heads, exported against written models), `rounding` the differences of models
-    of 16 bits in their own dtype. `savings` has sizes and FLOPs, `speeds` timings, `quality` losses and scores,
-    `agreement` similarities of states and outputs.
+    `what` is the change in a sentence and `keep` the heads kept by site. `equal` has the
+    comparisons that must agree up to rounding (ablated against removed heads, exported against
+    written models), `rounding` the differences of models of 16 bits in their own dtype. `savings`
+    has sizes and FLOPs, `speeds` timings, `quality` losses and scores, `agreement` similarities of
+    states and outputs.
     """
 
     model: str
@@ -282,7 +320,9 @@ class ModelProof:
         return replace_non_finite(values)
 
 
-PROOF_FOLDER = FolderKind("folder of a model", (PROOF_JSON, RECORD_FILE, MANIFEST_FILE, "config.json"))
+PROOF_FOLDER = FolderKind(
+    "folder of a model", (PROOF_JSON, RECORD_FILE, MANIFEST_FILE, "config.json")
+)
 
 
 def write_proof(proof: ModelProof, folder: Path | str) -> tuple[Path, Path]:
@@ -310,7 +350,7 @@ def replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- Comparison ----------------------------------------------------------------------------------------
+# --- Comparison -----------------------------------------------------------------------------------
 
 TARGET_SOURCES = ("given", "own")
 LogFunction = Callable[[str], object]
@@ -320,13 +360,15 @@ LogFunction = Callable[[str], object]
 class ProofOptions:
     """Options of `prove`: `change` is a sentence that describes what was done to the model.
 
-    `keep` has the heads kept by each site, `replacements` the constant outputs of removed heads if they were folded
-    into biases. `equivalents` return models that must compute the same as the original, `exports` models read back
-    from disk that must compute the same as the model after; they are called like the model. `surgery_pair` is the
-    model before and after the change of its heads, if that is not the pair that is compared. `exact_change` makes the
-    same change to a copy in float32, for changes that round new weights to the dtype of the model. `length` and
-    `source_length` are token counts for FLOPs and cache. `task` scores generated answers. target_source="own" means
-    that target texts were generated by the original. `command` is shown as the command that reproduces the proof.
+    `keep` has the heads kept by each site, `replacements` the constant outputs of removed heads if
+    they were folded into biases. `equivalents` return models that must compute the same as the
+    original, `exports` models read back from disk that must compute the same as the model after;
+    they are called like the model. `surgery_pair` is the model before and after the change of its
+    heads, if that is not the pair that is compared. `exact_change` makes the same change to a copy
+    in float32, for changes that round new weights to the dtype of the model. `length` and
+    `source_length` are token counts for FLOPs and cache. `task` scores generated answers.
+    target_source="own" means that target texts were generated by the original. `command` is shown
+    as the command that reproduces the proof.
     """
 
     change: str
@@ -349,7 +391,8 @@ class ProofOptions:
     def __post_init__(self) -> None:
         if self.target_source not in TARGET_SOURCES:
             raise ValueError(
-                f"unknown target_source={self.target_source!r}; {suggest(self.target_source, TARGET_SOURCES)}"
+                f"unknown target_source={self.target_source!r}; "
+                f"{suggest(self.target_source, TARGET_SOURCES)}"
             )
 
 
@@ -366,7 +409,12 @@ def prove(
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> proof = prove(net, net, texts, ProofOptions("no change", timing=TimingOptions(length=8, steps=2, seconds=0.01)))
+    >>> proof = prove(
+    ...     net,
+    ...     net,
+    ...     texts,
+    ...     ProofOptions("no change", timing=TimingOptions(length=8, steps=2, seconds=0.01)),
+    ... )
     >>> proof.holds, proof.quality.row("loss").change.value, proof.agreement.kl
     (True, 0.0, 0.0)
     """
@@ -380,9 +428,13 @@ def prove(
         log("comparing removed with ablated heads")
         equal, rounding = check_surgery(options.surgery_pair or (before, after), texts, options)
         log("comparing exported models")
-        equal += [compare_outputs(name, (after, load()), texts) for name, load in options.exports.items()]
+        equal += [
+            compare_outputs(name, (after, load()), texts) for name, load in options.exports.items()
+        ]
         log("scoring generated answers")
-        quality, generation_notes = _add_generation_scores(comparison.tally.report, (before, after), texts, options)
+        quality, generation_notes = _add_generation_scores(
+            comparison.tally.report, (before, after), texts, options
+        )
         log("measuring speed")
         speeds = compare_speed(before, after, options.timing)
         savings = compare_cost(before, after, options.length, options.source_length)
@@ -409,9 +461,11 @@ def prove(
 def check_surgery(
     pair: tuple[Transformer, Transformer], texts: Sequence[Example], options: ProofOptions
 ) -> tuple[list[OutputDifference], list[OutputDifference]]:
-    """Compare the models that must be equal, and those of 16 bits also in their own dtype, where nothing is tolerated.
+    """Compare the models that must be equal, and those of 16 bits also in their own dtype, where
+    nothing is tolerated.
 
-    A change that rounds new weights to 16 bits is compared as it was in float32, and the weights with those rounded.
+    A change that rounds new weights to 16 bits is compared as it was in float32, and the weights
+    with those rounded.
     """
     full, changed = pair
     dtype = parameter_dtype(full)
@@ -422,11 +476,15 @@ def check_surgery(
     if options.keep:
         equal += compare_ablated(full, exact or changed, texts, options.keep, options.replacements)
         patches = build_ablations(full, options.keep, options.replacements)
-        rounding += [compare_outputs(in_own_dtype, pair, texts, patches, dtype)] if is_rounded else []
+        rounding += (
+            [compare_outputs(in_own_dtype, pair, texts, patches, dtype)] if is_rounded else []
+        )
     for name, load in options.equivalents.items():
         model = load()
         equal.append(compare_outputs(name, (full, model), texts))
-        rounding += [compare_outputs(in_own_dtype, (full, model), texts, dtype=dtype)] if is_rounded else []
+        rounding += (
+            [compare_outputs(in_own_dtype, (full, model), texts, dtype=dtype)] if is_rounded else []
+        )
     if exact is not None:
         equal.append(compare_weights("weights rounded from float32", changed, exact))
     return equal, rounding
@@ -465,15 +523,26 @@ class _TextComparison:
             if loss_change is not None:
                 losses = comparison.tally.last_losses
                 comparison.changes.add(
-                    TextChange(abs(loss_change), number, losses, question, (before_run.output, after_run.output))
+                    TextChange(
+                        abs(loss_change),
+                        number,
+                        losses,
+                        question,
+                        (before_run.output, after_run.output),
+                    )
                 )
         return comparison
 
 
 def _add_generation_scores(
-    report: QualityReport, nets: tuple[Transformer, Transformer], examples: Sequence[Example], options: ProofOptions
+    report: QualityReport,
+    nets: tuple[Transformer, Transformer],
+    examples: Sequence[Example],
+    options: ProofOptions,
 ) -> tuple[QualityReport, list[str]]:
-    """Return the report with scores of generated answers, if the model can generate any, and notes."""
+    """Return the report with scores of generated answers, if the model can
+    generate any, and notes.
+    """
     rows, notes = list(report.rows), list[str]()
     if options.task is not None:
         rows += [
@@ -482,7 +551,9 @@ def _add_generation_scores(
             if row.name not in {other.name for other in rows}
         ]
     if options.target_source == "own":
-        notes.append("target texts were generated by the model before; loss and accuracy refer to them")
+        notes.append(
+            "target texts were generated by the model before; loss and accuracy refer to them"
+        )
     elif can_compute_bleu(nets[0]):
         row, note = compare_translations(*nets, get_translation_pairs(nets[0], examples))
         rows += [row] if row.name not in {other.name for other in rows} else []
@@ -492,8 +563,12 @@ def _add_generation_scores(
 
 def _check_comparable(before: Transformer, after: Transformer) -> None:
     """Raise ValueError if two models differ in kind or output heads."""
-    kinds = [(net.spec.kind, [(head.name, head.outputs) for head in net.spec.heads]) for net in (before, after)]
+    kinds = [
+        (net.spec.kind, [(head.name, head.outputs) for head in net.spec.heads])
+        for net in (before, after)
+    ]
     if kinds[0] != kinds[1]:
         raise ValueError(
-            f"cannot compare models: before is {kinds[0]}, after is {kinds[1]}. Give a model made from the first"
+            f"cannot compare models: before is {kinds[0]}, after is {kinds[1]}. Give a model made "
+            "from the first"
         )

@@ -49,7 +49,9 @@ def to_one_line(text: str, max_length: int = MAX_LINE_LENGTH) -> str:
 
 def wrap_text(text: str, indent: str = "") -> list[str]:
     """Wrap a text at the page width."""
-    return textwrap.wrap(text, PAGE_WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+    return textwrap.wrap(
+        text, PAGE_WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
+    )
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -62,13 +64,17 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     """
     body = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
     widths = [max(len(row[n]) for row in [tuple(header), *body]) for n in range(len(header))]
-    rule = "|".join(f":{'-' * (width + 1)}" if not n else f"{'-' * (width + 1)}:" for n, width in enumerate(widths))
+    rule = "|".join(
+        f":{'-' * (width + 1)}" if not n else f"{'-' * (width + 1)}:"
+        for n, width in enumerate(widths)
+    )
     return [_format_row(header, widths), f"|{rule}|", *(_format_row(row, widths) for row in body)]
 
 
 def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     cells = [
-        cell.rjust(width) if n else cell.ljust(width) for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        cell.rjust(width) if n else cell.ljust(width)
+        for n, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -88,7 +94,11 @@ def iter_summary(proof: ModelProof) -> Iterator[str]:
         yield f"Outputs in {checks}: {result} (largest difference {worst.apart:.1e}, {worst.what})."
     yield proof.savings.summary
     for phase in proof.speeds.phases:
-        verdict = f"{phase.speedup:.2f} times as fast ({phase.verdict})" if phase.has_verdict else phase.verdict
+        verdict = (
+            f"{phase.speedup:.2f} times as fast ({phase.verdict})"
+            if phase.has_verdict
+            else phase.verdict
+        )
         yield f"{phase.phase.capitalize()}: {verdict}."
     row = proof.quality.rows[0]
     yield f"{_describe_change(row, proof.quality.objective)}, over {proof.quality.texts} texts."
@@ -98,7 +108,9 @@ def iter_summary(proof: ModelProof) -> Iterator[str]:
 
 
 def _describe_change(row: MetricRow, objective: str) -> str:
-    name = to_one_line(f"{objective} {row.name}" if objective and objective != row.name else row.name)
+    name = to_one_line(
+        f"{objective} {row.name}" if objective and objective != row.name else row.name
+    )
     name = name[:1].upper() + name[1:]
     if row.before is None or row.change is None:
         return f"{name} {format_number(row.after.value)} ({_format_interval(row.after)})"
@@ -138,19 +150,24 @@ def _equivalence_section(proof: ModelProof) -> Iterator[str]:
     if not proof.equal:
         yield "No equality was checked."
         return
-    rows = [_difference_row(check, f"{check.allowed:.1e}", "yes" if check.same else "NO") for check in proof.equal]
+    rows = [
+        _difference_row(check, f"{check.allowed:.1e}", "yes" if check.same else "NO")
+        for check in proof.equal
+    ]
     rows += [_difference_row(difference, "-", "-") for difference in proof.rounding]
     yield from format_table(("outputs compared", "difference", "tolerance", "texts", "equal"), rows)
     yield ""
     yield from wrap_text(
         "Difference is the largest absolute difference of any output on any text. Tolerance is "
-        f"{OUTPUT_TOLERANCE:.0e} of the largest output, {DOUBLE_TOLERANCE:.0e} in float64. Differences of weights are "
+        f"{OUTPUT_TOLERANCE:.0e} of the largest output, {DOUBLE_TOLERANCE:.0e} in float64. "
+        "Differences of weights are "
         "relative to the largest of each tensor."
     )
     if proof.rounding:
         yield ""
         yield from wrap_text(
-            "Models of 16 bits are compared in float32, on one text. The row without a tolerance shows their rounding, "
+            "Models of 16 bits are compared in float32, on one text. The row without a tolerance "
+            "shows their rounding, "
             "which would hide a wrong head."
         )
 
@@ -161,16 +178,20 @@ def _difference_row(check: OutputDifference, allowed: str, verdict: str) -> tupl
 
 def _cost_section(proof: ModelProof) -> Iterator[str]:
     saved = proof.savings
-    yield from format_table(("", "before", "after", "ratio"), [_cost_row(pair) for pair in saved.costs])
+    yield from format_table(
+        ("", "before", "after", "ratio"), [_cost_row(pair) for pair in saved.costs]
+    )
     yield ""
     source = f" and a source of {saved.source_length:,}" if saved.source_length else ""
     yield from wrap_text(
-        f"For one sequence of {saved.length:,} tokens{source}, {saved.dtype}. FLOPs count allowed query-key pairs only."
+        f"For one sequence of {saved.length:,} tokens{source}, {saved.dtype}. FLOPs count allowed "
+        "query-key pairs only."
     )
     if saved.sites:
         yield ""
         yield from format_table(
-            ("attention", "heads", "kv heads", "parameters", "cached k, v"), _site_rows(saved.sites.items())
+            ("attention", "heads", "kv heads", "parameters", "cached k, v"),
+            _site_rows(saved.sites.items()),
         )
         yield ""
         yield from wrap_text("Cached k, v: numbers of keys and values cached per token.")
@@ -183,7 +204,9 @@ def _cost_row(pair: CostPair) -> tuple[str, ...]:
     return pair.name + unit, format_value(pair.before), format_value(pair.after), ratio
 
 
-def _site_rows(sites: Iterable[tuple[str, tuple[AttentionSize, AttentionSize]]]) -> Iterator[tuple[str, ...]]:
+def _site_rows(
+    sites: Iterable[tuple[str, tuple[AttentionSize, AttentionSize]]],
+) -> Iterator[tuple[str, ...]]:
     """Yield one row per attention; consecutive layers with the same sizes share a row."""
     groups = list[tuple[list[str], tuple[AttentionSize, AttentionSize]]]()
     for site, pair in sites:
@@ -219,7 +242,9 @@ def _speed_section(proof: ModelProof) -> Iterator[str]:
         )
         for phase in speeds.phases
     ]
-    yield from format_table(("units per second", "before", "after", "speedup", "quartiles", "spread"), rows)
+    yield from format_table(
+        ("units per second", "before", "after", "speedup", "quartiles", "spread"), rows
+    )
     yield ""
     memory_rows = [(phase.phase, *map(format_bytes, phase.peak_bytes)) for phase in speeds.phases]
     yield from format_table(("peak memory", "before", "after"), memory_rows)
@@ -228,9 +253,12 @@ def _speed_section(proof: ModelProof) -> Iterator[str]:
         yield from wrap_text(f"{phase.phase}: {phase.verdict}, {phase.rounds} rounds.", "- ")
     yield ""
     yield from wrap_text(
-        f"Both models were measured alternately in one process ({speeds.machine}): batch {speeds.batch}, "
-        f"{speeds.length:,} prompt tokens, {speeds.steps} decode steps; medians. Spread is the interquartile range of "
-        "the rounds over their median; above 20% there is no verdict. Peak memory has tensors of a run with caches, "
+        f"Both models were measured alternately in one process ({speeds.machine}): batch "
+        f"{speeds.batch}, "
+        f"{speeds.length:,} prompt tokens, {speeds.steps} decode steps; medians. Spread is the "
+        "interquartile range of "
+        "the rounds over their median; above 20% there is no verdict. Peak memory has tensors of "
+        "a run with caches, "
         "without weights."
     )
     for note in speeds.notes:
@@ -244,16 +272,25 @@ def _quality_section(proof: ModelProof) -> Iterator[str]:
             to_one_line(row.name),
             "-" if row.before is None else format_number(row.before.value),
             format_number(row.after.value),
-            *(("-", "-") if row.change is None else (format_number(row.change.value), _format_interval(row.change))),
+            *(
+                ("-", "-")
+                if row.change is None
+                else (format_number(row.change.value), _format_interval(row.change))
+            ),
         )
         for row in quality.rows
     ]
-    yield from format_table((to_one_line(quality.objective), "before", "after", "change", "95% interval"), rows)
+    yield from format_table(
+        (to_one_line(quality.objective), "before", "after", "change", "95% interval"), rows
+    )
     yield ""
     yield from wrap_text(
-        f"Over {quality.texts:,} texts with {quality.num_positions:,} scored positions. Intervals are "
-        "95 % confidence intervals over texts, for the change over pairs; a change is not significant if its interval "
-        f"contains 0, and no difference is shown only if the interval stays within {MAX_EQUAL_CHANGE:.0%} of the value."
+        f"Over {quality.texts:,} texts with {quality.num_positions:,} scored positions. Intervals "
+        "are "
+        "95 % confidence intervals over texts, for the change over pairs; a change is not "
+        "significant if its interval "
+        "contains 0, and no difference is shown only if the interval stays within "
+        f"{MAX_EQUAL_CHANGE:.0%} of the value."
     )
     for note in quality.notes:
         yield from wrap_text(to_one_line(note))
@@ -261,20 +298,27 @@ def _quality_section(proof: ModelProof) -> Iterator[str]:
 
 def _agreement_section(proof: ModelProof) -> Iterator[str]:
     agreement = proof.agreement
-    rows = [(name, f"{cosine.mean:.4f}", f"{cosine.low:.4f}") for name, cosine in agreement.layers.items()]
+    rows = [
+        (name, f"{cosine.mean:.4f}", f"{cosine.low:.4f}")
+        for name, cosine in agreement.layers.items()
+    ]
     rows.append(("output", f"{agreement.output.mean:.4f}", f"{agreement.output.low:.4f}"))
     yield from format_table(("cosine similarity after", "mean", "minimum"), rows)
     if agreement.top1_match is not None and agreement.kl is not None:
         yield ""
         yield from wrap_text(
-            f"Both models have the same most likely output at {agreement.top1_match:.1%} of positions; "
+            f"Both models have the same most likely output at {agreement.top1_match:.1%} of "
+            "positions; "
             f"KL(before || after) is {format_number(agreement.kl)} nats on average."
         )
 
 
 def _examples_section(proof: ModelProof) -> Iterator[str]:
     for example in proof.examples:
-        yield f"Text {example.number}: loss {format_number(example.before)} -> {format_number(example.after)}"
+        yield (
+            f"Text {example.number}: loss {format_number(example.before)} -> "
+            f"{format_number(example.after)}"
+        )
         yield ""
         texts = {
             "input": example.read,
@@ -296,16 +340,21 @@ def _examples_section(proof: ModelProof) -> Iterator[str]:
 def _reproduction_section(proof: ModelProof) -> Iterator[str]:
     if proof.command:
         yield from (
-            f"    {row}" for row in textwrap.wrap(to_one_line(proof.command), TEXT_WIDTH, subsequent_indent="    ")
+            f"    {row}"
+            for row in textwrap.wrap(
+                to_one_line(proof.command), TEXT_WIDTH, subsequent_indent="    "
+            )
         )
         yield ""
     versions = ", ".join(f"{name} {version}" for name, version in (proof.versions or {}).items())
-    yield from wrap_text(f"All numbers are in proof.json, with the heads that were kept. {versions}.")
+    yield from wrap_text(
+        f"All numbers are in proof.json, with the heads that were kept. {versions}."
+    )
     for note in proof.notes:
         yield from wrap_text(to_one_line(note), "- ")
 
 
-# --- Terminal ------------------------------------------------------------------------------------------
+# --- Terminal -------------------------------------------------------------------------------------
 
 
 def render_summary(proof: ModelProof) -> str:

@@ -1,4 +1,6 @@
-"""Quality of a model over texts: loss, perplexity, accuracy and task scores with confidence intervals."""
+"""Quality of a model over texts: loss, perplexity, accuracy and task scores with confidence
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class IntervalEstimate(NamedTuple):
 
     def clip(self, smallest: float, largest: float) -> IntervalEstimate:
         """Cut the interval off at the smallest and the largest possible value."""
-        return IntervalEstimate(self.value, *(float(np.clip(end, smallest, largest)) for end in self[1:]))
+        return IntervalEstimate(
+            self.value, *(float(np.clip(end, smallest, largest)) for end in self[1:])
+        )
 
 
 class MetricRow(NamedTuple):
@@ -58,7 +62,8 @@ class MetricRow(NamedTuple):
         """The fields as JSON-serialisable values."""
         estimates = {"before": self.before, "after": self.after, "change": self.change}
         return {"name": self.name, "better": self.better} | {
-            name: None if estimate is None else estimate._asdict() for name, estimate in estimates.items()
+            name: None if estimate is None else estimate._asdict()
+            for name, estimate in estimates.items()
         }
 
 
@@ -96,10 +101,12 @@ def measure_quality(
     objective: str | Objective | None = None,
     baseline: Transformer | None = None,
 ) -> QualityReport:
-    """Measure the quality of a model over texts, paired with `baseline`, the model before, if that is given.
+    """Measure the quality of a model over texts, paired with `baseline`, the model before, if that
+    is given.
 
-    The default objective is that of the model's output head; for an unknown head it is the drift from `baseline`. The
-    loss is a mean over all scored positions; confidence intervals are over texts.
+    The default objective is that of the model's output head; for an unknown head it is the drift
+    from `baseline`. The loss is a mean over all scored positions; confidence intervals are over
+    texts.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -119,7 +126,11 @@ def measure_quality(
     for number, example in enumerate(chain([first_example], texts)):
         question = resolved.prepare_input(net, example, number)
         output = compute_output(net, question.inputs)
-        tally.add_pair(question, output, None if baseline is None else compute_output(baseline, question.inputs))
+        tally.add_pair(
+            question,
+            output,
+            None if baseline is None else compute_output(baseline, question.inputs),
+        )
     tally.notes += distinct.notes
     return tally.report
 
@@ -127,7 +138,9 @@ def measure_quality(
 def check_drift_baseline(objective: Objective, baseline: Transformer | None) -> None:
     """Raise ValueError if drift is to be measured without a baseline."""
     if isinstance(objective, OutputDrift) and baseline is None:
-        raise ValueError("drift is the distance from another model; give baseline=, the model before")
+        raise ValueError(
+            "drift is the distance from another model; give baseline=, the model before"
+        )
 
 
 @dataclass
@@ -140,8 +153,12 @@ class QualityTally:
     before: list[TextCounts] = field(default_factory=list)
     num_unscored: int = 0
 
-    def add_pair(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> float | None:
-        """Add a text with the outputs of both models; return its loss change, None if it has no targets."""
+    def add_pair(
+        self, question: EvaluationInput, after: Tensor, before: Tensor | None
+    ) -> float | None:
+        """Add a text with the outputs of both models; return its loss change, None if it has no
+        targets.
+        """
         if not self.add(question, after, before) or before is None:
             return 0.0 if question.num_targets else None
         if not isinstance(self.objective, OutputDrift):
@@ -149,7 +166,9 @@ class QualityTally:
         return self.last_loss_change
 
     def add(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> bool:
-        """Add a text with the output of the model after (drift needs `before` too); return whether it has targets."""
+        """Add a text with the output of the model after (drift needs `before` too); return whether
+        it has targets.
+        """
         if question.num_targets:
             self.after.append(self._counts(question, after, before))
         else:
@@ -169,7 +188,9 @@ class QualityTally:
         before_sum = self.before[-1].sums[LOSS] if self.before else 0.0
         return before_sum / after.num_positions, after.sums[LOSS] / after.num_positions
 
-    def _counts(self, question: EvaluationInput, output: Tensor, baseline: Tensor | None) -> TextCounts:
+    def _counts(
+        self, question: EvaluationInput, output: Tensor, baseline: Tensor | None
+    ) -> TextCounts:
         loss = float(self.objective.value(output, baseline, question))
         sums = {LOSS: loss * question.num_targets}
         if question.labels is not None:
@@ -190,14 +211,20 @@ class QualityTally:
         if isinstance(self.objective, OutputDrift):
             rows = [row._replace(name=name) for row in rows]
         elif name != "label":
-            rows.insert(1, build_metric_row(PERPLEXITY, LOSS, (self.after, self.before or None), np.exp))
-        return QualityReport(name, count, sum(text.num_positions for text in self.after), tuple(rows), tuple(notes))
+            rows.insert(
+                1, build_metric_row(PERPLEXITY, LOSS, (self.after, self.before or None), np.exp)
+            )
+        return QualityReport(
+            name, count, sum(text.num_positions for text in self.after), tuple(rows), tuple(notes)
+        )
 
 
 def check_min_count(count: int, what: str) -> None:
     """Raise ValueError for fewer than 2 items, over which there is no confidence interval."""
     if count < 2:
-        raise ValueError(f"cannot compute a confidence interval over {count} {what}. Give at least 2")
+        raise ValueError(
+            f"cannot compute a confidence interval over {count} {what}. Give at least 2"
+        )
 
 
 def build_metric_row(
@@ -206,20 +233,26 @@ def build_metric_row(
     counts: tuple[Sequence[TextCounts], Sequence[TextCounts] | None],
     transform: Callable[[Array], Array] = lambda values: values,
 ) -> MetricRow:
-    """Return the mean of a metric over positions, transformed, with confidence intervals over texts.
+    """Return the mean of a metric over positions, transformed, with confidence intervals over
+    texts.
 
     >>> some = [TextCounts({"loss": 4.0}, 2), TextCounts({"loss": 9.0}, 4)]
     >>> [round(number, 2) for number in build_metric_row("loss", "loss", (some, None)).after]
     [2.17, 0.58, 3.75]
     """
     after = _mean_over_positions(counts[0], sum_name)
-    better, largest = "lower" if sum_name == LOSS else "higher", 1.0 if name.startswith(SHARES) else math.inf
+    better, largest = (
+        "lower" if sum_name == LOSS else "higher",
+        1.0 if name.startswith(SHARES) else math.inf,
+    )
     estimate = _estimate_mean(after, transform).clip(0, largest)
     if counts[1] is None:
         return MetricRow(name, better, estimate)
     before = _mean_over_positions(counts[1], sum_name)
     change = make_estimate(after.map(transform) - before.map(transform)).clip(-largest, largest)
-    return MetricRow(name, better, estimate, _estimate_mean(before, transform).clip(0, largest), change)
+    return MetricRow(
+        name, better, estimate, _estimate_mean(before, transform).clip(0, largest), change
+    )
 
 
 def _mean_over_positions(counts: Sequence[TextCounts], name: str) -> Jackknife:
@@ -230,25 +263,34 @@ def _mean_over_positions(counts: Sequence[TextCounts], name: str) -> Jackknife:
 
 def _estimate_mean(mean: Jackknife, transform: Callable[[Array], Array]) -> IntervalEstimate:
     """Return an increasing function of the mean, with the interval of the mean at its ends."""
-    return IntervalEstimate(*(float(transform(number)) for number in (mean.value, *mean.interval())))
+    return IntervalEstimate(
+        *(float(transform(number)) for number in (mean.value, *mean.interval()))
+    )
 
 
 def make_estimate(statistic: Jackknife, confidence: float = CONFIDENCE) -> IntervalEstimate:
     """Return a statistic of the texts with its confidence interval."""
-    return IntervalEstimate(*(float(number) for number in (statistic.value, *statistic.interval(confidence))))
+    return IntervalEstimate(
+        *(float(number) for number in (statistic.value, *statistic.interval(confidence)))
+    )
 
 
-MAX_EQUAL_CHANGE = 0.1  # of the larger of both values: a wider interval around 0 does not show that nothing changed
+# of the larger of both values: a wider interval around 0 does not show that nothing changed
+MAX_EQUAL_CHANGE = 0.1
 
 
 def describe_change(row: MetricRow) -> str:
-    """Return "better", "worse", "no difference shown", "undecided, too few texts" or "not compared".
+    """Return "better", "worse", "no difference shown", "undecided, too few texts" or "not
+    compared".
 
-    If the interval of the change contains 0, a metric counts as unchanged only if the interval is narrow: within a
-    tenth of the larger value. Otherwise the texts are too few to decide, as they are if the change has no interval.
+    If the interval of the change contains 0, a metric counts as unchanged only if the interval is
+    narrow: within a tenth of the larger value. Otherwise the texts are too few to decide, as they
+    are if the change has no interval.
 
     >>> after, before = IntervalEstimate(0.0, 0.0, 0.0), IntervalEstimate(69.0, 0.0, 100.0)
-    >>> describe_change(MetricRow("BLEU", "higher", after, before, IntervalEstimate(-69.0, -100.0, 0.0)))
+    >>> describe_change(
+    ...     MetricRow("BLEU", "higher", after, before, IntervalEstimate(-69.0, -100.0, 0.0))
+    ... )
     'undecided, too few texts'
     """
     change, before = row.change, row.before
@@ -261,11 +303,13 @@ def describe_change(row: MetricRow) -> str:
         return "undecided, too few texts"
     if not change.low <= 0 <= change.high:
         return "better" if (change.value > 0) == (row.better == "higher") else "worse"
-    is_narrow = max(abs(change.low), abs(change.high), abs(change.value)) <= MAX_EQUAL_CHANGE * scale
+    is_narrow = (
+        max(abs(change.low), abs(change.high), abs(change.value)) <= MAX_EQUAL_CHANGE * scale
+    )
     return "no difference shown" if is_narrow else "undecided, too few texts"
 
 
-# --- Scores of generated answers -----------------------------------------------------------------------
+# --- Scores of generated answers ------------------------------------------------------------------
 
 SCORING_BATCH_SIZE = 32
 DEFAULT_NUM_EXAMPLES = 100  # of a task, generated and scored
@@ -283,13 +327,17 @@ class TranslationPair(NamedTuple):
 def compare_task_scores(
     before: Transformer, after: Transformer, task: Task, num_examples: int = DEFAULT_NUM_EXAMPLES
 ) -> list[MetricRow]:
-    """Score both models on held-out examples of a task: generated answers, or teacher-forced outputs if it has none.
+    """Score both models on held-out examples of a task: generated answers, or teacher-forced
+    outputs if it has none.
 
     >>> import headwise as hw
     >>> from headwise.data import make_task
     >>> dates = make_task("dates")
     >>> net = hw.build(dates.model(), seed=0).eval()
-    >>> [(row.name, row.before.value, row.change.value) for row in compare_task_scores(net, net, dates, 4)][:1]
+    >>> [
+    ...     (row.name, row.before.value, row.change.value)
+    ...     for row in compare_task_scores(net, net, dates, 4)
+    ... ][:1]
     [('exact_match', 0.0, 0.0)]
     """
     check_min_count(num_examples, f"examples of {task.name}")
@@ -302,7 +350,11 @@ def compare_tallies(before: Sequence[Any], after: Sequence[Any]) -> list[MetricR
     rows = list[MetricRow]()
     for name in names:
         old, new = (
-            [TextCounts({name: tally[name][0]}, tally[name][1]) for tally in tallies if name in tally]
+            [
+                TextCounts({name: tally[name][0]}, tally[name][1])
+                for tally in tallies
+                if name in tally
+            ]
             for tallies in (before, after)
         )
         if sum(text.num_positions for text in new) and len(new) > 1:
@@ -312,34 +364,56 @@ def compare_tallies(before: Sequence[Any], after: Sequence[Any]) -> list[MetricR
 
 def score_task(net: Transformer, task: Task, num_examples: int) -> Iterator[Any]:
     """Yield the task's tally of every example, of generated answers if the task has any."""
-    device, num_batches, index = next(net.parameters()).device, task.batches(SCORING_BATCH_SIZE, "valid"), 0
+    device, num_batches, index = (
+        next(net.parameters()).device,
+        task.batches(SCORING_BATCH_SIZE, "valid"),
+        0,
+    )
     while num_examples and (num_batches is None or index < num_batches):
         batch = task.batch(index, SCORING_BATCH_SIZE, "valid")
         rows = min(num_examples, len(batch.labels))
         batch, index, num_examples = batch.rows(slice(0, rows)), index + 1, num_examples - rows
         with torch.inference_mode():
             outputs: Any = (
-                _generate_answers(net, task, batch, device) if task.answers else _compute_logits(net, batch, device)
+                _generate_answers(net, task, batch, device)
+                if task.answers
+                else _compute_logits(net, batch, device)
             )
         for number in range(rows):
             example, output = batch.rows(slice(number, number + 1)), outputs[number : number + 1]
             yield task.score(output, example) if task.answers else task.measure(output, example)
 
 
-def _generate_answers(net: Transformer, task: Task, batch: Batch, device: torch.device) -> list[list[int]]:
+def _generate_answers(
+    net: Transformer, task: Task, batch: Batch, device: torch.device
+) -> list[list[int]]:
     prompt, tokens = task.prompt(batch)
     on_device = batch.to(device)
-    memory = None if on_device.source is None else net.encode(on_device.source, sequence=on_device.source_tokens)
+    memory = (
+        None
+        if on_device.source is None
+        else net.encode(on_device.source, sequence=on_device.source_tokens)
+    )
     prompts = Batch(prompt, prompt, tokens).to(device)
     return greedy_decode(
-        net, prompts.x, max_new_tokens=task.answers, sequence=prompts.tokens, end_id=task.end, encoder_output=memory
+        net,
+        prompts.x,
+        max_new_tokens=task.answers,
+        sequence=prompts.tokens,
+        end_id=task.end,
+        encoder_output=memory,
     )
 
 
 def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any:
     on_device = batch.to(device)
     return (
-        net(on_device.x, sequence=on_device.tokens, source=on_device.source, source_sequence=on_device.source_tokens)
+        net(
+            on_device.x,
+            sequence=on_device.tokens,
+            source=on_device.source,
+            source_sequence=on_device.source_tokens,
+        )
         .float()
         .cpu()
     )
@@ -350,15 +424,22 @@ def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list
     tokenizer, num_begin = load_tokenizers(net)[1], len(net.usage.begin)
     return [
         TranslationPair(
-            example.streams["source"].ids.tolist(), tokenizer.text(example.streams["text"].ids.tolist()[num_begin:])
+            example.streams["source"].ids.tolist(),
+            tokenizer.text(example.streams["text"].ids.tolist()[num_begin:]),
         )
         for example in examples
     ]
 
 
 def can_compute_bleu(net: Transformer) -> bool:
-    """Return whether BLEU can be computed: encoder-decoder, tokenizer and begin token known, sacrebleu installed."""
-    can_translate = net.spec.kind == "encoder-decoder" and bool(net.usage.begin) and net.usage.tokenizer is not None
+    """Return whether BLEU can be computed: encoder-decoder, tokenizer and begin token known,
+    sacrebleu installed.
+    """
+    can_translate = (
+        net.spec.kind == "encoder-decoder"
+        and bool(net.usage.begin)
+        and net.usage.tokenizer is not None
+    )
     return can_translate and find_spec("sacrebleu") is not None
 
 
@@ -366,17 +447,20 @@ def compare_translations(
     before: Transformer, after: Transformer, pairs: Sequence[TranslationPair]
 ) -> tuple[MetricRow, str]:
     """Compare the translations of both models, see `compare_translated_texts`."""
-    return compare_translated_texts(translate_sources(before, pairs), translate_sources(after, pairs), pairs)
+    return compare_translated_texts(
+        translate_sources(before, pairs), translate_sources(after, pairs), pairs
+    )
 
 
 def compare_translated_texts(
     before: Sequence[str], after: Sequence[str], pairs: Sequence[TranslationPair]
 ) -> tuple[MetricRow, str]:
-    """Compare translations before and after: one metric with intervals over pairs, and a note or "".
+    """Compare translations before and after: one metric with intervals over pairs, and a note or
+    "".
 
-    The metric is sacreBLEU (0 to 100) with the tokenizer for the script of the references. BLEU counts n-grams of up to
-    four tokens, so that it needs references with as many; if most have fewer, the metric is the share of answers that
-    equal their reference.
+    The metric is sacreBLEU (0 to 100) with the tokenizer for the script of the references. BLEU
+    counts n-grams of up to four tokens, so that it needs references with as many; if most have
+    fewer, the metric is the share of answers that equal their reference.
     """
     check_min_count(len(pairs), "translations")
     references = [pair.target for pair in pairs]
@@ -390,35 +474,49 @@ def compare_translated_texts(
             ]
             for texts in (after, before)
         ]
-        note = f"BLEU is not computed: only {num_long} of {len(references)} references have {BLEU_ORDER} tokens"
+        note = (
+            f"BLEU is not computed: only {num_long} of {len(references)} references have "
+            f"{BLEU_ORDER} tokens"
+        )
         return build_metric_row(EXACT_MATCH, EXACT_MATCH, (counts[0], counts[1])), note
-    after_scores, before_scores = (_jackknife_bleu(bleu, texts, references) for texts in (after, before))
+    after_scores, before_scores = (
+        _jackknife_bleu(bleu, texts, references) for texts in (after, before)
+    )
     change = after_scores - before_scores
-    return MetricRow(BLEU, "higher", *(make_estimate(one) for one in (after_scores, before_scores, change))), ""
+    return MetricRow(
+        BLEU, "higher", *(make_estimate(one) for one in (after_scores, before_scores, change))
+    ), ""
 
 
 def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> list[str]:
     """Translate sources by greedy decoding."""
     max_length = max_positions(net.spec.stacks[-1])
     count = min(
-        MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS if max_length is None else max(1, max_length - len(net.usage.begin))
+        MAX_ANSWER_TOKENS,
+        MAX_ANSWER_TOKENS if max_length is None else max(1, max_length - len(net.usage.begin)),
     )
     tokenizer, translations = load_tokenizers(net)[1], list[str]()
     for start in range(0, len(pairs), SCORING_BATCH_SIZE):
         outputs = generate(
-            net, [list(pair.source) for pair in pairs[start : start + SCORING_BATCH_SIZE]], max_new_tokens=count
+            net,
+            [list(pair.source) for pair in pairs[start : start + SCORING_BATCH_SIZE]],
+            max_new_tokens=count,
         )
         translations += [tokenizer.text(ids) for ids in outputs]
     return translations
 
 
 def _jackknife_bleu(bleu: Any, translations: Sequence[str], references: Sequence[str]) -> Jackknife:
-    """Return BLEU of all pairs and without each of them; n-grams are counted once per pair and summed."""
+    """Return BLEU of all pairs and without each of them; n-grams are counted once per pair and
+    summed.
+    """
     sentence_scores = [
         bleu.sentence_score(translation, [reference])
         for translation, reference in zip(translations, references, strict=True)
     ]
-    counts = np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in sentence_scores])
+    counts = np.array(
+        [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in sentence_scores]
+    )
     sums = np.concatenate([counts.sum(0)[None], counts.sum(0) - counts]).tolist()
     scores = np.array([bleu.compute_bleu(row[:4], row[4:8], row[8], row[9]).score for row in sums])
     return Jackknife(scores[0], scores[1:], np.ones(len(counts), dtype=bool), np.abs(scores[0]))
