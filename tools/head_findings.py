@@ -24,6 +24,9 @@ PARSED = DATA / "ud_english_ewt" / "en_ewt-ud-dev.conllu"
 PAIRS = DATA / "multi30k"
 WIDTH = 120  # of the prose of a page
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from support.stories_model import write_stories_folder  # noqa: E402
+
 FINDINGS = ROOT / "docs" / "findings"
 CURVES = ROOT / "build" / "curves"  # with figures, which are not in the repository
 PAGES = {
@@ -49,7 +52,7 @@ PAGES = {
         "treebank UD English EWT, "
         "dev. The random baseline is a randomly initialised model of the same architecture.",
         [
-            "stories260K.bin",
+            "stories260K",
             "--conllu",
             PARSED.name,
             "--limit",
@@ -139,12 +142,13 @@ def main(argv: list[str]) -> int:
     if len(argv) < 3 or set(argv[3:]) - {*PAGES, "translator"}:
         print(__doc__, file=sys.stderr)
         return 2
+    stories = Path(tempfile.mkdtemp()) / "stories260K"
     places = {
         "MINILM": argv[0],
         "DATES": argv[1],
         "TRANSLATOR": argv[2],
         PARSED.name: str(PARSED),
-        "stories260K.bin": str(DATA / "model_stories260k" / "stories260K.bin"),
+        "stories260K": str(write_stories_folder(DATA / "model_stories260k", stories)),
     }
     FINDINGS.mkdir(exist_ok=True)
     for name, (title, about, words, limits) in PAGES.items():

@@ -23,8 +23,8 @@ from anchors.hf import randomised
 from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
 from headwise import model_spec as bp
 from headwise.data.vocabulary import train_bpe
-from headwise.hub.llama2c import make_tokenizer_json
-from support.llama2c_tokenizer import FIRST, reference_tokenize, tokenizer_file
+from support.llama2c_tokenizer import FIRST, reference_tokenize
+from support.stories_model import make_tokenizer
 
 B, T, S = 2, 11, 13
 PAIRS = ("t5", "t5-gated", "bart")
@@ -321,7 +321,6 @@ def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
         ("lo ", -2.0),
         *((char, -9.0 - n) for n, char in enumerate("low ")),
     ]
-    (tmp_path / "t.bin").write_bytes(tokenizer_file(pieces))
     sizes = {
         "hidden_size": 8,
         "num_attention_heads": 2,
@@ -333,9 +332,7 @@ def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
         )
     )
-    net.usage = bp.ProcessorSpec(
-        before=(1,), tokenizer=make_tokenizer_json(tmp_path / "t.bin", len(pieces))
-    )
+    net.usage = bp.ProcessorSpec(before=(1,), tokenizer=make_tokenizer(pieces).to_str())
     hw.export(net, tmp_path / "out")
     theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("low lo w\n", " lo\u2581w", "lowlo \u00e9"):

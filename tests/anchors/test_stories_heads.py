@@ -12,12 +12,14 @@ import torch
 
 import headwise as hw
 from headwise.hub.pretrained_models import load_original
+from support.stories_model import write_stories_folder
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 def test_rows_are_those_of_transformers(shared: Path, tmp_path: Path):
-    net = hw.load(shared / "data" / "model_stories260k" / "stories260K.bin").eval()
+    data = shared / "data" / "model_stories260k"
+    net = hw.load(write_stories_folder(data, tmp_path / "stories260K"))
     hw.export(net, tmp_path / "llama")
     other = load_original(tmp_path / "llama")
     other.set_attn_implementation("eager")

@@ -1,7 +1,7 @@
-"""stories260K from its own file: its golden story, its tokenizer, the way to transformers and back,
+"""stories260K: its golden story, its tokenizer, the way to transformers and back,
 and on to training.
 
-The file, its tokenizer and what they say lie in the folder `shared`; the numbers are those of the
+Its weights, its tokenizer and what they say lie in the folder `shared`; the numbers are those of the
 published run.
 """
 
@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 import headwise as hw
 from headwise.cli import main
 from headwise.data.language_modelling import TextTask
-from headwise.hub.llama2c import read_pieces
 from support.llama2c_tokenizer import reference_tokenize
+from support.stories_model import read_pieces, write_stories_folder
 
 PROMPT = 16  # the golden logits are those after so many ids
 
@@ -40,8 +40,8 @@ def golden(data: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def story(data: Path) -> hw.Transformer:
-    return hw.load(data / "model_stories260k" / "stories260K.bin")
+def story(data: Path, tmp_path: Path) -> hw.Transformer:
+    return hw.load(write_stories_folder(data / "model_stories260k", tmp_path / "stories260K"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def check_story(net: hw.Transformer, golden: dict[str, Any]) -> None:
     )  # llama2.c too drops the space before the first word
 
 
-def test_the_golden_story_from_its_own_file(story: hw.Transformer, golden: dict[str, Any]):
+def test_the_golden_story_from_its_own_weights(story: hw.Transformer, golden: dict[str, Any]):
     assert sum(p.numel() for p in story.parameters()) == 512 * 64 + 5 * 45_440 + 64
     assert (story.usage.before, story.usage.end) == ((1,), (1,))
     check_story(story, golden)
@@ -78,8 +78,8 @@ def test_the_golden_story_from_its_own_file(story: hw.Transformer, golden: dict[
 def test_saved_as_our_folder_it_is_the_same(
     story: hw.Transformer, golden: dict[str, Any], tmp_path: Path
 ):
-    hw.save(story, tmp_path)
-    check_story(hw.load(tmp_path), golden)
+    hw.save(story, tmp_path / "ours")
+    check_story(hw.load(tmp_path / "ours"), golden)
 
 
 def test_transformers_generates_the_same_text_from_our_folder(
@@ -110,7 +110,7 @@ def test_transformers_generates_the_same_text_from_our_folder(
 
 
 def test_text_is_cut_and_joined_as_llama2c_does(story: hw.Transformer, data: Path, text: str):
-    pieces = [tuple(piece) for piece in read_pieces(data / "model_stories260k" / "tok512.bin", 512)]
+    pieces = read_pieces(data / "model_stories260k" / "tok512.bin")
     tokenizer = Tokenizer.from_str(story.usage.tokenizer or "")
     rng = random.Random(0)
     for _ in range(150):
@@ -168,10 +168,6 @@ def test_training_goes_on_from_it(data: Path, story: hw.Transformer, text: str, 
         == Tokenizer.from_str(story.usage.tokenizer or "").get_vocab()
     )
     assert loss(after, task) < before - 0.2
-
-
-def known(net: hw.Transformer) -> dict[str, int]:
-    return Tokenizer.from_str(net.usage.tokenizer or "").get_vocab()
 
 
 def loss(net: hw.Transformer, task: TextTask) -> float:

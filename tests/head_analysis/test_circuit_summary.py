@@ -23,6 +23,7 @@ from headwise.head_analysis.circuit_summary import (
 )
 from headwise.head_analysis.head_table import Measure
 from headwise.head_analysis.rank_analysis import DepthSimilarity, DimensionCount, LayerSpectrum
+from support.stories_model import write_stories_folder
 
 
 def gpt2() -> Any:
@@ -126,7 +127,7 @@ def test_copying_scores_have_the_gains_of_norms(family: str):
 
 
 @pytest.mark.slow
-def test_gains_of_norms_change_five_verdicts_of_a_released_model(shared: Path):
+def test_gains_of_norms_change_five_verdicts_of_a_released_model(shared: Path, tmp_path: Path):
     """stories260K, rendered in numpy from its own file of weights."""
     folder = shared / "data" / "model_stories260k"
     if not folder.is_dir():
@@ -142,7 +143,8 @@ def test_gains_of_norms_change_five_verdicts_of_a_released_model(shared: Path):
             o = weights["wo"][layer][:, 8 * head : 8 * head + 8].T
             plain.append(score(embed @ v @ o @ embed.T))
             folded.append(score(embed @ gains[0] @ v @ o @ gains[1] @ embed.T))
-    found = [one.copying for one in measure_head_circuits(hw.load(folder / "stories260K.bin"))]
+    net = hw.load(write_stories_folder(folder, tmp_path / "stories260K"))
+    found = [one.copying for one in measure_head_circuits(net)]
     np.testing.assert_allclose(found, folded, atol=1e-4)
     assert sum((a >= 0.5) != (b >= 0.5) for a, b in zip(plain, folded, strict=True)) == 5
     assert max(abs(a - b) for a, b in zip(plain, folded, strict=True)) == pytest.approx(

@@ -20,6 +20,7 @@ from headwise.head_analysis.rank_analysis import (
     stable_rank,
 )
 from support.number_examples import make_examples, small_gpt2
+from support.stories_model import write_stories_folder
 
 Array = NDArray[np.float64]
 
@@ -77,8 +78,9 @@ def test_the_edge_of_a_share_is_inside():
     assert count_dims(torch.tensor([2.0, 1.0]), 0.8) == 1
 
 
-def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path):
-    net = hw.load(shared / "data" / "model_stories260k" / "stories260K.bin")
+def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path, tmp_path: Path):
+    data = shared / "data" / "model_stories260k"
+    net = hw.load(write_stories_folder(data, tmp_path / "stories260K"))
     found = measure_qk_spectra(net)
     assert [one.summed.dims for one in found] == [10, 12, 10, 9, 7]
     assert [round(np.mean([head.dims for head in one.heads]), 1) for one in found] == [

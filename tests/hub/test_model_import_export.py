@@ -410,7 +410,7 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
     (tmp_path / "f" / "pytorch_model.bin").write_bytes(evil)
     check_same(hw.load(tmp_path / "f"), net)
     check_refused(
-        "is a pickle, which can run code", lambda: hw.load(tmp_path / "f" / "pytorch_model.bin")
+        "is a file, not a model folder", lambda: hw.load(tmp_path / "f" / "pytorch_model.bin")
     )
     (tmp_path / "f" / WEIGHTS).unlink()
     check_refused("a pickle, which can run code", lambda: hw.load(tmp_path / "f"))
@@ -420,11 +420,11 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("nowhere", "there is no folder or file"),
+        ("nowhere", "there is no folder"),
         ("empty", "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
         ("old", "contains model.pt, a pickle, which can run code when it is loaded; give a folder"),
-        ("file.txt", "is 3 bytes long, too short for a file of llama2.c"),
-        ("model.safetensors", "is one file of a model; give its folder"),
+        ("file.txt", "is a file, not a model folder; give the folder of the model"),
+        ("model.safetensors", "is a file, not a model folder; give the folder of the model"),
     ],
 )
 def test_folders_without_a_model_are_refused(name: str, expected: str, tmp_path: Path):

@@ -22,7 +22,7 @@ from headwise.cli.run import requests
 from headwise.data import images, open_data, tokenizer_calls
 from headwise.generation.text_output import ModelTokenizer
 from headwise.head_analysis.annotated_examples import parse_alignment_links, read_conllu
-from headwise.hub import checkpoint_weights, llama2c, tokenizer_files
+from headwise.hub import checkpoint_weights, tokenizer_files
 from headwise.masking.patterns import parse_pattern
 from headwise.model_spec.serialization import ModelManifest, SurgeryRecord
 from headwise.parts.rotary_embedding import Rotary
@@ -289,17 +289,6 @@ def _read_tokenizer(text: str) -> object:
     return tokenizer.text(tokenizer.ids("ab")[:3])
 
 
-def _llama2c_tokenizer() -> bytes:
-    pieces = [b"<unk>", b"<s>", b"</s>", b"a", b"b", b"ab"]
-    rows = [struct.pack("<fi", -float(n), len(piece)) + piece for n, piece in enumerate(pieces)]
-    return struct.pack("<i", 5) + b"".join(rows)
-
-
-def _llama2c_checkpoint() -> bytes:
-    header = llama2c.Llama2cHeader(8, 16, 1, 2, 2, 6, 16)
-    return llama2c.HEADER.pack(*header) + bytes(header.file_size - llama2c.HEADER.size)
-
-
 def _safetensors_bytes() -> bytes:
     from safetensors.numpy import save
 
@@ -411,14 +400,6 @@ PARSERS: dict[str, Parser] = {
     "CoNLL-U": Parser(_decoded(CONLLU), lambda text: list(read_conllu(text.split("\n")))),
     "word alignments": Parser(_decoded("0-0 1-2 2?1"), lambda text: parse_alignment_links(text, 1)),
     "tokenizer.json": Parser(texts_of(TOKENIZERS), _read_tokenizer),
-    "llama2.c tokenizer": Parser(
-        damaged_bytes(_llama2c_tokenizer()),
-        reads_file("tokenizer.bin", lambda path: llama2c.make_tokenizer_json(path, 6)),
-    ),
-    "llama2.c checkpoint": Parser(
-        damaged_bytes(_llama2c_checkpoint()),
-        reads_file("model.bin", lambda path: llama2c.Llama2cTensors(path).infos),
-    ),
     "study TOML": Parser(texts_of(STUDIES, to_toml_text), reads_file("study.toml", read_study)),
     "safetensors": Parser(damaged_bytes(_safetensors_bytes()), _read_safetensors_folder),
     "safetensors index": Parser(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from itertools import pairwise
 
 Scores = list[tuple[str, float]]  # pieces with their scores, by number
@@ -12,12 +11,6 @@ FIRST: Scores = [
     ("\n</s>\n", 0.0),
     *((f"<0x{byte:02X}>", 0.0) for byte in range(256)),
 ]
-
-
-def tokenizer_file(pieces: Scores) -> bytes:
-    """The bytes of a tokenizer file."""
-    each = [struct.pack("<fi", score, len(text.encode())) + text.encode() for text, score in pieces]
-    return struct.pack("<i", 99) + b"".join(each)
 
 
 def reference_tokenize(pieces: Scores, text: str) -> list[int]:

@@ -103,9 +103,7 @@ def add_model_arguments(parser: CommandParser, written: str = "the new model") -
     """Add the options for the model, texts, and the output folder; `written` is what the command
     writes there.
     """
-    parser.add_argument(
-        "model", metavar="MODEL", help="a headwise or transformers folder, or llama2.c file"
-    )
+    parser.add_argument("model", metavar="MODEL", help="a folder of headwise or transformers")
     parser.add_argument(
         "--out",
         required=True,

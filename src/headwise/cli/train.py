@@ -237,7 +237,7 @@ def _parser() -> CommandParser:
         help="a model (.toml, config.json, gpt2), another attention for the task's model (a "
         "preset, or a .toml of "
         "headwise spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a "
-        "folder, a llama2.c file)",
+        "folder)",
     )
     parser.add_argument(
         "--recipe",
@@ -417,7 +417,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
             f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}"
         )
     if name not in PRESETS and not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
-        return _load_weights(path, task, recipe)
+        return _load_weights(path, recipe)
     from ..spec.attention_spec import AttentionSpec
     from ..training.run_setup import fit_vocabulary, replace_self_attention
 
@@ -450,24 +450,13 @@ def _check_width(new: AttentionSpec, file: str, task: str, old: AttentionSpec) -
     return new
 
 
-def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
+def _load_weights(path: Path, recipe: Recipe) -> Transformer:
     """Load weights to continue from; 16-bit weights become float32, because small updates would be
     rounded away.
     """
-    from ..data.language_modelling import TOKENIZATIONS, TextTask
     from ..hub import load
 
     net = load(path, dropout=recipe.dropout)
-    if (
-        path.is_file()
-        and net.usage.tokenizer
-        and isinstance(task, TextTask)
-        and task.tokens in TOKENIZATIONS
-    ):
-        remedy = "write it as a folder first, hw.save(hw.load(FILE), FOLDER), and give that"
-        raise UsageError(
-            f"{path} contains its tokenizer, but a text task needs it as a separate file; {remedy}"
-        )
     return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()
 
 

@@ -1,13 +1,12 @@
-"""Import and export of checkpoints: transformers folders and llama2.c files.
+"""Import and export of checkpoints: folders of transformers.
 
 In reading order:
 
-- `pretrained_models`: `load` a model from any folder or file, or copy a live transformers model;
-  `export` one.
+- `pretrained_models`: `load` a model from any folder, or copy a live transformers model; `export`
+  one.
 - `transformers_loading`: load folders with transformers without running code that they name.
 - `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.
 - `tokenizer_files`: read tokenizers and special ids of a folder; attach a tokenizer to a model.
-- `llama2c`: read model and tokenizer files of llama2.c.
 - `transformers_backend`: "headwise" as an attention implementation of transformers, also of Falcon,
   which does not use
   the attention interface.

@@ -1,6 +1,4 @@
-"""Load models from folders, llama2.c files or live transformers models, and export them for
-transformers.
-"""
+"""Load models from folders or live transformers models, and export them for transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ from ..model_spec.serialization import (
 from ..models import Transformer
 from ..models.save_load import is_refusing_config
 from ..output_paths import FolderKind, stage_folder
-from . import llama2c
 from .checkpoint_weights import (
     DTYPES,
     INDEX_FILE,
@@ -117,21 +114,16 @@ def _no_weights_message(folder: Path) -> str:
     return f"{folder} holds a {CONFIG_FILE} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; {advice}"
 
 
-# --- Load any folder or file ----------------------------------------------------------------------
-
-MODEL_FILE_SUFFIXES = (".safetensors", ".json", ".toml")  # files inside model folders
+# --- Load any folder ------------------------------------------------------------------------------
 
 
-def load(
-    what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None = None
-) -> Transformer:
-    """Load a model from a folder or a file, in the dtype it was saved in and in eval mode.
+def load(what: Path | str, *, dropout: float = 0.0) -> Transformer:
+    """Load a model from a folder, in the dtype it was saved in and in eval mode.
 
-    `what` is a folder written by `hw.save`, a transformers folder (config.json with
-    model.safetensors, or with shards and their index), or a llama2.c file such as stories260K.bin.
-    `net.usage.tokenizer` is the document of the tokenizer found with it; `tokenizer` is the path of
-    the tokenizer of a llama2.c file that is stored elsewhere. No loaded code is run: pickles are
-    refused, and code that config.json refers to is ignored.
+    `what` is a folder written by `hw.save`, or a transformers folder: config.json with
+    model.safetensors, or with shards and their index. `net.usage.tokenizer` is the document of its
+    tokenizer. No loaded code is run: pickles are refused, and code that config.json refers to is
+    ignored.
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -143,15 +135,8 @@ def load(
     ['gpt2', 'gpt2']
     """
     path = Path(what)
-    if path.is_file() and path.suffix in MODEL_FILE_SUFFIXES:
-        raise SpecError(f"{path} is one file of a model; give its folder")
     if path.is_file():
-        return llama2c.load_llama2c(path, dropout, None if tokenizer is None else Path(tokenizer))
-    if tokenizer is not None:
-        raise SpecError(
-            f"{path} is a folder, which contains its tokenizer; leave tokenizer out, or give a "
-            "llama2.c file"
-        )
+        raise SpecError(f"{path} is a file, not a model folder; give the folder of the model")
     if (path / MANIFEST_FILE).is_file():
         return models.load(path, dropout=dropout)
     if is_refusing_config(path / CONFIG_FILE):
@@ -165,9 +150,9 @@ def load(
 
 def _not_loadable_message(path: Path) -> str:
     """Message for a path that contains no model."""
-    kinds = "a folder that hw.save or transformers wrote, or a file of llama2.c"
+    kinds = "a folder that hw.save or transformers wrote"
     if not path.is_dir():
-        return f"there is no folder or file {str(path)!r}; give {kinds}"
+        return f"there is no folder {str(path)!r}; give {kinds}"
     if pickle := find_pickle(path):
         return (
             f"{path} contains {pickle}, a pickle, which can run code when it is loaded; give "

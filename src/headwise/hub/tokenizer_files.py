@@ -30,7 +30,6 @@ from ..model_spec import ModelSpec, ProcessorSpec
 from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
 from ..models.save_load import check_processor
-from .llama2c import BOS_ID, make_tokenizer_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -275,9 +274,7 @@ def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
 
 
 def add_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: str) -> ProcessorSpec:
-    """Add a tokenizer to a processor spec: "bytes", a tokenizer.json, or a tokenizer.bin of
-    llama2.c.
-    """
+    """Add a tokenizer to a processor spec: "bytes", or the path of a tokenizer.json."""
     if processor.tokenizer is not None:
         raise SpecError(f"{model_spec.name} has a tokenizer of its own; leave {tokenizer!r} out")
     tokens = _vocab_size(model_spec)
@@ -288,7 +285,7 @@ def add_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: st
     extended = (
         _use_bytes(model_spec, processor, tokens)
         if tokenizer == BYTE_TOKENIZER
-        else _use_file(Path(tokenizer), processor, tokens)
+        else _use_file(Path(tokenizer), processor)
     )
     check_processor(model_spec, extended, f"{tokenizer}: ")
     return extended
@@ -301,7 +298,7 @@ def _use_bytes(model_spec: ModelSpec, usage: ProcessorSpec, tokens: int) -> Proc
     return replace(usage, tokenizer=ByteVocabulary().document)
 
 
-def _use_file(path: Path, usage: ProcessorSpec, tokens: int) -> ProcessorSpec:
+def _use_file(path: Path, usage: ProcessorSpec) -> ProcessorSpec:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -309,10 +306,6 @@ def _use_file(path: Path, usage: ProcessorSpec, tokens: int) -> ProcessorSpec:
             f"{path} cannot be read: {error.strerror}; give {BYTE_TOKENIZER!r}, or a tokenizer's "
             "file"
         ) from None
-    if data.lstrip()[:1] != b"{":
-        return replace(
-            usage, before=(BOS_ID,), end=(BOS_ID,), tokenizer=make_tokenizer_json(path, tokens)
-        )
     try:
         text = data.decode()
         tokenizer = parse_tokenizer(text)
