@@ -119,8 +119,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .spec.serialization import to_json, to_toml
     from .surgery.conversion import convert
     from .surgery.distillation import uptrain
-    from .surgery.module_conversion import convert_module
-    from .surgery.module_pruning import prune_module
+    from .surgery.module_surgery import convert_module, prune_module
     from .surgery.pruning import prune
     from .surgery.verification.proof import prove
     from .surgery.weight_folding import fold_bias, fold_qk_transforms
@@ -205,8 +204,8 @@ _MODULE_OF_NAME = {
     "measure_qk_spectra": "head_analysis.rank_analysis",
     "make_random_baseline": "head_analysis.random_baseline",
     "prune": "surgery.pruning",
-    "convert_module": "surgery.module_conversion",
-    "prune_module": "surgery.module_pruning",
+    "convert_module": "surgery.module_surgery",
+    "prune_module": "surgery.module_surgery",
     "prove": "surgery.verification.proof",
     "convert": "surgery.conversion",
     "uptrain": "surgery.distillation",

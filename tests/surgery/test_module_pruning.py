@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.surgery.module_pruning import SplitMultiheadAttention
+from headwise.surgery.module_surgery import SplitMultiheadAttention
 from support.third_party_attentions import Wrapped
 from support.vision_attentions import CASES as VISION_CASES, DIM as VISION_DIM, WIDE as VISION_WIDE
 
