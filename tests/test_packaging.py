@@ -32,7 +32,6 @@ DATA = (
     *(
         "viewer/sample/sample.trace",
         "viewer/sample/model/model.safetensors",
-        "translation/sentences_zh.toml",
         "py.typed",
     ),
 )

@@ -70,10 +70,10 @@ def main(argv: Sequence[str]) -> int:
         places = {path.name: str(path) for path in folder.iterdir()}
         places |= {"RUN": argv[0], "curves": str(folder / "curves")}
         outputs = {"score": score(folder, argv[0])}
+        for kind in ("alignment", "syntax", "voita"):
+            verb, options = COMMANDS[kind]
+            outputs[kind] = run_command(verb, options.split(), places)
         for language, template in PAGES.items():
-            for kind in ("alignment", "syntax", "voita"):
-                verb, options = COMMANDS[kind]
-                outputs[kind] = run_command(verb, [*options.split(), "--lang", language], places)
             if "pruning" not in outputs:
                 run_command("prune", [*COMMANDS["pruning"][1].split(), "--out", "curves"], places)
                 report = without_figures(

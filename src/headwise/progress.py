@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
 from .escaping import make_visible
-from .translation.language import localise
 from .translation.terminal_text import cut
 
 LINE_INTERVAL = 10.0  # seconds between progress lines if the output is not a terminal
@@ -108,10 +107,10 @@ class ProgressReporter:
     def __call__(self, message: str) -> None:
         """Show a message; an empty one clears the line of a terminal."""
         stream = self._stream or sys.stderr
-        text = localise(make_visible(message))
+        text = make_visible(message)
         if isinstance(message, CountedMessage):
             seconds = self._time_left.seconds(message)
-            text += "" if seconds is None else localise(f", {format_duration(seconds)} left")
+            text += "" if seconds is None else f", {format_duration(seconds)} left"
         if stream.isatty():
             stream.write(f"\r\x1b[K{cut(text, TERMINAL_WIDTH)}")
             stream.flush()

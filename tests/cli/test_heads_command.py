@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from headwise.head_analysis.head_figures import (
 from headwise.head_analysis.head_similarity import PlaneEmbedding
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from headwise.head_analysis.measure_tables import format_head_ranking
-from headwise.translation.language import use_language
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.saved_models import save_models
 
@@ -222,16 +220,6 @@ def test_letters_are_of_classes():
         "0.90",
         "0.10",
     ]
-
-
-def test_chinese_table_has_chinese_punctuation():
-    with use_language("zh"):
-        page = format_head_table(small())
-        ranking = format_head_ranking(small(), "sink")
-    assert re.findall("[,;:] ", page + ranking) == []
-    assert page.startswith("small\uff0c9 段文本\n")
-    assert "K 汇点、P 位置、S 句法" in page
-    assert "K  汇点\uff0c1 个头\n   decoder.1.attention 1\uff1a汇点 0.90\uff0cit does" in page
 
 
 @pytest.mark.parametrize("paper", head_figures.FIGURE_THEMES)

@@ -14,7 +14,7 @@ from headwise import cli
 from headwise.head_analysis import head_figures
 from headwise.learn import document_page
 from headwise.learn.catalogue import load_documents, load_entries
-from headwise.translation.language import use_language
+from headwise.learn.language import use_language
 
 WITH_FIGURES = {
     "000-1.2.3",

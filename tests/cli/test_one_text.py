@@ -5,7 +5,6 @@ comparisons.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -278,26 +277,6 @@ def test_python_takes_a_text_for_a_logit(folder: Path):
         f"the logit of token {by_text.token} ({chr(by_text.token)!r}) at position {len(TEXT) - 1}:"
     )
     assert len([line for line in lines if line.startswith("decoder.")]) == LAYERS * HEADS
-
-
-CHINESE_VIEWS = (
-    "",
-    "--show norms --over max",
-    "--show norms --head L1H2",
-    "--show rollout",
-    "--show points --head L1H2",
-    "--show logits",
-    "--compare-text ab",
-)
-
-
-@pytest.mark.parametrize("options", CHINESE_VIEWS)
-def test_every_view_is_chinese(options: str, capsys: pytest.CaptureFixture[str], folder: Path):
-    argv = ["heads", str(folder / "model"), "--text", TEXT, "--lang", "zh", *options.split()]
-    assert cli.main(argv) == 0
-    title, *rows = [line for line in capsys.readouterr().out.splitlines() if line]
-    words = re.sub(r"'[^']*'|decoder\.[\w.]+|rollout|logit", "", " ".join([title, *rows[:2]]))
-    assert re.findall("[a-z]{2,}", words) == []
 
 
 def test_logits_of_an_encoder_decoder_are_refused_for_what_it_is(

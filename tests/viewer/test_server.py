@@ -82,15 +82,6 @@ def test_the_document_describes_the_model_and_the_tokens(client: TestClient):
     assert document["sites"][0]["abilities"]["ablate"] == {"possible": True, "reason": ""}
 
 
-def test_sentences_are_translated_on_request(client: TestClient):
-    sentences = ["the text is empty", "The cat sat.", "there is no site 9: the trace has 3"]
-    answer = client.post("/api/translations", json={"sentences": sentences}).json()
-    assert list(answer) == [sentences[0], sentences[2]]
-    assert answer[sentences[0]] == "文本为空"
-    for wrong in ({}, {"sentences": "a"}, {"sentences": [1]}, {"sentences": ["a"] * 501}):
-        assert client.post("/api/translations", json=wrong).status_code == 400
-
-
 def test_a_row_holds_the_exact_weights(client: TestClient, opened: OpenModel):
     expected = opened.get_trace().head_weights(opened.heads[4][0], 1)
     _, found = arrays(client, "/api/row?site=1&head=1&query=9")

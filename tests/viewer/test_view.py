@@ -94,25 +94,6 @@ def test_an_export_holds_everything_that_is_open(tmp_path: Path):
             np.testing.assert_array_equal(weights, trace.head_weights(layer.name, head))
 
 
-@pytest.mark.parametrize(
-    ("argv", "tag"), [((), '<html lang="en">'), (("zh",), '<html lang="zh" data-language="zh">')]
-)
-def test_an_export_opens_in_the_language_that_is_given(
-    argv: tuple[str, ...], tag: str, tmp_path: Path
-):
-    path = tmp_path / "page.html"
-    assert (
-        cli.main(["view", str(TRACE), "--export", str(path), *(f"--lang={name}" for name in argv)])
-        == 0
-    )
-    assert path.read_text(encoding="utf-8").splitlines()[1] == tag
-
-
-def test_the_address_names_the_language_before_the_token():
-    assert ServerAddress("127.0.0.1", 80, "t", "zh").url == "http://127.0.0.1:80/?lang=zh#token=t"
-    assert ServerAddress("127.0.0.1", 80, "t").url == "http://127.0.0.1:80/#token=t"
-
-
 def test_an_export_of_a_model_has_measured_heads(tmp_path: Path):
     """The measures over the open text are those of the library; a model without texts exports with
     a warning.

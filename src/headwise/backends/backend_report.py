@@ -20,8 +20,7 @@ from ..machine.takeover_points import current_points, machine_notes, takeover_si
 from ..masking.pattern_base import describe_heads
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
-from ..translation.language import localise
-from ..translation.terminal_text import label_cell, paragraph, text_width
+from ..translation.terminal_text import pad, text_width, wrap
 from . import varlen
 from .core_interface import CallSignature, CoreInputs
 from .dispatch import (
@@ -171,9 +170,9 @@ class BackendReport:
     def __str__(self) -> str:
         width = max(map(len, self.reasons_against))
         lines = [
-            *paragraph(_title(self.call)),
+            *wrap(_title(self.call)),
             "",
-            f"  {label_cell('backend', width)}  {localise('answer')}",
+            f"  {pad('backend', width)}  answer",
         ]
         for name, reasons in self.reasons_against.items():
             text = (
@@ -184,11 +183,11 @@ class BackendReport:
             lines += _table_row(name, width, text)
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:
-            lines += paragraph(_packed_note(self.call))
+            lines += wrap(_packed_note(self.call))
         lines += _summary(self.other_call)
         if self.call.signature.device == "cpu":
             notes = [*([NO_KERNELS_NOTE] if kernel_problem() else []), *machine_notes()]
-            lines += [line for note in notes for line in ("", *paragraph(note))]
+            lines += [line for note in notes for line in ("", *wrap(note))]
         return "\n".join(lines)
 
 
@@ -361,13 +360,13 @@ def _summary(report: CallReport) -> list[str]:
     width = max(map(len, CALL_KINDS.values()))
     text = report.backends_text
     text += f", as {report.form}" if report.form and report.backend else ""
-    start = f"{label_cell(CALL_KINDS[report.tokens], width)}  "
-    return paragraph(text, indent=start, hanging=" " * text_width(start))
+    start = f"{pad(CALL_KINDS[report.tokens], width)}  "
+    return wrap(text, indent=start, hanging=" " * text_width(start))
 
 
 def _table_row(name: str, width: int, text: str) -> list[str]:
     indent = " " * (width + 4)
-    return paragraph(text, indent=f"  {name.ljust(width)}  ", hanging=indent)
+    return wrap(text, indent=f"  {name.ljust(width)}  ", hanging=indent)
 
 
 def _dtype_name(call: CallSignature) -> str:

@@ -25,9 +25,7 @@ from importlib import import_module
 from .. import __version__
 from ..errors import suggest
 from ..machine.python_processes import safe_import_path
-from ..translation.language import join_clauses, localise, use_language
-from ..translation.terminal_text import paragraph
-from .arguments import terminal_language
+from ..translation.terminal_text import wrap
 from .command_parser import LIST_OPTIONS, UsageError
 from .exit_status import open_closed_streams, print_error, run_guarded
 
@@ -61,24 +59,22 @@ EXAMPLES = (
 
 def usage() -> str:
     """Return the text of `headwise --help`."""
-    commands = [f"  {command:<9}{localise(summary)}" for command, summary in COMMANDS.items()]
+    commands = [f"  {command:<9}{summary}" for command, summary in COMMANDS.items()]
     examples = [f"  {example}" for example in EXAMPLES]
     head = [
-        join_clauses([localise("usage"), "headwise COMMAND [OPTIONS]"], ": "),
+        "usage: headwise COMMAND [OPTIONS]",
         "",
-        localise("The workbench for attention heads."),
+        "The workbench for attention heads.",
         "",
     ]
-    tail = paragraph(
+    tail = wrap(
         "headwise --version [--json] prints versions, headwise --completion SHELL a script that "
         "completes words in "
         "bash, zsh or fish. headwise COMMAND --help lists the everyday options of a command, "
         "headwise COMMAND "
         "--help-all every option."
     )
-    return "\n".join(
-        [*head, localise("commands:"), *commands, "", localise("examples:"), *examples, "", *tail]
-    )
+    return "\n".join([*head, "commands:", *commands, "", "examples:", *examples, "", *tail])
 
 
 def _print_version(argv: Sequence[str]) -> int:
@@ -130,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_closed:
         return print_error("cannot write: stdout is closed; open it")
     argv = sys.argv[1:] if argv is None else argv
-    with use_language(terminal_language(argv)), safe_import_path():
+    with safe_import_path():
         return run_guarded(_run_command, argv)
 
 

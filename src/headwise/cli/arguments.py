@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import suggest
 from ..escaping import escape_page
-from ..translation.language import LANGUAGES, can_show_chinese, choose_language
+from ..learn.language import LANGUAGES, SAMPLE
 from .command_parser import UsageError
 
 if TYPE_CHECKING:
@@ -46,32 +46,8 @@ PRESETS = [
 PRESETS += ["longformer", "longformer_dilated", "streaming_retrieval", "bigbird", "kha", "average"]
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
 MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
+LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
-
-
-TRANSLATED_COMMANDS = (
-    "cost",
-    "demo",
-    "heads",
-    "learn",
-    "view",
-)  # the others write English in every locale
-
-
-def terminal_language(argv: Sequence[str]) -> str:
-    """The language of a command's texts: that of --lang or the locale, unless the terminal cannot
-    show it.
-    """
-    is_translated = not argv or argv[0] in TRANSLATED_COMMANDS or argv[0].startswith("-")
-    if not is_translated or choose_language(argv, os.environ) == "en":
-        return "en"
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not can_show_chinese(stream):
-            fact = f"headwise: the encoding of {name}, {stream.encoding}, has no Chinese characters"
-            print_note(f"{fact}, so messages are in English; set PYTHONIOENCODING=utf-8")
-            return "en"
-    return "zh"
 
 
 def prepare_output() -> None:
@@ -165,10 +141,28 @@ def add_engine_arguments(parser: argparse._ActionsContainer, meaning: str) -> No
 
 
 def add_language_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--lang`, which `terminal_language` reads before the arguments are parsed."""
+    """Add `--lang`, which chooses between English and Chinese texts."""
     parser.add_argument(
         "--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)"
     )
+
+
+def terminal_language(option: str | None) -> str:
+    """Return the language that `--lang` names, else that of the locale; English, with a note, if
+    the encoding of stdout has no Chinese characters.
+    """
+    locale = next(filter(None, map(os.environ.get, LOCALE_NAMES)), "")
+    language = option or ("zh" if locale.lower().startswith("zh") else "en")
+    if language == "en":
+        return language
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        SAMPLE.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        fact = f"headwise: the encoding of stdout, {encoding}, has no Chinese characters"
+        print_note(f"{fact}, so texts are in English; set PYTHONIOENCODING=utf-8")
+        return "en"
+    return language
 
 
 def add_overwrite_argument(parser: argparse._ActionsContainer) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import suggest
-from ..translation.language import current_language, join_clauses, localise
-from ..translation.terminal_text import TERMINAL_WIDTH, paragraph, wrap
+from ..translation.terminal_text import TERMINAL_WIDTH, wrap
 
 HELP_COLUMN = 24  # column in which the explanations start
 COMMANDS_WITHOUT_PARTS = ("demo", "bench", "learn")  # read no spec or model of the user
@@ -32,11 +31,6 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN)
 
-    def add_usage(
-        self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None
-    ) -> None:
-        super().add_usage(usage, actions, groups, join_clauses([localise("usage"), ""], ": "))
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.option_strings and action.nargs != 0
         if (
@@ -44,15 +38,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
             or action.default in (None, "", [], argparse.SUPPRESS)
             or "(default:" in (action.help or "")
         ):
-            return localise(action.help or "")
-        space = "" if current_language() == "zh" else " "
-        return f"{localise(action.help or '')}{space}{localise('(default: %(default)s)')}"
+            return action.help or ""
+        return f"{action.help or ''} (default: %(default)s)"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrap(" ".join(text.split()), width)
-
-    def start_section(self, heading: str | None) -> None:
-        super().start_section(localise(heading or ""))
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if action.nargs in ONE_OR_MORE and isinstance(action.metavar, str):
@@ -80,8 +70,8 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str, *examples: str) -> None:
         super().__init__(
             prog=f"headwise {command}",
-            description="\n".join(paragraph(description, TERMINAL_WIDTH - 2)),
-            epilog="\n  ".join([localise("examples:"), *examples]),
+            description="\n".join(wrap(description, TERMINAL_WIDTH - 2)),
+            epilog="\n  ".join(["examples:", *examples]),
             formatter_class=_HelpFormatter,
             add_help=False,
             allow_abbrev=False,
@@ -139,7 +129,7 @@ class CommandParser(argparse.ArgumentParser):
             action.help = help_text
         count = len(self.expert_actions)
         more = f"{count} more option{'s' * (count > 1)}" if count else "every option"
-        return f"{text}\n{localise(f'{self.prog} --help-all lists {more}')}\n"
+        return f"{text}\n{self.prog} --help-all lists {more}\n"
 
     def format_help_all(self) -> str:
         """Return the help with all options."""
@@ -148,12 +138,7 @@ class CommandParser(argparse.ArgumentParser):
             key=lambda group: any(action.dest == PART_FILES for action in group._group_actions)
         )
         self.usage = " ".join([self.prog.replace("%", "%%"), *self._required_words(), "[OPTIONS]"])
-        text = super().format_help()  # argparse ends headings in a colon of its own
-        return (
-            re.sub("^(\\S.*):$", "\\1\uff1a", text, flags=re.MULTILINE)
-            if current_language() == "zh"
-            else text
-        )
+        return super().format_help()
 
     def _required_words(self) -> list[str]:
         """Return the positional arguments, and the options that must be given, as the usage line

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..files import FolderLock
 from ..output_paths import check_output
-from .arguments import add_json_argument, add_language_argument, print_page, print_title, to_json
+from .arguments import add_json_argument, print_page, print_title, to_json
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="only the pages on one attention layer; a few seconds"
     )
-    add_language_argument(parser)
     add_json_argument(parser)
     args = parser.parse_args(argv)
     _check_arguments(args)

@@ -22,7 +22,6 @@ from typing import Any
 from .. import __version__
 from ..errors import NoBackend
 from ..escaping import escape_page, shorten_message
-from ..translation.language import localise
 from .arguments import BAD_INPUT, prepare_output
 
 INTERNAL_ERROR, INTERRUPTED, PIPE_CLOSED, TERMINATED = 3, 130, 141, 143
@@ -100,7 +99,7 @@ def _describe_os_error(error: OSError) -> str:
 
 def print_error(message: str, code: int = BAD_INPUT) -> int:
     """Print an error in one line to stderr, if it can be written; return the exit code."""
-    line = localise(shorten_message(message))
+    line = shorten_message(message)
     line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]} ..."
     with suppress(OSError, ValueError):
         print(f"headwise: {line}", file=sys.stderr, flush=True)

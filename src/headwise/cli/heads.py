@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
 from ..progress import ProgressReporter
-from ..translation.language import join_items, localise
-from ..translation.terminal_text import paragraph
+from ..translation.terminal_text import wrap
 from . import known_names
 from .argument_checks import (
     check_choice,
@@ -29,7 +28,6 @@ from .argument_checks import (
 from .arguments import (
     add_engine_arguments,
     add_json_argument,
-    add_language_argument,
     add_overwrite_argument,
     existing_mode,
     print_note,
@@ -191,7 +189,7 @@ def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
         else head
         for head in table.heads
     )
-    top_heads = join_items(
+    top_heads = ", ".join(
         f"{head.site} {head.head} {format_interval(head.measure)}"
         for head in result.by_importance[:5]
     )
@@ -211,14 +209,12 @@ def _count_classes(table: HeadTable) -> str:
         for head in table.heads
         for group in {class_group(head_class.name) for head_class in head.classes}
     )
-    return join_items(
-        f"{count} {localise(name)}" for name, count in counts.most_common()
-    ) or localise("no class")
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "no class"
 
 
 def format_extras(extras: ExtraAnalyses) -> str:
     """Format each summary line as a paragraph."""
-    return "".join("\n\n" + "\n".join(paragraph(line)) for line in extras.lines)
+    return "".join("\n\n" + "\n".join(wrap(line)) for line in extras.lines)
 
 
 # --- `headwise heads` -----------------------------------------------------------------------------
@@ -315,7 +311,6 @@ def _parser() -> CommandParser:
         help="with --out, also draw these heads on the first text, such as L3H2 or SITE:HEAD",
     )
     add_overwrite_argument(parser)
-    add_language_argument(parser)
     add_json_argument(parser)
     add_one_text_arguments(parser)
     _add_expert_arguments(parser)
@@ -480,9 +475,7 @@ def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
             f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR"
         )
     unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]
-    if unused := [
-        name for name in unused if name not in ("model", "draw", "out", "overwrite", "lang")
-    ]:
+    if unused := [name for name in unused if name not in ("model", "draw", "out", "overwrite")]:
         raise UsageError(
             f"--{unused[0].replace('_', '-')} needs a model, but {args.model} is a trace; leave "
             "it out"

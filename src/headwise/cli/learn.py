@@ -5,12 +5,10 @@ and claim is run.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import stage_folder
-from ..translation.language import choose_language, current_language
 from .arguments import (
     add_json_argument,
     add_language_argument,
@@ -18,6 +16,7 @@ from .arguments import (
     existing_mode,
     print_note,
     print_page,
+    terminal_language,
     to_json,
 )
 from .command_parser import CommandParser
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Run the entries of a document or topic, each printed as soon as it is computed."""
     args = _parser().parse_args(argv)
-    language = current_language()
+    language = terminal_language(args.lang)
     from ..learn.catalogue import MODULES, find_entries, load_documents
     from ..learn.entry_text import format_entry, format_list, format_overview
 
     if args.html is not None:
-        return _write_pages(args, choose_language(argv, os.environ))
+        return _write_pages(args, language)
     if args.list or args.what is None:
         documents = load_documents()
         if args.json:
@@ -99,7 +98,7 @@ def _write_pages(args: argparse.Namespace, language: str) -> int:
             write_document_page(document, language, folder / f"{document.id}.html")
     for document in documents:
         print_page(f"{Words(language).phrase('wrote')} {Path(args.html) / f'{document.id}.html'}")
-    if note := font_note(current_language()):
+    if note := font_note(language):
         print_note(f"headwise: {note}")
     return 0
 

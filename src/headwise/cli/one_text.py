@@ -29,7 +29,7 @@ ONE_TEXT_OPTIONS = (
     "compare_text",
     "compare_model",
 )
-OPTIONS = ("model", "text", "tokenizer", "lang", "json", *ONE_TEXT_OPTIONS)
+OPTIONS = ("model", "text", "tokenizer", "json", *ONE_TEXT_OPTIONS)
 
 
 def add_one_text_arguments(parser: CommandParser) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..translation.language import join_items
 from . import known_names
 from .argument_checks import check_choice, check_input_file, check_text_model, check_tokenizer
 from .arguments import parse_value
@@ -60,7 +59,7 @@ def check_text_arguments(args: argparse.Namespace) -> None:
     options = vars(args)
     if sum(options.get(name) is not None for name in TEXT_SOURCES) != 1:
         links = ["--align SOURCE TARGET GOLD", "--images PATH"] if "align_files" in options else []
-        sources = join_items(["--data FILE", "--conllu FILE", *links])
+        sources = ", ".join(["--data FILE", "--conllu FILE", *links])
         raise UsageError(f"give exactly one source of texts: {sources}, or --task dates")
     if args.answer_after and args.data is None:
         raise UsageError(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..output_paths import check_output
-from ..translation.language import LANGUAGES, localise
 from .argument_checks import check_input_file, check_model_path
 from .arguments import (
     DESCRIPTION_SUFFIXES,
@@ -37,12 +36,8 @@ def main(argv: list[str]) -> int:
 
     opened = view.open_target(_target(args), _print_note)
     if args.export is not None:
-        view.write_export(opened, args.export, existing_mode(args), args.lang or "")
-        print_page(
-            localise(
-                f"{args.export} shows {opened.name}; it opens in any browser, without a network"
-            )
-        )
+        view.write_export(opened, args.export, existing_mode(args))
+        print_page(f"{args.export} shows {opened.name}; it opens in any browser, without a network")
         return 0
     with suppress(KeyboardInterrupt):  # the usual end of a server
         view.serve_page(opened, _server_options(args), announce=print_page)
@@ -89,14 +84,6 @@ def _parser() -> CommandParser:
         "--export", metavar="FILE", help="write the page to one .html file instead of serving it"
     )
     add_overwrite_argument(parser)
-    parser.add_argument(
-        "--lang",
-        choices=LANGUAGES,
-        help=(
-            "language of the page and of messages (default: the browser's for the page, the "
-            "locale's for messages)"
-        ),
-    )
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
     parser.add_argument(
         "--port", type=int, default=0, metavar="PORT", help="port of the page; 0 takes a free one"
@@ -196,7 +183,7 @@ def _check_target(name: str) -> None:
 
 
 def _print_note(line: str) -> None:
-    print_note(f"headwise: {localise(line)}")
+    print_note(f"headwise: {line}")
 
 
 def _target(args: argparse.Namespace) -> Target:
@@ -211,4 +198,4 @@ def _server_options(args: argparse.Namespace) -> ServerOptions:
 
     if args.host not in LOOPBACK_HOSTS:
         _print_note(f"anyone who can reach {args.host} and has the address can see this model")
-    return ServerOptions(args.host, args.port, not args.no_browser, args.lang or "")
+    return ServerOptions(args.host, args.port, not args.no_browser)

@@ -22,8 +22,7 @@ from ..errors import SpecError
 from ..nn.attention import Attention
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
-from ..translation.language import localise
-from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from ..translation.terminal_text import pad, pad_left, wrap
 from . import count_parameters
 from .cost_report import format_count, format_seconds
 from .cost_vs_length import MAX_TOKENS, find_ranges, prefill_flops
@@ -141,7 +140,7 @@ class ComplexityTable:
             "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = "
             "{window:,}, h = {heads:,}"
         )
-        lines = [*paragraph(title.format(**asdict(self.sizes))), "", _format_row(*TABLE_HEADER)]
+        lines = [*wrap(title.format(**asdict(self.sizes))), "", _format_row(*TABLE_HEADER)]
         for layer in self.layers:
             cells = [
                 format_count(size)
@@ -158,7 +157,7 @@ class ComplexityTable:
         )
         lines.append("")
         for note in (legend, *NOTES):
-            lines += paragraph(note)
+            lines += wrap(note)
         return "\n".join(lines)
 
 
@@ -357,20 +356,15 @@ class ScalingMeasurement:
 
     def __str__(self) -> str:
         lines = [
-            localise(
-                f"Measured on this machine ({accelerator_type()}), one row, width {self.width}:"
-            ),
-            localise(
-                f"time at {self.lengths[0]} tokens, and factor for each doubling of the length"
-            ),
+            f"Measured on this machine ({accelerator_type()}), one row, width {self.width}:",
+            f"time at {self.lengths[0]} tokens, and factor for each doubling of the length",
             "",
-            f"{'':<20}"
-            + "".join(heading_cell(f"{length:,} tokens", 15) for length in self.lengths),
+            f"{'':<20}" + "".join(pad_left(f"{length:,} tokens", 15) for length in self.lengths),
         ]
         factors = self.growth_factors
         for name, seconds in self.layers.items():
             cells = [format_seconds(seconds[0]), *(f"x {factor:.1f}" for factor in factors[name])]
-            lines.append(label_cell(name, 20) + "".join(f"{cell:>15}" for cell in cells))
+            lines.append(pad(name, 20) + "".join(f"{cell:>15}" for cell in cells))
         return "\n".join(lines)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from ..errors import SpecError, pluralise, suggest
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
-from ..translation.language import localise
-from ..translation.terminal_text import TERMINAL_WIDTH, heading_cell, label_cell, paragraph
+from ..translation.terminal_text import TERMINAL_WIDTH, pad, pad_left, wrap
 from . import cache_bytes
 from .flops import (
     AttentionComponent,
@@ -465,10 +464,10 @@ def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
     lines.append("")
     notes = [f"{estimate.name}: {note}" for estimate in estimates for note in _list_notes(estimate)]
     for note in notes:
-        lines += paragraph(note)
+        lines += wrap(note)
     if notes:
         lines.append("")
-    return lines + paragraph(FOOTNOTE)
+    return lines + wrap(FOOTNOTE)
 
 
 def _list_notes(estimate: CostEstimate) -> Iterator[str]:
@@ -491,10 +490,10 @@ def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
         f"{rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
     )
     if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
-        return paragraph(f"one layer, {header}")
-    lines = paragraph(header)
+        return wrap(f"one layer, {header}")
+    lines = wrap(header)
     for estimate in estimates:
-        lines += paragraph(f"{estimate.name}: {_describe_estimate(estimate)}")
+        lines += wrap(f"{estimate.name}: {_describe_estimate(estimate)}")
     return lines
 
 
@@ -609,8 +608,8 @@ def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
         for phase, operations in estimate.operations.items():
             title = f"{estimate.name}: {CALL_LABELS[phase]}"
             yield ""
-            yield label_cell(title, NAME_WIDTH) + "".join(
-                heading_cell(header, COLUMN_WIDTH) for header in headers
+            yield pad(title, NAME_WIDTH) + "".join(
+                pad_left(header, COLUMN_WIDTH) for header in headers
             )
             for operation in (*operations, estimate.total_operation(phase)):
                 label = "total" if operation.name == phase else operation.name
@@ -635,7 +634,7 @@ TERMS_LEGEND = (
 
 def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
     """Lines with the legend, and every term of every breakdown."""
-    lines = paragraph(TERMS_LEGEND)
+    lines = wrap(TERMS_LEGEND)
     for estimate in estimates:
         breakdowns = {
             "parameters": estimate.parameters,
@@ -649,9 +648,9 @@ def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
         for name, breakdown in breakdowns.items():
             if not breakdown.terms:
                 continue
-            lines += ["", localise(f"{estimate.name}: {name}, {breakdown.total:,}")]
+            lines += ["", f"{estimate.name}: {name}, {breakdown.total:,}"]
             for term in breakdown.terms:
-                lines += paragraph(
+                lines += wrap(
                     f"{term.name} = {term.formula} = {term.value:,}",
                     TERMINAL_WIDTH - 2,
                     indent="  ",
@@ -693,6 +692,4 @@ def format_seconds(seconds: float) -> str:
 
 
 def _format_row(name: str, cells: Sequence[str], width: int) -> str:
-    return (
-        label_cell(name, NAME_WIDTH) + "".join(heading_cell(cell, width) for cell in cells)
-    ).rstrip()
+    return (pad(name, NAME_WIDTH) + "".join(pad_left(cell, width) for cell in cells)).rstrip()

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from ..errors import SpecError
 from ..masking.patterns import Pattern
-from ..translation.language import localise
-from ..translation.terminal_text import label_cell, paragraph
+from ..translation.terminal_text import pad, wrap
 from . import cache_bytes
 from .flops import AttentionComponent, SpecOrModel, list_components
 from .roofline import Device, ExecutionFormats, dtype_bytes, list_operations
@@ -242,8 +241,8 @@ class CrossoverReport:
     def __str__(self) -> str:
         workload, first = self.workload, self.crossovers[0].baseline
         rows = "row" if workload.batch == 1 else "rows"
-        lines = [localise(f"Lengths at which each costs less than {first}")]
-        lines += paragraph(
+        lines = [f"Lengths at which each costs less than {first}"]
+        lines += wrap(
             f"{workload.batch:,} {rows}, {workload.dtype}, "
             f"{Device.from_name(workload.device).description}"
         )
@@ -251,11 +250,10 @@ class CrossoverReport:
             crossovers = [crossover for crossover in self.crossovers if crossover.name == name]
             lines += [
                 "",
-                localise(f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)"),
+                f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)",
             ]
             lines += [
-                label_cell(f"  {QUANTITY_LABELS[one.quantity]}", 22) + localise(str(one))
-                for one in crossovers
+                pad(f"  {QUANTITY_LABELS[one.quantity]}", 22) + str(one) for one in crossovers
             ]
         return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from ..errors import SpecError
 from ..interfaces.core_types import CoreShape
 from ..model_spec import WeightSpec
 from ..spec.attention_spec import AttentionSpec
-from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from ..translation.terminal_text import pad, pad_left, wrap
 from .cost_report import format_seconds
 from .kv_cache_memory import AttentionGroup
 from .roofline import (
@@ -273,13 +273,13 @@ class IntensityReport:
             f"decode step of N rows of {layer.context:,} tokens, {formats.compute}, "
             f"{device.description}"
         )
-        lines = [*paragraph(title), ""]
+        lines = [*wrap(title), ""]
         headers = ("N", "FLOPs/byte", "bound by", "least time", "measured" if is_measured else "")
         lines.append(_format_component_row("", *headers))
         for name, layer in self.layers.items():
             lines += [name, *_component_rows(self.components[name], is_measured)]
             limits = f"compute-bound from N: {_compute_bound_limits(layer)}"
-            lines += paragraph(limits, **WRAP_INDENT)
+            lines += wrap(limits, **WRAP_INDENT)
         weights_only = device.compute_bound_tokens(formats.compute, formats.weights)
         notes = (
             f"A product with weights is compute-bound from N = {weights_only:,.1f} if only "
@@ -293,7 +293,7 @@ class IntensityReport:
                 "measure, or more "
                 "than two products."
             )
-        return "\n".join([*lines, "", *paragraph(notes.strip())])
+        return "\n".join([*lines, "", *wrap(notes.strip())])
 
     @property
     def data(self) -> list[dict[str, Any]]:
@@ -339,4 +339,4 @@ def _compute_bound_limits(layer: DecodeLayer) -> str:
 
 def _format_component_row(*cells: str) -> str:
     name, *values = cells
-    return (label_cell(name, 24) + "".join(heading_cell(value, 11) for value in values)).rstrip()
+    return (pad(name, 24) + "".join(pad_left(value, 11) for value in values)).rstrip()

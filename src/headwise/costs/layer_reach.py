@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..nn.attention import Attention
 from ..presets import design
-from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from ..translation.terminal_text import pad, pad_left, wrap
 
 MAX_REACH_TOKENS = 512  # a convolution stacks up to half as many layers
 DISTANCES = (1, 8, 32)
@@ -69,16 +69,16 @@ class LayerReachTable:
     def __str__(self) -> str:
         names = [layer.name for layer in self.layers]
         lines = [
-            *paragraph(
+            *wrap(
                 f"Reach of random layers, differentiated in float64: {self.tokens} tokens, width "
                 f"{WIDTH}, "
                 f"convolution of {KERNEL} tokens"
             ),
             "",
-            f"{'':<32}" + "".join(heading_cell(name, 12) for name in names),
+            f"{'':<32}" + "".join(pad_left(name, 12) for name in names),
         ]
         for title, cells in self._rows():
-            lines.append(label_cell(title, 32) + "".join(heading_cell(cell, 12) for cell in cells))
+            lines.append(pad(title, 32) + "".join(pad_left(cell, 12) for cell in cells))
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, list[str]]]:

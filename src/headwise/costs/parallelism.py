@@ -25,8 +25,7 @@ from ..model_spec import (
     StackSpec,
 )
 from ..spec.attention_spec import AttentionSpec
-from ..translation.language import localise
-from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from ..translation.terminal_text import pad, pad_left, wrap
 from .cost_report import format_seconds
 from .flops import CostTerm
 from .kv_cache_memory import RequestBatch, list_cache_terms
@@ -651,14 +650,14 @@ class ParallelReport:
             f"replicas {plan.replicas}"
         )
         title = f"{self.name} on {plan.devices:,} x {cost.device.description}: {division}"
-        yield from paragraph(title)
+        yield from wrap(title)
         rows, length = cost.requests.num_requests, cost.requests.counts_by_length[0][0]
-        yield localise(
+        yield (
             f"{pluralise(rows, 'row')} of {length:,} tokens, {cost.rows_per_replica:,} in each "
             "replica"
         )
         yield ""
-        yield localise("on one device of the largest stage")
+        yield "on one device of the largest stage"
         yield _line("weights", format_gigabytes(cost.weight_bytes_per_device))
         yield _line("KV cache", format_gigabytes(cost.cache_bytes_per_device))
         yield _line("weights and cache", format_gigabytes(cost.memory_per_device))
@@ -670,7 +669,7 @@ class ParallelReport:
                 f"A device lacks {missing}, so no time of a step is estimated. Divide the "
                 "model among more devices."
             )
-            yield from paragraph(fact)
+            yield from wrap(fact)
             return
         step_rows = pluralise(cost.rows_per_micro_batch, "row")
         yield from _step_lines(f"decode step of {step_rows}, all stages", cost.decode_step)
@@ -680,20 +679,20 @@ class ParallelReport:
             f"prefill of a prompt of {self.prompt:,} tokens", cost.prefill_step(self.prompt)
         )
         yield ""
-        yield from paragraph(NOTE)
+        yield from wrap(NOTE)
 
 
 def _step_lines(title: str, step: StepCost) -> Iterator[str]:
-    yield localise(title)
+    yield title
     yield _line("computing", format_seconds(sum(step.compute_seconds)))
     yield _line("communicating", format_seconds(sum(step.communication_seconds)))
     yield _line("least time", format_seconds(step.seconds))
     for number, stage in enumerate(step.communication):
         if stage:
-            yield localise(f"  a device of stage {number} sends, bytes")
+            yield f"  a device of stage {number} sends, bytes"
         for exchange in stage:
-            yield label_cell(f"    {exchange.name}", 46) + f"{exchange.sent:>22,}"
-            yield from paragraph(exchange.formula, indent=" " * 6, hanging=" " * 8)
+            yield pad(f"    {exchange.name}", 46) + f"{exchange.sent:>22,}"
+            yield from wrap(exchange.formula, indent=" " * 6, hanging=" " * 8)
 
 
 def _step_data(step: StepCost) -> dict[str, Any]:
@@ -708,4 +707,4 @@ def _step_data(step: StepCost) -> dict[str, Any]:
 
 
 def _line(name: str, value: str) -> str:
-    return label_cell(f"  {name}", 46) + heading_cell(value, 22)
+    return pad(f"  {name}", 46) + pad_left(value, 22)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecError, suggest
 from ..families import read_model_spec
 from ..model_spec import ModelSpec
-from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from ..translation.terminal_text import pad, pad_left, wrap
 from .cost_report import estimate_cost
 from .roofline import Device
 from .training_memory import ActivationSettings, OptimiserMemory, activation_memory, recompute_flops
@@ -244,21 +244,19 @@ class ArticleTable:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield from paragraph(self.source)
+        yield from wrap(self.source)
         previous = ""
         for row in self.rows:
             if row.model != previous:
                 yield ""
-                yield (
-                    f"{row.model:<38}" + heading_cell("article", 21) + heading_cell("headwise", 21)
-                )
+                yield (f"{row.model:<38}" + pad_left("article", 21) + pad_left("headwise", 21))
             previous = row.model
             yield (
-                label_cell(row.quantity, 38)
+                pad(row.quantity, 38)
                 + f"{_format_number(row.article):>21}{_format_number(row.headwise):>21}"
             )
             text = f"{row.formula}: {row.explanation}"
-            yield from paragraph(text, indent="    ", hanging="    ")
+            yield from wrap(text, indent="    ", hanging="    ")
 
 
 def _format_number(number: float) -> str:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecError, pluralise, suggest
 from ..masking.patterns import Causal, Window
 from ..spec.attention_spec import AttentionSpec
-from ..translation.language import localise
-from ..translation.terminal_text import label_cell, paragraph
+from ..translation.terminal_text import pad, wrap
 from .flops import CostTerm
 from .kv_cache_memory import (
     ALLOCATION_POLICIES,
@@ -292,26 +291,23 @@ class MemoryFit:
         description = (
             device.description if num_devices == 1 else f"{num_devices:,} x {device.description}"
         )
-        lines = paragraph(
-            f"{'fits' if self.fits else 'does not fit'} on {description}", VERDICT_WIDTH
-        )
+        lines = wrap(f"{'fits' if self.fits else 'does not fit'} on {description}", VERDICT_WIDTH)
         for term in demand.terms:
             lines += [
-                label_cell(f"  {term.name}", 36) + f"{format_gigabytes(term.value):>16}",
+                pad(f"  {term.name}", 36) + f"{format_gigabytes(term.value):>16}",
                 f"    {term.formula}",
             ]
         label = "needed per device, at least" if num_devices > 1 else "needed, at least"
         lines.append(_memory_line(label, demand.bytes_per_device))
         lines.append(_memory_line("memory", int(device.memory)))
         if self.remedies:
-            lines += ["", localise("each of these changes alone is enough:")]
+            lines += ["", "each of these changes alone is enough:"]
             for name, changed in self.remedies:
                 lines.append(
-                    label_cell(f"  {name}", 54)
-                    + f"{format_gigabytes(changed.bytes_per_device):>16}"
+                    pad(f"  {name}", 54) + f"{format_gigabytes(changed.bytes_per_device):>16}"
                 )
         elif not self.fits:
-            lines += ["", localise("no single change is enough")]
+            lines += ["", "no single change is enough"]
         return "\n".join(lines)
 
     @property
@@ -330,7 +326,7 @@ class MemoryFit:
 
 
 def _memory_line(name: str, count: int) -> str:
-    return label_cell(name, 36) + f"{format_gigabytes(count):>16}{f'{count / 2**30:,.2f} GiB':>16}"
+    return pad(name, 36) + f"{format_gigabytes(count):>16}{f'{count / 2**30:,.2f} GiB':>16}"
 
 
 def check_memory_fit(demand: MemoryDemand) -> MemoryFit:

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..errors import pluralise
-from ..translation.language import localise
-from ..translation.terminal_text import heading_cell, label_cell, pad, paragraph, text_width
+from ..translation.terminal_text import pad, pad_left, text_width, wrap
 from .cost_report import format_count, format_seconds
 from .kv_cache_memory import RequestBatch
 from .roofline import MemoryShortfall
@@ -106,7 +105,7 @@ class ThroughputReport:
             lengths = f"{min(requests.counts_by_length)[0]:,} to {lengths}"
         title = f"{self.name}: {pluralise(requests.num_requests, 'row')} of {lengths} tokens"
         formats = f"{serving.formats.compute}, {serving.formats.cache} cache ({serving.allocator})"
-        yield from paragraph(f"{title}, {formats}, {serving.device.description}")
+        yield from wrap(f"{title}, {formats}, {serving.device.description}")
         yield ""
         if not self.demand.fits:
             yield from self._shortfall_lines()
@@ -114,7 +113,7 @@ class ThroughputReport:
         yield _operation_line("decode step", "FLOPs", "bytes", "FLOPs/byte", "bound by", "min time")
         yield from _step_lines(self.decode_step)
         yield ""
-        yield localise(f"decode step with the last chunk of a prompt of {self.prompt:,} tokens")
+        yield f"decode step with the last chunk of a prompt of {self.prompt:,} tokens"
         yield from _step_lines(self.mixed_step)
         seconds = self.decode_step.seconds
         yield ""
@@ -127,11 +126,7 @@ class ThroughputReport:
         )
         yield from self._limit_lines()
         yield ""
-        yield (
-            heading_cell("rows", 10)
-            + heading_cell("step", 14)
-            + heading_cell("tokens per second", 20)
-        )
+        yield (pad_left("rows", 10) + pad_left("step", 14) + pad_left("tokens per second", 20))
         for rate in self.decode_rates:
             yield (
                 f"{rate.rows:,}".rjust(10)
@@ -145,14 +140,14 @@ class ThroughputReport:
         shortfall = MemoryShortfall(
             "step", "these rows", demand.bytes_per_device, demand.serving.device
         )
-        yield from paragraph(str(shortfall))
+        yield from wrap(str(shortfall))
         if count and count != shortfall.min_devices:
-            yield from paragraph(
+            yield from wrap(
                 f"{count:,} devices hold them if each divides weights and cache and has all "
                 "activations."
             )
         if demand.with_uniform_requests(1, 1).fits:
-            yield from paragraph("--memory-fit lists changes that would make them fit.")
+            yield from wrap("--memory-fit lists changes that would make them fit.")
 
     def _limit_lines(self) -> Iterator[str]:
         demand, serving, num_rows = (
@@ -228,13 +223,12 @@ def _step_lines(step: ServingStep) -> Iterator[str]:
 
 def _operation_line(name: str, *cells: str) -> str:
     widths = (10, 10, 11, 10, 9)
-    numbers = "".join(heading_cell(cell, width) for cell, width in zip(cells, widths, strict=True))
-    name = localise(name)
+    numbers = "".join(pad_left(cell, width) for cell, width in zip(cells, widths, strict=True))
     return pad(name, 30) + numbers if text_width(name) <= 30 else f"{name}\n{'':<30}{numbers}"
 
 
 def _value_line(name: str, value: str) -> str:
-    return label_cell(name, 46) + heading_cell(value, 22)
+    return pad(name, 46) + pad_left(value, 22)
 
 
 def _format_limit(count: int | None) -> str:

@@ -26,8 +26,7 @@ from ..nn.attention import Attention
 from ..nn.op_trace import walk
 from ..presets import from_toml
 from ..spec.attention_spec import AttentionSpec
-from ..translation.language import localise
-from ..translation.terminal_text import label_cell, paragraph, rule, wrap
+from ..translation.terminal_text import pad, rule, wrap
 from . import soft_lookup
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def format_costs() -> str:
     work = costs.self_attention_work(spec, batch=1, queries=tokens)
     lines = [
         f"{name:<18}{param.layout!s:<18}{' x '.join(map(str, shapes[name])):<12}"
-        + ("" if param.trainable else f"  {localise('constant')}")
+        + ("" if param.trainable else f"  {'constant'}")
         for name, param in spec.params().items()
     ]
     dims = (
@@ -138,10 +137,7 @@ def format_costs() -> str:
         [
             *(line.rstrip() for line in lines),
             "",
-            *(
-                f"{label_cell(name, 16)}{number:>12,}  {localise(text)}"
-                for name, number, text in rows
-            ),
+            *(f"{pad(name, 16)}{number:>12,}  {text}" for name, number, text in rows),
         ]
     )
 
@@ -150,12 +146,10 @@ def format_cache_checks() -> str:
     """Format the comparison of cached decoding and one full pass, in two precisions."""
     rows = [
         f"{check.dtype:<9}"
-        + localise(
-            f"{check.largest:.1e} of {check.of:.2f}   {check.tokens} tokens in {check.slots} slots"
-        )
+        + f"{check.largest:.1e} of {check.of:.2f}   {check.tokens} tokens in {check.slots} slots"
         for check in (check_cached_decode(torch.float32), check_cached_decode(torch.float64))
     ]
-    title = paragraph(
+    title = wrap(
         "Decoding token by token with a KV cache, compared with one full forward pass: largest "
         "difference of the "
         "outputs."
@@ -205,11 +199,11 @@ def run_demo(
     """
     training_demo, pages = _make_training_demo(out, recipe), list[tuple[str, str]]()
     for number, (name, make) in enumerate(list_pages(training_demo), 1):
-        title(rule(f"── {number}  {localise(name)} "))
+        title(rule(f"── {number}  {name} "))
         pages.append((name, make()))
         show(pages[-1][1] + "\n")
     if training_demo is not None:
-        show(localise(f"Report with all pages: {training_demo.report(pages)}"))
+        show(f"Report with all pages: {training_demo.report(pages)}")
 
 
 def demo_data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from ..escaping import escape_html
 from ..files import write_atomically
+from ..learn.language import current_language
 from ..surgery.verification.proof_report import format_bytes
-from ..translation.language import current_language, localise
-from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from ..translation.terminal_text import pad, pad_left, wrap
 
 # --- Comparison -----------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ def format_comparison(data: Mapping[str, Any]) -> str:
     rows = [ComparisonRow("", "before", "compressed", "retrained"), *comparison_rows(data)]
     table = [
         "".join(
-            [label_cell(row.name, COLUMN_WIDTHS[0]), *map(heading_cell, row[1:], COLUMN_WIDTHS[1:])]
+            [pad(row.name, COLUMN_WIDTHS[0]), *map(pad_left, row[1:], COLUMN_WIDTHS[1:])]
         ).rstrip()
         for row in rows
     ]
@@ -114,13 +114,13 @@ def format_comparison(data: Mapping[str, Any]) -> str:
     heads_drawing = [*draw_heads(data), ""] if data.get("keep") else []
     return "\n".join(
         [
-            *paragraph(sentences[0]),
+            *wrap(sentences[0]),
             "",
             *heads_drawing,
             *table,
             "",
-            *paragraph(change_verdict(data)),
-            *paragraph(_speed_sentences(data, proof)),
+            *wrap(change_verdict(data)),
+            *wrap(_speed_sentences(data, proof)),
         ]
     )
 
@@ -193,7 +193,7 @@ def render_report(
     parts = list[str]()
     for title, text in pages:
         body = _render_change(changes[title]) if title in changes else _render_text(text)
-        parts += ["<section>", f"<h2>{escape_html(localise(title))}</h2>", body, "</section>"]
+        parts += ["<section>", f"<h2>{escape_html(title)}</h2>", body, "</section>"]
     head = HTML_HEAD.replace("LANGUAGE", current_language())
     return "\n".join([head, "<h1>headwise demo</h1>", *parts, "</body>", "</html>", ""])
 
@@ -215,7 +215,7 @@ def _render_change(data: Mapping[str, Any]) -> str:
     """Render the summary, the kept heads, exact match as bars, all numbers as a table, the verdict,
     and the loss.
     """
-    parts = [f"<p>{escape_html(localise(data['proof']['what'] + '.'))}</p>"]
+    parts = [f"<p>{escape_html(data['proof']['what'] + '.')}</p>"]
     if data.get("keep"):
         parts.append(_render_text("\n".join(draw_heads(data))))
     score = exact_match_rows(data)
@@ -229,10 +229,9 @@ def _render_change(data: Mapping[str, Any]) -> str:
         *(_render_bar(name, one) for name, one in bars.items()),
         "</div>",
     ]
-    head = "".join(f"<th>{localise(name)}</th>" for name in ("", *bars))
+    head = "".join(f"<th>{name}</th>" for name in ("", *bars))
     rows = [
-        "".join(f"<td>{escape_html(localise(cell))}</td>" for cell in one)
-        for one in comparison_rows(data)
+        "".join(f"<td>{escape_html(cell)}</td>" for cell in one) for one in comparison_rows(data)
     ]
     parts += ["<table>", *(f"<tr>{row}</tr>" for row in (head, *rows)), "</table>"]
     curve = [
@@ -240,8 +239,8 @@ def _render_change(data: Mapping[str, Any]) -> str:
         for point in data["curve"]
         if point["held_out"] is not None
     ]
-    parts += [f"<p>{escape_html(localise(change_verdict(data)))}</p>", _render_loss_curve(curve)]
-    place = localise(f"The proof is in {data['folder']}/PROOF.md.")
+    parts += [f"<p>{escape_html(change_verdict(data))}</p>", _render_loss_curve(curve)]
+    place = f"The proof is in {data['folder']}/PROOF.md."
     return "\n".join([*parts, f"<p>{escape_html(place)}</p>"])
 
 
@@ -256,7 +255,7 @@ def _render_bar(name: str, score: Mapping[str, Any]) -> str:
         drawing += f'<path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
     label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{score["value"]:.1%}</text>'
     return (
-        f'<span>{escape_html(localise(name))}</span><svg width="{BAR_WIDTH + 70}" '
+        f'<span>{escape_html(name)}</span><svg width="{BAR_WIDTH + 70}" '
         f'height="16">{drawing}{label}</svg>'
     )
 
@@ -272,9 +271,9 @@ def _render_loss_curve(points: Sequence[tuple[int, float]]) -> str:
         f'<text x="36" y="16" font-size="11" text-anchor="end">{max_loss:.2f}</text>'
         f'<text x="36" y="112" font-size="11" text-anchor="end">0</text>'
         '<text x="360" y="126" font-size="11" '
-        f'text-anchor="end">{localise(f"step {last_step:,}")}</text>'
+        f'text-anchor="end">{f"step {last_step:,}"}</text>'
     )
     axes = '<path d="M40 10V110H360" fill="none" stroke="#999"/>'
     line = f'<polyline points="{coordinates}" fill="none" stroke="#5b4b8a" stroke-width="2"/>'
-    caption = f"<p>{localise('Held-out loss during retraining:')}</p>"
+    caption = f"<p>{'Held-out loss during retraining:'}</p>"
     return f'{caption}<svg width="380" height="132">{axes}{line}{labels}</svg>'

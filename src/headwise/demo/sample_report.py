@@ -13,7 +13,7 @@ from ..escaping import escape_html, escape_svg
 from ..files import write_atomically
 from ..head_analysis.head_figures import CLASS_STYLES, class_group
 from ..head_analysis.head_table import HeadMeasures
-from ..translation.language import current_language, localise
+from ..learn.language import current_language
 from ..viewer.bundled_sample import SOURCE
 from . import before_after
 
@@ -174,7 +174,7 @@ def write_tour_report(tour: Tour, path: Path) -> None:
 
 def render_tour(tour: Tour) -> str:
     """Return the report as HTML."""
-    title = f"{localise('Heads of a translator')} · headwise demo"
+    title = f"{'Heads of a translator'} · headwise demo"
     return "\n".join(
         [
             "<!doctype html>",
@@ -200,25 +200,25 @@ def render_tour(tour: Tour) -> str:
 
 
 def _section(title: str, lead: str, *body: str) -> Iterator[str]:
-    yield f"<section><h2>{escape_html(localise(title))}</h2>"
+    yield f"<section><h2>{escape_html(title)}</h2>"
     if lead:
-        yield f"<p>{localise(lead)}</p>"
+        yield f"<p>{lead}</p>"
     yield from body
     yield "</section>"
 
 
 def _header(tour: Tour) -> Iterator[str]:
     layers = len(tour.trace.layers)
-    yield f"<header><h1>{localise('The heads of a small translator')}</h1>"
-    lead = localise(
+    yield f"<header><h1>{'The heads of a small translator'}</h1>"
+    lead = (
         "The model translates dates and amounts of money between English, ISO notation and "
         "Chinese. It was trained "
         f"with headwise and has <b>{tour.num_heads}</b> attention heads in <b>{layers}</b> layers."
     )
     yield f"<p>{lead}</p>"
     yield (
-        f'<dl class="pair"><dt>{localise("reads")}</dt><dd>{escape_html(SOURCE)}</dd>'
-        f"<dt>{localise('writes')}</dt><dd "
+        f'<dl class="pair"><dt>{"reads"}</dt><dd>{escape_html(SOURCE)}</dd>'
+        f"<dt>{'writes'}</dt><dd "
         f'lang="zh">{escape_html(tour.translation)}</dd></dl></header>'
     )
 
@@ -244,34 +244,30 @@ def _map_section(tour: Tour) -> Iterator[str]:
     groups = dict.fromkeys(
         class_group(head.classes[0].name) for head in tour.table.heads if head.classes
     )
-    legend = "".join(
-        f"<span>{draw_badge(group)} {escape_html(localise(group))}</span>" for group in groups
-    )
+    legend = "".join(f"<span>{draw_badge(group)} {escape_html(group)}</span>" for group in groups)
     ramp = "".join(f'<i class="b{shade}"></i>' for shade in range(9))
-    meaning = localise("importance: loss increase without the head")
+    meaning = "importance: loss increase without the head"
     bars = f'<span><b class="swatch"></b> {meaning}</span>' if tour.importance else ""
-    removed = f'<span><b class="gone"></b> {localise("removed below")}</span>' if keep else ""
+    removed = f'<span><b class="gone"></b> {"removed below"}</span>' if keep else ""
     yield from _section(
         "What every head attends to",
         "A cell is a head: rows are the tokens that are read or written, columns the tokens it "
         "looks at. The letter is "
         f"its strongest class over {escape_html(tour.table.texts)}.",
         f'<div class="headmap">{"".join(rows)}</div>',
-        f'<p class="legend">{legend}<span class="ramp">{localise("weight 0")} {ramp} '
-        f"{localise('1, square root')}</span>{bars}{removed}</p>",
+        f'<p class="legend">{legend}<span class="ramp">{"weight 0"} {ramp} '
+        f"{'1, square root'}</span>{bars}{removed}</p>",
     )
 
 
 def _map_cell(tour: Tour, head: HeadMeasures, most: float, removed: bool) -> str:
     name = head.classes[0].name if head.classes else "unclear"
-    label = localise(f"{head.site} head {head.head}, {name}") + (
-        localise(", removed") if removed else ""
-    )
+    label = f"{head.site} head {head.head}, {name}" + (", removed" if removed else "")
     weights = tour.trace.head_weights(head.site, head.head).tolist()
     importance = tour.importance.get((head.site, head.head))
     bar = ""
     if importance is not None and most > 0:
-        score = localise(f"importance {importance.value:.3g}")
+        score = f"importance {importance.value:.3g}"
         label, bar = f"{label}, {score}", draw_bar(importance.value / most, score)
     classes = "cell removed" if removed else "cell"
     return (
@@ -285,10 +281,10 @@ def _heads_section(tour: Tour) -> Iterator[str]:
         return
     figures = [
         f'<figure class="panel"><h3>{draw_badge(view.class_name)} '
-        f"{escape_html(localise(view.name))}</h3>"
+        f"{escape_html(view.name)}</h3>"
         f'<div class="scroll">{draw_heat_map(view.weights, view.queries, view.keys, view.name)}</div>'
-        f"<figcaption><b>{escape_html(localise(class_group(view.class_name)))}</b>: "
-        f"{escape_html(localise(view.evidence))}.</figcaption>"
+        f"<figcaption><b>{escape_html(class_group(view.class_name))}</b>: "
+        f"{escape_html(view.evidence)}.</figcaption>"
         "</figure>"
         for view in tour.views
     ]
@@ -312,9 +308,7 @@ def _ablation_section(tour: Tour) -> Iterator[str]:
         f"</td></tr>"
         for source, before, after in ablation.outputs
     ]
-    head = "".join(
-        f"<th>{localise(name)}</th>" for name in ("source", "with the head", "without it")
-    )
+    head = "".join(f"<th>{name}</th>" for name in ("source", "with the head", "without it"))
     yield from _section(
         "One head ablated",
         f"Every head was ablated alone, over {ablation.texts} held-out texts. Without <b>"
@@ -329,7 +323,7 @@ def _ablation_section(tour: Tour) -> Iterator[str]:
 def _mark_changes(before: str, after: str) -> str:
     """The output without the head; characters that differ from the output with it are marked."""
     if before == after:
-        return f"{escape_html(after)} <small>{localise('unchanged')}</small>"
+        return f"{escape_html(after)} <small>{'unchanged'}</small>"
     marked = [
         escape_html(char)
         if n < len(before) and before[n] == char
@@ -348,9 +342,9 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
     bars = [
         (name, entry["value"], before_after.format_interval(entry))
         for name, entry in (
-            (localise(f"{total} heads"), comparison["before"]),
-            (localise(f"{num_kept} heads"), data["cut"]["after"]),
-            (localise("retrained"), comparison["after"]),
+            (f"{total} heads", comparison["before"]),
+            (f"{num_kept} heads", data["cut"]["after"]),
+            ("retrained", comparison["after"]),
         )
     ]
     yield from _section(
@@ -365,7 +359,7 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
             for name, value, interval in bars
         ),
         "</div>",
-        f'<p class="muted">{localise("Exact match over held-out examples, with its 95% interval.")}</p>',
+        f'<p class="muted">{"Exact match over held-out examples, with its 95% interval."}</p>',
         _comparison_table(data),
         *_proof_checks(proof),
     )
@@ -378,14 +372,12 @@ def _comparison_table(data: Mapping[str, Any]) -> str:
         if not row.name.startswith(("exact match", "  "))
     ]
     body = "".join(
-        f"<tr><td>{escape_html(localise(row.name))}</td>"
+        f"<tr><td>{escape_html(row.name)}</td>"
         + "".join(f'<td class="num">{escape_html(cell)}</td>' for cell in row[1:])
         + "</tr>"
         for row in rows
     )
-    head = "".join(
-        f'<th class="num">{localise(name)}</th>' for name in ("before", "pruned", "retrained")
-    )
+    head = "".join(f'<th class="num">{name}</th>' for name in ("before", "pruned", "retrained"))
     return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -394,13 +386,13 @@ def _proof_checks(proof: Mapping[str, Any]) -> Iterator[str]:
     yield '<ul class="checks">'
     for check in proof["equal"]:
         state = "ok" if check["same"] else "bad"
-        mark = localise("equal" if check["same"] else "NOT equal")
-        numbers = localise(
+        mark = "equal" if check["same"] else "NOT equal"
+        numbers = (
             f"largest difference {check['apart']:.1e}, allowed {check['allowed']:.1e} "
             f"({check['dtype']})"
         )
         yield (
-            f'<li class="{state}"><b>{mark}</b> {escape_html(localise(check["what"]))}: '
+            f'<li class="{state}"><b>{mark}</b> {escape_html(check["what"])}: '
             f"{escape_html(numbers)}</li>"
         )
     yield "</ul>"
@@ -416,7 +408,7 @@ def _next_section(tour: Tour) -> Iterator[str]:
         ("headwise view path/to/model --text '...'", "your own model"),
     )
     items = "".join(
-        f"<li><code>{escape_html(command)}</code><span>{escape_html(localise(text))}</span></li>"
+        f"<li><code>{escape_html(command)}</code><span>{escape_html(text)}</span></li>"
         for command, text in commands
     )
     yield from _section("Next", "", f'<ul class="next">{items}</ul>')

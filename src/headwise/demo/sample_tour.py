@@ -20,8 +20,7 @@ from ..head_analysis.head_figures import CLASS_STYLES, class_group
 from ..head_analysis.head_table import HeadMeasures, HeadTable, Measure
 from ..output_paths import check_output, stage_folder
 from ..traces import Trace
-from ..translation.language import join_clauses, join_items, localise
-from ..translation.terminal_text import draw_heat_map, label_cell, paragraph, rule, wrap
+from ..translation.terminal_text import draw_heat_map, pad, rule, wrap
 from ..viewer.bundled_sample import (
     MODEL,
     SOURCE,
@@ -136,11 +135,11 @@ def run_sample_tour(
         check_output_folder(folder / PRUNED_NAME)
         report = folder / before_after.REPORT_FILE
         for number, (name, make) in enumerate(list_tour_pages(tour, scale), 1):
-            title(rule(f"── {number}  {localise(name)} "))
+            title(rule(f"── {number}  {name} "))
             show(make() + "\n")
             sample_report.write_tour_report(tour, report)
             if number == 1:
-                show(localise(f"The report grows with every page: {report}") + "\n")
+                show(f"The report grows with every page: {report}" + "\n")
     show(format_ending(tour, report))
     return tour
 
@@ -157,15 +156,13 @@ def format_ending(tour: Tour, report: Path) -> str:
     """The last lines: time, report, and what to do next."""
     return "\n".join(
         [
-            localise(
-                f"Done in {time.monotonic() - tour.started:.0f} s. Report with pictures: {report}"
-            ),
+            f"Done in {time.monotonic() - tour.started:.0f} s. Report with pictures: {report}",
             "",
-            localise("Next:"),
-            f"  headwise view              {localise('this translator, live in the browser')}",
+            "Next:",
+            f"  headwise view              {'this translator, live in the browser'}",
             f"  headwise view {tour.folder / PRUNED_NAME}",
-            f"                             {localise('the pruned translator')}",
-            f"  headwise demo --train      {localise('train such a model, then compress it')}",
+            f"                             {'the pruned translator'}",
+            f"  headwise demo --train      {'train such a model, then compress it'}",
         ]
     )
 
@@ -222,15 +219,15 @@ def describe_sample(tour: Tour) -> str:
     best = tour.views[0]
     return "\n".join(
         [
-            *paragraph(
+            *wrap(
                 f"A small trained translator of dates and amounts: {tour.num_heads} attention "
                 "heads in "
                 f"{len(tour.trace.layers)} layers."
             ),
-            f"{label_cell('  it reads', 13)}{SOURCE}",
-            f"{label_cell('  it writes', 13)}{tour.translation}",
+            f"{pad('  it reads', 13)}{SOURCE}",
+            f"{pad('  it writes', 13)}{tour.translation}",
             "",
-            *paragraph(
+            *wrap(
                 f"Where {best.name} looks in the source (columns) while it reads the output (rows):"
             ),
             "",
@@ -249,14 +246,14 @@ def describe_classes(tour: Tour) -> str:
         for site in sites
     ]
     counts = Counter(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
-    legend = join_items(
-        f"{CLASS_STYLES[name][0]} {localise(name)} {count}" for name, count in counts.most_common()
+    legend = ", ".join(
+        (f"{CLASS_STYLES[name][0]} {name} {count}" for name, count in counts.most_common())
     )
-    title = paragraph(f"The strongest class of each head, over {tour.table.texts}:")
+    title = wrap(f"The strongest class of each head, over {tour.table.texts}:")
     lines = [*title, *wrap(legend), "", *rows, ""]
     for view in tour.views:
-        named = join_clauses([localise(view.name), localise(view.class_name)])
-        lines += wrap(join_clauses([named, localise(f"{view.evidence}.")], ": "))
+        named = ", ".join([view.name, view.class_name])
+        lines += wrap(": ".join([named, f"{view.evidence}."]))
     return "\n".join(lines)
 
 
@@ -305,7 +302,7 @@ def ablate_one_head(tour: Tour, scale: TourScale) -> str:
 
 
 def _format_ablation(ablation: AblationResult, result: ImportanceResult) -> str:
-    lines = paragraph(
+    lines = wrap(
         f"Each of the {len(result.heads)} heads was ablated alone, over {ablation.texts} held-out "
         "texts. Without "
         f"{ablation.site} head {ablation.head} the loss rises by {ablation.value:.3g} (95% "
@@ -316,8 +313,8 @@ def _format_ablation(ablation: AblationResult, result: ImportanceResult) -> str:
         lines += [
             "",
             f"  {source}",
-            f"{label_cell('    with it', 16)}{before}",
-            f"{label_cell('    without it', 16)}{after}",
+            f"{pad('    with it', 16)}{before}",
+            f"{pad('    without it', 16)}{after}",
         ]
     return "\n".join(lines)
 

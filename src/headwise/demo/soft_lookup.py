@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..translation.terminal_text import heading_cell, label_cell, paragraph
+from ..translation.terminal_text import pad, pad_left, wrap
 
 KEYS, VALUES, QUERY = (51.0, 56.0, 58.0), (40.0, 43.0, 48.0), 57.0
 KERNEL_WIDTHS = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -131,7 +131,7 @@ def counterexamples() -> list[tuple[LookupAnswer, LookupAnswer]]:
 def format_lookup() -> str:
     """Format all answers as a table, and the erratum that follows from them."""
     rows = [
-        label_cell(answer.method, 28)
+        pad(answer.method, 28)
         + "".join(f"{weight:>9.4f}" for weight in answer.weights)
         + f"{answer.value:>14.10g}"
         for answer in look_up_by_all_methods()
@@ -149,17 +149,17 @@ def format_lookup() -> str:
     )
     return "\n".join(
         [
-            *paragraph(f"A store maps {store}. What is the value for {QUERY:g}?"),
-            *paragraph("The answer is the mean of the values, weighted by how near each key is."),
+            *wrap(f"A store maps {store}. What is the value for {QUERY:g}?"),
+            *wrap("The answer is the mean of the values, weighted by how near each key is."),
             "",
-            label_cell("weights", 28)
+            pad("weights", 28)
             + "".join(f"{f'w({key:g})':>9}" for key in KEYS)
-            + heading_cell("answer", 14),
+            + pad_left("answer", 14),
             *rows,
             "",
-            *paragraph(erratum),
+            *wrap(erratum),
             "",
-            *paragraph(
+            *wrap(
                 "A Gaussian kernel does not have this fault, and it is attention: its weights are "
                 "the softmax of the "
                 "scores -(q-k)^2 / 2w^2."

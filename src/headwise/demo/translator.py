@@ -36,8 +36,7 @@ from ..surgery.verification.efficiency import TimingOptions
 from ..surgery.verification.proof import PROOF_JSON, ProofOptions, prove, write_proof
 from ..surgery.verification.quality_metrics import compare_task_scores
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
-from ..translation.language import localise
-from ..translation.terminal_text import cut, draw_heat_map, paragraph
+from ..translation.terminal_text import cut, draw_heat_map, wrap
 from . import before_after
 
 # --- Training and translations --------------------------------------------------------------------
@@ -132,7 +131,7 @@ class Translator:
             ),
             f"The model is in {self.folder}, its training curve in metrics.jsonl.",
         ]
-        return "\n".join(line for text in lines for line in paragraph(text))
+        return "\n".join(line for text in lines for line in wrap(text))
 
     def examples_page(self) -> str:
         """Format one held-out example per direction."""
@@ -281,22 +280,22 @@ def format_examples(examples: Sequence[TranslationExample]) -> str:
         )
         lines += [
             f"{example.direction:<8}{example.source}",
-            f"        {example.output}   ({localise(mark)})",
+            f"        {example.output}   ({mark})",
         ]
     return "\n".join(lines)
 
 
 def format_alignment(heads: Sequence[HeadAlignment], best_map: AlignmentMap) -> str:
     """Format the alignment of every head, and the map of the best one."""
-    lines = [localise("How often the most attended source token is the aligned one:"), ""]
+    lines = ["How often the most attended source token is the aligned one:", ""]
     lines += [
         (
-            f"  {localise(f'layer {entry.layer} head {entry.head}')}   {entry.share:6.1%}   "
+            f"  {f'layer {entry.layer} head {entry.head}'}   {entry.share:6.1%}   "
             f"{'█' * round(30 * entry.share)}"
         )
         for entry in heads
     ]
-    caption = paragraph(
+    caption = wrap(
         f"Layer {best_map.layer} head {best_map.head} attends to {best_map.gold.source!r} "
         "(columns) while it writes "
         "the rows; gold alignments are marked with [:"
@@ -331,7 +330,7 @@ class RetrainingProgress:
         """
         if self._stream.isatty():
             self._stream.write(
-                "\r\x1b[K" + (cut(f"{self._name}: {localise(stage)}", LINE_WIDTH) if stage else "")
+                "\r\x1b[K" + (cut(f"{self._name}: {stage}", LINE_WIDTH) if stage else "")
             )
         elif (
             isinstance(stage, CountedMessage)
@@ -339,7 +338,7 @@ class RetrainingProgress:
         ):
             return
         elif stage:
-            self._stream.write(f"{self._name}: {localise(stage)}\n")
+            self._stream.write(f"{self._name}: {stage}\n")
         self._stream.flush()
         self._last_report = time.monotonic()
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError, pluralise
 from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
-from ..translation.language import current_language, join_clauses, join_items, localise
-from ..translation.terminal_text import label_cell, text_width, wrap
+from ..translation.terminal_text import pad, wrap
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
 from .measure_tables import LINE_WIDTH, format_notes
@@ -217,12 +216,6 @@ def name_undrawable(text: str) -> str:
     return text
 
 
-def localise_drawn(text: str) -> str:
-    """The text in the current language if the fonts can draw it, else in English."""
-    shown = localise(text)
-    return text if find_undrawable(shown) else shown
-
-
 FONT_NOTE = (
     "No installed font has Chinese characters. Install one, as the package "
     "fonts-noto-cjk, and draw again."
@@ -230,49 +223,20 @@ FONT_NOTE = (
 CODE_POINT = re.compile(
     "U\\+[2-9A-F][0-9A-F]{3}"
 )  # of a character beyond those of European languages
-PROSE = re.compile("[a-z]{2,}\\s[a-z]{2,}")
-TOKEN_LABEL = "token"  # of texts of a figure that are tokens, which are not translated
+TOKEN_LABEL = "token"  # of texts of a figure that are tokens
 
 
-def _localise_lines(text: str) -> str:
-    """A wrapped text as a whole, wrapped again at its width, or each of its lines; English if prose
-    would be left.
-    """
-    whole = localise(" ".join(text.split()))
-    shown = "\n".join(wrap(whole, max(map(text_width, text.splitlines()))))
-    choices = (shown, "\n".join(map(localise, text.splitlines())))
-    return next((choice for choice in choices if not PROSE.search(choice)), text)
-
-
-def localise_figure(figure: Figure) -> None:
-    """Put titles, labels and legends into the current language if a font can draw it.
-
-    Otherwise they stay English, and a note below says what to install; tokens are named by code
-    points already.
-    """
+def note_missing_font(figure: Figure) -> None:
+    """Write below a figure which package to install if its tokens are named by code points."""
     from matplotlib.text import Text
 
-    ticks = {
-        label
-        for axes in figure.axes
-        for label in (*axes.get_xticklabels(), *axes.get_yticklabels())
-    }
-    needs_font = False
-    for artist in figure.findobj(Text):
-        text = artist.get_text()
-        if artist in ticks or artist.get_label() == TOKEN_LABEL:
-            needs_font |= bool(CODE_POINT.search(text))
-        elif (
-            current_language() != "en" and text.strip() and (shown := _localise_lines(text)) != text
-        ):
-            if find_undrawable(shown):
-                needs_font = True
-            else:
-                artist.set_text(shown)
-    if needs_font and not figure.get_supxlabel():
-        figure.supxlabel(
-            FONT_NOTE, y=-0.01, verticalalignment="top", fontsize=6
-        )  # below legends at the lower edge
+    tokens: list[Text] = [text for text in figure.findobj(Text) if text.get_label() == TOKEN_LABEL]
+    for axes in figure.axes:
+        tokens += [*axes.get_xticklabels(), *axes.get_yticklabels()]
+    has_code_point = any(CODE_POINT.search(text.get_text()) for text in tokens)
+    if has_code_point and not figure.get_supxlabel():
+        # below legends at the lower edge
+        figure.supxlabel(FONT_NOTE, y=-0.01, verticalalignment="top", fontsize=6)
 
 
 def plot_style(theme: FigureTheme) -> Any:
@@ -321,7 +285,7 @@ def save_figure(
     path = check_output(path, FIGURE_FILE, "overwrite" if overwrite else "refuse")
     with figure_style(theme):
         figure = draw(theme)
-        localise_figure(figure)
+        note_missing_font(figure)
         extra: dict[str, Any] = (
             {"bbox_inches": "tight"} if figure.get_supxlabel() == FONT_NOTE else {}
         )
@@ -426,7 +390,7 @@ def _draw_legend(figure: Figure, table: HeadTable, theme: FigureTheme, title: st
             facecolor=class_style(name, theme)[1],
             edgecolor=theme.muted,
             lw=0.3,
-            label=f"{CLASS_STYLES[name][0]}  {localise_drawn(name)}",
+            label=f"{CLASS_STYLES[name][0]}  {name}",
         )
         for name in CLASS_STYLES
         if name in present
@@ -533,7 +497,7 @@ def draw_importance_curve(
     most = [f"{rank}  {names[n]}" for rank, n in enumerate(order[:NUM_NAMED_HEADS])]
     axes.legend(
         *axes.get_legend_handles_labels(),
-        title="\n".join([localise_drawn("most important:"), *most, ""]),
+        title="\n".join(["most important:", *most, ""]),
         title_fontsize=6.5,
         fontsize=6.5,
         loc="upper left",
@@ -572,7 +536,7 @@ def draw_head_map(table: HeadTable, embedding: PlaneEmbedding, theme: FigureThem
     note_of_labels = axes.set_title(
         " ", fontsize=6.5, fontweight="normal"
     )  # keeps its place in the layout
-    localise_figure(figure)
+    note_missing_font(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # labels are placed in the final layout
     if left_out := _label_heads(axes, table, embedding, theme):
@@ -675,7 +639,7 @@ def format_head_table(table: HeadTable, colour: ColourFunction = without_colour)
     the highest score in each class.
     """
     lines = [
-        localise(f"{table.model}, {table.texts}"),
+        f"{table.model}, {table.texts}",
         "",
         *_legend_lines(table),
         "",
@@ -691,14 +655,8 @@ def _legend_lines(table: HeadTable) -> list[str]:
     groups = {
         class_group(head.classes[0].name) if head.classes else "unclear" for head in table.heads
     }
-    letters = [
-        f"{_class_letter(group)} {localise(group)}" for group in CLASS_STYLES if group in groups
-    ]
-    return wrap(
-        join_clauses(
-            [join_items(letters), localise("in lower case if the score is below 0.5")], "; "
-        )
-    )
+    letters = [f"{_class_letter(group)} {group}" for group in CLASS_STYLES if group in groups]
+    return wrap(f"{', '.join(letters)}; in lower case if the score is below 0.5")
 
 
 def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
@@ -709,9 +667,7 @@ def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
     columns = max(1, (LINE_WIDTH - width - 2) // 3)
     for start in range(0, num_heads, columns):
         numbers = range(start, min(num_heads, start + columns))
-        yield (
-            f"{label_cell('head', width)}  {''.join(str(n).rjust(2) + ' ' for n in numbers)}"
-        ).rstrip()
+        yield (f"{pad('head', width)}  {''.join(str(n).rjust(2) + ' ' for n in numbers)}").rstrip()
         for site in sites:
             cells = [_cell_letter(head_at.get((site, n)), colour) for n in numbers]
             yield f"{site.ljust(width)}  {''.join(cells)}".rstrip()
@@ -743,10 +699,8 @@ def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator
     if not members:
         return
     count = len({id(head) for _, head in members})
-    counted = localise(pluralise(count, "head"))
-    yield join_clauses([colour(f"{CLASS_STYLES[group][0]}  {localise(group)}", group), counted])
+    title = colour(f"{CLASS_STYLES[group][0]}  {group}", group)
+    yield f"{title}, {pluralise(count, 'head')}"
     for head_class, head in members[:HEADS_PER_CLASS]:
-        measured = join_clauses(
-            [f"{localise(head_class.name)} {head_class.score:.2f}", localise(head_class.evidence)]
-        )
-        yield from wrap(join_clauses([f"{head.site} {head.head}", measured], ": "), indent="   ")
+        measured = f"{head_class.name} {head_class.score:.2f}, {head_class.evidence}"
+        yield from wrap(f"{head.site} {head.head}: {measured}", indent="   ")

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..translation.language import join_items, localise
-from ..translation.terminal_text import cut, pad, pad_left, paragraph, text_width
+from ..translation.terminal_text import cut, pad, pad_left, text_width, wrap
 from .head_table import HeadTable, ImportanceResult, Measure
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     """Align columns below their names: the first and the last to the left, the
     others to the right.
     """
-    lines, last = [[localise(name) for name in header], *rows], len(header) - 1
+    lines, last = [list(header), *rows], len(header) - 1
     widths = [max(text_width(line[n]) for line in lines) for n in range(len(header))]
     aligned = (
         "  ".join(
@@ -70,7 +69,7 @@ def format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 def format_notes(notes: Sequence[str]) -> list[str]:
     """Format notes as wrapped lines below a table."""
     return (
-        ["", *(line for note in notes for line in paragraph(f"note: {note}", LINE_WIDTH))]
+        ["", *(line for note in notes for line in wrap(f"note: {note}", LINE_WIDTH))]
         if notes
         else []
     )
@@ -99,13 +98,13 @@ def format_head_ranking(table: HeadTable, measure: str) -> str:
             head.site,
             str(head.head),
             *numbers[4 * n : 4 * n + 4],
-            join_items(f"{localise(one.name)} {one.score:.2f}" for one in head.classes[:2]),
+            ", ".join(f"{one.name} {one.score:.2f}" for one in head.classes[:2]),
         ]
         for n, head in enumerate(heads)
     ]
     lines = format_columns(["site", "head", measure, *INTERVAL_COLUMNS, "chance", "classes"], rows)
     title = f"{table.model}, {table.texts}; {INTERVAL_NOTE}"
-    return "\n".join([localise(title), "", *lines, *format_notes(table.notes)])
+    return "\n".join([title, "", *lines, *format_notes(table.notes)])
 
 
 def format_importance(result: ImportanceResult) -> str:
@@ -130,9 +129,7 @@ def format_importance(result: ImportanceResult) -> str:
         f"{result.objective}"
     )
     lines = format_columns(["site", "head", "importance", *INTERVAL_COLUMNS, "corrected p"], rows)
-    return "\n".join(
-        [*paragraph(title), localise(INTERVAL_NOTE), "", *lines, *format_notes(result.notes)]
-    )
+    return "\n".join([*wrap(title), INTERVAL_NOTE, "", *lines, *format_notes(result.notes)])
 
 
 def format_logit_shares(attribution: LogitAttribution) -> str:
@@ -156,7 +153,7 @@ def format_logit_shares(attribution: LogitAttribution) -> str:
     title = (
         f"{what} at position {attribution.position}: {total}, of which {rest} comes from no head"
     )
-    return "\n".join([*paragraph(title, LINE_WIDTH), "", *lines])
+    return "\n".join([*wrap(title, LINE_WIDTH), "", *lines])
 
 
 def format_attention_table(table: AttentionTable) -> str:
@@ -171,4 +168,4 @@ def format_attention_table(table: AttentionTable) -> str:
         )
         rows.append([repr(query), str(place), largest])
     lines = format_columns(["query", "position", "largest keys"], rows)
-    return "\n".join([localise(table.title), "", *lines])
+    return "\n".join([table.title, "", *lines])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import suggest
-from ..translation.language import LANGUAGES, join_items, use_language
+from .language import LANGUAGES, join_items, use_language
 
 Number = float | int | str
 

@@ -15,9 +15,9 @@ from ..escaping import escape_html as escape
 from ..files import write_atomically
 from ..head_analysis.head_figures import find_undrawable
 from ..output_paths import FolderKind
-from ..translation.language import LANGUAGES, SAMPLE, join_clauses, join_items, use_language
 from .catalogue import Document, Entry, Result, Verdict
 from .entry_text import MARKS, Words, describe_study, plain_formula
+from .language import LANGUAGES, SAMPLE, join_clauses, join_items, use_language
 
 STYLE_FILE = Path(__file__).with_name("document_page.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..translation.language import join_clauses, join_items, localise, use_language
 from ..translation.terminal_text import align_table, pad, wrap
 from .catalogue import Document, Entry, Result, Verdict, list_topics
+from .language import join_clauses, join_items, localise, use_language
 
 MARKS = {
     Verdict.HOLDS: "[+]",

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..escaping import escape_svg as escape
-from ..translation.language import join_items, localise
 from ..translation.terminal_text import text_width
+from .language import join_items, localise
 
 CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 40, 26, 24, 26, 34
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'

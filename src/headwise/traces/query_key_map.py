@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..translation.language import localise
-from ..translation.terminal_text import heading_cell, label_cell
+from ..translation.terminal_text import pad, pad_left
 from .attention_record import Array
 from .attention_trace import Trace
 
@@ -35,21 +34,17 @@ class QueryKeyMap(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            localise(
-                f"queries and keys on the plane of their largest variance ({self.share:.0%} of it)"
-            ),
+            f"queries and keys on the plane of their largest variance ({self.share:.0%} of it)",
             "",
         ]
-        lines.append(
-            f"{'':<6}{heading_cell('position', 8)}  {'x':>9}  {'y':>9}  {localise('token')}"
-        )
+        lines.append(f"{'':<6}{pad_left('position', 8)}  {'x':>9}  {'y':>9}  token")
         for kind, points, words in (
             ("query", self.queries, self.query_words),
             ("key", self.keys, self.key_words),
         ):
             named = words or ("",) * len(points)
             for place, ((x, y), word) in enumerate(zip(points.tolist(), named, strict=True)):
-                lines.append(f"{label_cell(kind, 6)}{place:>8}  {x:>9.3f}  {y:>9.3f}  {word!r}")
+                lines.append(f"{pad(kind, 6)}{place:>8}  {x:>9.3f}  {y:>9.3f}  {word!r}")
         return "\n".join(lines)
 
 

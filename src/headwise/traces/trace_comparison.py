@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import pluralise
-from ..translation.language import localise
-from ..translation.terminal_text import heading_cell, label_cell
+from ..translation.terminal_text import pad, pad_left
 from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace, query_blocks
 
@@ -156,16 +155,12 @@ class TraceComparison:
 
     def __str__(self) -> str:
         lines = [
-            localise(f"{pluralise(len(pairs.first), 'aligned token')} of the {name}")
+            f"{pluralise(len(pairs.first), 'aligned token')} of the {name}"
             for name, pairs in self.alignments.items()
         ]
-        lines += [
-            localise(f"not compared: {site}: {reason}") for site, reason in self.left_out.items()
-        ]
-        headings = [
-            heading_cell(name, width) for name, width in (("divergence", 10), ("largest", 9))
-        ]
-        lines += [" ".join([label_cell("head", 28), *headings, heading_cell("entropy change", 15)])]
+        lines += [f"not compared: {site}: {reason}" for site, reason in self.left_out.items()]
+        headings = [pad_left(name, width) for name, width in (("divergence", 10), ("largest", 9))]
+        lines += [" ".join([pad("head", 28), *headings, pad_left("entropy change", 15)])]
         ranked = self.ranked
         divergences = _format_column([head.divergence for head in ranked])
         weights = _format_column([head.largest for head in ranked])

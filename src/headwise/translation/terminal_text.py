@@ -10,8 +10,6 @@ import textwrap
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 
-from .language import localise
-
 TERMINAL_WIDTH = 80
 # characters that no line begins with
 CLOSING = "\uff0c\u3002\uff1b\uff1a\u3001\uff09\u300d\uff01\uff1f\u201d"
@@ -57,25 +55,6 @@ def rule(text: str, width: int = TERMINAL_WIDTH) -> str:
     '-- 词元 ────'
     """
     return text + "\u2500" * (width - text_width(text))
-
-
-def label_cell(text: str, width: int) -> str:
-    """The text in the current language with spaces after it, up to this width."""
-    return pad(localise(text), width)
-
-
-def heading_cell(text: str, width: int) -> str:
-    """The text in the current language with spaces before it, up to this width."""
-    return pad_left(localise(text), width)
-
-
-def paragraph(
-    text: str, width: int = TERMINAL_WIDTH, indent: str = "", hanging: str | None = None
-) -> list[str]:
-    """The text in the current language, in lines of at most this width; `hanging` indents all lines
-    but the first.
-    """
-    return wrap(localise(text), width, indent, hanging)
 
 
 def wrap(

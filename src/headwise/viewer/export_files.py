@@ -29,7 +29,6 @@ from ..traces import Trace
 from ..traces.attention_trace import format_bytes
 from ..traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
 from ..traces.trace_file import encode_trace
-from ..translation.language import iter_sentences, translate_all
 from .binary_answers import encode_image, encode_measures, encode_thumbnails, encode_tile
 from .open_model import OpenModel, TileRange
 from .view_document import make_file_stem
@@ -61,26 +60,8 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
         answers[f"/api/image?stream={stream}"] = encode_image(model, stream)
     if model.table is not None:
         answers["/api/export?kind=measures"] = {"text": model.table.to_csv()}
-    answers["/api/translations"] = translate_all(_list_sentences(model))
     exact = dict(_iter_weights(trace)) if count_bytes(trace) <= EXACT_BYTES else {}
     return {"version": 1, "answers": encode_answers(answers), "weights": exact}
-
-
-def _list_sentences(model: OpenModel) -> list[str]:
-    """The sentences that the page of an export shows: those of the document, the measures and the
-    classes.
-    """
-    layers = model.get_trace().layers
-    names = {
-        name
-        for one in layers
-        for name in (one.stack, f"{one.stack} {one.kind}", one.query_stream, one.key_stream)
-    }
-    sentences = [*iter_sentences(model.describe()), *sorted(names)]
-    if model.table is not None:
-        evidence = [one.evidence for head in model.table.heads for one in head.classes]
-        sentences += [model.table.texts, *model.table.notes, *evidence]
-    return sentences
 
 
 def estimate_html_bytes(model: OpenModel) -> int:
@@ -204,21 +185,13 @@ def _checksum(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def render_html(
-    data: Mapping[str, Any], title: str, assets: PageAssets | None = None, language: str = ""
-) -> str:
-    """Return the HTML file; `data` is what the page reads, as `encode_answers` gives it.
-
-    It opens in the given language; without one, in the last one that was chosen, or in that of the
-    browser.
-    """
+def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None = None) -> str:
+    """Return the HTML file; `data` is what the page reads, as `encode_answers` gives it."""
     assets = load_assets() if assets is None else assets
     return "\n".join(
         [
             "<!doctype html>",
-            f'<html lang="{language}" data-language="{language}">'
-            if language
-            else '<html lang="en">',
+            '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
             (

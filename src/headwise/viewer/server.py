@@ -26,7 +26,6 @@ from ..errors import SpecError
 from ..traces import map_queries_and_keys
 from ..traces.attention_trace import AGGREGATES
 from ..traces.head_steps import HeadPlace
-from ..translation.language import MAX_SENTENCES, translate_all
 from .binary_answers import (
     SCOPES,
     encode_aggregate,
@@ -160,7 +159,6 @@ class ViewServer:
             Route("/api/difference/pair", self._answer(self._difference_pair)),
             Route("/api/export", self._answer(self._export)),
             Route("/api/export/sizes", self._answer(self._export_sizes)),
-            Route("/api/translations", self._translations, methods=["POST"]),
             Route("/api/jobs", self._submit, methods=["POST"]),
             Route("/api/jobs/{job}", self._cancel, methods=["DELETE"]),
             Route("/api/jobs/{job}/events", self._events),
@@ -357,26 +355,6 @@ class ViewServer:
         site = view.site_name(query.integer("site", 0, 10**6))
         heads = view.get_trace().get_layer(site).heads
         return site, query.integer("head", 0, heads - 1)
-
-    async def _translations(self, request: Request) -> Response:
-        """The sentences of a request in another language; those that the catalogue does not have
-        are left out.
-        """
-        try:
-            sentences = parse_body(await _read_body(request)).get("sentences")
-            if not isinstance(sentences, list) or any(
-                not isinstance(sentence, str) for sentence in sentences
-            ):
-                raise ValueError(
-                    "sentences must be a list of texts; give one text for each sentence"
-                )
-            if len(sentences) > MAX_SENTENCES:
-                raise ValueError(
-                    f"there are {len(sentences)} sentences; give at most {MAX_SENTENCES}"
-                )
-        except ValueError as error:
-            return error_response(400, error)
-        return json_response(await anyio.to_thread.run_sync(translate_all, sentences))
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -585,14 +563,11 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the page is: host, port, and the token of this launch; the language in which it opens,
-    if one is given.
-    """
+    """Where the page is: host, port, and the token of this launch."""
 
     host: str
     port: int
     token: str
-    language: str = ""
 
     @property
     def url(self) -> str:
@@ -602,8 +577,7 @@ class ServerAddress:
             name = machine_names()[
                 0
             ]  # other machines cannot open an address that means all of them
-        language = f"?lang={self.language}" if self.language else ""
-        return f"http://{name}:{self.port}/{language}#token={self.token}"
+        return f"http://{name}:{self.port}/#token={self.token}"
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -626,7 +600,6 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     allow_remote: bool = False,
-    language: str = "",
     on_start: Callable[[ServerAddress], object] = lambda _: None,
 ) -> None:
     """Serve the page until the process is interrupted; `on_start` gets its address.
@@ -639,7 +612,7 @@ def serve(
         raise ValueError(f"other machines could reach {host}; give 127.0.0.1, or --allow-remote")
     static = read_static_files()
     listener = open_socket(host, port)
-    address = ServerAddress(host, listener.getsockname()[1], secrets.token_urlsafe(32), language)
+    address = ServerAddress(host, listener.getsockname()[1], secrets.token_urlsafe(32))
     view = ViewServer(model, static)
     app = SecurityMiddleware(view.app(), allowed_hosts(host, address.port), address.token)
     config = uvicorn.Config(

@@ -21,7 +21,6 @@ from ..escaping import escape_html, make_visible
 from ..files import write_atomically
 from ..output_paths import Existing, FileKind, FolderKind, check_output
 from ..traces import Trace, load_trace, trace_from_weights
-from ..translation.language import localise
 from . import bundled_sample
 from .export_files import TITLE_END, collect_answers, render_html
 from .model_targets import Log, is_trace, load_target, read_pruned_heads
@@ -61,14 +60,11 @@ class Target(NamedTuple):
 
 
 class ServerOptions(NamedTuple):
-    """Address and port to listen on (0: a free port), whether to open the browser, and the language
-    of the page.
-    """
+    """Address and port to listen on (0: a free port), and whether to open the browser."""
 
     host: str = "127.0.0.1"
     port: int = 0
     open_browser: bool = True
-    language: str = ""
 
 
 # --- Opening --------------------------------------------------------------------------------------
@@ -155,18 +151,16 @@ MODELS_FOLDER = FolderKind(
 )  # any folder, because every model is a new folder inside
 
 
-def render_export(opened: OpenModel, language: str = "") -> str:
+def render_export(opened: OpenModel) -> str:
     """The page with everything that is open, as one HTML file."""
-    return render_html(collect_answers(opened), opened.name, language=language)
+    return render_html(collect_answers(opened), opened.name)
 
 
-def write_export(
-    opened: OpenModel, path: Path | str, existing: Existing = "refuse", language: str = ""
-) -> None:
+def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refuse") -> None:
     """Measure the heads of a model, unless that is done, and write the page to one HTML file."""
     path = check_output(path, HTML_PAGE, existing)
     measure_heads_once(opened)
-    write_atomically(path, render_export(opened, language).encode())
+    write_atomically(path, render_export(opened).encode())
 
 
 def measure_heads_once(opened: OpenModel) -> None:
@@ -198,7 +192,7 @@ def serve_page(
     port = find_port(options.host, options.port)
 
     def on_start(address: ServerAddress) -> None:
-        announce(f"{opened.name}: {address.url}  {localise('(Ctrl+C stops it)')}")
+        announce(f"{opened.name}: {address.url}  (Ctrl+C stops it)")
         if options.open_browser:
             threading.Thread(
                 target=_open_when_ready, args=(options.host, port, address.url), daemon=True
@@ -209,7 +203,6 @@ def serve_page(
         host=options.host,
         port=port,
         allow_remote=True,
-        language=options.language,
         on_start=on_start,
     )
 

@@ -12,12 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...errors import SpecError
-from ...translation.language import localise
-from ...translation.terminal_text import heading_cell, label_cell
+from ...translation.terminal_text import pad, pad_left
 from ..arguments import (
     PRESETS,
     add_json_argument,
-    add_language_argument,
     add_set_argument,
     list_spec_keys,
     print_page,
@@ -151,7 +149,6 @@ def _parser() -> CommandParser:
         help="table of operations: FLOPs, bytes, least time, bottleneck",
     )
     add_json_argument(parser)
-    add_language_argument(parser)
     for group in OPTION_GROUPS:
         group.add_arguments(parser)
     expert = parser.add_expert_group("specs and formulas")
@@ -224,10 +221,7 @@ def _format_checks(name: str, checks: list[FormulaCheck]) -> str:
         verdict = "equal" if check.holds else "WRONG"
         rows.append((check.what, f"{check.formula:,}", f"{check.measured:,}", verdict))
     lines = [
-        label_cell(f"  {name}", 28)
-        + heading_cell(formula, 16)
-        + heading_cell(measured, 16)
-        + f"  {localise(verdict)}"
+        pad(f"  {name}", 28) + pad_left(formula, 16) + pad_left(measured, 16) + f"  {verdict}"
         for name, formula, measured, verdict in rows
     ]
     return "\n".join([name, *(line.rstrip() for line in lines)])

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import SpecError, suggest
-from ...translation.language import localise
-from ...translation.terminal_text import paragraph
+from ...translation.terminal_text import wrap
 from ..arguments import add_overwrite_argument, existing_mode, print_page, to_json
 from ..command_parser import CommandParser, UsageError
 
@@ -50,16 +49,16 @@ class PublishedFormulasView(NamedTuple):
 
 
 def _format_source(source: FormulaSource, rows: Iterable[FormulaComparison]) -> Iterator[str]:
-    yield from ("", *paragraph(f"{source.name}: {source.source}"))
+    yield from ("", *wrap(f"{source.name}: {source.source}"))
     for row in rows:
         if row.source == source.name:
             yield ""
-            yield from paragraph(
+            yield from wrap(
                 f"{row.name}: {row.quantity} = {row.formula}", indent="  ", hanging="    "
             )
             estimate = "not estimated" if row.estimate is None else f"{row.estimate:,}"
             text = f"published {row.published:,}, headwise {estimate}: {row.explanation}"
-            yield from paragraph(text, indent="    ", hanging="      ")
+            yield from wrap(text, indent="    ", hanging="      ")
 
 
 def add_published_arguments(parser: CommandParser) -> None:
@@ -132,9 +131,9 @@ class SizeMatchView:
     matches: Mapping[str, SizeMatch]
 
     def __str__(self) -> str:
-        lines = [localise(f"resized to match {self.first}:")]
+        lines = [f"resized to match {self.first}:"]
         for name, match in self.matches.items():
-            lines += paragraph(f"{name}: {match}", indent="  ", hanging="    ")
+            lines += wrap(f"{name}: {match}", indent="  ", hanging="    ")
         return "\n".join(lines)
 
     @property
@@ -370,7 +369,7 @@ class PlotView(NamedTuple):
         return self._asdict()
 
     def __str__(self) -> str:
-        return localise(f"plot written to {self.file}")
+        return f"plot written to {self.file}"
 
 
 def add_plot_arguments(parser: CommandParser) -> None:

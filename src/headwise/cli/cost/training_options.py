@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...translation.language import localise
-from ...translation.terminal_text import label_cell, paragraph
+from ...translation.terminal_text import pad, wrap
 from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from ..known_names import ACTIVATION_PROFILES
 
@@ -44,13 +43,11 @@ class OptimiserMemoryView(NamedTuple):
     def __str__(self) -> str:
         optimiser = self.optimiser
         title = f"training state, {optimiser.bytes_per_parameter} bytes per parameter"
-        lines = paragraph(f"{title}; {optimiser.name}: {optimiser.description}")
+        lines = wrap(f"{title}; {optimiser.name}: {optimiser.description}")
         for name, row in self.rows.items():
             lines += ["", name]
             lines += [
-                label_cell(f"  {PRINTED_LABELS.get(key, key)}", 26)
-                + f"{number:>22,} "
-                + localise("bytes")
+                pad(f"  {PRINTED_LABELS.get(key, key)}", 26) + f"{number:>22,} " + "bytes"
                 for key, number in row.items()
             ]
         return "\n".join(lines)
@@ -190,11 +187,11 @@ class TrainingMemory:
         recomputed = {"none": "nothing", "block": "blocks", "core": "cores"}[
             self.settings.checkpoint
         ]
-        lines = paragraph(f"{self.name}: in training, {self.profile}, {recomputed} recomputed")
-        lines += [label_cell(f"  {name}", 48) + f"{value:>30,}" for name, value in totals]
+        lines = wrap(f"{self.name}: in training, {self.profile}, {recomputed} recomputed")
+        lines += [pad(f"  {name}", 48) + f"{value:>30,}" for name, value in totals]
         for term in self.activations.terms:
             text = f"{term.name} = {term.formula} = {term.value:,}"
-            lines += paragraph(text, TERMINAL_WIDTH - 4, indent="    ", hanging="        ")
+            lines += wrap(text, TERMINAL_WIDTH - 4, indent="    ", hanging="        ")
         return "\n".join(lines)
 
 

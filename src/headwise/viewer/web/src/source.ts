@@ -127,8 +127,6 @@ export interface DataSource {
   /** The files of all kinds, for the same query as `fetchFile`. */
   describeFiles(query: string): Promise<Record<string, FileInfo>>;
   fetchFile(kind: string, query: string): Promise<SavedFile>;
-  /** The translations of sentences of the server, by sentence; those that have none are left out. */
-  translate(sentences: string[]): Promise<Record<string, string>>;
   /** Run a job to its end and return its result; rejects if it fails or is cancelled. */
   runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any>;
 }
@@ -199,10 +197,6 @@ export class LiveSource implements DataSource {
     const answer = await this.request(`export?kind=${kind}&${query}`);
     const name = answer.headers.get("Content-Disposition")?.match(/filename="([\w.-]+)"/)?.[1] ?? `headwise.${kind}`;
     return { name, blob: await answer.blob() };
-  }
-
-  async translate(sentences: string[]): Promise<Record<string, string>> {
-    return (await this.post("translations", { sentences })).json();
   }
 
   private post(path: string, body: unknown): Promise<Response> {
@@ -354,10 +348,6 @@ export class ExportSource implements DataSource {
     const pairs = listPairs(document, { site, head }, exact, Number(fields.get("min_weight") ?? 0));
     const text = kind === "csv" ? encodeCsv(pairs) : encodeJson(document, pairs);
     return { name: `${document.fileStem}-${document.sites[site]!.name.replace(/[^\w.]+/g, "-")}-${head}.${kind}`, blob: new Blob([text]) };
-  }
-
-  async translate(): Promise<Record<string, string>> {
-    return (this.data.answers["/api/translations"] ?? {}) as Record<string, string>;
   }
 
   async runJob(): Promise<any> {

@@ -3,7 +3,7 @@
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
-import { t, translations } from "../i18n";
+import { t } from "../i18n";
 import type { Column } from "./basics";
 
 const MOST_ROWS = 500; // rows that are drawn at once; sorting always takes all of them
@@ -98,7 +98,7 @@ function DataRow<Row>(props: { row: Row; columns: Column<Row>[]; isSelected: boo
         ))}
       </tr>
     );
-  }, [row, columns, isSelected, translations.value]);
+  }, [row, columns, isSelected, language.value]);
 }
 
 /** Order texts by letters and numbers by size; what is not a number comes last. */

@@ -1,7 +1,6 @@
 // Texts in the language of the page.
 
-import { signal } from "@preact/signals";
-import { language, source } from "../state";
+import { language } from "../state";
 import { changeTexts } from "./texts_changes";
 import { frameTexts } from "./texts_frame";
 import { viewTexts } from "./texts_views";
@@ -23,33 +22,9 @@ export function t(key: TextKey, values: Record<string, string | number> = {}): s
   return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 }
 
-const MAX_SENTENCES = 200; // of one request
-/** The sentences that have been translated, which grow while the page is used. */
-export const translations = signal<ReadonlyMap<string, string>>(new Map());
-const asked = new Set<string>();
-let waiting: string[] = [];
-
-/**
- * A sentence of the server in the language of the page: as it is until its translation arrives, or if there is none.
- * Sentences of the page itself are given by their key.
- */
+/** A sentence of the server as it is; sentences of the page itself are given by their key. */
 export function say(sentence: string): string {
-  if (sentence.startsWith("error.")) return t(sentence as TextKey);
-  if (language.value !== "zh" || !sentence) return sentence;
-  if (!asked.has(sentence)) {
-    asked.add(sentence);
-    if (waiting.push(sentence) === 1) setTimeout(() => void askForTranslations());
-  }
-  return translations.value.get(sentence) ?? sentence;
-}
-
-async function askForTranslations(): Promise<void> {
-  const sentences = waiting;
-  waiting = [];
-  for (let first = 0; first < sentences.length; first += MAX_SENTENCES) {
-    const found = await source.translate(sentences.slice(first, first + MAX_SENTENCES)).catch(() => ({}));
-    translations.value = new Map([...translations.value, ...Object.entries(found)]);
-  }
+  return sentence.startsWith("error.") ? t(sentence as TextKey) : sentence;
 }
 
 /** A number with three significant digits, without an exponent where it is readable. */

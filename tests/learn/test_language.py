@@ -1,0 +1,113 @@
+"""The language of `headwise learn`: how it is chosen, and what a terminal without Chinese prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from headwise.cli.arguments import terminal_language
+from headwise.learn.language import (
+    NUMBER,
+    current_language,
+    localise,
+    read_phrases,
+    use_language,
+)
+
+LOCALE_NAMES = ("LC_ALL", "LC_MESSAGES", "LANG")
+ENCODINGS = ("PYTHONIOENCODING", "PYTHONUTF8", "PYTHONCOERCECLOCALE")
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run `headwise` in an environment whose locale is set by the arguments alone."""
+    hidden = (*LOCALE_NAMES, *ENCODINGS)
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run(
+        [sys.executable, "-m", "headwise", *argv],
+        env=inherited | environment,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "environment", "language"),
+    [
+        (None, {}, "en"),
+        (None, {"LANG": "zh_CN.UTF-8"}, "zh"),
+        (None, {"LC_MESSAGES": "zh_TW", "LANG": "en_GB.UTF-8"}, "zh"),
+        (None, {"LC_ALL": "C", "LANG": "zh_CN.UTF-8"}, "en"),
+        ("en", {"LC_ALL": "zh_CN"}, "en"),
+        ("zh", {"LC_ALL": "de_DE.UTF-8"}, "zh"),
+    ],
+)
+def test_the_option_decides_before_the_locale(
+    option: str | None,
+    environment: dict[str, str],
+    language: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in LOCALE_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert terminal_language(option) == language
+
+
+def test_a_language_ends_with_its_context():
+    with use_language("zh"):
+        assert localise("wrong") == "有误"
+        assert localise("batch 512: 1 FLOPs per byte") == "批量 512：每字节 1 FLOP"  # noqa: RUF001
+        assert localise("no such phrase") == "no such phrase"
+        with use_language("en"):
+            assert localise("wrong") == "wrong"
+    assert current_language() == "en"
+    with (
+        pytest.raises(ValueError, match="there is no language 'fr'; use one of en, zh"),
+        use_language("fr"),
+    ):
+        pass
+
+
+def test_phrases_have_as_many_numbers_as_their_translations():
+    for phrase, translation in read_phrases().items():
+        assert phrase.count("#") == translation.count("#")
+        assert NUMBER.search(phrase) is None
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_chinese_gets_english_and_one_line(encoding: str):
+    done = run("learn", "--lang", "zh", PYTHONIOENCODING=encoding)
+    assert done.returncode == 0
+    assert done.stdout.startswith(b"Documents")
+    lines = done.stderr.splitlines()
+    assert b"has no Chinese characters, so texts are in English" in lines[0]
+    assert b"set PYTHONIOENCODING=utf-8" in lines[0]
+
+
+def test_a_chinese_encoding_that_is_not_utf_8_is_used():
+    done = run("learn", LC_ALL="zh_CN.GBK", PYTHONIOENCODING="gbk")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode("gbk").startswith("文档")
+
+
+def test_quotes_that_cannot_be_shown_are_explained_once():
+    done = run("learn", "C1.1", "--lang", "en", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert b"[x] 001-2" in done.stdout
+    assert done.stdout.count(b"?") > 10
+    assert done.stderr == (
+        b"headwise: characters that ascii does not have are shown as ?; set "
+        b"PYTHONIOENCODING=utf-8\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["cost", "heads", "view", "trace"])
+def test_other_commands_and_their_errors_are_english(command: str):
+    done = run(command, "--lang=zh", LC_ALL="zh_CN.UTF-8", PYTHONIOENCODING="utf-8")
+    assert done.returncode == 2
+    assert re.fullmatch(rb"headwise: .*--lang.*\n", done.stderr)
