@@ -1,9 +1,8 @@
-"""Token ids, JSON lines, images and frames: batches hold the contents of the files."""
+"""Images and frames: batches hold the contents of the files."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import pickle
 import struct
 from dataclasses import replace
@@ -14,15 +13,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.numpy import save_file
 
 from headwise import data, model_spec
 from headwise.data import IGNORE_INDEX, Batch, Task, open_data
 from headwise.data.images import read_idx
-from headwise.data.language_modelling import TextTask
-from headwise.errors import SpecError
-
-IDS = np.arange(1009) * 613 % 331
 
 
 def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
@@ -32,168 +26,6 @@ def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
     count = task.batches(size, split)
     assert count is not None
     return [task.batch(n, size, split) for n in range(count)]
-
-
-def labels_of(task: Task, split: str) -> list[int]:
-    """Every label of a split, in its order."""
-    return [int(one) for one in task.batch(0, 9_999, split).labels.flatten() if one != IGNORE_INDEX]
-
-
-# --- ids ------------------------------------------------------------------------------------------
-
-
-def written(folder: Path, kind: str) -> str:
-    """The ids as a file of one kind, with what it does not say of itself beside it."""
-    path = folder / f"ids.{kind.split()[0]}"
-    match kind.split():
-        case ["npy", *_]:
-            np.save(path, IDS.astype(kind.split()[1]))
-        case ["bin", dtype]:
-            path.write_bytes(IDS.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-            (folder / "meta.json").write_text(json.dumps({"vocab": 400, "dtype": dtype}))
-        case ["safetensors", dtype]:
-            save_file({"ids": IDS.astype(dtype), "more": np.zeros(3)}, path)
-    return str(path)
-
-
-KINDS = [
-    "npy uint16",
-    "npy int64",
-    "bin uint16",
-    "bin uint32",
-    "safetensors uint16",
-    "safetensors int32",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_file(kind: str, tmp_path: Path):
-    options = {"tensor": "ids"} if kind.startswith("safe") else {}
-    task = open_data(written(tmp_path, kind), {"length": 7, "valid": 0.2, "test": 0.1, **options})
-    assert labels_of(task, "valid") + labels_of(task, "test") == IDS[706:].tolist()
-    inside = " ".join(map(str, IDS[:706]))
-    for row in task.batch(3, 20).x.tolist():
-        assert task.text(row) in inside
-    assert task.data.size == (400 if kind.startswith("bin") else 331)
-    assert (pickle.loads(pickle.dumps(task)).batch(3, 20).x == task.batch(3, 20).x).all()
-
-
-@pytest.mark.parametrize("kind", ["npy uint16", "bin uint16", "safetensors uint16"])
-def test_ids_stay_on_disk(kind: str, tmp_path: Path):
-    options = {"tensor": "ids"} if kind.startswith("safe") else {}
-    ids = open_data(written(tmp_path, kind), options).data.spans["train"].ids
-    assert not isinstance(ids, np.ndarray) or isinstance(ids, np.memmap)
-
-
-def test_a_folder_has_parts_of_its_own_and_a_tokenizer(tmp_path: Path):
-    (text := tmp_path / "a.txt").write_text("low lower lowest\n" * 50)
-    text_task = TextTask(str(text), tokens="bpe", vocab=280)
-    (tmp_path / "ids" / "x").mkdir(parents=True)
-    for split, options in (("train", "low lower lowest\n" * 30), ("val", "lowest low\n" * 5)):
-        (tmp_path / "ids" / f"{split}.bin").write_bytes(
-            np.array(text_task.ids(options), "<u2").tobytes()
-        )
-    (tmp_path / "ids" / "tokenizer.json").write_text(text_task.tokenizer or "")
-    meta = {"vocab": 290, "dtype": "uint16", "tokenizer": "tokenizer.json"}
-    (tmp_path / "ids" / "meta.json").write_text(json.dumps(meta))
-    task = open_data(str(tmp_path / "ids"), {"length": 5})
-    assert (
-        task.text(labels_of(task, "valid"))
-        == ("lowest low\n" * 5)[len(task.text([text_task.ids("lowest")[0]])) :]
-    )
-    assert task.batches(5, "test") == 0
-    assert task.tokenizer == text_task.tokenizer
-    batch = task.batch(0, 3, "valid")
-    metrics = task.measure(torch.zeros(*batch.x.shape, 290), batch)
-    written_ = [int(one) for one in batch.labels.flatten() if one != IGNORE_INDEX]
-    assert metrics["bits_per_byte"][1] == len(task.text(written_).encode())
-
-
-# --- lines of JSON --------------------------------------------------------------------------------
-
-ROWS = [
-    {"id": n, "text": f"number {n} {'is' * (n % 5)} é", "kind": ["odd", "even"][n % 2 == 0]}
-    for n in range(60)
-]
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> str:
-    (file := tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps(row) for row in ROWS))
-    return str(file)
-
-
-def test_texts_follow_each_other_with_an_end(lines: str):
-    task = open_data(lines, {"vocab": 300, "length": 9, "valid": 0.2, "test": 0.1})
-    ids = [row["text"] for row in ROWS]
-    expected = [one for text in ids[42:54] for one in (*task.ids(text), 0)]
-    assert labels_of(task, "valid") == expected[1:]
-    assert labels_of(task, "test") == [one for text in ids[54:] for one in (*task.ids(text), 0)][1:]
-
-
-def test_labels_stay_with_their_texts(lines: str):
-    task = open_data(
-        lines, {"vocab": 300, "label_field": "kind", "valid": 0.2, "test": 0.1, "length": 40}
-    )
-    assert task.data.names == ("even", "odd")
-    by_text = {row["text"]: row["kind"] for row in ROWS}
-    found = []
-    for split in data.SPLITS:
-        for batch in swept(task, split):
-            live = (
-                batch.tokens.is_real if batch.tokens else torch.ones_like(batch.x, dtype=torch.bool)
-            )
-            read = [task.text(row[at].tolist()) for row, at in zip(batch.x, live, strict=True)]
-            found += read
-            assert [by_text[one] for one in read] == [
-                task.data.names[label] for label in batch.labels
-            ]
-    assert sorted(found) == sorted(by_text)
-    cut = open_data(lines, {"vocab": 300, "label_field": "kind", "length": 5})
-    assert max(batch.x.shape[1] for batch in swept(cut, "train")) == 5
-    long = sum(len(cut.ids(row["text"])) > 4 for row in ROWS)  # and an end
-    assert f"{long} of 60 texts have more than length=5 tokens" in cut.notes[0]
-
-
-def test_two_fields_are_a_translation(lines: str, tmp_path: Path):
-    fields = {"source_field": "text", "target_field": "kind", "vocab": 300}
-    with pytest.raises(
-        SpecError, match=r"form \d groups?, too few for 3 splits; use split_by='sources'"
-    ):
-        open_data(lines, fields)
-    task = open_data(lines, {**fields, "split_by": "sources"})
-    pairs = {pair for own in task.data.pairs.values() for pair in own}
-    assert pairs == {(row["text"], row["kind"]) for row in ROWS}
-    (folder := tmp_path / "parts").mkdir()
-    for split, part in (("train", ROWS[:50]), ("dev", ROWS[50:])):
-        (folder / f"{split}.jsonl.gz").write_bytes(
-            gzip.compress("\n".join(map(json.dumps, part)).encode())
-        )
-    own = open_data(str(folder), {**fields, "split_by": "sources"})
-    assert own.data.sizes == {"train": 50, "valid": 10}
-    with pytest.raises(
-        SpecError, match=r"sentences of every training pair are held out; .* split_by='sources'"
-    ):
-        open_data(str(folder), fields)
-    kinds = open_data(str(folder), {"label_field": "kind", "vocab": 300})
-    assert kinds.data.sizes == {"train": 50, "valid": 10, "test": 0}
-
-
-def test_a_missing_validation_split_is_taken_from_training(lines: str, tmp_path: Path):
-    (folder := tmp_path / "own").mkdir()
-    for split, part in (("train", ROWS[:50]), ("test", ROWS[50:])):
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
-        np.save(folder / f"{split}.npy", IDS[:800] if split == "train" else IDS[800:])
-    texts = open_data(f"jsonl:{folder}", {"vocab": 300, "length": 9, "valid": 0.1})
-    assert [split for split, size in texts.data.sizes.items() if size] == ["train", "valid", "test"]
-    tensors = [
-        [one for row in part for one in (*texts.ids(row["text"]), 0)][1:]
-        for part in (ROWS[45:50], ROWS[50:])
-    ]
-    assert [labels_of(texts, split) for split in ("valid", "test")] == tensors
-    ids = open_data(f"tokens:{folder}", {"length": 9, "valid": 0.1})
-    assert labels_of(ids, "valid") == IDS[720:800].tolist()
-    assert labels_of(ids, "test") == IDS[801:].tolist()
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -318,16 +150,6 @@ def as_row(folder: Path, labels: Any) -> str:
     return str(folder / "a.npz")
 
 
-def as_files(folder: Path, labels: Any) -> str:
-    rows = []
-    for n, one in enumerate(UTTERANCES):
-        np.save(folder / f"u{n}.npy", one)
-        own = labels[n] if np.ndim(labels[n]) else [labels[n]]
-        rows.append(f"u{n}\t{' '.join(map(str, own))}\n")
-    (folder / "labels.tsv").write_text("".join(rows[::-1]))
-    return str(folder)
-
-
 def utterances(task: Task) -> list[tuple[np.ndarray, list[int]]]:
     """Every utterance of every split, as it was before, with its labels."""
     found = []
@@ -350,14 +172,10 @@ def utterances(task: Task) -> list[tuple[np.ndarray, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("write", [as_row, as_files])
 @pytest.mark.parametrize("each", ["frame", "utterance"])
-def test_frames_stay_with_their_labels(write: Any, each: str, tmp_path: Path):
-    labels = TRANSCRIPTS if each == "frame" else [len(one) for one in UTTERANCES]
-    flat = np.concatenate(labels) if each == "frame" else labels
-    task = open_data(
-        write(tmp_path, flat if write is as_row else labels), {"valid": 0.2, "test": 0.2}
-    )
+def test_frames_stay_with_their_labels(each: str, tmp_path: Path):
+    labels = np.concatenate(TRANSCRIPTS) if each == "frame" else [len(one) for one in UTTERANCES]
+    task = open_data(as_row(tmp_path, labels), {"valid": 0.2, "test": 0.2})
     found = utterances(task)
     assert len(found) == 20
     for frames, names in found:
@@ -390,20 +208,10 @@ def test_frames_of_one_length_are_an_array(tmp_path: Path):
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def opened(name: str, folder: Path, lines: str) -> Task:
-    match name:
-        case "tokens":
-            return open_data(written(folder, "npy uint16"))
-        case "jsonl":
-            return open_data(lines, {"label_field": "kind", "vocab": 300})
-        case "images":
-            return open_data(as_idx(folder))
-    return open_data(as_row(folder, [len(one) for one in UTTERANCES]))
-
-
-@pytest.mark.parametrize("name", ["tokens", "jsonl", "images", "frames"])
-def test_file_tasks_keep_the_promises_of_every_task(name: str, tmp_path: Path, lines: str):
-    task = opened(name, tmp_path, lines)
+@pytest.mark.parametrize("name", ["images", "frames"])
+def test_file_tasks_keep_the_promises_of_every_task(name: str, tmp_path: Path):
+    path = as_row(tmp_path, [len(one) for one in UTTERANCES])
+    task = open_data(as_idx(tmp_path) if name == "images" else path)
     assert task.name == name
     assert data.TASKS[name] is type(task)
     first = task.batch(5, 3)

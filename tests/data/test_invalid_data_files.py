@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import struct
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import save_file
 
 import headwise as hw
 from headwise.data import open_data
@@ -37,11 +35,6 @@ def idx(array: np.ndarray) -> bytes:
     )
 
 
-def npy(name: str, array: Any, cut: int | None = None) -> None:
-    np.save(name, array)
-    write(name, Path(name).read_bytes()[:cut])
-
-
 def npz(cut: int | None = None, **arrays: Any) -> None:
     np.savez("a.npz", **arrays)
     write("a.npz", Path("a.npz").read_bytes()[:cut])
@@ -52,16 +45,10 @@ def picture(name: str, size: tuple[int, int] = (5, 6), mode: str = "L") -> None:
     Image.new(mode, size).save(name)
 
 
-def frames(*labels: str, broken: float = 1.0) -> None:
-    for n in range(3):
-        one = np.ones((4, 2))
-        one[2, 1] = broken if n == 1 else 1.0
-        np.save(f"u{n}.npy", one)
-    write("labels.tsv", "\n".join(labels))
-
-
-def meta(**options: Any) -> None:
-    write("a.json", json.dumps(options))
+def frames(labels: Any, broken: float = 1.0) -> None:
+    values = np.ones((3, 4, 2))
+    values[1, 2, 1] = broken
+    npz(frames=values, labels=labels)
 
 
 # What is in the folder, what is opened, and the words of the message in their order.
@@ -220,146 +207,6 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
         lambda: open_data("a.tsv", {"valid": ["x"]}),
         "valid=('x',) names 1 file .. give two",
     ),
-    # tokens
-    (lambda: npy("a.npy", np.zeros(0, np.int64)), "a.npy", "a.npy is empty"),
-    (
-        lambda: npy("a.npy", np.zeros(99)),
-        "a.npy",
-        "holds float64 of shape 99 .. integers in one dimension",
-    ),
-    (lambda: npy("a.npy", np.zeros((3, 9), int)), "a.npy", "int64 of shape 3 x 9 .. one dimension"),
-    (lambda: npy("a.npy", np.zeros(99, int), cut=300), "a.npy", "cannot read a.npy as .npy"),
-    (lambda: npy("a.npy", np.array([{}] * 9)), "a.npy", "cannot read a.npy as .npy"),
-    (lambda: write("a.npy", ""), "a.npy", "cannot read a.npy as .npy"),
-    (
-        lambda: npy("a.npy", np.array([3] * 99 + [-2])),
-        "a.npy",
-        "id -2 at index 99, outside any vocabulary",
-    ),
-    (
-        lambda: npy("a.npy", np.array([3] * 4_200_000 + [512, 513])),
-        lambda: open_data("a.npy", {"vocab": 512}),
-        "id 512 at index 4200000, outside the vocabulary of 512 .. tokenizer",
-    ),
-    (lambda: npy("a.npy", np.zeros(9, int)), "a.npy", "8 tokens .. length=64"),
-    (
-        lambda: write("a.bin", b"\1\0" * 99),
-        "a.bin",
-        "the dtype of a.bin is unknown .. dtype='uint16' .. a.json",
-    ),
-    (
-        lambda: [write("a.bin", b"\1\0\1"), meta(dtype="uint16")],
-        "a.bin",
-        "3 bytes .. multiple of the 2 of uint16",
-    ),
-    (lambda: [write("a.bin", ""), meta(dtype="uint16")], "a.bin", "a.bin is empty"),
-    (
-        lambda: [write("a.bin", b"\1\0" * 9), meta(dtype="float16")],
-        "a.bin",
-        "a.json: dtype='float16' .. int32",
-    ),
-    (
-        lambda: [write("a.bin", b"\1\0" * 9), meta(vocab="many")],
-        "a.bin",
-        "a.json holds .. vocab as an integer",
-    ),
-    (
-        lambda: [write("a.bin", b"\1\0" * 9), write("a.json", "{")],
-        "a.bin",
-        "a.json is not valid JSON",
-    ),
-    (
-        lambda: [write("a.bin", b"\1\0" * 9), write("a.json", "[]")],
-        "a.bin",
-        "a.json holds list .. an object",
-    ),
-    (
-        lambda: [write("a.bin", b"\1\0" * 9), meta(dtype="uint16", vocab=7)],
-        lambda: open_data("a.bin", {"vocab": 8}),
-        "vocab=8, but a.json has vocab=7",
-    ),
-    (
-        lambda: write("a.safetensors", b"\x10\0\0\0\0\0\0\0{}"),
-        "a.safetensors",
-        "a.safetensors as safetensors",
-    ),
-    (
-        lambda: save_file({"a": np.zeros(3), "b": np.zeros(2)}, "a.safetensors"),
-        "a.safetensors",
-        "tensors a, b .. tensor=",
-    ),
-    (
-        lambda: save_file({"a": np.zeros(3)}, "a.safetensors"),
-        "a.safetensors",
-        "holds float64 of shape 3 .. integers",
-    ),
-    (
-        lambda: save_file({"ids": np.zeros(99, int)}, "a.safetensors"),
-        lambda: open_data("a.safetensors", {"tensor": "idz"}),
-        "no tensor 'idz' .. 'ids'",
-    ),
-    (
-        lambda: [
-            npy("train.npy", IMAGE_LABELS),
-            npy("val.npy", IMAGE_LABELS),
-            npy("dev.npy", IMAGE_LABELS),
-        ],
-        ".",
-        "dev.npy and val.npy, both",
-    ),
-    (
-        lambda: [npy("test.npy", IMAGE_LABELS), npy("val.npy", IMAGE_LABELS)],
-        "tokens:.",
-        "nothing named train",
-    ),
-    # jsonl
-    (lambda: write("a.jsonl", ""), "a.jsonl", "a.jsonl is empty"),
-    (
-        lambda: write("a.jsonl", '{"text": "a"}\n{"text": '),
-        "a.jsonl",
-        "line 2 of a.jsonl is not valid JSON",
-    ),
-    (lambda: write("a.jsonl", "[" * 99_999), "a.jsonl", "line 1 of a.jsonl is not valid JSON"),
-    (
-        lambda: write("a.jsonl", '"a"'),
-        "a.jsonl",
-        "line 1 of a.jsonl holds str .. one object per line",
-    ),
-    (
-        lambda: write("a.jsonl", '{"txt": "a"}'),
-        "a.jsonl",
-        "line 1 of a.jsonl has no field 'text' .. as text_field=",
-    ),
-    (
-        lambda: write("a.jsonl", '{"text": 3}'),
-        "a.jsonl",
-        "'text' in line 1 of a.jsonl is of type int; write text",
-    ),
-    (
-        lambda: write("a.jsonl", '{"text": "a", "kind": null}'),
-        lambda: open_data("a.jsonl", {"label_field": "kind"}),
-        "'kind' in line 1 of a.jsonl is of type NoneType; write text or an integer",
-    ),
-    (
-        lambda: write("a.jsonl", '{"text": "a", "kind": 1}\n{"text": "b"}'),
-        lambda: open_data("a.jsonl", {"label_field": "kind"}),
-        "line 2 of a.jsonl has no field 'kind' .. label_field=",
-    ),
-    (
-        lambda: write("a.jsonl", '{"text": "a", "kind": 1}\n' * 9),
-        lambda: open_data("a.jsonl", {"label_field": "kind"}),
-        "1 different examples",
-    ),
-    (
-        lambda: write("a.jsonl", "".join(f'{{"text": "{n}", "kind": 1}}\n' for n in range(9))),
-        lambda: open_data("a.jsonl", {"label_field": "kind"}),
-        "all 9 labels are '1' .. two classes",
-    ),
-    (
-        lambda: write("a.jsonl", "{}"),
-        lambda: open_data("a.jsonl", {"source_field": "a"}),
-        "two fields .. target",
-    ),
     # images
     (lambda: write("a-idx3-ubyte", ""), "images:a-idx3-ubyte", "no labels for a-idx3-ubyte"),
     (
@@ -469,48 +316,29 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
         "size=(3, 3) .. leave it out",
     ),
     # frames
-    (
-        lambda: frames("u0\ta", "u1\tb", "u2\ta", broken=float("nan")),
-        ".",
-        "frame 2 of utterance u1 .. NaN or inf",
-    ),
-    (
-        lambda: frames("u0\ta", "u1\tb", "u2\ta", broken=float("inf")),
-        ".",
-        "frame 2 of utterance u1 .. NaN or inf",
-    ),
-    (lambda: frames("u0\ta", "u1\tb"), ".", "u2.npy has no label in labels.tsv"),
-    (lambda: frames("u0\ta", "u1", "u2\ta"), ".", "line 2 of labels.tsv has no label"),
-    (lambda: frames("u0\ta", "u1\tb", "u1\ta"), ".", "line 3 of labels.tsv names u1 again"),
-    (lambda: frames("u0\ta", "u3\tb"), ".", "no file 'u3.npy'"),
-    (
-        lambda: frames("u0\ta b a b", "u1\ta b", "u2\ta a a a"),
-        ".",
-        "u1 of . has 4 frames, but 2 labels",
-    ),
-    (lambda: frames(""), ".", "labels.tsv is empty"),
-    (
-        lambda: [frames("u0\ta", "u1\tb", "u2\ta"), npy("u1.npy", np.ones((4, 3)))],
-        ".",
-        "u1 of . has 3 features .. 2",
-    ),
-    (
-        lambda: [frames("u0\ta", "u1\tb", "u2\ta"), npy("u0.npy", np.ones(4))],
-        ".",
-        "u0 of . holds float64 [4]",
-    ),
+    (lambda: frames([0, 1, 0], broken=float("nan")), "a.npz", "frame 6 of a.npz .. NaN or inf"),
+    (lambda: frames([0, 1, 0], broken=float("inf")), "a.npz", "frame 6 of a.npz .. NaN or inf"),
     (lambda: npz(frames=np.ones((3, 4, 2))), "a.npz", "has frames, but no 'labels'"),
-    (
-        lambda: npz(frames=np.ones((3, 4, 2)), labels=np.ones(5, int)),
-        "a.npz",
-        "labels [5] for 3 utterances of 12 frames",
-    ),
+    (lambda: frames(np.arange(5)), "a.npz", "labels [5] for 3 utterances of 12 frames"),
+    (lambda: frames(np.ones(3)), "a.npz", "labels of a.npz are float64 .. integers or text"),
+    (lambda: frames([1, 1, 1]), "a.npz", "all 3 labels are '1' .. two classes"),
     (
         lambda: npz(frames=np.ones((9, 2)), lengths=[4, 4], labels=[0, 1]),
         "a.npz",
         "[9, 2] and lengths that sum to 8",
     ),
-    (lambda: npy("b.npy", np.ones((4, 2))), "frames:.", "has no labels.tsv"),
+    (
+        lambda: npz(frames=np.ones((9, 2)), lengths=[9, 0], labels=[0, 1]),
+        "a.npz",
+        "[9, 2] .. lengths of at least 1",
+    ),
+    (lambda: npz(frames=np.ones(4), labels=[0, 1]), "a.npz", "frames [4] .. give frames"),
+    (
+        lambda: npz(frames=np.full((2, 2, 2), "x"), labels=[0, 1]),
+        "a.npz",
+        "frames of <U1 .. give numbers",
+    ),
+    (lambda: os.mkdir("b"), "frames:b", "b is a folder .. path of a file"),
 ]
 
 
@@ -537,23 +365,6 @@ def test_one_line_gives_problem_place_and_remedy(
         at = message.index(word, at) + len(word)
     assert ";" in message, "no remedy"
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
-
-
-def test_a_tokenizer_of_another_vocabulary_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    write("a.txt", LINES)
-    write("t.json", TextTask("a.txt", "bpe", 270).tokenizer or "")
-    npy("a.npy", np.arange(300))
-    with pytest.raises(
-        hw.SpecError, match=r"id 270 at index 270, outside the vocabulary of 270; .*tokenizer"
-    ):
-        open_data("a.npy", {"tokenizer_path": "t.json"})
-    with pytest.raises(
-        hw.SpecError, match=r"t.json has 270 tokens, more than vocab=260; .*tokenizer"
-    ):
-        open_data("a.npy", {"tokenizer_path": "t.json", "vocab": 260})
 
 
 def test_an_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

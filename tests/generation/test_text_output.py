@@ -4,7 +4,6 @@ settings of a folder.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -407,22 +406,6 @@ def test_tasks_give_processor_specs(tmp_path: Path):
         assert batch.source is not None
         assert batch.source[row, : len(ids)].tolist() == ids
     assert (batch.x[:, 0] == dates.usage.begin[0]).all()
-    labels = zip(("low", "lower", "newer", "new"), "abab", strict=True)
-    rows = [{"text": text, "label": label} for text, label in labels] * 9
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {
-        "path": str(tmp_path / "a.jsonl"),
-        "vocab": 280,
-        "length": 8,
-        "valid": 0.3,
-        "test": 0.0,
-    }
-    stream, labelled = (
-        make_task("jsonl", **options),
-        make_task("jsonl", **options, label_field="label"),
-    )
-    assert stream.usage.before == stream.usage.end == (0,)
-    assert (labelled.usage.labels, labelled.usage.behind) == (("a", "b"), (0,))
     (tmp_path / "p.tsv").write_text("\n".join(f"low {n}\tneu {n}" for n in range(40)))
     task = make_task(
         "parallel",

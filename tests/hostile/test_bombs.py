@@ -57,7 +57,7 @@ def make_npz(shape: tuple[int, ...], content: bytes) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "train-images-idx3-ubyte.gz"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "train-images-idx3-ubyte.gz"])
 def test_gzip_bombs_are_refused(tmp_path: Path, name: str):
     head = b"\0\0\x08\x03" + struct.pack(">3I", 2**10, 2**10, 2**8) if "idx" in name else b""
     (tmp_path / name).write_bytes(gzip.compress(head + bytes(2**28)))

@@ -342,10 +342,9 @@ def _read_picture(content: bytes) -> object:
     return images.ImageFiles([path], ()).take(np.array([0]))
 
 
-def _read_jsonl(text: str) -> object:
-    valid = json.dumps({"text": "a few words of a text", "label": "b"}) + "\n"
-    path = write_file("texts.jsonl", 50 * valid + text.replace("\n", " ") + "\n" + valid)
-    return open_data(str(path))
+def _read_pairs(text: str) -> object:
+    valid = "".join(f"a few words {n}\twords {n}\n" for n in range(50))
+    return open_data(str(write_file("texts.tsv", valid + text)), {"vocab": 300})
 
 
 STUDIES = [
@@ -414,7 +413,7 @@ PARSERS: dict[str, Parser] = {
     "preprocessor_config.json": Parser(
         texts_of(PROCESSORS), reads_file("a.json", tokenizer_files.read_json)
     ),
-    "JSONL": Parser(texts_of([{"text": "a", "label": "b"}]), _read_jsonl),
+    "sentence pairs": Parser(st.text(), _read_pairs),
     "npz": Parser(
         st.deferred(lambda: damaged_bytes(_array_bytes("npz"))), _read_image_array("npz")
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +11,9 @@ from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch
-from headwise.data.file_task import make_translator
+from headwise.data.synthetic_task import ModelShape, make_small_translator
 from headwise.data.task import UnpackableBatch, iter_texts, pack_batch, real_token_share
-from headwise.data.translation import (
-    ParallelCorpus,
-    SentencePair,
-    TranslationDataset,
-    TranslationOptions,
-)
+from headwise.data.translation import ParallelTextTask
 from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.ranks import ProcessMesh, shard_batch
 from headwise.distributed.sharded_model import BatchForward, wrap_single_process
@@ -50,7 +46,9 @@ def pairs(lengths=LENGTHS) -> Batch:
 
 
 def net_of_pairs():
-    return hw.build(make_translator((IDS, IDS), 64, 2, "one"), seed=1).double()
+    return hw.build(
+        make_small_translator("translator", IDS, ModelShape(64, 2, 2, 256)), seed=1
+    ).double()
 
 
 def gradients(net, batch, rows, **options):
@@ -165,15 +163,12 @@ def test_unpackable_batches_give_reasons():
             pack_batch(batch)
 
 
-def test_rows_of_several_pairs_know_their_lengths():
-    words = [
-        SentencePair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)
-    ]
-    data = TranslationDataset(
-        ParallelCorpus.of(words, (0.1, 0.1), {}),
-        TranslationOptions(vocab=300, longest=64, form="packed"),
-    )
-    batch = data.batch(0, 3, "train", seed=0)
+def test_rows_of_several_pairs_know_their_lengths(tmp_path: Path):
+    words = [f"{f'a b c d {n}' * (1 + n % 3)}\t{f'e f {n}' * (1 + n % 2)}\n" for n in range(40)]
+    (tmp_path / "a.tsv").write_text("".join(words))
+    options = {"valid": 0.1, "test": 0.1, "vocab": 300, "longest": 64, "form": "packed"}
+    data = ParallelTextTask(str(tmp_path / "a.tsv"), **options)
+    batch = data.batch(0, 3)
     assert max(map(len, batch.tokens.lengths)) > 1
     for side in (batch.tokens, batch.source_tokens):
         alike = SequenceInfo.packed(side.lengths)
@@ -183,7 +178,7 @@ def test_rows_of_several_pairs_know_their_lengths():
     unknown = replace(batch, tokens=masked(batch.tokens), source_tokens=masked(batch.source_tokens))
     check_same(gradients(net, batch, "padded"), gradients(net, unknown, "padded"))
     check_same(gradients(net, batch, "packed"), gradients(net, unknown, "padded"))
-    assert data.batch(0, 3, "valid", seed=0).tokens.lengths is None
+    assert data.batch(0, 3, "valid").tokens.lengths is None
 
 
 def masked(tokens: SequenceInfo) -> SequenceInfo:

@@ -79,7 +79,7 @@ TASKS = (
     "markov",
     "recall",
 )  # without those that read files
-FILE_TASKS = ("frames", "images", "jsonl", "parallel", "text", "tokens")
+FILE_TASKS = ("frames", "images", "parallel", "text")
 KEEP_SCOPES = ("layer", "stack", "model")
 UNIT_KINDS = ("auto", "head", "group")
 FOLD_MODES = ("none", "mean", "bias")

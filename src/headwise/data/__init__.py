@@ -6,12 +6,10 @@ guessing.
   or path (`open_data`).
 - Synthetic tasks, generated in code (base class in `synthetic_task`): `algorithmic_tasks`,
   `recall_tasks` (also Markov chains), `date_translation`.
-- Tasks over files (base classes, also of classification, in
-  `file_task`): `language_modelling` (plain text), `token_files` (token ids),
-  `translation`, `jsonl`, `images` and `time_series`.
+- Tasks over files (base classes, also of classification, in `file_task`): `language_modelling`
+  (plain text), `translation`, `images` and `time_series`.
 - Helpers: `text_files` reads files, `vocabulary` tokenises, `tokenizer_calls` turns failures of the
-  library into
-  errors, `example_order` shuffles and splits.
+  library into errors, `example_order` shuffles and splits.
 """
 
 from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task

@@ -5,8 +5,8 @@ distances).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import comb
 from typing import ClassVar, NamedTuple
@@ -28,28 +28,26 @@ from .synthetic_task import (
     SyntheticTask,
     check_num_examples,
     check_sizes,
-    find_correct,
-    find_correct_rows,
     make_small_decoder,
     make_small_encoder,
     make_small_translator,
+    measure_tokens_and_rows,
+    number_positions,
+    pad_to_longest,
     parse_sizes,
     slice_by_power_of_two,
     slice_by_value,
-    sum_by_slice,
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
 # --- Copying --------------------------------------------------------------------------------------
-
 
 NOISE_ID, REPEAT_ID, START_ID = 0, 1, 2  # symbols have the ids after these
 COPY_KINDS = ("induction", "selective", "source")
 
 
 class CopyAnnotation(NamedTuple):
-    """Annotation of an example: lengths of block and gap, and links (index of a symbol, index of
-    its label).
+    """Lengths of block and gap of an example, and links (index of a symbol, index of its label).
 
     In kind="source" the symbols are those of the source.
     """
@@ -85,25 +83,29 @@ class CopyTask(SyntheticTask):
         if self.kind not in COPY_KINDS:
             raise SpecError(f"kind={self.kind!r} is unknown; {suggest(self.kind, COPY_KINDS)}")
         check_whole_number("symbols", self.symbols, 2)
-        blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)
-        if self.kind == "source" and gaps != (0,):
+        if self.kind == "source" and self._gaps != (0,):
             raise SpecError(
                 f"gap={self.gap} is not possible with kind='source', which has no noise; use gap=0"
             )
-        check_sizes(self, tokens=1 + 2 * max(blocks) + max(gaps), symbols=self.symbols)
-        check_num_examples(
-            self, float(self.symbols) ** min(*blocks, 64), "use a longer block or more symbols"
-        )
+        tokens = 1 + 2 * max(self._blocks) + max(self._gaps)
+        check_sizes(self, tokens=tokens, symbols=self.symbols)
+        count = float(self.symbols) ** min(*self._blocks, 64)
+        check_num_examples(self, count, "use a longer block or more symbols")
+
+    @property
+    def _blocks(self) -> tuple[int, ...]:
+        return parse_sizes("block", self.block, 1)
+
+    @property
+    def _gaps(self) -> tuple[int, ...]:
+        return parse_sizes("gap", self.gap, 0)
 
     @property
     def chance(self) -> Mapping[str, float]:
         """Scores of guessing any symbol."""
-        blocks = parse_sizes("block", self.block, 1)
         accuracy = 1 / self.symbols
-        return {
-            "accuracy": accuracy,
-            "exact_match": sum(accuracy**block for block in blocks) / len(blocks),
-        }
+        exact_match = sum(accuracy**block for block in self._blocks) / len(self._blocks)
+        return {"accuracy": accuracy, "exact_match": exact_match}
 
     def model(self) -> ModelSpec:
         """A decoder of two layers, the least for induction heads: the first attends to the previous
@@ -112,34 +114,30 @@ class CopyTask(SyntheticTask):
         kind="source" has an encoder and a decoder of two layers each.
         """
         make = make_small_translator if self.kind == "source" else make_small_decoder
-        return make(
-            self.name,
-            self.symbols + START_ID + 1,
-            ModelShape(width=64, heads=4, layers=2, feed=128),
-        )
+        shape = ModelShape(width=64, heads=4, layers=2, feed=128)
+        return make(self.name, self.symbols + START_ID + 1, shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
-        blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)
-        block, gap = random.choice(blocks), random.choice(gaps)
-        max_block, max_prefix = max(blocks), max(blocks) + max(gaps)
-        symbols = random.integers(self.symbols, max_block) + START_ID + 1
+        block = random.choice(self._blocks)
+        gap = random.choice(self._gaps)
+        longest = max(self._blocks)
+        prefix = longest + max(self._gaps)
+        rows = np.arange(len(random))
+        symbols = random.integers(self.symbols, longest) + START_ID + 1
         separator = 1 + (block + gap)[:, None]  # its index in each row
-        sources = 1 + np.tile(np.arange(max_block), (len(random), 1))  # indices of the symbols
+        sources = 1 + np.tile(np.arange(longest), (len(random), 1))  # indices of the symbols
         if self.kind == "selective":
-            sources = (
-                1
-                + _scatter_positions(random.uniform(max_prefix), block, separator - 1)[
-                    :, :max_block
-                ]
-            )
-        targets = separator + np.arange(max_block)  # indices of their labels
-        x = np.full((len(random), 1 + max_prefix + max_block), NOISE_ID)
+            positions = _scatter_positions(random.uniform(prefix), block, separator - 1)
+            sources = 1 + positions[:, :longest]
+        targets = separator + np.arange(longest)  # indices of their labels
+        x = np.full((len(random), 1 + prefix + longest), NOISE_ID)
         x[:, 0] = START_ID
+        x[rows, separator[:, 0]] = REPEAT_ID
         labels = np.full_like(x, IGNORE_INDEX)
-        row, n = np.nonzero(np.arange(max_block) < block[:, None])
-        x[row, sources[row, n]] = labels[row, targets[row, n]] = symbols[row, n]
-        x[np.arange(len(random)), separator[:, 0]] = REPEAT_ID
-        row, n = np.nonzero(np.arange(max_block) < block[:, None] - 1)
+        row, n = np.nonzero(np.arange(longest) < block[:, None])
+        x[row, sources[row, n]] = symbols[row, n]
+        labels[row, targets[row, n]] = symbols[row, n]
+        row, n = np.nonzero(np.arange(longest) < block[:, None] - 1)
         x[row, targets[row, n] + 1] = symbols[row, n]
         x[np.arange(x.shape[1]) >= separator + block[:, None]] = -1
         return {
@@ -154,51 +152,29 @@ class CopyTask(SyntheticTask):
     def to_batch(self, examples: ExampleArrays) -> Batch:
         if self.kind == "source":
             return _make_source_batch(examples["x"], examples["block"])
-        block, gap = examples["block"], examples["gap"]
-        length = 1 + 2 * block + gap
-        x, labels = (
-            torch.from_numpy(examples["x"][:, : length.max()]),
-            torch.from_numpy(examples["labels"][:, : length.max()]),
-        )
-        tokens = (
-            None
-            if (length == length[0]).all()
-            else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
-        )
-        gold = [
-            CopyAnnotation(
-                size,
-                noise,
-                tuple((at, 1 + size + noise + n) for n, at in enumerate(sources[:size])),
-            )
-            for size, noise, sources in zip(
-                block.tolist(), gap.tolist(), examples["sources"].tolist(), strict=True
-            )
-        ]
-        return Batch(x.clamp(min=0), labels, tokens=tokens, gold=gold)
+        gold: list[CopyAnnotation] = []
+        for row, size in enumerate(examples["block"].tolist()):
+            gap = int(examples["gap"][row])
+            sources = examples["sources"][row, :size].tolist()
+            gold.append(CopyAnnotation(size, gap, _pair_up(sources, 1 + size + gap)))
+        length = 1 + 2 * examples["block"] + examples["gap"]
+        return replace(pad_to_longest(examples, length), gold=gold)
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy per symbol, by distance to its source (in kind="source", by block length); exact
         match of whole blocks, by block length.
         """
-        correct, has_label = find_correct(logits, batch.labels)
-        correct_rows, blocks = (
-            find_correct_rows(correct, has_label),
-            [example.block for example in batch.gold],
-        )
-        by_block = slice_by_value("block", blocks, correct_rows)
+        blocks = [example.block for example in batch.gold]
+        by_block = slice_by_value("block", blocks, logits.device)
         if self.kind == "source":
-            slices = slice_by_value("block", blocks, correct)
+            slices = {name: mask[:, None] for name, mask in by_block.items()}
         else:
-            distance = torch.zeros(has_label.shape, dtype=torch.long)
+            distance = torch.zeros(batch.labels.shape, dtype=torch.long)
             for row, example in enumerate(batch.gold):
                 sources, targets = torch.tensor(example.links).T
                 distance[row, targets] = targets - sources
-            slices = slice_by_power_of_two("distance", distance.to(has_label.device))
-        accuracy = dict(sum_by_slice("accuracy", correct, has_label, slices))
-        return accuracy | dict(
-            sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), by_block)
-        )
+            slices = slice_by_power_of_two("distance", distance.to(logits.device))
+        return measure_tokens_and_rows(logits, batch.labels, slices, by_block)
 
     def text(self, ids: list[int]) -> str:
         """Symbols as numbers, noise as ".", the separator as "|", the start of a row as ">"."""
@@ -207,20 +183,23 @@ class CopyTask(SyntheticTask):
 
 
 def _make_source_batch(rows: Ints, block: Ints) -> Batch:
-    """Batch of an encoder that reads the block of each row of a copy task, and a decoder that
-    repeats it.
-    """
+    """Batch of an encoder that reads the block of each row, and a decoder that repeats it."""
     longest = int(block.max())
     source = torch.from_numpy(rows[:, 1 : 1 + longest])
     in_block = torch.arange(longest) < torch.from_numpy(block)[:, None]
     begin = torch.full_like(source[:, :1], START_ID)
     source = source.where(in_block, NOISE_ID)
-    tokens = (
-        None if in_block.all() else SequenceInfo.from_batch(source, lengths=torch.from_numpy(block))
-    )
-    gold = [CopyAnnotation(size, 0, tuple((n, n) for n in range(size))) for size in block.tolist()]
-    x, labels = torch.cat([begin, source[:, :-1]], 1), source.where(in_block, IGNORE_INDEX)
-    return Batch(x.where(in_block, NOISE_ID), labels, tokens, source, tokens, gold)
+    tokens = None
+    if not in_block.all():
+        tokens = SequenceInfo.from_batch(source, lengths=torch.from_numpy(block))
+    gold = [CopyAnnotation(size, 0, _pair_up(range(size), 0)) for size in block.tolist()]
+    x = torch.cat([begin, source[:, :-1]], 1).where(in_block, NOISE_ID)
+    return Batch(x, source.where(in_block, IGNORE_INDEX), tokens, source, tokens, gold)
+
+
+def _pair_up(sources: Sequence[int], first: int) -> tuple[tuple[int, int], ...]:
+    """Each source with its label, the labels from index `first` on."""
+    return tuple((source, first + n) for n, source in enumerate(sources))
 
 
 def _scatter_positions(random: np.ndarray, block: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -260,16 +239,16 @@ class GroupProduct(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        order, length = len(self.table), check_whole_number("length", self.length, 1)
+        order = len(self.table)
+        check_whole_number("length", self.length, 1)
         if order < 2:
             raise SpecError(
                 f"group={self.group!r} has only one element; use for example 'parity', 'Z5' or 'S3'"
             )
-        min_length = next(n for n in range(1, 20) if order**n >= MIN_DISTINCT_EXAMPLES)
-        check_sizes(self, tokens=length)
-        check_num_examples(
-            self, float(order) ** min(length, 64), f"use length={min_length} or more"
-        )
+        check_sizes(self, tokens=self.length)
+        enough = next(n for n in range(1, 20) if order**n >= MIN_DISTINCT_EXAMPLES)
+        count = float(order) ** min(self.length, 64)
+        check_num_examples(self, count, f"use length={enough} or more")
 
     @property
     def table(self) -> np.ndarray:
@@ -286,9 +265,8 @@ class GroupProduct(SyntheticTask):
         """A decoder of four layers; the depth that a group needs at a given length is what the task
         measures.
         """
-        return make_small_decoder(
-            self.name, len(self.table) + 1, ModelShape(width=64, heads=4, layers=4, feed=128)
-        )
+        shape = ModelShape(width=64, heads=4, layers=4, feed=128)
+        return make_small_decoder(self.name, len(self.table) + 1, shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         table = self.table
@@ -299,28 +277,20 @@ class GroupProduct(SyntheticTask):
         return {"content": x, "x": x, "labels": products}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        ones = np.ones((len(examples["x"]), 1), np.int64)
-        x = np.concatenate([len(self.table) * ones, examples["x"]], 1)
-        labels = np.concatenate([IGNORE_INDEX * ones, examples["labels"]], 1)
+        start = ((0, 0), (1, 0))  # one more column, before the first
+        x = np.pad(examples["x"], start, constant_values=len(self.table))
+        labels = np.pad(examples["labels"], start, constant_values=IGNORE_INDEX)
         return Batch(torch.from_numpy(x), torch.from_numpy(labels))
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy per position, by the number of factors; exact match of whole rows."""
-        correct, has_label = find_correct(logits, batch.labels)
-        num_factors = torch.arange(has_label.shape[1], device=has_label.device).expand(
-            has_label.shape
-        )
-        correct_rows = find_correct_rows(correct, has_label)
-        accuracy = dict(
-            sum_by_slice("accuracy", correct, has_label, slice_by_power_of_two("t", num_factors))
-        )
-        return accuracy | dict(
-            sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), {})
-        )
+        by_factors = slice_by_power_of_two("t", number_positions(batch.labels))
+        return measure_tokens_and_rows(logits, batch.labels, by_factors)
 
     def text(self, ids: list[int]) -> str:
         """Elements as numbers, the start token as "|"."""
-        return " ".join("|" if token_id == len(self.table) else str(token_id) for token_id in ids)
+        start = len(self.table)
+        return " ".join("|" if token_id == start else str(token_id) for token_id in ids)
 
 
 def make_multiplication_table(name: str) -> np.ndarray:
@@ -334,7 +304,8 @@ def make_multiplication_table(name: str) -> np.ndarray:
         raise SpecError(
             f"group={name!r} is unknown; use 'parity', or a letter and a size: 'Z5', 'S3', 'A5'"
         )
-    family, size = match[1], int(match[2])
+    family = match[1]
+    size = int(match[2])
     if size > MAX_GROUP_SIZE[family]:
         raise SpecError(
             f"group={name!r} is too large; use at most {family}{MAX_GROUP_SIZE[family]}"
@@ -353,7 +324,7 @@ def _permutations(family: str, size: int) -> Iterator[tuple[int, ...]]:
     ones.
     """
     for images in permutations(range(size)):
-        inversions = sum(a > b for n, a in enumerate(images) for b in images[n + 1 :])
+        inversions = np.triu(np.subtract.outer(images, images) > 0).sum()
         if family == "S" or inversions % 2 == 0:
             yield images
 
@@ -361,6 +332,7 @@ def _permutations(family: str, size: int) -> Iterator[tuple[int, ...]]:
 # --- Distances in a graph -------------------------------------------------------------------------
 
 GRAPH_STREAM = 3  # random stream of the graph; 0, 1 and 2 are the streams of the splits
+MAX_NODES = 512
 
 
 @dataclass(frozen=True, repr=False)
@@ -389,39 +361,31 @@ class GraphDistance(SyntheticTask):
         super().__post_init__()
         for option, minimum in {"nodes": 3, "chords": 0, "sources": 1, "reach": 1}.items():
             check_whole_number(option, getattr(self, option), minimum)
-        if self.nodes > 512:
-            raise SpecError(
-                f"nodes={self.nodes} is too many for a pattern of edges; use at most 512"
-            )
-        if self.chords > (max_chords := comb(self.nodes, 2) - self.nodes):
-            raise SpecError(
-                f"chords={self.chords} is too many for a ring of {self.nodes} nodes; use at most "
-                f"{max_chords}"
-            )
-        if self.sources >= self.nodes:
-            raise SpecError(
-                f"sources={self.sources} must be fewer than nodes={self.nodes}; use at most "
-                f"{self.nodes - 1}"
-            )
+        limits = {
+            "nodes": MAX_NODES,
+            "chords": comb(self.nodes, 2) - self.nodes,
+            "sources": self.nodes - 1,
+        }
+        for option, limit in limits.items():
+            if getattr(self, option) > limit:
+                raise SpecError(
+                    f"{option}={getattr(self, option)} is too many for a ring of nodes="
+                    f"{self.nodes}; use at most {limit}"
+                )
         check_num_examples(self, comb(self.nodes, self.sources), "use more nodes or sources")
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Edges of the graph as pairs of nodes, the smaller one first: the
-        ring, then the chords.
-        """
-        ring = [(n, n + 1) for n in range(self.nodes - 1)] + [(0, self.nodes - 1)]
-        candidates = [
-            (a, b)
-            for a in range(self.nodes)
-            for b in range(a + 2, self.nodes)
-            if (a, b) != (0, self.nodes - 1)
-        ]
+        """Edges of the graph as pairs of nodes, the smaller one first: the ring, then the chords."""
+        last = self.nodes - 1
+        ring = [(n, n + 1) for n in range(last)] + [(0, last)]
+        is_chord = np.triu(np.ones((self.nodes, self.nodes), bool), 2)
+        is_chord[0, last] = False
+        candidates = np.argwhere(is_chord)
         zero = np.zeros(1, np.int64)
-        chords = RandomStreams(self.seed, GRAPH_STREAM, zero, zero).distinct(
-            len(candidates), self.chords
-        )[0]
-        return (*ring, *(candidates[n] for n in chords.tolist()))
+        random = RandomStreams(self.seed, GRAPH_STREAM, zero, zero)
+        chords = candidates[random.distinct(len(candidates), self.chords)[0]]
+        return (*ring, *map(tuple, chords.tolist()))
 
     @property
     def pattern(self) -> Edges:
@@ -436,10 +400,12 @@ class GraphDistance(SyntheticTask):
         adjacency[tuple(np.array(self.edges).T)] = True
         adjacency |= adjacency.T
         distances = np.full(adjacency.shape, -1)
-        reached, distance = np.eye(self.nodes, dtype=bool), 0
+        reached = np.eye(self.nodes, dtype=bool)
+        distance = 0
         while (distances < 0).any():
             distances[reached & (distances < 0)] = distance
-            reached, distance = reached | (reached.astype(np.int64) @ adjacency > 0), distance + 1
+            reached |= reached.astype(np.int64) @ adjacency > 0
+            distance += 1
         return distances
 
     @property
@@ -451,9 +417,8 @@ class GraphDistance(SyntheticTask):
     def model(self) -> ModelSpec:
         """An encoder of `reach` layers, the least that carry information `reach` steps."""
         shape = ModelShape(width=64, heads=4, layers=self.reach, feed=128, positions="none")
-        return make_small_encoder(
-            self.name, 2, shape, OutputHeadSpec("distance", self.reach + 2), self.pattern
-        )
+        head = OutputHeadSpec("distance", self.reach + 2)
+        return make_small_encoder(self.name, 2, shape, head, self.pattern)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         sources = np.sort(random.distinct(self.nodes, self.sources), 1)
@@ -469,11 +434,6 @@ class GraphDistance(SyntheticTask):
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy per node, overall and by distance; exact match of whole graphs."""
-        correct, has_label = find_correct(logits, batch.labels)
         by_distance = {f"distance={d}": batch.labels == d for d in range(self.reach + 1)}
         by_distance[f"distance>{self.reach}"] = batch.labels > self.reach
-        correct_rows = find_correct_rows(correct, has_label)
-        accuracy = dict(sum_by_slice("accuracy", correct, has_label, by_distance))
-        return accuracy | dict(
-            sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), {})
-        )
+        return measure_tokens_and_rows(logits, batch.labels, by_distance)

@@ -4,8 +4,9 @@ contents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 from ..errors import SpecError
 
 IndexArray = NDArray[np.int64]
-DEFAULT_HELD_OUT = 0.05  # share of the examples for validation, and again for test
-
 ExampleRows = list[list[int]]  # the examples of each row of a batch
+DEFAULT_HELD_OUT = 0.05  # share of the examples for validation, and again for test
+SPLIT_NAMES = ("train", "valid", "test")
+
+Order = TypeVar("Order")
 
 
 def make_rng(*key: int) -> np.random.Generator:
@@ -25,6 +28,22 @@ def make_rng(*key: int) -> np.random.Generator:
     True
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+class EpochCache(Generic[Order]):
+    """The orders of the last two epochs, so that they are not drawn again for each batch."""
+
+    def __init__(self, draw: Callable[[np.random.Generator], Order]) -> None:
+        self._draw = draw
+        self._orders: dict[tuple[int, int], Order] = {}
+
+    def get(self, seed: int, epoch: int) -> Order:
+        """The order of an epoch."""
+        key = (seed, epoch)
+        if key not in self._orders:
+            last = dict(list(self._orders.items())[-1:])
+            self._orders = last | {key: self._draw(make_rng(seed, epoch))}
+        return self._orders[key]
 
 
 class EpochOrder:
@@ -37,26 +56,21 @@ class EpochOrder:
 
     def __init__(self, num_examples: int) -> None:
         self.count = num_examples
-        # The last two permutations, so that an epoch is not drawn again for each of its batches.
-        self._permutations: dict[tuple[int, int], IndexArray] = {}
+        self._cache = EpochCache(lambda rng: rng.permutation(num_examples))
 
     def of(self, seed: int, epoch: int) -> IndexArray:
         """Permutation of all examples in this epoch."""
-        key = seed, epoch
-        permutation = self._permutations.get(key)
-        if permutation is None:
-            permutation = make_rng(seed, epoch).permutation(self.count)
-            self._permutations = dict([*list(self._permutations.items())[-1:], (key, permutation)])
-        return permutation
+        return self._cache.get(seed, epoch)
 
     def take(self, index: int, size: int, seed: int) -> IndexArray:
         """Indices of the examples in batch `index`, which may span the end of one epoch and the
         start of the next.
         """
         epochs, positions = np.divmod(np.arange(index * size, (index + 1) * size), self.count)
-        return np.concatenate(
-            [self.of(seed, int(epoch))[positions[epochs == epoch]] for epoch in np.unique(epochs)]
-        )
+        parts = [
+            self.of(seed, int(epoch))[positions[epochs == epoch]] for epoch in np.unique(epochs)
+        ]
+        return np.concatenate(parts)
 
 
 class BatchPlan:
@@ -72,8 +86,10 @@ class BatchPlan:
     def __init__(
         self, lengths: IndexArray, units: Sequence[ExampleRows], units_per_batch: int = 1
     ) -> None:
-        self.lengths, self.units, self.units_per_batch = lengths, units, units_per_batch
-        self._epoch_orders: dict[tuple[int, int], tuple[IndexArray, IndexArray]] = {}
+        self.lengths = lengths
+        self.units = units
+        self.units_per_batch = units_per_batch
+        self._cache = EpochCache(self._draw_order)
 
     @property
     def batches(self) -> int:
@@ -83,32 +99,27 @@ class BatchPlan:
     def take(self, index: int, seed: int) -> ExampleRows:
         """Example indices of each row of training batch `index`."""
         epoch, batch = divmod(index, self.batches)
-        key = seed, epoch
-        orders = self._epoch_orders.get(key)
-        if orders is None:
-            rng = make_rng(seed, epoch)
-            orders = (
-                np.lexsort((rng.random(len(self.lengths)), self.lengths)),
-                rng.permutation(len(self.units)),
-            )
-            self._epoch_orders = dict([*list(self._epoch_orders.items())[-1:], (key, orders)])
-        return self._rows(
-            orders[0], orders[1][batch * self.units_per_batch : (batch + 1) * self.units_per_batch]
-        )
+        return self._rows(*self._cache.get(seed, epoch), batch)
 
     def evaluation_rows(self, index: int) -> ExampleRows:
         """Example indices of each row of evaluation batch `index`, independent of any seed.
 
         The units are shuffled, so that the first few batches contain all lengths.
         """
-        batch = index % self.batches
-        units = make_rng(0).permutation(len(self.units))[
-            batch * self.units_per_batch : (batch + 1) * self.units_per_batch
-        ]
-        return self._rows(np.argsort(self.lengths, kind="stable"), units)
+        units = make_rng(0).permutation(len(self.units))
+        return self._rows(np.argsort(self.lengths, kind="stable"), units, index % self.batches)
 
-    def _rows(self, order: IndexArray, units: IndexArray) -> ExampleRows:
-        return [[int(order[rank]) for rank in row] for unit in units for row in self.units[unit]]
+    def _draw_order(self, rng: np.random.Generator) -> tuple[IndexArray, IndexArray]:
+        """The examples by length, equal lengths shuffled, and an order of the units."""
+        examples = np.lexsort((rng.random(len(self.lengths)), self.lengths))
+        return examples, rng.permutation(len(self.units))
+
+    def _rows(self, order: IndexArray, units: IndexArray, batch: int) -> ExampleRows:
+        first = batch * self.units_per_batch
+        rows: ExampleRows = []
+        for unit in units[first : first + self.units_per_batch]:
+            rows += [order[row].tolist() for row in self.units[unit]]
+        return rows
 
 
 def plan_by_length(example_lengths: IndexArray, size: int) -> BatchPlan:
@@ -119,14 +130,15 @@ def plan_by_length(example_lengths: IndexArray, size: int) -> BatchPlan:
     """
     count = len(example_lengths)
     parts = np.array_split(np.arange(count), -(-count // size))
-    return BatchPlan(example_lengths, [[[int(rank)] for rank in part] for part in parts])
+    return BatchPlan(example_lengths, [part[:, None].tolist() for part in parts])
 
 
 def plan_by_token_budget(example_lengths: IndexArray, size: int) -> BatchPlan:
     """Batches of at most `size` tokens, padding included: number of examples times the longest
     length in the batch.
     """
-    if (longest := int(example_lengths.max())) > size:
+    longest = int(example_lengths.max())
+    if longest > size:
         raise SpecError(
             f"a batch of {size} tokens is too small for an example of {longest} tokens; use "
             f"batch={longest} or more"
@@ -139,9 +151,7 @@ def plan_by_token_budget(example_lengths: IndexArray, size: int) -> BatchPlan:
     return BatchPlan(example_lengths, units)
 
 
-MAX_OPEN_ROWS = (
-    256  # rows that are filled at the same time: more rows waste less space, but take longer
-)
+MAX_OPEN_ROWS = 256  # rows filled at the same time: more of them waste less space, but take longer
 
 
 def plan_packed_rows(sides: Sequence[IndexArray], length: int, size: int) -> BatchPlan:
@@ -151,9 +161,8 @@ def plan_packed_rows(sides: Sequence[IndexArray], length: int, size: int) -> Bat
     examples are placed first, each in the first open row that has room for it.
     """
     needs = np.stack(sides, 1)
-    levels = needs @ (length + 1) ** np.arange(
-        needs.shape[1]
-    )  # equal for examples with equal lengths on every side
+    # One number per example, equal for examples with equal lengths on every side.
+    levels = needs @ (length + 1) ** np.arange(needs.shape[1])
     order = np.argsort(levels, kind="stable")
     rows: ExampleRows = [[] for _ in range(MAX_OPEN_ROWS)]
     room = np.full((MAX_OPEN_ROWS, needs.shape[1]), length)
@@ -164,7 +173,8 @@ def plan_packed_rows(sides: Sequence[IndexArray], length: int, size: int) -> Bat
         slot = int(fits.argmax())
         if not fits[slot]:
             slot = int(room.min(1).argmin())  # close the fullest row and open a new one
-            open_rows[slot], room[slot] = len(rows), length
+            open_rows[slot] = len(rows)
+            room[slot] = length
             rows.append([])
         room[slot] -= need
         rows[open_rows[slot]].append(rank)
@@ -177,12 +187,8 @@ def strided_batch_indices(count: int, index: int, size: int) -> range:
     Each batch takes examples from the whole range, at equal distances. After the last batch the
     first one follows.
 
-    >>> (
-    ...     strided_batch_indices(5, 0, 3),
-    ...     strided_batch_indices(5, 1, 3),
-    ...     strided_batch_indices(5, 2, 3),
-    ... )
-    (range(0, 5, 2), range(1, 5, 2), range(0, 5, 2))
+    >>> [strided_batch_indices(5, index, 3) for index in range(3)]
+    [range(0, 5, 2), range(1, 5, 2), range(0, 5, 2)]
     """
     batches = -(-count // size)
     return range(index % batches, count, batches)
@@ -205,27 +211,26 @@ def split_by_key(keys: Sequence[str], valid: float, test: float) -> dict[str, In
 
     Keys are ordered by their hash, and the first ones are held out.
 
-    >>> {
-    ...     split: indices.tolist()
-    ...     for split, indices in split_by_key(["a", "b", "a", "c"], 0.3, 0).items()
-    ... }
+    >>> splits = split_by_key(["a", "b", "a", "c"], 0.3, 0)
+    >>> {split: indices.tolist() for split, indices in splits.items()}
     {'train': [0, 1, 2], 'valid': [3], 'test': []}
     """
     check_split_shares(valid, test)
     distinct = sorted(set(keys), key=lambda key: blake2b(key.encode(), digest_size=8).digest())
+    count = len(distinct)
     num_held_out = 1 + (test > 0)
-    if len(distinct) <= num_held_out:
+    if count <= num_held_out:
         raise SpecError(
-            f"{len(distinct)} different examples are too few for {num_held_out + 1} splits; add "
+            f"{count} different examples are too few for {num_held_out + 1} splits; add "
             "examples to the data"
         )
-    num_test = min(max(1, round(test * len(distinct))), len(distinct) - 2) if test else 0
-    num_valid = min(max(1, round(valid * len(distinct))), len(distinct) - 1 - num_test)
+    num_test = min(max(1, round(test * count)), count - 2) if test else 0
+    num_valid = min(max(1, round(valid * count)), count - 1 - num_test)
     split_of_key = dict.fromkeys(distinct, "train")
     split_of_key |= dict.fromkeys(distinct[:num_valid], "valid")
     split_of_key |= dict.fromkeys(distinct[num_valid : num_valid + num_test], "test")
     splits = np.array([split_of_key[key] for key in keys])
-    return {name: np.flatnonzero(splits == name) for name in ("train", "valid", "test")}
+    return {name: np.flatnonzero(splits == name) for name in SPLIT_NAMES}
 
 
 def split_examples(
@@ -241,17 +246,16 @@ def split_examples(
     >>> {split: indices.tolist() for split, indices in splits.items()}
     {'train': [1], 'valid': [0], 'test': [2]}
     """
-    ends = np.cumsum(list(counts.values())).tolist()
-    ranges = [np.arange(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
-    splits = {"test": np.arange(0)} | dict(zip(counts, ranges, strict=True))
+    splits = {"test": np.arange(0)}
+    first = 0
+    for split, count in counts.items():
+        splits[split] = np.arange(first, first + count)
+        first += count
     if "valid" not in counts:
         train = splits["train"]
-        parts = split_by_key(
-            [keys[n] for n in train.tolist()], valid, 0.0 if "test" in counts else test
-        )
-        splits |= {
-            split: train[part]
-            for split, part in parts.items()
-            if split == "train" or split not in counts
-        }
-    return {split: splits[split] for split in ("train", "valid", "test")}
+        train_keys = [keys[n] for n in train.tolist()]
+        parts = split_by_key(train_keys, valid, 0.0 if "test" in counts else test)
+        for split, part in parts.items():
+            if split == "train" or split not in counts:
+                splits[split] = train[part]
+    return {split: splits[split] for split in SPLIT_NAMES}

@@ -8,7 +8,8 @@ import warnings
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,14 +21,14 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
-from ..model_spec import EmbeddingSpec, ModelSpec, PositionSpec, ProcessorSpec
+from ..model_spec import EmbeddingSpec, ModelSpec, PatchSpec, PositionSpec, ProcessorSpec
 from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
 from .file_task import (
+    ChannelStatistics,
+    ClassificationTask,
     ClassifierInputs,
-    FileTask,
     LabelledDataset,
     make_classifier,
-    make_patches,
     number_labels,
 )
 from .text_files import (
@@ -46,17 +47,18 @@ from .text_files import (
 # What zipfile and numpy raise for damaged arrays: encrypted members, unknown methods, headers that
 # are no Python, impossible shapes.
 ARRAY_ERRORS = (
-    *(
-        zipfile.BadZipFile,
-        zlib.error,
-        ValueError,
-        EOFError,
-        OSError,
-        NotImplementedError,
-        RuntimeError,
-        MemoryError,
-    ),
-    *(KeyError, TypeError, OverflowError, SyntaxError, tokenize.TokenError),
+    zipfile.BadZipFile,
+    zlib.error,
+    ValueError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    MemoryError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    SyntaxError,
+    tokenize.TokenError,
 )
 MAX_PIXELS = 1 << 26  # of one image
 IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -74,23 +76,21 @@ def read_idx(path: Path) -> Any:
             f"{path} is not an idx file: it starts with the bytes {head.hex(' ') or '(none)'}; "
             "give an idx file or .npz"
         )
-    dtype, axes = np.dtype(IDX_DTYPES[head[2]]), head[3]
+    dtype = np.dtype(IDX_DTYPES[head[2]])
+    start = 4 + 4 * head[3]
     content = b"".join(read_chunks(path)) if is_gzipped(path) else None  # None: memory-mapped
-    start = 4 + 4 * axes
     size = path.stat().st_size if content is None else len(content)
     if size < start:
         raise SpecError(
             f"{path} has {size} bytes, fewer than its header of {start}; download it again"
         )
-    lengths = next(read_chunks(path))[4:start] if content is None else content[4:start]
-    shape = struct.unpack(f">{axes}I", lengths)
+    header = (next(read_chunks(path)) if content is None else content)[4:start]
+    shape = struct.unpack(f">{head[3]}I", header)
     expected_size = start + dtype.itemsize * int(np.prod(shape, dtype=object))
     if size != expected_size:
-        dimensions = " x ".join(map(str, shape))
         raise SpecError(
-            f"{path} has {size} bytes, but {dimensions} numbers of {dtype.itemsize} bytes need "
-            f"{expected_size}; "
-            "download it again"
+            f"{path} has {size} bytes, but {format_shape(shape)} numbers of {dtype.itemsize} bytes "
+            f"need {expected_size}; download it again"
         )
     if size == start:
         return np.empty(shape, dtype)
@@ -99,39 +99,46 @@ def read_idx(path: Path) -> Any:
     return np.frombuffer(content, dtype, offset=start).reshape(shape)
 
 
-def read_npz(path: Path) -> dict[str, Any]:
-    """Read the arrays of an .npz file, by name."""
+def format_shape(shape: Iterable[int]) -> str:
+    """A shape as text, "28 x 28"."""
+    return " x ".join(map(str, shape))
+
+
+@contextmanager
+def _report_damage(path: Path, suffix: str, function: str) -> Iterator[None]:
     try:
-        with path.open("rb") as file:  # np.load(path) does not close a damaged file
-            archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it holds one array without a name")
-            members = archive.zip.infolist() if archive.zip else []
-            check_unpacked_size(path, sum(member.file_size for member in members))
-            return {name: archive[name] for name in archive.files}
+        yield
     except SpecError:
         raise
     except ARRAY_ERRORS as error:
         reason = " ".join(str(error).split())
         raise SpecError(
-            f"cannot read {path} as .npz: {reason}; write it again with numpy.savez"
+            f"cannot read {path} as {suffix}: {reason}; write it again with {function}"
         ) from None
+
+
+def read_npz(path: Path) -> dict[str, Any]:
+    """Read the arrays of an .npz file, by name."""
+    # np.load(path) would not close a damaged file.
+    with _report_damage(path, ".npz", "numpy.savez"), path.open("rb") as file:
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        members = archive.zip.infolist() if archive.zip else []
+        check_unpacked_size(path, sum(member.file_size for member in members))
+        return {name: archive[name] for name in archive.files}
 
 
 def open_npy(path: Path) -> Any:
     """Memory-map the array of an .npy file."""
-    try:
+    with _report_damage(path, ".npy", "numpy.save"):
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except ARRAY_ERRORS as error:
-        reason = " ".join(str(error).split())
-        raise SpecError(
-            f"cannot read {path} as .npy: {reason}; write it again with numpy.save"
-        ) from None
 
 
 # --- Images ---------------------------------------------------------------------------------------
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+TARGET_NUM_PATCHES = 64  # approximate number of patches per image
 STATISTICS_SAMPLE = 10_000  # images from which mean and standard deviation are estimated
 GREY_MODES = ("1", "L", "LA")
 COLOUR_MODES = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "LAB", "HSV")
@@ -153,12 +160,12 @@ class ImageStore(ABC):
     @staticmethod
     def joined(stores: Sequence[ImageStore]) -> ImageStore:
         """Concatenation of several stores, whose images must have the same shape."""
+        first = stores[0]
         for other in stores[1:]:
-            if other.shape != stores[0].shape:
-                shapes = [" x ".join(map(str, store.shape)) for store in (other, stores[0])]
+            if other.shape != first.shape:
                 raise SpecError(
-                    f"{other.where} has images of {shapes[0]}, {stores[0].where} of {shapes[1]}; "
-                    "use one size"
+                    f"{other.where} has images of {format_shape(other.shape)}, {first.where} of "
+                    f"{format_shape(first.shape)}; use one size"
                 )
         return stores[0] if len(stores) == 1 else ConcatenatedImages(stores)
 
@@ -168,11 +175,9 @@ class ConcatenatedImages(ImageStore):
 
     def __init__(self, stores: Sequence[ImageStore]) -> None:
         self.stores = stores
-        self.count, self.shape, self.where = (
-            sum(store.count for store in stores),
-            stores[0].shape,
-            stores[0].where,
-        )
+        self.count = sum(store.count for store in stores)
+        self.shape = stores[0].shape
+        self.where = stores[0].where
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
         out = np.empty((len(indices), *self.shape), np.float32)
@@ -195,14 +200,14 @@ class ArrayImages(ImageStore):
         elif images.shape[3] > 4 and images.shape[1] <= 4:
             images = images.transpose(0, 2, 3, 1)
         if images.shape[3] > 4:
-            shape = " x ".join(map(str, images.shape))
             raise SpecError(
-                f"{description} is {shape}, with more than 4 channels; give [n, height, width, "
-                "channels]"
+                f"{description} is {format_shape(images.shape)}, with more than 4 channels; give "
+                "[n, height, width, channels]"
             )
-        self.images, self.count, self.where = images, len(images), description
-        _, high, wide, channels = images.shape
-        self.shape = high, wide, channels
+        self.images = images
+        self.count = len(images)
+        self.where = description
+        self.shape = images.shape[1:]
         self._scale = np.float32(1 / np.iinfo(images.dtype).max if images.dtype.kind in "ui" else 1)
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
@@ -221,14 +226,19 @@ class ImageFiles(ImageStore):
     """
 
     def __init__(self, paths: Sequence[Path], size: tuple[int, ...]) -> None:
-        self.paths, self.count, self.where = paths, len(paths), str(paths[0].parent.parent)
+        self.paths = paths
+        self.count = len(paths)
+        self.where = str(paths[0].parent.parent)
         headers = [_read_header(path) for path in paths]
-        first = size or headers[0][:2]
-        for path, (high, wide, _) in zip(paths, headers, strict=True):
-            if not size and (high, wide) != first:
-                fact = f"{path} is {high} x {wide} pixels, {paths[0]} is {first[0]} x {first[1]}"
-                raise SpecError(f"{fact}; use size={first} to resize all images")
-        self.shape = first[0], first[1], 1 if all(mode in GREY_MODES for *_, mode in headers) else 3
+        high, wide = size or headers[0][:2]
+        for path, header in zip(paths, headers, strict=True):
+            if not size and header[:2] != (high, wide):
+                raise SpecError(
+                    f"{path} is {header[0]} x {header[1]} pixels, {paths[0]} is {high} x {wide}; "
+                    f"use size={(high, wide)} to resize all images"
+                )
+        is_grey = all(mode in GREY_MODES for *_, mode in headers)
+        self.shape = (high, wide, 1 if is_grey else 3)
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
         images = [self._load_image(self.paths[n]) for n in indices]
@@ -258,7 +268,8 @@ def _read_header(path: Path) -> tuple[int, int, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
-                (wide, high), mode = image.size, image.mode
+                wide, high = image.size
+                mode = image.mode
     except (
         OSError,
         ValueError,
@@ -289,35 +300,42 @@ class ImageInputs(ClassifierInputs):
 
     def __init__(self, store: ImageStore, train: IndexArray) -> None:
         self.store = store
-        sample = train[
-            np.linspace(0, len(train) - 1, min(len(train), STATISTICS_SAMPLE)).astype(np.int64)
-        ]
-        sums = np.zeros((2, store.shape[2]))
-        for start in range(0, len(sample), 1000):
-            images = store.take(sample[start : start + 1000]).astype(np.float64)
-            sums += images.sum((0, 1, 2)), (images**2).sum((0, 1, 2))
-        mean, mean_square = sums / (len(sample) * store.shape[0] * store.shape[1])
-        deviation = np.sqrt(np.maximum(mean_square - mean**2, 0))
-        self.mean, self.deviation = (
-            mean,
-            np.where(deviation > 1e-6, deviation, 1.0),
-        )  # 1 for a constant channel
+        size = min(len(train), STATISTICS_SAMPLE)
+        sample = train[np.linspace(0, len(train) - 1, size).astype(np.int64)]
+        statistics = ChannelStatistics(store.shape[2])
+        for start in range(0, size, 1000):
+            statistics.add(store.take(sample[start : start + 1000]))
+        self.mean = statistics.mean
+        self.deviation = statistics.deviation
+        self.usage = ProcessorSpec(
+            size=tuple(store.shape[:2]),
+            mean=tuple(self.mean.tolist()),
+            deviation=tuple(self.deviation.tolist()),
+        )
 
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
         images = (self.store.take(indices) - self.mean) / self.deviation
         return torch.from_numpy(images.astype(np.float32).transpose(0, 3, 1, 2).copy()), None
 
-    @property
-    def usage(self) -> ProcessorSpec:
-        mean, deviation = (tuple(array.tolist()) for array in (self.mean, self.deviation))
-        return ProcessorSpec(size=self.store.shape[:2], mean=mean, deviation=deviation)
-
     def model(self, num_classes: int, pooling: str) -> ModelSpec:
         patches = make_patches(*self.store.shape)
-        embedding = EmbeddingSpec(
-            patches=patches, positions=PositionSpec("learned", patches.num_patches)
-        )
+        positions = PositionSpec("learned", patches.num_patches)
+        embedding = EmbeddingSpec(patches=patches, positions=positions)
         return make_classifier("vision", embedding, num_classes, pooling, kind="vision")
+
+
+def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
+    """Square patches for images of this size, about 64 of them; a size that divides the image
+    evenly is preferred.
+
+    >>> make_patches(28, 28, 1)
+    PatchSpec(rows=7, columns=7, high=4, wide=4, channels=1)
+    """
+    target = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
+    candidates = range(target, 2 * target + 1)
+    divisors = [size for size in candidates if high % size == 0 == wide % size]
+    size = min([*divisors, target][0], high, wide)
+    return PatchSpec(high // size, wide // size, size, size, channels)
 
 
 # --- Image tasks ----------------------------------------------------------------------------------
@@ -331,7 +349,7 @@ LabelledImages = tuple[ImageStore, Sequence[Any]]  # images and their labels
 
 
 @dataclass(frozen=True, repr=False)
-class ImageClassification(FileTask):
+class ImageClassification(ClassificationTask):
     """Image classification; each channel is normalised to mean 0 and standard deviation 1 on the
     train split.
 
@@ -359,54 +377,39 @@ class ImageClassification(FileTask):
 
     def files(self) -> Sequence[Path]:
         path = existing_path(self.path)
-        if not path.is_dir():
-            return [path, *([] if path.suffix == ".npz" else [self._labels_file(path)])]
-        if idx_files := find_idx_files(path):
-            return [
-                file
-                for images in idx_files.values()
-                for file in (images, self._labels_file(images))
-            ]
-        if image_files := list_files(path, IMAGE_SUFFIXES):
-            return image_files
-        raise SpecError(
-            f"{path} has no images ({', '.join(IMAGE_SUFFIXES)}) and no idx files; give another "
-            "folder"
-        )
+        if path.suffix == ".npz":
+            return [path]
+        files: list[Path] = []
+        for images in self._idx_files(path).values():
+            files += (images, self._labels_file(images))
+        files = files or list_files(path, IMAGE_SUFFIXES)
+        if not files:
+            raise SpecError(
+                f"{path} has no images ({', '.join(IMAGE_SUFFIXES)}) and no idx files; give "
+                "another folder"
+            )
+        return files
+
+    def _idx_files(self, path: Path) -> dict[str, Path]:
+        if path.suffix == ".npz":
+            return {}
+        return find_idx_files(path) if path.is_dir() else {"train": path}
 
     def _labels_file(self, images: Path) -> Path:
         """Path of the labels of an idx file of images."""
         if self.labels:
             return existing_file(self.labels)
         name = images.name.replace("images", "labels").replace("idx3", "idx1")
-        names = dict.fromkeys((name, name.removesuffix(".gz"), f"{name}.gz"))
-        candidates = [images.with_name(name) for name in names]
-        paths = [path for path in candidates if path.is_file() and path != images]
-        if not paths:
-            raise SpecError(
-                f"there are no labels for {images}: {name} is missing; give labels=FILE"
-            )
-        return paths[0]
+        for candidate in (name, name.removesuffix(".gz"), f"{name}.gz"):
+            path = images.with_name(candidate)
+            if path.is_file() and path != images:
+                return path
+        raise SpecError(f"there are no labels for {images}: {name} is missing; give labels=FILE")
 
     def read(self) -> LabelledDataset:
         path = existing_path(self.path)
-        idx_files = (
-            find_idx_files(path)
-            if path.is_dir()
-            else {}
-            if path.suffix == ".npz"
-            else {"train": path}
-        )
-        if idx_files:
-            splits = {
-                split: _read_idx_pair(images, self._labels_file(images))
-                for split, images in idx_files.items()
-            }
-        else:
-            splits = (
-                _read_class_folders(path, self.size) if path.is_dir() else _read_npz_splits(path)
-            )
-        if self.labels and (path.is_dir() or path.suffix == ".npz"):
+        idx_files = self._idx_files(path)
+        if self.labels and (path.is_dir() or not idx_files):
             raise SpecError(
                 f"labels={self.labels!r} is for a single idx file, not for {path}; leave it out"
             )
@@ -414,39 +417,41 @@ class ImageClassification(FileTask):
             raise SpecError(
                 f"size={self.size} is for folders of image files, not for {path}; leave it out"
             )
+        if idx_files:
+            splits: dict[str, LabelledImages] = {}
+            for split, images in idx_files.items():
+                labels = read_idx(self._labels_file(images))
+                splits[split] = _check_labelled_images(read_idx(images), labels, str(images))
+        elif path.is_dir():
+            splits = _read_class_folders(path, self.size)
+        else:
+            splits = _read_npz_splits(path)
         if "train" not in splits:
             raise SpecError(
                 f"{path} has no train split; name it train, or remove test from the name of a "
                 "single split"
             )
-        return self._make_dataset(splits)
-
-    def _make_dataset(self, split_data: Mapping[str, LabelledImages]) -> LabelledDataset:
-        store = ImageStore.joined([images for images, _ in split_data.values()])
-        labels, names = number_labels(
-            [label for _, split_labels in split_data.values() for label in split_labels]
-        )
-        counts = {split: len(split_labels) for split, (_, split_labels) in split_data.items()}
-        splits = split_examples(counts, list(map(str, range(len(labels)))), self.valid, self.test)
-        return LabelledDataset(ImageInputs(store, splits["train"]), labels, names, splits)
+        store = ImageStore.joined([images for images, _ in splits.values()])
+        all_labels: list[Any] = []
+        for _, split_labels in splits.values():
+            all_labels += split_labels
+        labels, names = number_labels(all_labels)
+        counts = {split: len(split_labels) for split, (_, split_labels) in splits.items()}
+        indices = split_examples(counts, list(map(str, range(len(labels)))), self.valid, self.test)
+        return LabelledDataset(ImageInputs(store, indices["train"]), labels, names, indices)
 
 
 def find_idx_files(folder: Path) -> dict[str, Path]:
     """The idx files of images in a folder, by split."""
     if not folder.is_dir():
         return {}
-    files = sorted(
-        path for path in folder.iterdir() if "images" in path.name and "idx" in path.name
-    )
-    splits = {
-        split: [path for path in files if path.name.startswith(words)]
-        for split, words in SPLIT_PREFIXES.items()
-    }
-    return {split: paths[0] for split, paths in splits.items() if paths}
-
-
-def _read_idx_pair(images: Path, labels: Path) -> LabelledImages:
-    return _check_labelled_images(read_idx(images), read_idx(labels), str(images))
+    splits: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if "images" in path.name and "idx" in path.name:
+            for split, words in SPLIT_PREFIXES.items():
+                if path.name.startswith(words):
+                    splits.setdefault(split, path)
+    return {split: splits[split] for split in SPLIT_PREFIXES if split in splits}
 
 
 def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
@@ -454,15 +459,15 @@ def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
     train_labels, or x and y.
     """
     arrays = read_npz(path)
-    splits = {}
-    for split, words in SPLIT_PREFIXES.items():
-        images, labels = (_find_array(arrays, kind, words, split) for kind in ARRAY_NAMES)
-        if images and labels:
-            splits[split] = _check_labelled_images(
-                arrays[images], arrays[labels], f"{path}: {images}"
-            )
-        elif images:
+    splits: dict[str, LabelledImages] = {}
+    for split in SPLIT_PREFIXES:
+        images = _find_array(arrays, "images", split)
+        labels = _find_array(arrays, "labels", split)
+        if images and not labels:
             raise SpecError(f"{path} has {images}, but no labels for it; add y_{split}")
+        if images:
+            where = f"{path}: {images}"
+            splits[split] = _check_labelled_images(arrays[images], arrays[labels], where)
     if not splits:
         names = ", ".join(arrays) or "no arrays"
         raise SpecError(
@@ -471,23 +476,23 @@ def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
     return splits
 
 
-def _find_array(arrays: Mapping[str, Any], kind: str, words: Sequence[str], split: str) -> str:
+def _find_array(arrays: Mapping[str, Any], kind: str, split: str) -> str:
     """Name of the array with the images or labels of a split; "" if there is none."""
-    plain_names = ARRAY_NAMES[kind] if split == "train" else ()
-    split_names: list[str] = []
+    names: list[str] = []
     for name in ARRAY_NAMES[kind]:
-        for word in words:
-            split_names += [f"{name}_{word}", f"{word}_{name}"]
-    return next((name for name in (*split_names, *plain_names) if name in arrays), "")
+        for word in SPLIT_PREFIXES[split]:
+            names += [f"{name}_{word}", f"{word}_{name}"]
+    if split == "train":
+        names += ARRAY_NAMES[kind]
+    return next((name for name in names if name in arrays), "")
 
 
 def _check_labelled_images(images: Any, labels: Any, where: str) -> LabelledImages:
     """Images and labels of two arrays; raises SpecError if they do not fit together."""
     if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or not images.size:
-        shape = " x ".join(map(str, images.shape))
         raise SpecError(
-            f"{where} holds {images.dtype} of shape {shape}; give images as [n, height, width] or "
-            "with channels last"
+            f"{where} holds {images.dtype} of shape {format_shape(images.shape)}; give images as "
+            "[n, height, width] or with channels last"
         )
     flat = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if flat.ndim != 1 or flat.dtype.kind not in "uiSU":
@@ -503,18 +508,14 @@ def _check_labelled_images(images: Any, labels: Any, where: str) -> LabelledImag
 
 def _read_class_folders(folder: Path, size: tuple[int, ...]) -> dict[str, LabelledImages]:
     """Images of each split, labelled with the name of the folder they are in."""
-    roots = {split: path for split, path in find_splits(folder).items() if path.is_dir()} or {
-        "train": folder
-    }
+    roots = {split: path for split, path in find_splits(folder).items() if path.is_dir()}
     splits: dict[str, LabelledImages] = {}
-    files = {split: list_files(root, IMAGE_SUFFIXES) for split, root in roots.items()}
-    for split, root in roots.items():
-        unlabelled = [path for path in files[split] if path.parent == root]
-        if unlabelled:
-            raise SpecError(
-                f"{unlabelled[0]} is not in the folder of a class; move it to {root}/CLASS/"
-            )
-        if files[split]:
-            labels = [path.relative_to(root).parts[0] for path in files[split]]
-            splits[split] = ImageFiles(files[split], size), labels
+    for split, root in (roots or {"train": folder}).items():
+        files = list_files(root, IMAGE_SUFFIXES)
+        for path in files:
+            if path.parent == root:
+                raise SpecError(f"{path} is not in the folder of a class; move it to {root}/CLASS/")
+        if files:
+            labels = [path.relative_to(root).parts[0] for path in files]
+            splits[split] = (ImageFiles(files, size), labels)
     return splits

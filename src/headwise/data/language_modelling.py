@@ -1,13 +1,11 @@
-"""Language modelling: `TextTask` reads plain text, `TokenStreamDataset` predicts the next token of
-a long stream.
-"""
+"""Language modelling: `TextTask` predicts the next token of plain text."""
 
 from __future__ import annotations
 
 import math
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,22 +17,28 @@ from torch import Tensor
 from ..errors import SpecError, suggest
 from ..model_spec import ModelSpec, ProcessorSpec
 from .example_order import DEFAULT_HELD_OUT, check_split_shares, make_rng, strided_batch_indices
-from .file_task import Dataset, FileTask, make_language_model
+from .file_task import DEFAULT_SHAPE, Dataset, FileTask
+from .synthetic_task import make_small_decoder
 from .task import IGNORE_INDEX, Batch, MetricSums
 from .text_files import existing_file, existing_path, is_gzipped, list_files, read_text_chunks
 from .vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, read_vocabulary, train_bpe
 
-ROUNDING_SLACK = 1e-6  # because 1 - 0.9 is slightly less than 0.1
+ByteArray = NDArray[np.uint8]
+
+STDLIB = "stdlib"
+# Folders of the standard library's path that hold tests and installed packages.
+SKIPPED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+TOKENIZATIONS = ("bytes", "chars", "bpe")
+BLOCK_BYTES = 1 << 16  # bytes of text per call of the tokeniser
 SCAN_TOKENS = 1 << 22  # tokens per chunk when a whole stream is scanned
+ROUNDING_SLACK = 1e-6  # because 1 - 0.9 is slightly less than 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSpan:
-    """The tokens `start` to `stop` of `ids`: any object that can be sliced, such as an array on
-    disk.
-    """
+    """The tokens `start` to `stop` of `ids`."""
 
-    ids: Any
+    ids: NDArray[Any]
     start: int
     stop: int
 
@@ -45,164 +49,45 @@ class TokenSpan:
         """Number of occurrences of each id, counted in chunks."""
         counts = np.zeros(vocab_size, np.int64)
         for start in range(self.start, self.stop, SCAN_TOKENS):
-            chunk = np.asarray(self.ids[start : min(start + SCAN_TOKENS, self.stop)])
+            chunk = self.ids[start : min(start + SCAN_TOKENS, self.stop)]
             counts += np.bincount(chunk.astype(np.int64), minlength=vocab_size)
         return counts
 
+    @property
+    def first_target(self) -> int:
+        """Index of the first token that is predicted; before the first of an array is nothing."""
+        return max(1, self.start)
 
-class TokenStreamDataset(Dataset):
-    """Next-token prediction on a stream of tokens.
 
-    Training batches are random crops of `length` tokens. Held-out splits are cut into rows that
-    predict each token exactly once; each batch takes rows from all over the split. The first token
-    of a split is predicted from the one before it, if there is one in the same array.
-    `bytes_per_id` is the number of text bytes per id; without it the metric bits_per_byte is left
-    out. `end_id` is the token after every text of the stream, if there is one.
+class TokenStream(Dataset):
+    """A stream of token ids in rows of `length`, divided into splits.
+
+    `bytes_per_id` is the number of text bytes per id; without it there are no bits per byte.
     """
 
     def __init__(
         self,
         spans: Mapping[str, TokenSpan],
         length: int,
-        vocab_size: int,
-        *,
-        vocabulary: Vocabulary | None = None,
-        bytes_per_id: NDArray[np.int64] | None = None,
-        end_id: int | None = None,
+        vocabulary: Vocabulary,
+        bytes_per_id: NDArray[np.int64] | None,
     ) -> None:
-        self.spans, self.length, self.size, self.vocabulary, self.end = (
-            spans,
-            length,
-            vocab_size,
-            vocabulary,
-            end_id,
-        )
-        if len(spans["train"]) <= length:
-            count = len(spans["train"])
+        self.spans = spans
+        self.vocabulary = vocabulary
+        self.size = vocabulary.size
+        self.bytes_per_id = None if bytes_per_id is None else torch.from_numpy(bytes_per_id)
+        count = len(spans["train"])
+        if count <= length:
             raise SpecError(
                 f"the train split has {count} tokens, too few for length={length}; use more text "
                 "or a smaller length="
             )
-        self.sizes = {split: self._num_rows(split) for split in spans}
-        self.sizes["train"] = len(spans["train"]) // length
+        self.sizes: dict[str, int] = {}
+        for split, span in spans.items():
+            self.sizes[split] = -(-max(0, span.stop - span.first_target) // length)
+        self.sizes["train"] = count // length
         if not self.sizes["valid"]:
-            raise SpecError(
-                f"none of {len(spans['train'])} tokens are left for validation; use a larger valid="
-            )
-        self._bytes_per_id = None if bytes_per_id is None else torch.from_numpy(bytes_per_id)
-
-    def _first_target(self, split: str) -> int:
-        """Index of the first token that is predicted; the first of an array cannot be, nothing is
-        before it.
-        """
-        return max(1, self.spans[split].start)
-
-    def _num_rows(self, split: str) -> int:
-        return -(-max(0, self.spans[split].stop - self._first_target(split)) // self.length)
-
-    def batches(self, size: int, split: str) -> int:
-        return -(-self.sizes[split] // size)
-
-    def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
-        if split == "train":
-            return self._random_crops(index, size, seed)
-        first, stop = self._first_target(split), self.spans[split].stop
-        targets = [
-            first + n * self.length for n in strided_batch_indices(self.sizes[split], index, size)
-        ]
-        return self._next_token_batch(
-            split, [(at - 1, min(at + self.length, stop)) for at in targets]
-        )
-
-    def _random_crops(self, index: int, size: int, seed: int) -> Batch:
-        span = self.spans["train"]
-        starts = make_rng(seed, index).integers(span.start, span.stop - self.length, size)
-        return self._next_token_batch(
-            "train", [(int(at), int(at) + self.length + 1) for at in starts]
-        )
-
-    def _next_token_batch(self, split: str, ranges: list[tuple[int, int]]) -> Batch:
-        """Inputs and next-token labels for (start, stop) ranges; rows at the end of a split are
-        padded.
-        """
-        ids = np.zeros((len(ranges), self.length), np.int64)
-        labels = np.full((len(ranges), self.length), IGNORE_INDEX, np.int64)
-        for row, (start, stop) in enumerate(ranges):
-            crop = self.spans[split].ids[start:stop]
-            ids[row, : len(crop) - 1], labels[row, : len(crop) - 1] = crop[:-1], crop[1:]
-        return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
-
-    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Negative log-likelihood in nats per token, and in bits per byte of text."""
-        has_label = batch.labels != IGNORE_INDEX
-        labels = batch.labels[has_label]
-        log_probs = logits[has_label].float().log_softmax(-1).gather(-1, labels[:, None])
-        nats = -float(log_probs.double().sum())
-        sums: dict[str, tuple[float, int]] = {"nats": (nats, len(labels))}
-        if self._bytes_per_id is not None:
-            num_bytes = int(self._bytes_per_id[labels.cpu()].sum())
-            sums["bits_per_byte"] = nats / math.log(2), num_bytes
-        return sums
-
-    @property
-    def chance(self) -> Mapping[str, float]:
-        metrics = {"nats": math.log(self.size)}
-        if self._bytes_per_id is None:
-            return metrics
-        train = self.spans["train"]
-        bytes_per_token = float(train.counts(self.size) @ self._bytes_per_id.numpy()) / len(train)
-        return metrics | {"bits_per_byte": metrics["nats"] / math.log(2) / bytes_per_token}
-
-    @property
-    def usage(self) -> ProcessorSpec:
-        end_ids = () if self.end is None else (self.end,)
-        return replace(super().usage, before=end_ids, end=end_ids)
-
-    def model(self) -> ModelSpec:
-        return make_language_model(self.size)
-
-
-def split_ranges(
-    counts: Mapping[str, int], shares: tuple[float, float]
-) -> dict[str, tuple[str, int, int]]:
-    """For each split the file that holds it, and its first and last token there.
-
-    A split without a file of its own is taken from the end of the train file.
-
-    >>> split_ranges({"train": 10}, (0.2, 0.1))
-    {'train': ('train', 0, 7), 'valid': ('train', 7, 9), 'test': ('train', 9, 10)}
-    """
-    full_files = {split: (split, 0, count) for split, count in counts.items()}
-    if "valid" in counts:
-        return full_files
-    valid, test = shares
-    count = counts["train"]
-    first, second = split_points(count, (valid, 0.0 if "test" in counts else test))
-    divided = {
-        "train": ("train", 0, first),
-        "valid": ("train", first, second),
-        "test": ("train", second, count),
-    }
-    return divided | {split: full_files[split] for split in full_files if split != "train"}
-
-
-def split_points(count: int, shares: tuple[float, float]) -> tuple[int, int]:
-    """Indices where the validation and test splits begin, rounded down as in nanoGPT."""
-    valid, test = shares
-    return int(count * (1 - valid - test) + ROUNDING_SLACK), int(
-        count * (1 - test) + ROUNDING_SLACK
-    )
-
-
-# --- Plain text -----------------------------------------------------------------------------------
-
-ByteArray = NDArray[np.uint8]
-
-STDLIB = "stdlib"
-# Folders of the standard library's path that hold tests and installed packages.
-SKIPPED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
-TOKENIZATIONS = ("bytes", "chars", "bpe")
-BLOCK_BYTES = 1 << 16  # bytes of text per call of the tokeniser
+            raise SpecError(f"none of {count} tokens are left for validation; use a larger valid=")
 
 
 @dataclass(frozen=True, repr=False)
@@ -213,6 +98,9 @@ class TextTask(FileTask):
     their names; or "stdlib", the source of Python's standard library. `tokens` is "bytes", "chars",
     "bpe" or the path of a tokenizer.json; `vocab` is the vocabulary size that "bpe" trains on the
     train split. The shares `valid` and `test` of the bytes are held out from the end of the text.
+
+    Training batches are random crops. Held-out splits are cut into rows that predict each token
+    once; the first token of a split is predicted from the one before it.
 
     >>> TextTask("stdlib", length=32).batch(0, 4).x.shape
     torch.Size([4, 32])
@@ -240,17 +128,17 @@ class TextTask(FileTask):
             )
 
     def files(self) -> Sequence[Path]:
-        return [
-            *self._text_files(),
-            *([] if self.tokens in TOKENIZATIONS else [existing_file(self.tokens)]),
-        ]
+        tokenizers = [] if self.tokens in TOKENIZATIONS else [existing_file(self.tokens)]
+        return [*self._text_files(), *tokenizers]
 
     def _text_files(self) -> list[Path]:
         if self.path == STDLIB:
             return list_files(Path(sysconfig.get_paths()["stdlib"]), (".py",), SKIPPED_FOLDERS)
-        if not (path := existing_path(self.path)).is_dir():
+        path = existing_path(self.path)
+        if not path.is_dir():
             return [path]
-        if not (paths := list_files(path, self.suffixes)):
+        paths = list_files(path, self.suffixes)
+        if not paths:
             suffixes = ", ".join(self.suffixes)
             raise SpecError(
                 f"{self.path} has no files with the suffixes {suffixes}; give others, as in "
@@ -258,47 +146,97 @@ class TextTask(FileTask):
             )
         return paths
 
-    def read(self) -> TokenStreamDataset:
+    # --- Reading ---
+
+    def read(self) -> TokenStream:
         raw = read_files(self._text_files())
         if not len(raw):
             raise SpecError(f"{self.path} is empty; give a file with text")
-        first, second = (
-            _end_of_character(raw, at) for at in split_points(len(raw), (self.valid, self.test))
-        )
+        shares = (self.valid, self.test)
+        first, second = (_end_of_character(raw, at) for at in split_points(len(raw), shares))
         vocabulary = self._make_vocabulary(raw, first)
-        texts = [raw[:first], raw[first:second], raw[second:]]
-        encoded = [
-            text if isinstance(vocabulary, ByteVocabulary) else _encode_text(vocabulary, text)
-            for text in texts
-        ]
-        ids = raw if isinstance(vocabulary, ByteVocabulary) else np.concatenate(encoded)
-        ends = np.cumsum([len(split_ids) for split_ids in encoded]).tolist()
-        spans = [TokenSpan(ids, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
-        bytes_per_id, num_bytes = vocabulary.bytes_per_id, len(raw)
+        encoded: list[NDArray[Any]] = [raw[:first], raw[first:second], raw[second:]]
+        ids: NDArray[Any] = raw
+        if not isinstance(vocabulary, ByteVocabulary):
+            encoded = [_encode_text(vocabulary, text) for text in encoded]
+            ids = np.concatenate(encoded)
+        spans: dict[str, TokenSpan] = {}
+        start = 0
+        for split, split_ids in zip(("train", "valid", "test"), encoded, strict=True):
+            spans[split] = TokenSpan(ids, start, start + len(split_ids))
+            start += len(split_ids)
+        bytes_per_id = vocabulary.bytes_per_id
         if bytes_per_id is not None and self.tokens not in TOKENIZATIONS:
-            num_bytes = sum(int(span.counts(len(bytes_per_id)) @ bytes_per_id) for span in spans)
-        if num_bytes != len(raw):
-            bytes_per_id = (
-                None  # this tokenizer normalises the text, so bits per byte would not be exact
-            )
-        splits: dict[str, TokenSpan] = dict(zip(("train", "valid", "test"), spans, strict=True))
-        return TokenStreamDataset(
-            splits, self.length, vocabulary.size, vocabulary=vocabulary, bytes_per_id=bytes_per_id
-        )
+            sizes = [int(span.counts(len(bytes_per_id)) @ bytes_per_id) for span in spans.values()]
+            if sum(sizes) != len(raw):  # the tokenizer normalises the text
+                bytes_per_id = None
+        return TokenStream(spans, self.length, vocabulary, bytes_per_id)
 
     def _make_vocabulary(self, raw: ByteArray, first: int) -> Vocabulary:
         if self.tokens == "bytes":
             return ByteVocabulary()
-        if self.tokens == "chars":
-            alphabet: set[str] = set()
-            for block in iter_text_blocks(
-                raw
-            ):  # of all splits, so that no held-out character is unknown
-                alphabet |= set(block)
-            return CharVocabulary(alphabet)
+        if self.tokens == "chars":  # of all splits, so that no held-out character is unknown
+            return CharVocabulary(set().union(*iter_text_blocks(raw)))
         if self.tokens == "bpe":
             return train_bpe(iter_text_blocks(raw[:first]), self.vocab)
         return read_vocabulary(existing_file(self.tokens))
+
+    # --- Batches and metrics ---
+
+    def read_batch(self, index: int, size: int, split: str) -> Batch:
+        span: TokenSpan = self.data.spans[split]
+        if split == "train":
+            rng = make_rng(self.seed, index)
+            starts = rng.integers(span.start, span.stop - self.length, size)
+        else:
+            rows = np.array(strided_batch_indices(self.data.sizes[split], index, size))
+            starts = span.first_target - 1 + rows * self.length
+        ids = np.zeros((len(starts), self.length), np.int64)
+        labels = np.full_like(ids, IGNORE_INDEX)
+        for row, start in enumerate(starts.tolist()):  # the last row of a split may be shorter
+            crop = span.ids[start : min(start + self.length + 1, span.stop)]
+            ids[row, : len(crop) - 1] = crop[:-1]
+            labels[row, : len(crop) - 1] = crop[1:]
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
+
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
+        """Negative log-likelihood in nats per token, and in bits per byte of text."""
+        has_label = batch.labels != IGNORE_INDEX
+        labels = batch.labels[has_label]
+        log_probs = logits[has_label].float().log_softmax(-1).gather(-1, labels[:, None])
+        nats = -float(log_probs.double().sum())
+        sums = {"nats": (nats, len(labels))}
+        if self.data.bytes_per_id is not None:
+            num_bytes = int(self.data.bytes_per_id[labels.cpu()].sum())
+            sums["bits_per_byte"] = (nats / math.log(2), num_bytes)
+        return sums
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        nats = math.log(self.data.size)
+        if self.data.bytes_per_id is None:
+            return {"nats": nats}
+        train: TokenSpan = self.data.spans["train"]
+        num_bytes = float(train.counts(self.data.size) @ self.data.bytes_per_id.numpy())
+        return {"nats": nats, "bits_per_byte": nats / math.log(2) / (num_bytes / len(train))}
+
+    @property
+    def usage(self) -> ProcessorSpec:
+        return ProcessorSpec(tokenizer=self.tokenizer)
+
+    def model(self) -> ModelSpec:
+        """A causal decoder of four layers with 128 channels, embedding and output weights tied."""
+        return make_small_decoder("text", self.data.size, DEFAULT_SHAPE, table="decoder")
+
+
+# --- Bytes and text ---
+
+
+def split_points(count: int, shares: tuple[float, float]) -> tuple[int, int]:
+    """Indices where the validation and test splits begin, rounded down as in nanoGPT."""
+    valid, test = shares
+    first = int(count * (1 - valid - test) + ROUNDING_SLACK)
+    return first, int(count * (1 - test) + ROUNDING_SLACK)
 
 
 def read_files(paths: Sequence[Path]) -> ByteArray:
@@ -310,22 +248,19 @@ def read_files(paths: Sequence[Path]) -> ByteArray:
     for path in paths:
         for text in read_text_chunks(path):
             buffer += b"" if use_memmap else text.encode()
-    return (
-        np.memmap(paths[0], np.uint8, "r") if use_memmap else np.frombuffer(bytes(buffer), np.uint8)
-    )
+    if use_memmap:
+        return np.memmap(paths[0], np.uint8, "r")
+    return np.frombuffer(bytes(buffer), np.uint8)
 
 
 def iter_text_blocks(raw: ByteArray) -> Iterator[str]:
-    """A text in blocks that end with a line, or with a character if a line is
-    longer than a block.
-    """
+    """A text in blocks that end with a line, or with a character if a line is longer."""
     start = 0
     while start < len(raw):
         block = raw[start : start + BLOCK_BYTES].tobytes()
         if start + BLOCK_BYTES < len(raw):
-            block = block[
-                : block.rfind(b"\n") + 1 or _end_of_character(raw, start + BLOCK_BYTES) - start
-            ]
+            end_of_line = block.rfind(b"\n") + 1
+            block = block[: end_of_line or _end_of_character(raw, start + BLOCK_BYTES) - start]
         yield block.decode()
         start += len(block)
 
@@ -337,7 +272,6 @@ def _end_of_character(raw: ByteArray, at: int) -> int:
     return at
 
 
-def _encode_text(vocabulary: Vocabulary, text: ByteArray) -> NDArray[np.generic]:
-    return np.concatenate(
-        [*vocabulary.encode(iter_text_blocks(text)), np.empty(0, vocabulary.dtype)]
-    )
+def _encode_text(vocabulary: Vocabulary, text: ByteArray) -> NDArray[Any]:
+    parts = vocabulary.encode(iter_text_blocks(text))
+    return np.concatenate([*parts, np.empty(0, vocabulary.dtype)])

@@ -6,7 +6,7 @@ are seen).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import ClassVar, NamedTuple
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..errors import SpecError, suggest
 from ..masking.pattern_base import check_whole_number
-from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec
 from ..ops.counter_rng import Ints, RandomStreams
 from .synthetic_task import (
@@ -27,6 +26,8 @@ from .synthetic_task import (
     check_sizes,
     find_correct,
     make_small_decoder,
+    number_positions,
+    pad_to_longest,
     parse_sizes,
     slice_by_power_of_two,
     slice_by_value,
@@ -36,18 +37,16 @@ from .task import IGNORE_INDEX, Batch, MetricSums
 
 # --- Associative recall ---------------------------------------------------------------------------
 
-
 FILLERS = ("random", "zero")
+Links = tuple[tuple[int, int], ...]
 
 
 class RecallAnnotation(NamedTuple):
-    """Annotation of an example: number of pairs, length, and links (index of the value, index of
-    the query).
-    """
+    """Number of pairs and length of an example, and links (index of the value, of the query)."""
 
     pairs: int
     length: int
-    links: tuple[tuple[int, int], ...]
+    links: Links
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,38 +86,34 @@ class AssociativeRecall(SyntheticTask):
             raise SpecError(f"filler={self.filler!r} is unknown; {suggest(self.filler, FILLERS)}")
         for length, pairs in self.settings:
             self._check_setting(length, pairs)
-        check_sizes(
-            self, tokens=max(length for length, _ in self.settings), symbols=self.vocabulary
-        )
-        num_keys, num_values = self.vocabulary // 2 - 1, self.vocabulary - self.vocabulary // 2
-        min_pairs = min(pairs for _, pairs in self.settings)
-        num_examples = np.prod(
-            [(num_keys - n) * (num_values - n) for n in range(min_pairs)], dtype=float
-        )
-        check_num_examples(self, float(num_examples), "use more pairs")
+        check_sizes(self, tokens=self._max_length, symbols=self.vocabulary)
+        min_pairs = np.arange(min(pairs for _, pairs in self.settings), dtype=float)
+        count = np.prod((self._num_keys - min_pairs) * (self._num_values - min_pairs))
+        check_num_examples(self, float(count), "use more pairs")
 
     def _check_setting(self, length: int, pairs: int) -> None:
         if length % 2:
             raise SpecError(
                 f"length={length} must be even, for key-value pairs; use length={length + 1}"
             )
-        if (required := 2 * pairs * (self.passes + 1)) > length:
-            max_pairs = length // (2 * (self.passes + 1))
-            fact = (
-                f"pairs={pairs} with passes={self.passes} need {required} tokens, but "
-                f"length={length}"
-            )
-            raise SpecError(f"{fact}; use pairs={max_pairs} or less, or length={required}")
-        if pairs > (num_keys := self.vocabulary // 2 - 1):
+        required = 2 * pairs * (self.passes + 1)
+        if required > length:
             raise SpecError(
-                f"vocabulary={self.vocabulary} has {num_keys} keys, too few for pairs={pairs}; "
-                f"use vocabulary={2 * pairs + 2} or more"
+                f"pairs={pairs} with passes={self.passes} need {required} tokens, but "
+                f"length={length}; use pairs={length // (2 * (self.passes + 1))} or less, or "
+                f"length={required}"
+            )
+        if pairs > self._num_keys:
+            raise SpecError(
+                f"vocabulary={self.vocabulary} has {self._num_keys} keys, too few for "
+                f"pairs={pairs}; use vocabulary={2 * pairs + 2} or more"
             )
 
     @property
     def settings(self) -> tuple[tuple[int, int], ...]:
         """Each combination (length, pairs) that occurs."""
-        lengths, pairs = parse_sizes("length", self.length, 4), parse_sizes("pairs", self.pairs, 1)
+        lengths = parse_sizes("length", self.length, 4)
+        pairs = parse_sizes("pairs", self.pairs, 1)
         count = max(len(lengths), len(pairs))
         if len(lengths) not in (1, count) or len(pairs) not in (1, count):
             raise SpecError(
@@ -128,38 +123,47 @@ class AssociativeRecall(SyntheticTask):
         return tuple((lengths[n % len(lengths)], pairs[n % len(pairs)]) for n in range(count))
 
     @property
+    def _num_keys(self) -> int:
+        return self.vocabulary // 2 - 1
+
+    @property
+    def _num_values(self) -> int:
+        return self.vocabulary - self.vocabulary // 2
+
+    @property
+    def _max_length(self) -> int:
+        return max(length for length, _ in self.settings)
+
+    @property
     def chance(self) -> Mapping[str, float]:
         """Accuracy of guessing any value."""
-        return {"accuracy": 1 / (self.vocabulary - self.vocabulary // 2)}
+        return {"accuracy": 1 / self._num_values}
 
     def model(self) -> ModelSpec:
         """Two attention layers without feed-forwards: one joins keys with their values, one looks
         them up.
         """
-        return make_small_decoder(
-            self.name, self.vocabulary, ModelShape(width=64, heads=4, layers=2)
-        )
+        shape = ModelShape(width=64, heads=4, layers=2)
+        return make_small_decoder(self.name, self.vocabulary, shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
-        length, pairs = np.asarray(self.settings)[random.integers(len(self.settings), 1)[:, 0]].T
-        max_pairs = max(pairs for _, pairs in self.settings)
-        max_length = max(length for length, _ in self.settings)
-        half, rows = self.vocabulary // 2, np.arange(len(random))
-        has_pair = np.arange(max_pairs) < pairs[:, None]
-        keys = random.distinct(half - 1, max_pairs) + 1
-        values = random.distinct(self.vocabulary - half, max_pairs) + half
-        slot = self._draw_slots(random, length, pairs, max_pairs)
+        settings = np.asarray(self.settings)
+        length, pairs = settings[random.integers(len(settings), 1)[:, 0]].T
+        max_pairs = int(settings[:, 1].max())
+        keys = random.distinct(self._num_keys, max_pairs) + 1
+        values = random.distinct(self._num_values, max_pairs) + self.vocabulary // 2
+        slot = self._draw_slots(random, length // 2 - self.passes * pairs)[:, :max_pairs]
         queries = 2 * self.passes * pairs[:, None] + 2 * slot
+        x = np.zeros((len(random), self._max_length), np.int64)
         if self.filler == "random":
-            x = random.integers(self.vocabulary, max_length)
-        else:
-            x = np.zeros((len(random), max_length), np.int64)
-        row, pair = np.nonzero(has_pair)
+            x = random.integers(self.vocabulary, self._max_length)
+        row, pair = np.nonzero(np.arange(max_pairs) < pairs[:, None])
         for n in range(self.passes):
             at = 2 * (n * pairs[row] + pair)
-            x[row, at], x[row, at + 1] = keys[row, pair], values[row, pair]
+            x[row, at] = keys[row, pair]
+            x[row, at + 1] = values[row, pair]
         x[row, queries[row, pair]] = keys[row, pair]
-        x[np.arange(max_length) >= length[rows, None]] = -1
+        x[np.arange(self._max_length) >= length[:, None]] = -1
         labels = np.full_like(x, IGNORE_INDEX)
         labels[row, queries[row, pair]] = values[row, pair]
         return {
@@ -171,72 +175,49 @@ class AssociativeRecall(SyntheticTask):
             "length": length,
         }
 
-    def _draw_slots(
-        self, random: RandomStreams, length: np.ndarray, pairs: np.ndarray, max_pairs: int
-    ) -> np.ndarray:
-        """Sample slots without replacement: draw exponential arrival times of rate p(i) and take
-        the earliest.
+    def _draw_slots(self, random: RandomStreams, num_slots: np.ndarray) -> np.ndarray:
+        """Sample slots without replacement: draw exponential arrival times of rate p(i) and sort
+        the slots by them.
         """
-        num_slots = length // 2 - self.passes * pairs
-        slot = np.arange(
-            1, max(length // 2 - self.passes * pairs for length, pairs in self.settings) + 1
-        )
-        arrival = -np.log(random.uniform(len(slot))) / slot ** (self.power - 1)
+        most = max(length // 2 - self.passes * pairs for length, pairs in self.settings)
+        slot = np.arange(1, most + 1)
+        arrival = -np.log(random.uniform(most)) / slot ** (self.power - 1)
         arrival[slot > num_slots[:, None]] = np.inf
-        return arrival.argsort(1, kind="stable")[:, :max_pairs]
+        return arrival.argsort(1, kind="stable")
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        length = examples["length"]
-        x, labels = (
-            torch.from_numpy(examples["x"][:, : length.max()]),
-            torch.from_numpy(examples["labels"][:, : length.max()]),
-        )
-        tokens = (
-            None
-            if (length == length[0]).all()
-            else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
-        )
-        gold = [
-            RecallAnnotation(
-                count, end, tuple((2 * n + 1, query) for n, query in enumerate(queries[:count]))
-            )
-            for count, end, queries in zip(
-                examples["pairs"].tolist(),
-                length.tolist(),
-                examples["queries"].tolist(),
-                strict=True,
-            )
-        ]
-        return Batch(x.clamp(min=0), labels, tokens=tokens, gold=gold)
+        gold: list[RecallAnnotation] = []
+        for row, count in enumerate(examples["pairs"].tolist()):
+            queries = examples["queries"][row, :count].tolist()
+            links = tuple((2 * n + 1, query) for n, query in enumerate(queries))
+            gold.append(RecallAnnotation(count, int(examples["length"][row]), links))
+        return replace(pad_to_longest(examples, examples["length"]), gold=gold)
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy overall, for each number of pairs D, and for each length s."""
         correct, has_label = find_correct(logits, batch.labels)
-        by_pairs = slice_by_value("D", [example.pairs for example in batch.gold], has_label)
-        by_length = slice_by_value("s", [example.length for example in batch.gold], has_label)
-        return sum_by_slice("accuracy", correct, has_label, by_pairs | by_length)
+        slices = slice_by_value("D", [example.pairs for example in batch.gold], logits.device)
+        slices |= slice_by_value("s", [example.length for example in batch.gold], logits.device)
+        of_rows = {name: mask[:, None] for name, mask in slices.items()}
+        return sum_by_slice("accuracy", correct, has_label, of_rows)
 
 
 # --- Lookup by two keys ---------------------------------------------------------------------------
 
-QUESTION_ID, SAME_ID, FIRST_ENTITY_ID = (
-    0,
-    1,
-    2,
-)  # tokens of direct and composed questions; id of the first entity
+QUESTION_ID, SAME_ID = 0, 1  # tokens of direct and of composed questions
+FIRST_ENTITY_ID = 2
 
 
 class LookupAnnotation(NamedTuple):
-    """Annotation of an example: links (index of the value, index of its label) for each kind of
-    question.
+    """Links (index of the value, index of its label) for each kind of question of an example.
 
     `hops` are the first hops of composed questions: (index of the attribute in the other question,
     index of the label).
     """
 
-    direct: tuple[tuple[int, int], ...]
-    composed: tuple[tuple[int, int], ...]
-    hops: tuple[tuple[int, int], ...]
+    direct: Links
+    composed: Links
+    hops: Links
 
 
 @dataclass(frozen=True, repr=False)
@@ -263,39 +244,35 @@ class TwoKeyLookup(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, minimum in {
-            "entities": 2,
-            "attributes": 1,
-            "values": 2,
-            "direct": 1,
-            "composed": 0,
-        }.items():
+        minima = {"entities": 2, "attributes": 1, "values": 2, "direct": 1, "composed": 0}
+        for option, minimum in minima.items():
             check_whole_number(option, getattr(self, option), minimum)
         if self.direct > self.entities:
-            fact = (
+            raise SpecError(
                 f"direct={self.direct} questions need as many different entities, but "
-                f"entities={self.entities}"
+                f"entities={self.entities}; use direct={self.entities}"
             )
-            raise SpecError(f"{fact}; use direct={self.entities}")
-        check_sizes(self, tokens=self._length, symbols=self.vocabulary)
-        check_num_examples(
-            self,
-            float(self.values) ** min(self._num_facts, 64),
-            "use more entities, attributes or values",
-        )
+        length = 3 * self._num_facts + 4 * (self.direct + self.composed)
+        check_sizes(self, tokens=length, symbols=self.vocabulary)
+        count = float(self.values) ** min(self._num_facts, 64)
+        check_num_examples(self, count, "use more entities, attributes or values")
 
     @property
     def _num_facts(self) -> int:
         return self.entities * self.attributes
 
     @property
-    def _length(self) -> int:
-        return 3 * self._num_facts + 4 * (self.direct + self.composed)
+    def _first_attribute(self) -> int:
+        return FIRST_ENTITY_ID + self.entities
+
+    @property
+    def _first_value(self) -> int:
+        return self._first_attribute + self.attributes
 
     @property
     def vocabulary(self) -> int:
         """Number of ids: question tokens, entities, attributes and values, in this order."""
-        return FIRST_ENTITY_ID + self.entities + self.attributes + self.values
+        return self._first_value + self.values
 
     @property
     def chance(self) -> Mapping[str, float]:
@@ -303,38 +280,39 @@ class TwoKeyLookup(SyntheticTask):
         return {"accuracy": 1 / self.values}
 
     def model(self) -> ModelSpec:
-        """A decoder of three layers: a composed question needs the result of
-        another look-up first.
-        """
-        return make_small_decoder(
-            self.name, self.vocabulary, ModelShape(width=64, heads=4, layers=3, feed=128)
-        )
+        """A decoder of three layers: a composed question needs the result of another look-up."""
+        shape = ModelShape(width=64, heads=4, layers=3, feed=128)
+        return make_small_decoder(self.name, self.vocabulary, shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         order = random.distinct(self._num_facts, self._num_facts)
         value = random.integers(self.values, self._num_facts)
         asked_entity = random.distinct(self.entities, self.direct)
         asked_attribute = random.integers(self.attributes, self.direct)
-        other = random.integers(
-            self.direct, self.composed
-        )  # the direct question that a composed one refers to
+        other = random.integers(self.direct, self.composed)  # the question a composed one refers to
         other_entity = np.take_along_axis(asked_entity, other, 1)
         composed_entity = random.integers(self.entities - 1, self.composed)
         composed_entity += composed_entity >= other_entity  # any entity but the other one
-        entity, attribute = np.divmod(order, self.attributes)
-        facts = self._make_rows(entity, attribute, np.take_along_axis(value, order, 1))
-        value_index = 3 * order.argsort(1) + 2  # index of the value of each fact
+        other_attribute = np.take_along_axis(asked_attribute, other, 1)
         direct_fact = asked_entity * self.attributes + asked_attribute
-        direct = self._make_rows(
-            asked_entity, asked_attribute, np.take_along_axis(value, direct_fact, 1), QUESTION_ID
-        )
-        composed_fact = composed_entity * self.attributes + np.take_along_axis(
-            asked_attribute, other, 1
-        )
-        composed = self._make_rows(
-            composed_entity, other_entity, np.take_along_axis(value, composed_fact, 1), SAME_ID
-        )
+        composed_fact = composed_entity * self.attributes + other_attribute
+
+        def make_rows(entity: Ints, second: Ints, fact: Ints, question: int | None = None) -> Ints:
+            """Ids of facts, or of questions with their answers; `fact` chooses the values."""
+            columns = [
+                entity + FIRST_ENTITY_ID,
+                second + (FIRST_ENTITY_ID if question == SAME_ID else self._first_attribute),
+                np.take_along_axis(value, fact, 1) + self._first_value,
+            ]
+            if question is not None:
+                columns = [np.full_like(entity, question), *columns]
+            return np.stack(columns, -1).reshape(len(entity), -1)
+
+        facts = make_rows(*np.divmod(order, self.attributes), order)
+        direct = make_rows(asked_entity, asked_attribute, direct_fact, QUESTION_ID)
+        composed = make_rows(composed_entity, other_entity, composed_fact, SAME_ID)
         x = np.concatenate([facts, direct, composed], 1)
+        value_index = 3 * order.argsort(1) + 2  # index of the value of each fact
         return {
             "content": x,
             "x": x,
@@ -343,33 +321,21 @@ class TwoKeyLookup(SyntheticTask):
             "hops": 3 * self._num_facts + 4 * other + 2,
         }
 
-    def _make_rows(
-        self, entity: Ints, second: Ints, value: Ints, question_id: int | None = None
-    ) -> Ints:
-        """Ids [examples, tokens] of facts, or of questions with their answers."""
-        first_attribute_id = FIRST_ENTITY_ID + self.entities
-        columns = [
-            entity + FIRST_ENTITY_ID,
-            second + (FIRST_ENTITY_ID if question_id == SAME_ID else first_attribute_id),
-            value + first_attribute_id + self.attributes,
-        ]
-        columns = columns if question_id is None else [np.full_like(entity, question_id), *columns]
-        return np.stack(columns, -1).reshape(len(entity), -1)
-
     def to_batch(self, examples: ExampleArrays) -> Batch:
         x = examples["x"]
         positions = self._answer_positions()
         labels = np.full_like(x, IGNORE_INDEX)
         labels[:, positions] = x[:, positions + 1]
-        direct, composed = positions[: self.direct].tolist(), positions[self.direct :].tolist()
-        sources = [examples[name].tolist() for name in ("direct", "composed", "hops")]
-        gold = []
-        for row in zip(*sources, strict=True):
-            links = [
-                tuple(zip(source, target, strict=True))
-                for source, target in zip(row, (direct, composed, composed), strict=True)
-            ]
-            gold.append(LookupAnnotation(*links))
+        direct = positions[: self.direct].tolist()
+        composed = positions[self.direct :].tolist()
+        gold: list[LookupAnnotation] = []
+        for row in range(len(x)):
+            targets = {"direct": direct, "composed": composed, "hops": composed}
+            links = {
+                kind: tuple(zip(examples[kind][row].tolist(), target, strict=True))
+                for kind, target in targets.items()
+            }
+            gold.append(LookupAnnotation(**links))
         return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=gold)
 
     def _answer_positions(self) -> Ints:
@@ -379,30 +345,19 @@ class TwoKeyLookup(SyntheticTask):
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy overall, and of direct and composed questions."""
         correct, has_label = find_correct(logits, batch.labels)
-        last_direct = int(self._answer_positions()[self.direct - 1])
-        is_direct = torch.arange(has_label.shape[1], device=has_label.device) <= last_direct
-        return sum_by_slice(
-            "accuracy",
-            correct,
-            has_label,
-            {"query=direct": is_direct, "query=composed": ~is_direct},
-        )
+        is_direct = number_positions(has_label) <= int(self._answer_positions()[self.direct - 1])
+        slices = {"query=direct": is_direct, "query=composed": ~is_direct}
+        return sum_by_slice("accuracy", correct, has_label, slices)
 
     def text(self, ids: list[int]) -> str:
         """Ids as words: entities E0, E1, ..., attributes a0, a1, ..., and values as numbers."""
-        return " ".join(map(self._word, ids))
+        words = ["?", "=", *(f"E{n}" for n in range(self.entities))]
+        words += [f"a{n}" for n in range(self.attributes)]
+        words += map(str, range(self.values))
+        return " ".join(words[token_id] for token_id in ids)
 
-    def _word(self, token_id: int) -> str:
-        if token_id < FIRST_ENTITY_ID:
-            return "?" if token_id == QUESTION_ID else "="
-        first_attribute_id = FIRST_ENTITY_ID + self.entities
-        first_value_id = first_attribute_id + self.attributes
-        if token_id < first_attribute_id:
-            return f"E{token_id - FIRST_ENTITY_ID}"
-        if token_id < first_value_id:
-            return f"a{token_id - first_attribute_id}"
-        return str(token_id - first_value_id)
 
+# --- Markov chains --------------------------------------------------------------------------------
 
 NUM_BASELINE_EXAMPLES = 512  # validation examples that the baselines are measured on
 
@@ -431,22 +386,17 @@ class MarkovChains(SyntheticTask):
         check_whole_number("symbols", self.symbols, 2)
         if self.symbols > 64:
             raise SpecError(
-                f"symbols={self.symbols} is too many to count pairs of them in context; use at "
-                "most 64"
+                f"symbols={self.symbols} is too many to count pairs of them; use at most 64"
             )
         check_sizes(self, tokens=self.length)
-        check_num_examples(
-            self, float(self.symbols) ** min(self.length, 64), "use a larger length="
-        )
+        count = float(self.symbols) ** min(self.length, 64)
+        check_num_examples(self, count, "use a larger length=")
 
     @property
     def chance(self) -> Mapping[str, float]:
         """Scores of the uniform distribution over symbols."""
-        return {
-            "accuracy": 1 / self.symbols,
-            "nats": log(self.symbols),
-            "excess": self.lines["uniform"],
-        }
+        excess = self.lines["uniform"]
+        return {"accuracy": 1 / self.symbols, "nats": log(self.symbols), "excess": excess}
 
     @property
     def lines(self) -> Mapping[str, float]:
@@ -472,19 +422,15 @@ class MarkovChains(SyntheticTask):
         """A decoder of two layers: the first can attend to the previous token, the second can count
         pairs.
         """
-        return make_small_decoder(
-            self.name, self.symbols + 1, ModelShape(width=64, heads=4, layers=2, feed=128)
-        )
+        shape = ModelShape(width=64, heads=4, layers=2, feed=128)
+        return make_small_decoder(self.name, self.symbols + 1, shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         # The gaps between 0, sorted uniform numbers and 1 are distributed as Dirichlet(1, ..., 1).
-        edges = np.sort(
-            random.uniform(self.symbols * (self.symbols - 1)).reshape(
-                len(random), self.symbols, -1
-            ),
-            -1,
-        )
-        unit, rows = random.uniform(self.length), np.arange(len(random))
+        uniform = random.uniform(self.symbols * (self.symbols - 1))
+        edges = np.sort(uniform.reshape(len(random), self.symbols, -1), -1)
+        unit = random.uniform(self.length)
+        rows = np.arange(len(random))
         x = np.empty((len(random), self.length + 1), np.int64)
         x[:, 0] = random.integers(self.symbols, 1)[:, 0]
         for t in range(self.length):
@@ -495,9 +441,11 @@ class MarkovChains(SyntheticTask):
         """The batch of these examples; `gold` holds the bigram prediction after each symbol,
         [length, symbols].
         """
-        optimal = torch.from_numpy(predict_by_bigrams(examples["x"][:, :-1], self.symbols))
-        x, labels = examples["x"].copy(), examples["x"].copy()
-        x[:, 1:], x[:, 0], labels[:, 0] = x[:, :-1].copy(), self.symbols, IGNORE_INDEX
+        labels = examples["x"].copy()
+        x = np.roll(labels, 1, axis=1)
+        x[:, 0] = self.symbols
+        optimal = torch.from_numpy(predict_by_bigrams(labels[:, :-1], self.symbols))
+        labels[:, 0] = IGNORE_INDEX
         return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=list(optimal.unbind()))
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
@@ -508,13 +456,11 @@ class MarkovChains(SyntheticTask):
         optimal = torch.stack(list(batch.gold)).to(log_probs.device)
         excess = torch.zeros_like(label_log_probs)
         excess[:, 1:] = (optimal * (optimal.log() - log_probs[:, 1:, : self.symbols])).sum(-1)
-        position = torch.arange(has_label.shape[1], device=has_label.device).expand(has_label.shape)
-        accuracy = dict(sum_by_slice("accuracy", correct, has_label, {}))
-        nats = dict(sum_by_slice("nats", -label_log_probs, has_label, {}))
+        by_position = slice_by_power_of_two("t", number_positions(has_label))
         return (
-            accuracy
-            | nats
-            | dict(sum_by_slice("excess", excess, has_label, slice_by_power_of_two("t", position)))
+            sum_by_slice("accuracy", correct, has_label)
+            | sum_by_slice("nats", -label_log_probs, has_label)
+            | sum_by_slice("excess", excess, has_label, by_position)
         )
 
     def text(self, ids: list[int]) -> str:

@@ -14,6 +14,7 @@ from ..errors import SpecError
 from ..interfaces.part import CheckedDataclass, find_class
 from ..masking.pattern_base import check_whole_number
 from ..masking.patterns import Pattern
+from ..masking.sequence_info import SequenceInfo
 from ..model_spec import (
     BlockSpec,
     ConvolutionSpec,
@@ -40,9 +41,10 @@ MAX_ATTEMPTS = 2**17  # draws for one example before `batch` gives up
 MAX_SIZE = 2**16  # upper limit for examples in a batch, tokens in an example, and vocabulary sizes
 MAX_DRAWN_CELLS = 2**20  # upper limit for the entries of "content" that are drawn in one call
 HOLDOUT_PARTS = (
-    8  # the hash of the content modulo this is 0 for validation, 1 for test, else training
+    8  # the hash of the content modulo this: 0 for validation, 1 for test, else training
 )
-HASH_MULTIPLIER, HASH_MIXER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xFF51AFD7ED558CCD)
+HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+HASH_MIXER = np.uint64(0xFF51AFD7ED558CCD)
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,8 +52,8 @@ class SyntheticTask(CheckedDataclass, Task):
     """Base class of generated tasks: example number n of a split is the same for every batch size.
 
     A hash of its content assigns each example to one split, independently of the seed. Examples are
-    drawn until one belongs to the requested split. An example that was trained on under one seed is
-    therefore never a held-out example under another.
+    drawn until one belongs to the requested split, so an example that was trained on under one seed
+    is never held out under another.
     """
 
     def __post_init__(self) -> None:
@@ -74,18 +76,15 @@ class SyntheticTask(CheckedDataclass, Task):
         check_whole_number("index", index, 0)
         first = index * check_whole_number("size", size, 1)
         if size > MAX_SIZE:
-            raise SpecError(
-                f"size={size} examples are too many for one batch; use at most {MAX_SIZE}"
-            )
+            raise SpecError(f"size={size} is too large for one batch; use at most {MAX_SIZE}")
         if first + size > 2**63:
-            raise SpecError(
-                f"index={index} with {size} examples is beyond example 2**63; use a smaller index"
-            )
+            raise SpecError(f"index={index} is beyond example 2**63; use a smaller index")
         return self.to_batch(self._examples_of_split(np.arange(first, first + size), split))
 
     def _examples_of_split(self, numbers: Ints, split: str) -> ExampleArrays:
         """For each example number the first attempt that belongs to the split."""
         examples: ExampleArrays = {}
+        part = SPLITS.index(split)
         pending = np.arange(len(numbers))  # rows that have no example yet
         first_attempt = 0
         attempts = 1 if split == "train" else HOLDOUT_PARTS  # drawn per pending row in one call
@@ -97,27 +96,23 @@ class SyntheticTask(CheckedDataclass, Task):
                 )
             row = np.repeat(pending, attempts)
             attempt = np.tile(np.arange(first_attempt, first_attempt + attempts), len(pending))
-            candidates = self.draw_examples(
-                RandomStreams(self.seed, SPLITS.index(split), numbers[row], attempt)
-            )
-            usable = (assign_splits(candidates["content"]) == SPLITS.index(split)) & candidates.pop(
-                "fits", True
-            )
+            drawn = self.draw_examples(RandomStreams(self.seed, part, numbers[row], attempt))
+            usable = (assign_splits(drawn["content"]) == part) & drawn.pop("fits", True)
             usable = usable.reshape(len(pending), attempts)
             has_usable = usable.any(1)
             first_usable = np.flatnonzero(has_usable) * attempts + usable.argmax(1)[has_usable]
-            for name, values in candidates.items():
+            for name, values in drawn.items():
                 examples.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))
                 examples[name][pending[has_usable]] = values[first_usable]
-            pending, first_attempt = pending[~has_usable], first_attempt + attempts
-            max_attempts = MAX_DRAWN_CELLS // max(1, len(pending) * candidates["content"].shape[1])
+            pending = pending[~has_usable]
+            first_attempt += attempts
+            max_attempts = MAX_DRAWN_CELLS // max(1, len(pending) * drawn["content"].shape[1])
             attempts = max(1, min(2 * attempts, max_attempts))
         return examples
 
 
 def hash_rows(content: Ints) -> RandomWords:
-    """64-bit hash of each row, which depends on its entries and their order; trailing -1 (padding)
-    has no effect.
+    """64-bit hash of each row: of its entries and their order; trailing -1 (padding) has no effect.
 
     >>> a, b, c = hash_rows(np.array([[3, 1, -1], [1, 3, -1], [3, 1, -1]]))
     >>> a == c, a == b, a == hash_rows(np.array([[3, 1]]))[0]
@@ -134,9 +129,7 @@ def _mix_bits(x: RandomWords) -> RandomWords:
 
 
 def assign_splits(content: Ints) -> Ints:
-    """Split of each row as its index in SPLITS: one row in eight is in "valid", one in eight in
-    "test".
-    """
+    """Split of each row as its index in SPLITS: one row in eight is "valid", one in eight "test"."""
     remainder = (hash_rows(content) >> np.uint64(20)) % np.uint64(HOLDOUT_PARTS)
     return np.select([remainder == 0, remainder == 1], [1, 2], 0)
 
@@ -150,14 +143,10 @@ def check_num_examples(task: Task, count: float, remedy: str) -> None:
 
 
 def check_sizes(task: Task, **sizes: int) -> None:
-    """Raise SpecError if examples or vocabularies exceed MAX_SIZE, which would
-    exhaust the memory.
-    """
+    """Raise SpecError if examples or vocabularies exceed MAX_SIZE and would exhaust the memory."""
     for name, size in sizes.items():
         if size > MAX_SIZE:
-            raise SpecError(
-                f"{task!r} has {size} {name}, which is too many; use at most {MAX_SIZE}"
-            )
+            raise SpecError(f"{task!r} has {size} {name}, too many; use at most {MAX_SIZE}")
 
 
 def parse_sizes(name: str, value: int | tuple[int, ...], minimum: int) -> tuple[int, ...]:
@@ -169,17 +158,24 @@ def parse_sizes(name: str, value: int | tuple[int, ...], minimum: int) -> tuple[
     sizes = value if isinstance(value, tuple) else (value,)
     if not sizes:
         raise SpecError(f"{name}=() is empty; give at least one number")
-    return tuple(
-        check_whole_number(name if len(sizes) == 1 else f"each of {name}", size, minimum)
-        for size in sizes
-    )
+    where = name if len(sizes) == 1 else f"each of {name}"
+    return tuple(check_whole_number(where, size, minimum) for size in sizes)
+
+
+def pad_to_longest(examples: ExampleArrays, length: np.ndarray) -> Batch:
+    """Batch of the arrays "x" and "labels", cut after the longest of rows of these lengths."""
+    x = torch.from_numpy(examples["x"][:, : length.max()])
+    labels = torch.from_numpy(examples["labels"][:, : length.max()])
+    tokens = None
+    if (length != length[0]).any():
+        tokens = SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
+    return Batch(x.clamp(min=0), labels, tokens=tokens)
 
 
 def sum_by_slice(
-    name: str, correct: Tensor, has_label: Tensor, slices: Mapping[str, Tensor]
-) -> MetricSums:
-    """Sum and count of `correct` where there is a label, overall and per slice: "accuracy",
-    "accuracy@D=8".
+    name: str, correct: Tensor, has_label: Tensor, slices: Mapping[str, Tensor] | None = None
+) -> dict[str, tuple[float, int]]:
+    """Sum and count of `correct` where there is a label, overall and per slice: "accuracy@D=8".
 
     Empty slices are left out.
 
@@ -187,15 +183,12 @@ def sum_by_slice(
     >>> sum_by_slice("accuracy", correct, has_label, {"D=4": torch.tensor([True, False, True])})
     {'accuracy': (1.0, 2), 'accuracy@D=4': (1.0, 1)}
     """
-    masks = {name: has_label} | {
-        f"{name}@{label}": has_label & mask for label, mask in slices.items()
-    }
-    counts = {label: int(mask.sum()) for label, mask in masks.items()}
-    return {
-        label: (float(correct[mask].double().sum()), counts[label])
-        for label, mask in masks.items()
-        if counts[label] or label == name
-    }
+    sums = {name: (float(correct[has_label].double().sum()), int(has_label.sum()))}
+    for label, mask in (slices or {}).items():
+        chosen = has_label & mask
+        if count := int(chosen.sum()):
+            sums[f"{name}@{label}"] = (float(correct[chosen].double().sum()), count)
+    return sums
 
 
 def find_correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,19 +197,24 @@ def find_correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return (logits.argmax(-1) == labels) & has_label, has_label
 
 
-def find_correct_rows(correct: Tensor, has_label: Tensor) -> Tensor:
-    """Mask of rows whose labelled positions are all correct, which greedy generation would
-    therefore solve as well.
-    """
-    return (correct | ~has_label).all(1)
+def measure_tokens_and_rows(
+    logits: Tensor,
+    labels: Tensor,
+    slices: Mapping[str, Tensor],
+    row_slices: Mapping[str, Tensor] | None = None,
+) -> MetricSums:
+    """Accuracy per label and exact match of whole rows, as greedy generation would solve them."""
+    correct, has_label = find_correct(logits, labels)
+    correct_rows = (correct | ~has_label).all(1)
+    exact_match = sum_by_slice(
+        "exact_match", correct_rows, torch.ones_like(correct_rows), row_slices
+    )
+    return sum_by_slice("accuracy", correct, has_label, slices) | exact_match
 
 
-def slice_by_value(name: str, values: Sequence[int], like: Tensor) -> dict[str, Tensor]:
-    """A mask "name=value" for every value that occurs, of shape [B], or [B, 1] if `like` has two
-    axes.
-    """
-    value_of_row = torch.tensor(values, device=like.device)
-    value_of_row = value_of_row[:, None] if like.dim() == 2 else value_of_row
+def slice_by_value(name: str, values: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """A mask "name=value" of rows [B] for every value that occurs."""
+    value_of_row = torch.tensor(values, device=device)
     return {f"{name}={value}": value_of_row == value for value in sorted(set(values))}
 
 
@@ -227,11 +225,17 @@ def slice_by_power_of_two(name: str, values: Tensor) -> dict[str, Tensor]:
     {'t<=1': tensor([ True, False, False, False]), 't<=2': ... 't<=4': tensor([False, False,  True,  True])}
     """
     largest = int(values.max())
-    bound, masks = 1, {}
+    bound = 1
+    masks: dict[str, Tensor] = {}
     while bound // 2 < largest:
         masks[f"{name}<={bound}"] = (values <= bound) & (values > bound // 2)
         bound *= 2
     return masks
+
+
+def number_positions(mask: Tensor) -> Tensor:
+    """The position of each entry of a [B, T] mask in its row."""
+    return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
 
 
 # --- Specs of small models, which learn the synthetic tasks within minutes ------------------------
@@ -286,20 +290,19 @@ class ModelShape(CheckedDataclass):
         self.check_fields(ranges, {"positions": POSITIONS, "network": NETWORKS})
 
     def blocks(self, pattern: str | Pattern, cross: str = "") -> list[BlockSpec]:
-        """The pre-norm blocks of a stack; `cross` is the pattern of their cross-attention, if they
-        have one.
-        """
+        """The pre-norm blocks of a stack; `cross` is the pattern of their cross-attention, if any."""
         if self.network != "transformer":
             return [self._mixer_block(cross, depth) for depth in range(self.layers)]
         modifiers = (find_class("Rotary")(),) if self.positions == "rotary" else ()
-        self_attention = design(
-            model=self.width, heads=self.heads, pattern=pattern, modifiers=modifiers
-        )
-        cross_attention = (
-            design(model=self.width, heads=self.heads, pattern=cross) if cross else None
-        )
-        feed = FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
-        return [BlockSpec(self_attention, cross_attention, feed)] * self.layers
+        attention = design(model=self.width, heads=self.heads, pattern=pattern, modifiers=modifiers)
+        cross_attention = None
+        if cross:
+            cross_attention = design(model=self.width, heads=self.heads, pattern=cross)
+        return [BlockSpec(attention, cross_attention, self._feed)] * self.layers
+
+    @property
+    def _feed(self) -> FeedForwardSpec | None:
+        return FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
 
     def _mixer_block(self, cross: str, depth: int) -> BlockSpec:
         attention = None
@@ -308,12 +311,11 @@ class ModelShape(CheckedDataclass):
             attention = design(
                 model=self.width, heads=self.heads, pattern=cross, similarity=similarity
             )
-        feed = FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
         mixer = RecurrentSpec("source" if cross else "zeros")
         if self.network.startswith("conv"):
             dilation = CONVOLUTION_KERNEL**depth if self.network == "conv-dilated" else 1
             mixer = ConvolutionSpec(CONVOLUTION_KERNEL, dilation)
-        return BlockSpec(cross=attention, feed=feed, mixer=mixer)
+        return BlockSpec(cross=attention, feed=self._feed, mixer=mixer)
 
     def embedding(self, vocab_size: int, table: str = "") -> EmbeddingSpec:
         """Token embedding; `table` names the stack to share weights with."""
@@ -321,11 +323,19 @@ class ModelShape(CheckedDataclass):
         positions = PositionSpec("sinusoidal") if has_positions else None
         return EmbeddingSpec(vocab_size, positions=positions, table=table)
 
+    def stack(
+        self, name: str, embedding: EmbeddingSpec, pattern: str | Pattern, cross: str = ""
+    ) -> StackSpec:
+        """A stack of these blocks on an embedding, with a norm at its end."""
+        blocks = self.blocks(pattern, cross)
+        return StackSpec.from_blocks(name, self.width, blocks, embedding=embedding, norm=NormSpec())
 
-def make_small_decoder(name: str, vocab_size: int, shape: ModelShape) -> ModelSpec:
-    """A causal decoder with an output per position; embedding and output weights are not tied."""
-    stack = _make_stack("decoder", vocab_size, shape, "causal()")
-    return ModelSpec(name, "decoder", (stack,), (OutputHeadSpec("tokens", vocab_size),))
+
+def make_small_decoder(name: str, vocab_size: int, shape: ModelShape, table: str = "") -> ModelSpec:
+    """A causal decoder with an output per position; table="decoder" ties embedding and output."""
+    stack = shape.stack("decoder", shape.embedding(vocab_size), "causal()")
+    head = OutputHeadSpec("tokens", vocab_size, table=table)
+    return ModelSpec(name, "decoder", (stack,), (head,))
 
 
 def make_small_encoder(
@@ -336,33 +346,23 @@ def make_small_encoder(
     pattern: str | Pattern = "full()",
 ) -> ModelSpec:
     """An encoder with `head` on top; `pattern` is the attention pattern of every layer."""
-    return ModelSpec(
-        name, "encoder", (_make_stack("encoder", vocab_size, shape, pattern),), (head,)
-    )
+    stack = shape.stack("encoder", shape.embedding(vocab_size), pattern)
+    return ModelSpec(name, "encoder", (stack,), (head,))
 
 
-def make_small_translator(name: str, vocab_size: int, shape: ModelShape) -> ModelSpec:
-    """Encoder and decoder of the same depth; both embeddings and the output share one table
-    (1706.03762).
+def make_small_translator(
+    name: str, vocab_size: int, shape: ModelShape, source_vocab: int = 0
+) -> ModelSpec:
+    """Encoder and decoder of the same depth; both embeddings and the output share one table.
+
+    With `source_vocab` the source has a vocabulary of its own, and an own table (1706.03762).
+
+    >>> make_small_translator("t", 11, ModelShape(64, 2, 2)).tied_weights()
+    {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}
     """
-    source = _make_stack("encoder", vocab_size, shape, "full()")
-    embedding = shape.embedding(vocab_size, table="encoder")
-    target = StackSpec.from_blocks(
-        "decoder",
-        shape.width,
-        shape.blocks("causal()", "full()"),
-        embedding=embedding,
-        norm=NormSpec(),
-    )
-    return ModelSpec(
-        name,
-        "encoder-decoder",
-        (source, target),
-        (OutputHeadSpec("tokens", vocab_size, table="encoder"),),
-    )
-
-
-def _make_stack(name: str, tokens: int, shape: ModelShape, pattern: str | Pattern) -> StackSpec:
-    return StackSpec.from_blocks(
-        name, shape.width, shape.blocks(pattern), embedding=shape.embedding(tokens), norm=NormSpec()
-    )
+    table = "" if source_vocab else "encoder"
+    source = shape.stack("encoder", shape.embedding(source_vocab or vocab_size), "full()")
+    embedding = shape.embedding(vocab_size, table=table)
+    target = shape.stack("decoder", embedding, "causal()", "full()")
+    head = OutputHeadSpec("tokens", vocab_size, table=table or "decoder")
+    return ModelSpec(name, "encoder-decoder", (source, target), (head,))

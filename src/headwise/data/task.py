@@ -1,6 +1,4 @@
-"""The interface `Task`: batches from a seed and an index, metrics, the score of random guessing;
-packed batches.
-"""
+"""The interface `Task`: batches from a seed and an index, metrics, chance; packed batches."""
 
 from __future__ import annotations
 
@@ -47,31 +45,31 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Self:
         """Copy of the batch on `device`; `gold` is not moved."""
-        moved = {name: _to_device(value, device) for name, value in vars(self).items()}
-        return type(self)(**moved)
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, (Tensor, SequenceInfo))
+        }
+        return replace(self, **moved)
 
     def rows(self, rows: slice) -> Self:
         """The batch of the examples that a slice selects.
 
         >>> ids = torch.arange(6).view(3, 2)
-        >>> Batch(ids, ids, SequenceInfo.from_batch(ids, lengths=[2, 1, 2]), gold="abc").rows(
-        ...     slice(1, 2)
-        ... ).gold
+        >>> tokens = SequenceInfo.from_batch(ids, lengths=[2, 1, 2])
+        >>> Batch(ids, ids, tokens, gold="abc").rows(slice(1, 2)).gold
         'b'
         """
         return type(self)(**{name: _select_rows(value, rows) for name, value in vars(self).items()})
 
 
 def _select_rows(value: Any, rows: slice) -> Any:
+    if value is None:
+        return None
     if isinstance(value, SequenceInfo):
-        if value.segment.shape[0] == 1:  # one row that is shared by all examples
-            return value
-        return value.rows(rows)
-    return None if value is None else value[rows]
-
-
-def _to_device(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, (Tensor, SequenceInfo)) else value
+        is_shared = value.segment.shape[0] == 1  # one row for all examples
+        return value if is_shared else value.rows(rows)
+    return value[rows]
 
 
 @dataclass(frozen=True)
@@ -201,9 +199,8 @@ class PackedBatch:
     def unpack(self, outputs: Tensor) -> Tensor:
         """Outputs per packed token [1, N, ...] moved back to [B, T, ...], with zeros at padding."""
         rows = outputs.new_zeros(self.shape[0] * self.shape[1], *outputs.shape[2:])
-        return rows.index_copy_(0, self.places.to(outputs.device), outputs[0]).unflatten(
-            0, self.shape
-        )
+        rows.index_copy_(0, self.places.to(outputs.device), outputs[0])
+        return rows.unflatten(0, self.shape)
 
 
 def pack_batch(batch: Batch) -> PackedBatch:
@@ -211,13 +208,8 @@ def pack_batch(batch: Batch) -> PackedBatch:
     to text k of `x`.
 
     >>> ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
-    >>> packed = pack_batch(
-    ...     Batch(
-    ...         ids,
-    ...         torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]]),
-    ...         SequenceInfo.from_batch(ids, lengths=[2, 3]),
-    ...     )
-    ... )
+    >>> labels = torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]])
+    >>> packed = pack_batch(Batch(ids, labels, SequenceInfo.from_batch(ids, lengths=[2, 3])))
     >>> packed.batch.x.tolist(), packed.batch.tokens.lengths
     ([[5, 6, 7, 8, 9]], ((2, 3),))
     >>> packed.unpack(packed.batch.x).tolist()
@@ -225,21 +217,20 @@ def pack_batch(batch: Batch) -> PackedBatch:
     """
     if batch.labels.shape != batch.x.shape:
         raise UnpackableBatch("the labels are per example, not per token")
-    inputs = [(batch.x, batch.tokens)] + (
-        [] if batch.source is None else [(batch.source, batch.source_tokens)]
-    )
-    sides = [_find_texts(ids, tokens) for ids, tokens in inputs]
+    sides = [_PackedSide.of(batch.x, batch.tokens)]
+    if batch.source is not None:
+        sides.append(_PackedSide.of(batch.source, batch.source_tokens))
     texts = np.unique(np.concatenate([side.texts for side in sides]), axis=0)
-    rows = [_flatten_side(ids, side, texts) for (ids, _), side in zip(inputs, sides, strict=True)]
-    target, places = sides[0], torch.from_numpy(sides[0].places)
+    places = torch.from_numpy(sides[0].places)
     labels = batch.labels.flatten()[places]
     if int((labels != IGNORE_INDEX).sum()) != int((batch.labels != IGNORE_INDEX).sum()):
         raise UnpackableBatch("there are labels at padding positions")
-    (x, tokens), (source, source_tokens) = rows[0], rows[1] if len(rows) > 1 else (None, None)
-    row = replace(
-        batch, x=x, labels=labels[None], tokens=tokens, source=source, source_tokens=source_tokens
-    )
-    return PackedBatch(row, places, target.shape)
+    x, tokens = sides[0].flatten(texts)
+    row = replace(batch, x=x, labels=labels[None], tokens=tokens)
+    if len(sides) > 1:
+        source, source_tokens = sides[1].flatten(texts)
+        row = replace(row, source=source, source_tokens=source_tokens)
+    return PackedBatch(row, places, (batch.x.shape[0], batch.x.shape[1]))
 
 
 def real_token_share(batch: Batch) -> float:
@@ -250,66 +241,71 @@ def real_token_share(batch: Batch) -> float:
     ... )
     0.75
     """
-    inputs = [(batch.x, batch.tokens), (batch.source, batch.source_tokens)]
-    sizes = [(x.shape[0] * x.shape[1], tokens) for x, tokens in inputs if x is not None]
-    num_real = [
-        size if tokens is None else float(tokens.is_real.float().mean()) * size
-        for size, tokens in sizes
-    ]
-    return sum(num_real) / max(1, sum(size for size, _ in sizes))
+    num_real = 0.0
+    num_positions = 0
+    for x, tokens in ((batch.x, batch.tokens), (batch.source, batch.source_tokens)):
+        if x is not None:
+            size = x.shape[0] * x.shape[1]
+            num_positions += size
+            num_real += size if tokens is None else float(tokens.is_real.float().mean()) * size
+    return num_real / max(1, num_positions)
 
 
 def iter_texts(row: Batch) -> Iterator[Batch]:
     """Each non-empty text of a packed row as a batch of one row, with positions from 0."""
-    tokens, source_tokens = row.tokens, row.source_tokens
-    assert tokens is not None
-    assert tokens.lengths is not None
-    source_lengths = None if source_tokens is None else source_tokens.lengths
-    inputs = row.x.split(tokens.lengths[0], 1)
-    labels = row.labels.split(tokens.lengths[0], 1)
+    inputs = _split_texts(row.x, row.tokens)
+    labels = _split_texts(row.labels, row.tokens)
     sources: Sequence[Tensor | None] = [None] * len(inputs)
-    if source_lengths is not None and row.source is not None:
-        sources = row.source.split(source_lengths[0], 1)
+    if row.source is not None:
+        sources = _split_texts(row.source, row.source_tokens)
     for x, text_labels, source in zip(inputs, labels, sources, strict=True):
         if x.shape[1]:
             yield Batch(x, text_labels, source=source)
 
 
+def _split_texts(row: Tensor, tokens: SequenceInfo | None) -> Sequence[Tensor]:
+    assert tokens is not None
+    assert tokens.lengths is not None
+    return row.split(tokens.lengths[0], 1)
+
+
 class _PackedSide(NamedTuple):
-    """The texts of `x` or `source`: flat indices of their tokens, (row, segment) and length of each
-    text.
+    """The texts of `x` or `source`: its ids, flat indices of their tokens, and the (row, segment)
+    and length of each text.
     """
 
+    ids: Tensor
     places: IndexArray
     texts: IndexArray
     lengths: IndexArray
-    shape: tuple[int, int]
 
+    @staticmethod
+    def of(ids: Tensor, tokens: SequenceInfo | None) -> _PackedSide:
+        """Find the texts of one side of a batch."""
+        if ids.dim() != 2 or ids.is_floating_point():
+            raise UnpackableBatch("the input is not a batch of token ids")
+        width = ids.shape[1]
+        tokens = SequenceInfo.contiguous(0, width, "cpu") if tokens is None else tokens
+        position = tokens.position.expand(ids.shape).cpu().numpy().ravel()
+        segment = tokens.segment.expand(ids.shape).cpu().numpy().ravel()
+        places = np.flatnonzero(segment >= 0)
+        text_of_token = np.stack([places // max(1, width), segment[places]], 1)
+        found = np.unique(text_of_token, axis=0, return_index=True, return_counts=True)
+        texts, starts, lengths = found
+        offsets = np.arange(len(places)) - np.repeat(starts, lengths)
+        is_consecutive = np.array_equal(np.repeat(texts, lengths, 0), text_of_token)
+        if not is_consecutive or not np.array_equal(offsets, position[places]):
+            raise UnpackableBatch(
+                "the texts of a row are not consecutive, each with positions from 0"
+            )
+        return _PackedSide(ids, places, texts, lengths)
 
-def _find_texts(ids: Tensor, tokens: SequenceInfo | None) -> _PackedSide:
-    if ids.dim() != 2 or ids.is_floating_point():
-        raise UnpackableBatch("the input is not a batch of token ids")
-    shape = (ids.shape[0], ids.shape[1])
-    tokens = SequenceInfo.contiguous(0, shape[1], "cpu") if tokens is None else tokens
-    position, segment = (
-        t.expand(shape).cpu().numpy().ravel() for t in (tokens.position, tokens.segment)
-    )
-    places = np.flatnonzero(segment >= 0)
-    text_of_token = np.stack([places // max(1, shape[1]), segment[places]], 1)
-    texts, starts, lengths = np.unique(text_of_token, axis=0, return_index=True, return_counts=True)
-    offsets = np.arange(len(places)) - np.repeat(starts, lengths)
-    if not (
-        np.array_equal(np.repeat(texts, lengths, 0), text_of_token)
-        and np.array_equal(offsets, position[places])
-    ):
-        raise UnpackableBatch("the texts of a row are not consecutive, each with positions from 0")
-    return _PackedSide(places, texts, lengths, shape)
-
-
-def _flatten_side(ids: Tensor, side: _PackedSide, texts: IndexArray) -> tuple[Tensor, SequenceInfo]:
-    """Ids of all texts in one row, and their positions and segments; texts that the side lacks have
-    length 0.
-    """
-    length_of_text = dict(zip(map(tuple, side.texts.tolist()), side.lengths.tolist(), strict=True))
-    lengths: Sequence[int] = [length_of_text.get(text, 0) for text in map(tuple, texts.tolist())]
-    return ids.flatten()[torch.from_numpy(side.places)][None], SequenceInfo.packed([lengths])
+    def flatten(self, texts: IndexArray) -> tuple[Tensor, SequenceInfo]:
+        """Ids of these texts in one row, and their positions and segments; texts that the side
+        lacks have length 0.
+        """
+        own_texts = map(tuple, self.texts.tolist())
+        length_of_text = dict(zip(own_texts, self.lengths.tolist(), strict=True))
+        lengths = [length_of_text.get(tuple(text), 0) for text in texts.tolist()]
+        row = self.ids.flatten()[torch.from_numpy(self.places)][None]
+        return row, SequenceInfo.packed([lengths])

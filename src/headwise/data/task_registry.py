@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import SpecError, suggest
-from . import images, jsonl, time_series, token_files
+from . import images
 from .algorithmic_tasks import CopyTask, GraphDistance, GroupProduct
 from .date_translation import DateTranslation
 from .file_task import FileTask
 from .images import ImageClassification, read_npz
-from .jsonl import JsonlTask
 from .language_modelling import STDLIB, TextTask
 from .recall_tasks import AssociativeRecall, MarkovChains, TwoKeyLookup
 from .task import Task
-from .text_files import existing_path, find_splits, list_files
+from .text_files import existing_path, list_files
 from .time_series import FrameClassification
-from .token_files import TokenFileTask
 from .translation import ParallelTextTask
 
 # --- Tasks by name --------------------------------------------------------------------------------
-
 
 TASKS: dict[str, type[Task]] = {
     "copy": CopyTask,
@@ -32,13 +29,11 @@ TASKS: dict[str, type[Task]] = {
     "graph": GraphDistance,
     "group": GroupProduct,
     "images": ImageClassification,
-    "jsonl": JsonlTask,
     "lookup2": TwoKeyLookup,
     "markov": MarkovChains,
     "parallel": ParallelTextTask,
     "recall": AssociativeRecall,
     "text": TextTask,
-    "tokens": TokenFileTask,
 }
 
 
@@ -53,37 +48,28 @@ def make_task(name: str, **options: Any) -> Task:
     """
     if name not in TASKS:
         raise SpecError(f"there is no task {name!r}; {suggest(name, TASKS)}")
-    field_names = [field.name for field in fields(TASKS[name]) if field.init]
+    options_of_task = [field for field in fields(TASKS[name]) if field.init]
+    names = [field.name for field in options_of_task]
     for option, value in options.items():
-        if option not in field_names:
-            raise SpecError(
-                f"the task {name!r} has no option {option!r}; {suggest(option, field_names)}"
-            )
+        if option not in names:
+            raise SpecError(f"the task {name!r} has no option {option!r}; {suggest(option, names)}")
         if isinstance(value, tuple) and any(isinstance(item, (list, Mapping)) for item in value):
             raise SpecError(
                 f"the option {option!r} of the task {name!r} holds lists or tables; give numbers "
                 "or texts"
             )
-    required = [
-        f.name for f in fields(TASKS[name]) if f.init and f.default is f.default_factory is MISSING
-    ]
-    for option in required:
-        if option not in options:
-            raise SpecError(f"the task {name!r} needs the option {option!r}; give it")
+    for field in options_of_task:
+        is_required = field.default is MISSING and field.default_factory is MISSING
+        if is_required and field.name not in options:
+            raise SpecError(f"the task {name!r} needs the option {field.name!r}; give it")
     return TASKS[name](**options)
 
 
 # --- File tasks by path ---------------------------------------------------------------------------
 
 # The adapter for each file suffix; .npz files and folders are chosen by their content.
-ADAPTER_OF_SUFFIX = {
-    **dict.fromkeys(
-        (*TextTask.suffixes, ".text", ".log", ".tex", ".html", ".c", ".h", ".js", ".rs"), "text"
-    ),
-    **dict.fromkeys(token_files.TOKEN_FILE_SUFFIXES, "tokens"),
-    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
-    ".tsv": "parallel",
-}
+TEXT_SUFFIXES = (*TextTask.suffixes, ".text", ".log", ".tex", ".html", ".c", ".h", ".js", ".rs")
+ADAPTER_OF_SUFFIX = dict.fromkeys(TEXT_SUFFIXES, "text") | {".tsv": "parallel"}
 
 
 def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask:
@@ -105,12 +91,10 @@ def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask
     adapters = {name: cls for name, cls in TASKS.items() if issubclass(cls, FileTask)}
     if name not in adapters:
         raise SpecError(f"there is no adapter {name!r}; {suggest(name, adapters)}")
-    values = {
-        option: tuple(value) if isinstance(value, list) else value
-        for option, value in (options or {}).items()
-    }
-    task = make_task(name, **({"path": _split_pair(path) if name == "parallel" else path} | values))
-    return cast(FileTask, task)
+    values: dict[str, Any] = {"path": _split_pair(path) if name == "parallel" else path}
+    for option, value in (options or {}).items():
+        values[option] = tuple(value) if isinstance(value, list) else value
+    return cast(FileTask, make_task(name, **values))
 
 
 def _split_pair(path: str) -> str | tuple[str, ...]:
@@ -141,13 +125,7 @@ def find_adapter(source: str) -> str:
 
 
 def _adapter_of_folder(folder: Path) -> str:
-    """Adapter of a folder: text, unless it has split or label files, or more images than texts."""
-    if (folder / time_series.LABEL_TABLE).is_file():
-        return "frames"
-    if len(find_splits(folder, token_files.TOKEN_FILE_SUFFIXES)) > 1:
-        return "tokens"
-    if len(find_splits(folder, jsonl.JSONL_SUFFIXES)) > 1:
-        return "jsonl"
+    """Adapter of a folder: text, unless it has idx files, or more images than texts."""
     if images.find_idx_files(folder):
         return "images"
     files = list_files(folder, {*images.IMAGE_SUFFIXES, *TextTask.suffixes})

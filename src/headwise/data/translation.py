@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -29,13 +29,13 @@ from .example_order import (
     plan_packed_rows,
     split_by_key,
 )
-from .file_task import Dataset, FileTask, make_translator
+from .file_task import Dataset, FileTask
+from .synthetic_task import ModelShape, make_small_translator
 from .task import IGNORE_INDEX, Batch, MetricSums
 from .text_files import existing_file, read_lines
-from .vocabulary import IdArray, SubwordVocabulary, train_bpe
+from .vocabulary import IdArray, train_bpe
 
 # --- BLEU and chrF, computed by sacreBLEU ---------------------------------------------------------
-
 
 BLEU_ORDER = 4  # BLEU counts n-grams of 1 to 4 tokens (Papineni et al. 2002)
 DEFAULT_BLEU_TOKENIZER = "13a"  # sacreBLEU's default, for scripts with spaces between words
@@ -70,12 +70,10 @@ def choose_bleu_tokenizer(references: Iterable[str]) -> str:
     ... ]
     ['13a', 'zh', 'char', '13a']
     """
-    scripts = Counter(
-        unicodedata.name(char, "").partition(" ")[0]
-        for text in references
-        for char in text
-        if char.isalpha()
-    )
+    scripts: Counter[str] = Counter()
+    for text in references:
+        letters = filter(str.isalpha, text)
+        scripts.update(unicodedata.name(char, "").partition(" ")[0] for char in letters)
     threshold = MIN_SCRIPT_SHARE * scripts.total()
     if sum(scripts[name] for name in CHARACTER_SCRIPTS) > threshold:
         return "char"
@@ -95,7 +93,8 @@ def join_words(line: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     >>> join_words("the dog")
     ('the dog', ((0, 3), (4, 7)))
     """
-    text, spans = "", list[tuple[int, int]]()
+    text = ""
+    spans: list[tuple[int, int]] = []
     for word in line.split():
         if text and not _are_written_joined(text[-1], word[0]):
             text += " "
@@ -105,17 +104,11 @@ def join_words(line: str) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 
 def _are_written_joined(*chars: str) -> bool:
-    """Whether no space is between the last and the first character of two
-    words: see `join_words`.
-    """
-    unspaced = [
-        char
-        for char in chars
-        if unicodedata.name(char, "").startswith(("CJK", *FULLWIDTH_NAMES, *CHARACTER_SCRIPTS))
-    ]
-    return len(unspaced) == len(chars) or any(
-        unicodedata.category(char).startswith("P") for char in unspaced
-    )
+    """True if no space is between the last and the first character of two words."""
+    prefixes = ("CJK", *FULLWIDTH_NAMES, *CHARACTER_SCRIPTS)
+    unspaced = [char for char in chars if unicodedata.name(char, "").startswith(prefixes)]
+    is_punctuation = [unicodedata.category(char).startswith("P") for char in unspaced]
+    return len(unspaced) == len(chars) or any(is_punctuation)
 
 
 def score_translations(
@@ -134,15 +127,17 @@ def score_translations(
             f"cannot score {len(hypotheses)} translations against {len(references)} references; "
             "give one of each"
         )
-    bleu, chrf = (
-        make_bleu(tokenize or choose_bleu_tokenizer(references)),
-        _sacrebleu_metrics().CHRF(),
-    )
+    bleu = make_bleu(tokenize or choose_bleu_tokenizer(references))
+    chrf = _sacrebleu_metrics().CHRF()
     has_bleu = max(count_bleu_tokens(bleu, references)) >= BLEU_ORDER
     score = bleu.corpus_score(list(hypotheses), [list(references)]).score
     chrf_score = chrf.corpus_score(list(hypotheses), [list(references)]).score
-    signatures = str(bleu.get_signature()), str(chrf.get_signature())
-    return SacreBleuScores(score if has_bleu else None, chrf_score, *signatures)
+    return SacreBleuScores(
+        score if has_bleu else None,
+        chrf_score,
+        str(bleu.get_signature()),
+        str(chrf.get_signature()),
+    )
 
 
 def make_bleu(tokenize: str, **options: Any) -> Any:
@@ -170,12 +165,10 @@ def _sacrebleu_metrics() -> Any:
         raise SpecError("BLEU and chrF need sacrebleu; pip install 'headwise[mt]'") from None
 
 
-# --- Sentences and what they are in another language ----------------------------------------------
+# --- Splits that share no sentence ----------------------------------------------------------------
 
-START_TOKEN, END_TOKEN = "<s>", "</s>"
 SPLIT_RULES = ("sentences", "sources")
-BATCH_FORMS = ("bucketed", "budget", "packed")
-LARGE_CORPUS_PAIRS = 10_000  # pairs from which on a wider model pays
+SideKey = tuple[str, str]  # the side and the normalised sentence
 
 
 class SentencePair(NamedTuple):
@@ -185,111 +178,69 @@ class SentencePair(NamedTuple):
     target: str
 
 
-@dataclass(frozen=True)
-class TranslationOptions:
-    """Vocabulary and batching options of translation data.
+def split_pairs(
+    train: Iterable[SentencePair],
+    shares: tuple[float, float],
+    held_out: Mapping[str, list[SentencePair]],
+    split_by: str = "sentences",
+) -> tuple[dict[str, list[SentencePair]], list[str]]:
+    """The pairs of each split, and notes about those that were left out.
 
-    Subword vocabularies of `vocab` tokens are trained on the train split: a "shared" one, or
-    "separate" ones for source and target. Pairs with more than `longest` tokens on a side are not
-    trained on. With form="bucketed" the batch size counts pairs, and a batch has pairs of similar
-    lengths; with "budget" it counts tokens; with "packed" it counts rows of `longest` tokens, each
-    filled with several pairs.
+    Held-out pairs are given, or are a share of `train`. No source and no target sentence is trained
+    on and held out; with `split_by="sources"` targets may be. Sentences that differ only in case,
+    punctuation and spaces count as equal.
     """
-
-    vocab: int = 8000
-    vocabularies: str = "shared"
-    longest: int = 128
-    form: str = "bucketed"
-
-    def __post_init__(self) -> None:
-        for name, choices in (("vocabularies", ("shared", "separate")), ("form", BATCH_FORMS)):
-            if (value := getattr(self, name)) not in choices:
-                raise SpecError(f"{name}={value!r} is unknown; {suggest(value, choices)}")
-        if self.longest < 2:
-            raise SpecError(
-                f"longest={self.longest} has no room for a token and the end token; use longest=2 "
-                "or more"
-            )
-
-
-@dataclass(eq=False)
-class ParallelCorpus:
-    """The sentence pairs of each split, and notes about the pairs that were left out."""
-
-    splits: Mapping[str, list[SentencePair]]
-    notes: list[str] = field(default_factory=list)
-
-    @staticmethod
-    def of(
-        train: Iterable[SentencePair],
-        shares: tuple[float, float],
-        held_out_pairs: Mapping[str, list[SentencePair]],
-        split_by: str = "sentences",
-    ) -> ParallelCorpus:
-        """Build the splits: held-out pairs are given, or are a share of `train`.
-
-        No source and no target sentence is trained on and held out; with `split_by="sources"`
-        targets may be. Sentences that differ only in case, punctuation and spaces count as equal.
-        """
-        all_pairs, notes = list(train), list[str]()
-        pairs = [pair for pair in all_pairs if pair.source and pair.target]
-        if len(pairs) < len(all_pairs):
-            num_empty = len(all_pairs) - len(pairs)
-            notes.append(
-                f"{num_empty} of {len(all_pairs)} pairs are left out because a side is empty"
-            )
-        if not pairs:
-            raise SpecError("no pair has text on both sides; give source and target sentences")
-        splits, keys = dict(held_out_pairs), [_side_keys(pair, split_by) for pair in pairs]
-        if "valid" not in held_out_pairs:
-            valid, test = shares[0], 0.0 if "test" in held_out_pairs else shares[1]
-            indices = split_by_key(_group_keys(keys, 2 + (test > 0)), valid, test)
-            if split_by == "sentences":
-                _check_split_sizes(indices, {"valid": valid, "test": test})
-            splits |= {
-                split: [pairs[n] for n in indices[split]]
-                for split in ("valid", "test")
-                if split not in held_out_pairs
-            }
-            pairs, keys = ([values[n] for n in indices["train"]] for values in (pairs, keys))
-        held_out = {
-            key for split in splits.values() for pair in split for key in _side_keys(pair, split_by)
-        }
-        train_pairs = [
-            pair for pair, own in zip(pairs, keys, strict=True) if held_out.isdisjoint(own)
-        ]
-        if len(train_pairs) < len(pairs):
-            num_shared = len(pairs) - len(train_pairs)
-            notes.append(
-                f"{num_shared} of {len(pairs)} pairs are not trained on because their {split_by} "
-                "are held out"
-            )
-        if not train_pairs:
-            remedy = (
-                ""
-                if split_by == "sources"
-                else ", or use split_by='sources', which lets targets be in both"
-            )
-            raise SpecError(
-                f"the {split_by} of every training pair are held out; give other files{remedy}"
-            )
-        return ParallelCorpus({"train": train_pairs, **splits}, notes)
+    all_pairs = list(train)
+    notes: list[str] = []
+    pairs = [pair for pair in all_pairs if pair.source and pair.target]
+    if len(pairs) < len(all_pairs):
+        num_empty = len(all_pairs) - len(pairs)
+        notes.append(f"{num_empty} of {len(all_pairs)} pairs are left out because a side is empty")
+    if not pairs:
+        raise SpecError("no pair has text on both sides; give source and target sentences")
+    splits = dict(held_out)
+    if "valid" not in held_out:
+        valid, test = shares
+        drawn = _draw_held_out(pairs, (valid, 0.0 if "test" in held_out else test), split_by)
+        pairs = drawn.pop("train")
+        splits = drawn | splits
+    held_out_keys: set[SideKey] = set()
+    for split_values in splits.values():
+        for pair in split_values:
+            held_out_keys.update(_side_keys(pair, split_by))
+    train_pairs = [pair for pair in pairs if held_out_keys.isdisjoint(_side_keys(pair, split_by))]
+    if len(train_pairs) < len(pairs):
+        num_shared = len(pairs) - len(train_pairs)
+        notes.append(
+            f"{num_shared} of {len(pairs)} pairs are not trained on because their {split_by} are "
+            "held out"
+        )
+    if not train_pairs:
+        remedy = "" if split_by == "sources" else ", or use split_by='sources'"
+        raise SpecError(
+            f"the {split_by} of every training pair are held out; give other files{remedy}"
+        )
+    return {"train": train_pairs, **splits}, notes
 
 
-def _check_split_sizes(indices: Mapping[str, IndexArray], shares: Mapping[str, float]) -> None:
-    """Raise SpecError if groups of pairs that share a sentence are so large that a split is far
-    from its share.
+def _draw_held_out(
+    pairs: list[SentencePair], shares: tuple[float, float], split_by: str
+) -> dict[str, list[SentencePair]]:
+    """Divide pairs into splits, so that pairs that share a sentence are in the same one.
+
+    Raises SpecError if groups of such pairs are so large that a split is far from its share.
     """
-    total = sum(map(len, indices.values()))
-    for split, share in shares.items():
-        if len(indices[split]) > 2 * share * total + 10:
-            fact = (
-                f"split {split} has {len(indices[split])} of {total} pairs instead of {share:.0%}"
-            )
+    valid, test = shares
+    keys = [_side_keys(pair, split_by) for pair in pairs]
+    indices = split_by_key(_group_keys(keys, 2 + (test > 0)), valid, test)
+    for split, share in (("valid", valid), ("test", test)):
+        size = len(indices[split])
+        if split_by == "sentences" and size > 2 * share * len(pairs) + 10:
             raise SpecError(
-                f"{fact}, because many pairs share a sentence; use split_by='sources', which lets "
-                "targets be in both"
+                f"split {split} has {size} of {len(pairs)} pairs instead of {share:.0%}, because "
+                "many pairs share a sentence; use split_by='sources', which lets targets be in both"
             )
+    return {split: [pairs[n] for n in rows] for split, rows in indices.items()}
 
 
 def normalise_sentence(sentence: str) -> str:
@@ -301,15 +252,6 @@ def normalise_sentence(sentence: str) -> str:
     """
     folded = unicodedata.normalize("NFKC", sentence).casefold()
     return re.sub(r"[\W_]+", "", folded) or sentence
-
-
-def check_split_rule(split_by: str) -> None:
-    """Raise if no rule has this name."""
-    if split_by not in SPLIT_RULES:
-        raise SpecError(f"split_by={split_by!r} is unknown; {suggest(split_by, SPLIT_RULES)}")
-
-
-SideKey = tuple[str, str]  # the side and the normalised sentence
 
 
 def _side_keys(pair: SentencePair, split_by: str) -> list[SideKey]:
@@ -328,7 +270,8 @@ def _group_keys(keys: Sequence[Sequence[SideKey]], num_splits: int) -> list[str]
 
     def find_root(key: SideKey) -> SideKey:
         while (parent := parents.setdefault(key, key)) != key:
-            parents[key] = key = parents[parent]
+            parents[key] = parents[parent]
+            key = parents[key]
         return key
 
     for sides in keys:
@@ -336,196 +279,99 @@ def _group_keys(keys: Sequence[Sequence[SideKey]], num_splits: int) -> list[str]
         parents |= dict.fromkeys(roots, roots[0])
     groups = [find_root(sides[0])[1] for sides in keys]
     if len(set(groups)) < num_splits <= len({sides[0] for sides in keys}):
-        fact = (
-            f"{len(keys)} pairs share so many sentences that they form "
-            f"{pluralise(len(set(groups)), 'group')}"
-        )
         raise SpecError(
-            f"{fact}, too few for {num_splits} splits; use split_by='sources', which lets targets "
-            "be in both"
+            f"{len(keys)} pairs share so many sentences that they form "
+            f"{pluralise(len(set(groups)), 'group')}, too few for {num_splits} splits; use "
+            "split_by='sources', which lets targets be in both"
         )
     return groups
 
 
-class EncodedSide(NamedTuple):
-    """Ids of the source or target sentences of a split, and their lengths with the start or end
-    token.
-    """
+# --- The task over parallel texts -----------------------------------------------------------------
 
-    ids: list[IdArray]
-    lengths: IndexArray
+START_TOKEN, END_TOKEN = "<s>", "</s>"
+CHOICES = {
+    "vocabularies": ("shared", "separate"),
+    "form": ("bucketed", "budget", "packed"),
+    "split_by": SPLIT_RULES,
+}
+LARGE_CORPUS_PAIRS = 10_000  # pairs from which on a wider model pays
+SPARE_ANSWER_TOKENS = 8  # for answers longer than the reference
 
-    @staticmethod
-    def of(ids: list[IdArray]) -> EncodedSide:
-        return EncodedSide(ids, np.array([len(sentence) + 1 for sentence in ids], np.int64))
+
+@dataclass
+class EncodedPairs:
+    """Pairs of a split, their ids, and the lengths of both sides with the start or end token."""
+
+    pairs: list[SentencePair]
+    sources: list[IdArray]
+    targets: list[IdArray]
+
+    @property
+    def side_lengths(self) -> list[IndexArray]:
+        """Lengths of the sources and of the targets."""
+        sides = (self.sources, self.targets)
+        return [np.array([len(ids) + 1 for ids in side], np.int64) for side in sides]
+
+    @property
+    def lengths(self) -> IndexArray:
+        """The length of the longer side of each pair."""
+        return np.max(self.side_lengths, axis=0)
 
 
 class TranslationDataset(Dataset):
-    """Encoded sentence pairs: a source ends with `</s>`; a target is `<s> ...` as input and `...
-    </s>` as labels.
-    """
+    """Encoded sentence pairs of each split, and the vocabularies of source and target."""
 
-    def __init__(self, corpus: ParallelCorpus, options: TranslationOptions) -> None:
-        self.options, self.pairs = options, dict(corpus.splits)
-        self.vocabularies = _train_vocabularies(self.pairs["train"], options)
-        self.vocabulary = target = self.vocabularies[1]
-        self.target, self.start, self.end = (
-            target,
-            target.special(START_TOKEN),
-            target.special(END_TOKEN),
-        )
-        encoded = {split: self._encode_pairs(pairs) for split, pairs in self.pairs.items()}
-        too_long = np.flatnonzero(_pair_lengths(encoded["train"]) > options.longest)
-        self.notes = tuple(corpus.notes)
-        if len(too_long):
-            count = f"{len(too_long)} of {len(self.pairs['train'])} pairs"
-            self.notes += (
-                f"{count} are not trained on because a side has more than "
-                f"longest={options.longest} tokens",
+    def __init__(self, task: ParallelTextTask, splits: Mapping[str, list[SentencePair]]) -> None:
+        texts = [
+            [pair.source for pair in splits["train"]],
+            [pair.target for pair in splits["train"]],
+        ]
+        if task.vocabularies == "shared":
+            texts = [texts[0] + texts[1]]
+        trained = [train_bpe(side, task.vocab, (START_TOKEN, END_TOKEN)) for side in texts]
+        self.vocabularies = (trained[0], trained[-1])
+        self.vocabulary = self.vocabularies[1]
+        self.encoded: dict[str, EncodedPairs] = {}
+        for split, pairs in splits.items():
+            self.encoded[split] = EncodedPairs(
+                pairs,
+                self.vocabularies[0].encode([pair.source for pair in pairs]),
+                self.vocabularies[1].encode([pair.target for pair in pairs]),
             )
-            indices = sorted(set(range(len(self.pairs["train"]))) - set(too_long.tolist()))
-            self.pairs["train"] = [self.pairs["train"][n] for n in indices]
-            encoded["train"] = tuple(
-                EncodedSide.of([side.ids[n] for n in indices]) for side in encoded["train"]
-            )
-        if not self.pairs["train"]:
+        self._drop_long_pairs(task.longest)
+        targets = [split.side_lengths[1] for split in self.encoded.values()]
+        self.longest_target = int(np.concatenate(targets).max())
+        self.plans: dict[tuple[str, int], BatchPlan] = {}
+
+    def _drop_long_pairs(self, longest: int) -> None:
+        train = self.encoded["train"]
+        kept = np.flatnonzero(train.lengths <= longest).tolist()
+        count = len(train.pairs)
+        if not kept:
             raise SpecError(
-                f"no training pair has at most longest={options.longest} tokens on each side; use "
-                "a larger longest="
+                f"no training pair has at most longest={longest} tokens on each side; use a larger "
+                "longest="
             )
-        self.encoded = encoded
-        self.sizes = {split: len(pairs) for split, pairs in self.pairs.items()}
-        target_lengths = [sides[1].lengths for sides in encoded.values()]
-        self.answers = (
-            int(np.concatenate(target_lengths).max()) + 8
-        )  # 8 more for answers longer than the reference
-        self._plans: dict[tuple[str, int], BatchPlan] = {}
-
-    def _encode_pairs(self, pairs: list[SentencePair]) -> tuple[EncodedSide, ...]:
-        texts = [pair.source for pair in pairs], [pair.target for pair in pairs]
-        return tuple(
-            EncodedSide.of(v.encode(side)) for v, side in zip(self.vocabularies, texts, strict=True)
-        )
-
-    def _batch_plan(self, size: int, split: str) -> BatchPlan:
-        """Assignment of pairs to batches, the same for every seed."""
-        key = split, size
-        if key not in self._plans:
-            form = (
-                "bucketed"
-                if split != "train" and self.options.form == "packed"
-                else self.options.form
+        if len(kept) < count:
+            self.notes += (
+                f"{count - len(kept)} of {count} pairs are not trained on because a side has more "
+                f"than longest={longest} tokens",
             )
-            lengths = [side.lengths for side in self.encoded[split]]
-            levels = _pair_lengths(self.encoded[split])
-            if form == "packed":
-                self._plans[key] = plan_packed_rows(lengths, self.options.longest, size)
-            else:
-                self._plans[key] = {"bucketed": plan_by_length, "budget": plan_by_token_budget}[
-                    form
-                ](levels, size)
-        return self._plans[key]
-
-    def batches(self, size: int, split: str) -> int:
-        return self._batch_plan(size, split).batches
-
-    def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
-        plan = self._batch_plan(size, split)
-        rows = plan.take(index, seed) if split == "train" else plan.evaluation_rows(index)
-        sources, targets = self.encoded[split]
-        stop, end = self.vocabularies[0].special(END_TOKEN), self.target.special(END_TOKEN)
-        source, source_tokens = _pad_rows([[[*sources.ids[n], stop] for n in row] for row in rows])
-        x, tokens = _pad_rows([[[self.start, *targets.ids[n]] for n in row] for row in rows])
-        labels, _ = _pad_rows([[[*targets.ids[n], end] for n in row] for row in rows], IGNORE_INDEX)
-        one_pair_per_row = split != "train" or self.options.form != "packed"
-        gold = [self.pairs[split][row[0]].target for row in rows] if one_pair_per_row else ()
-        return Batch(x, labels, tokens, source, source_tokens, gold)
-
-    def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
-        return batch.x[:, :1], None
-
-    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
-        """Number of answers that equal the reference translation, character for character."""
-        if len(batch.gold) != len(generated):
-            raise ValueError(
-                f"cannot score {len(generated)} answers against {len(batch.gold)} references; "
-                "give one answer per row of a batch that is not packed"
+            fields = vars(train).items()
+            self.encoded["train"] = EncodedPairs(
+                **{name: [values[n] for n in kept] for name, values in fields}
             )
-        answers = [self.target.decode(row) for row in generated]
-        return {
-            "exact_match": (
-                float(sum(a == b for a, b in zip(answers, batch.gold, strict=True))),
-                len(answers),
-            )
-        }
 
     @property
-    def usage(self) -> ProcessorSpec:
-        source, target = self.vocabularies
-        source_tokenizer = None if source is target else source.document
-        special_ids = {
-            "behind": (source.special(END_TOKEN),),
-            "begin": (self.start,),
-            "end": (self.end,),
-        }
-        return ProcessorSpec(
-            **special_ids, tokenizer=target.document, source_tokenizer=source_tokenizer
-        )
+    def pairs(self) -> dict[str, list[SentencePair]]:
+        """The pairs of each split."""
+        return {split: encoded.pairs for split, encoded in self.encoded.items()}
 
     @property
-    def chance(self) -> Mapping[str, float]:
-        return {"accuracy": 1 / self.target.size, "exact_match": 0.0}
-
-    def model(self) -> ModelSpec:
-        source, target = self.vocabularies
-        width, layers = (256, 3) if self.sizes["train"] >= LARGE_CORPUS_PAIRS else (128, 2)
-        return make_translator(
-            (source.size, target.size), width, layers, table="one" if source is target else "two"
-        )
-
-
-def _pair_lengths(sides: Sequence[EncodedSide]) -> IndexArray:
-    return np.max([side.lengths for side in sides], axis=0)
-
-
-def _train_vocabularies(
-    train: list[SentencePair], options: TranslationOptions
-) -> tuple[SubwordVocabulary, SubwordVocabulary]:
-    sources, targets = ([pair[n] for pair in train] for n in (0, 1))
-    if options.vocabularies == "separate":
-        source, target = (
-            train_bpe(texts, options.vocab, (START_TOKEN, END_TOKEN))
-            for texts in (sources, targets)
-        )
-        return source, target
-    shared = train_bpe([*sources, *targets], options.vocab, (START_TOKEN, END_TOKEN))
-    return shared, shared
-
-
-def _pad_rows(rows: list[list[list[int]]], fill: int = 0) -> tuple[Tensor, SequenceInfo]:
-    """Ids [B, T] of rows that each hold one text or several, padded with `fill`, and their
-    positions and segments.
-    """
-    width = max(sum(map(len, row)) for row in rows)
-    ids, position, segment = np.full((3, len(rows), width), -1, np.int64)
-    ids[:], position[:] = fill, 0
-    for n, row in enumerate(rows):
-        row_ids = [token_id for text in row for token_id in text]
-        ids[n, : len(row_ids)] = row_ids
-        position[n, : len(row_ids)] = [at for text in row for at in range(len(text))]
-        segment[n, : len(row_ids)] = [k for k, text in enumerate(row) for _ in text]
-    # Rows with one text each do not need `lengths`: padded to one width they are a single attention
-    # call.
-    lengths = (
-        tuple(tuple(map(len, row)) for row in rows) if any(len(row) > 1 for row in rows) else None
-    )
-    tokens = SequenceInfo(
-        torch.from_numpy(position), torch.from_numpy(segment), checked=True, lengths=lengths
-    )
-    return torch.from_numpy(ids), tokens
-
-
-# --- The task over parallel texts -----------------------------------------------------------------
+    def sizes(self) -> dict[str, int]:
+        """Number of pairs in each split."""
+        return {split: len(pairs) for split, pairs in self.pairs.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -535,8 +381,14 @@ class ParallelTextTask(FileTask):
     `path` is two aligned files (source, target), or one file whose tab-separated `columns`, counted
     from 1, hold source and target. `valid` and `test` are shares of the pairs, or files of the same
     kind as `path`. No sentence of either side is trained on and held out; with
-    `split_by="sources"`, only source sentences are kept apart. The other fields are described in
-    `TranslationOptions`.
+    `split_by="sources"`, only source sentences are kept apart.
+
+    Subword vocabularies of `vocab` tokens are trained on the train split: a "shared" one, or
+    "separate" ones for source and target. Pairs with more than `longest` tokens on a side are not
+    trained on. With form="bucketed" the batch size counts pairs, and a batch has pairs of similar
+    lengths; with "budget" it counts tokens; with "packed" it counts rows of `longest` tokens, each
+    filled with several pairs. A source ends with `</s>`; a target is `<s> ...` as input and `...
+    </s>` as labels.
 
     >>> ParallelTextTask(("train.de", "train.en"), valid=("val.de",))
     Traceback (most recent call last):
@@ -548,80 +400,198 @@ class ParallelTextTask(FileTask):
     columns: tuple[int, ...] = (1, 2)
     valid: float | str | tuple[str, ...] = DEFAULT_HELD_OUT
     test: float | str | tuple[str, ...] = DEFAULT_HELD_OUT
-    vocab: int = TranslationOptions.vocab
-    vocabularies: str = TranslationOptions.vocabularies
-    longest: int = TranslationOptions.longest
-    form: str = TranslationOptions.form
+    vocab: int = 8000
+    vocabularies: str = "shared"
+    longest: int = 128
+    form: str = "bucketed"
     split_by: str = "sentences"
 
     def check(self) -> None:
-        check_split_rule(self.split_by)
         for name in ("path", "valid", "test"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != 2:
-                files = f"names {len(value)} file{'s' * (len(value) != 1)}"
                 raise SpecError(
-                    f"{name}={value!r} {files}; give two, (source, target), or one with columns"
+                    f"{name}={value!r} names {pluralise(len(value), 'file')}; give two, (source, "
+                    "target), or one with columns"
                 )
         if len(self.columns) != 2 or min(self.columns) < 1:
             raise SpecError(
                 f"columns={self.columns!r} must be the two numbers of the source and target "
-                "columns, counted from 1; "
-                "use for example columns=(1, 2)"
+                "columns, counted from 1; use for example columns=(1, 2)"
             )
-        check_split_shares(*self._shares())
-        self._options()
+        check_split_shares(*self._shares)
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise SpecError(f"{name}={value!r} is unknown; {suggest(value, choices)}")
+        if self.longest < 2:
+            raise SpecError(
+                f"longest={self.longest} has no room for a token and the end token; use longest=2 "
+                "or more"
+            )
 
+    @property
+    def _held_out_files(self) -> dict[str, str | tuple[str, ...]]:
+        values = {"valid": self.valid, "test": self.test}
+        return {split: value for split, value in values.items() if isinstance(value, (str, tuple))}
+
+    @property
     def _shares(self) -> tuple[float, float]:
-        """Shares for validation and test; the default share for a split with files of its own,
-        which is not used.
+        """Shares for validation and test; of a split with files of its own the default, which is
+        not used.
         """
-        valid, test = (
-            DEFAULT_HELD_OUT if isinstance(value, (str, tuple)) else value
-            for value in (self.valid, self.test)
-        )
+        valid = self.valid if isinstance(self.valid, (int, float)) else DEFAULT_HELD_OUT
+        test = self.test if isinstance(self.test, (int, float)) else DEFAULT_HELD_OUT
         return valid, test
 
-    def _options(self) -> TranslationOptions:
-        return TranslationOptions(self.vocab, self.vocabularies, self.longest, self.form)
-
     def files(self) -> Sequence[Path]:
-        sources = [
-            source
-            for source in (self.path, self.valid, self.test)
-            if not isinstance(source, (int, float))
-        ]
-        return [existing_file(str(path)) for source in sources for path in _as_tuple(source)]
+        paths: list[Path] = []
+        for source in (self.path, *self._held_out_files.values()):
+            paths += _existing_files(source)
+        return paths
 
     def read(self) -> TranslationDataset:
-        options = {"valid": self.valid, "test": self.test}
-        held_out = {
-            split: list(self._read_pairs(value))
-            for split, value in options.items()
-            if not isinstance(value, (int, float))
-        }
-        for split, pairs in held_out.items():
-            if not pairs:
+        held_out: dict[str, list[SentencePair]] = {}
+        for split, source in self._held_out_files.items():
+            held_out[split] = list(self._read_pairs(source))
+            if not held_out[split]:
                 raise SpecError(
-                    f"{split}={options[split]!r} is empty; give files with sentences, or a share "
-                    f"such as {split}=0.05"
+                    f"{split}={source!r} is empty; give files with sentences, or a share such as "
+                    f"{split}=0.05"
                 )
-        corpus = ParallelCorpus.of(
-            self._read_pairs(self.path), self._shares(), held_out, self.split_by
-        )
-        return TranslationDataset(corpus, self._options())
+        train = self._read_pairs(self.path)
+        splits, notes = split_pairs(train, self._shares, held_out, self.split_by)
+        data = TranslationDataset(self, splits)
+        data.notes = (*notes, *data.notes)
+        return data
 
     def _read_pairs(self, source: str | tuple[str, ...]) -> Iterator[SentencePair]:
-        paths = [existing_file(path) for path in _as_tuple(source)]
-        return (
-            _read_aligned_files(*paths)
-            if len(paths) == 2
-            else _read_columns(paths[0], self.columns)
+        paths = _existing_files(source)
+        if len(paths) == 2:
+            return _read_aligned_files(*paths)
+        return _read_columns(paths[0], self.columns)
+
+    # --- Batches, answers and the model ---
+
+    def _batch_plan(self, size: int, split: str) -> BatchPlan:
+        """Assignment of pairs to batches, the same for every seed."""
+        key = (split, size)
+        plans: dict[tuple[str, int], BatchPlan] = self.data.plans
+        if key not in plans:
+            encoded: EncodedPairs = self.data.encoded[split]
+            if self.form == "packed" and split == "train":
+                plans[key] = plan_packed_rows(encoded.side_lengths, self.longest, size)
+            elif self.form == "budget":
+                plans[key] = plan_by_token_budget(encoded.lengths, size)
+            else:
+                plans[key] = plan_by_length(encoded.lengths, size)
+        return plans[key]
+
+    def count_batches(self, size: int, split: str) -> int:
+        return self._batch_plan(size, split).batches
+
+    def read_batch(self, index: int, size: int, split: str) -> Batch:
+        plan = self._batch_plan(size, split)
+        rows = plan.take(index, self.seed) if split == "train" else plan.evaluation_rows(index)
+        encoded: EncodedPairs = self.data.encoded[split]
+        stop = self.data.vocabularies[0].special(END_TOKEN)
+        sources: list[list[list[int]]] = []
+        inputs: list[list[list[int]]] = []
+        labels: list[list[list[int]]] = []
+        for row in rows:
+            sources.append([[*encoded.sources[n], stop] for n in row])
+            inputs.append([[self._start, *encoded.targets[n]] for n in row])
+            labels.append([[*encoded.targets[n], self.end] for n in row])
+        source, source_tokens = _pad_rows(sources)
+        x, tokens = _pad_rows(inputs)
+        gold: Sequence[str] = ()
+        if split != "train" or self.form != "packed":
+            gold = [encoded.pairs[row[0]].target for row in rows]
+        padded_labels, _ = _pad_rows(labels, IGNORE_INDEX)
+        return Batch(x, padded_labels, tokens, source, source_tokens, gold)
+
+    @property
+    def _start(self) -> int:
+        return self.data.vocabulary.special(START_TOKEN)
+
+    @property
+    def end(self) -> int:
+        return self.data.vocabulary.special(END_TOKEN)
+
+    @property
+    def answers(self) -> int:
+        """Tokens of the longest target, and a few more."""
+        return self.data.longest_target + SPARE_ANSWER_TOKENS
+
+    def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
+        return batch.x[:, :1], None
+
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
+        """Number of answers that equal the reference translation, character for character."""
+        if len(batch.gold) != len(generated):
+            raise ValueError(
+                f"cannot score {len(generated)} answers against {len(batch.gold)} references; "
+                "give one answer per row of a batch that is not packed"
+            )
+        answers = [self.text(row) for row in generated]
+        correct = sum(answer == target for answer, target in zip(answers, batch.gold, strict=True))
+        return {"exact_match": (float(correct), len(answers))}
+
+    @property
+    def usage(self) -> ProcessorSpec:
+        source, target = self.data.vocabularies
+        return ProcessorSpec(
+            behind=(source.special(END_TOKEN),),
+            begin=(self._start,),
+            end=(self.end,),
+            tokenizer=target.document,
+            source_tokenizer=None if source is target else source.document,
         )
 
+    @property
+    def chance(self) -> Mapping[str, float]:
+        return {"accuracy": 1 / self.data.vocabulary.size, "exact_match": 0.0}
 
-def _as_tuple(source: str | tuple[str, ...]) -> tuple[str, ...]:
-    return source if isinstance(source, tuple) else (source,)
+    def model(self) -> ModelSpec:
+        """Encoder and decoder with 32 channels per head; their size depends on the corpus."""
+        source, target = self.data.vocabularies
+        is_large = self.data.sizes["train"] >= LARGE_CORPUS_PAIRS
+        width, layers = (256, 3) if is_large else (128, 2)
+        shape = ModelShape(width, width // 32, layers, 4 * width)
+        source_size = 0 if source is target else source.size
+        return make_small_translator("translator", target.size, shape, source_size)
+
+
+def _pad_rows(rows: list[list[list[int]]], fill: int = 0) -> tuple[Tensor, SequenceInfo]:
+    """Ids [B, T] of rows that each hold one text or several, padded with `fill`, and their
+    positions and segments.
+    """
+    lengths = tuple(tuple(map(len, row)) for row in rows)
+    shape = (len(rows), max(map(sum, lengths)))
+    ids = np.full(shape, fill, np.int64)
+    position = np.zeros(shape, np.int64)
+    segment = np.full(shape, -1, np.int64)
+    for n, row in enumerate(rows):
+        start = 0
+        for k, text in enumerate(row):
+            stop = start + len(text)
+            ids[n, start:stop] = text
+            position[n, start:stop] = np.arange(len(text))
+            segment[n, start:stop] = k
+            start = stop
+    # Rows with one text each do not need `lengths`: padded to one width they are one attention call.
+    is_packed = any(len(row) > 1 for row in rows)
+    tokens = SequenceInfo(
+        torch.from_numpy(position),
+        torch.from_numpy(segment),
+        checked=True,
+        lengths=lengths if is_packed else None,
+    )
+    return torch.from_numpy(ids), tokens
+
+
+def _existing_files(source: str | tuple[str, ...]) -> list[Path]:
+    return [existing_file(path) for path in (source if isinstance(source, tuple) else (source,))]
 
 
 def _read_aligned_files(source: Path, target: Path) -> Iterator[SentencePair]:
@@ -631,16 +601,18 @@ def _read_aligned_files(source: Path, target: Path) -> Iterator[SentencePair]:
         if None not in lines:
             yield SentencePair(lines[0].strip(), lines[1].strip())
     if counts[0] != counts[1]:
-        fact = f"{source} has {counts[0]} lines, {target} has {counts[1]}"
-        raise SpecError(f"{fact}; line n of one must be the translation of line n of the other")
+        raise SpecError(
+            f"{source} has {counts[0]} lines, {target} has {counts[1]}; line n of one must be the "
+            "translation of line n of the other"
+        )
 
 
 def _read_columns(path: Path, columns: tuple[int, ...]) -> Iterator[SentencePair]:
     for n, line in enumerate(read_lines(path), 1):
         cells = line.split("\t")
         if len(cells) < max(columns):
-            fact = f"line {n} of {path} has {len(cells)} column{'s' * (len(cells) != 1)}"
             raise SpecError(
-                f"{fact}, too few for columns={columns}; separate source and target by a tab"
+                f"line {n} of {path} has {pluralise(len(cells), 'column')}, too few for "
+                f"columns={columns}; separate source and target by a tab"
             )
         yield SentencePair(*(cells[column - 1].strip() for column in columns))

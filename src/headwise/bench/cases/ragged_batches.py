@@ -13,10 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...data import IGNORE_INDEX, Batch
 from ...data.example_order import IndexArray, make_rng, plan_by_length
-from ...data.file_task import make_translator
+from ...data.synthetic_task import ModelShape, make_small_translator
 from ...data.task import pack_batch, real_token_share
 from ...distributed.sharded_model import BatchForward, wrap_single_process
 from ...masking.sequence_info import SequenceInfo
+from ...model_spec import ModelSpec
 from ...models import Transformer, build
 from ...training import Recipe
 from ...training.optimisers import AdamWOptimiser, group_parameters
@@ -59,9 +60,7 @@ def ragged_batches_cases(quick: bool) -> Iterator[BenchmarkCase]:
         if not quick:
             runs["padded, nn.Transformer"] = _torch_training_step(random_batches, choice)
         yield _case(f"training step, {choice.precision}", runs, (random_batches, bucketed), None)
-    net = build(
-        make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0
-    ).eval()
+    net = build(_make_model(), seed=0).eval()
     runs = {
         "ours": _scoring_pass(net, random_batches, packs=True),
         PADDED: _scoring_pass(net, random_batches, packs=False),
@@ -159,11 +158,14 @@ def _make_batch(lengths: IndexArray, chosen: IndexArray) -> Batch:
     return Batch(x, labels, sequences[1], source, sequences[0])
 
 
+def _make_model() -> ModelSpec:
+    shape = ModelShape(MODEL_WIDTH, MODEL_WIDTH // 32, NUM_LAYERS, 4 * MODEL_WIDTH)
+    return make_small_translator("translator", VOCABULARY_SIZE, shape)
+
+
 def _training_step(choice: StepOptions, batches: Batches, rows: str) -> TimedCall:
     """Return a training step on each batch: gradients and AdamW."""
-    net = build(
-        make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0
-    ).train()
+    net = build(_make_model(), seed=0).train()
     recipe = Recipe(batch=BATCH_SIZE, device="cpu")
     options = StepOptions(choice.precision, "off", attention=choice.attention, rows=rows)
     sharded = wrap_single_process(net)
