@@ -490,21 +490,22 @@ def _sweep_config(
     args: argparse.Namespace, run: CompressionRun, points: tuple[float, ...]
 ) -> SweepOptions:
     """Return the library objects that the options describe."""
-    from ..surgery.pruning_curves import DEFAULT_SHARES, OrderingOptions, SweepOptions
+    from ..surgery.pruning_curves import DEFAULT_SHARES, SweepOptions
 
-    gates = None if args.gates is None else _gate_training(args, run)
-    ordering = OrderingOptions(args.objective, args.sample, gates, args.seed)
     return SweepOptions(
-        ordering,
-        tuple(args.by),
-        points or DEFAULT_SHARES,
-        tuple(args.parts),
-        args.random_orders,
-        tuple(args.answers),
-        args.unit,
-        args.min_heads,
-        args.max_loss_rise,
-        run.task,
+        orders=tuple(args.by),
+        shares=points or DEFAULT_SHARES,
+        parts=tuple(args.parts),
+        objective=args.objective,
+        num_examples=args.sample,
+        gate_options=None if args.gates is None else _gate_training(args, run),
+        seed=args.seed,
+        seeds=args.random_orders,
+        generation_orders=tuple(args.answers),
+        unit=args.unit,
+        least=args.min_heads,
+        max_loss_increase=args.max_loss_rise,
+        task=run.task,
     )
 
 
