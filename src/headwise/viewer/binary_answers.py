@@ -17,15 +17,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ..traces.attention_trace import aggregate_heads, roll_out_attention
 from ..traces.head_steps import HeadPlace, HeadSteps, recorded_steps
-from ..traces.query_key_map import multiply_channels
-from .open_model import OpenModel, Tile, TileRange
-from .view_document import list_classes, stack_measures
-from .weight_summaries import Marginals, thumbnail_masks
+from .open_model import OpenModel
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import nn
 
     from ..models import Transformer
@@ -109,134 +104,6 @@ def decode_arrays(message: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
         flat = np.frombuffer(message, dtypes[entry["dtype"]], count, begin + entry["offset"])
         arrays[entry["name"]] = flat.reshape(entry["shape"])
     return header, arrays
-
-
-# --- The open trace and its measures --------------------------------------------------------------
-
-
-def encode_thumbnails(model: OpenModel) -> bytes:
-    """The thumbnails of all heads, [heads, 64, 64], 255 for a weight of 1, and the masks that they
-    share.
-    """
-    masks, mask_of_head = thumbnail_masks(model.get_trace())
-    arrays = {"thumbnails": model.thumbnails(), "masks": masks, "mask_of_head": mask_of_head}
-    return encode_arrays(arrays, revision=model.revision)
-
-
-def encode_tile(model: OpenModel, tile: Tile, part: TileRange) -> bytes:
-    """A tile with its masked cells; `scale` is the value of 255."""
-    span = {
-        "q0": part.queries.start,
-        "q1": part.queries.stop,
-        "k0": part.keys.start,
-        "k1": part.keys.stop,
-    }
-    arrays = {"weights": tile.weights, "masked": tile.masked}
-    return encode_arrays(arrays, scale=tile.scale, revision=model.revision, **span)
-
-
-def encode_marginals(model: OpenModel, marginals: Marginals, num_keys: int) -> bytes:
-    """The marginals of a head; `first` is the distance query - key of the first mean of
-    `by_offset`.
-    """
-    return encode_arrays(marginals._asdict(), first=-(num_keys - 1), revision=model.revision)
-
-
-def encode_measures(model: OpenModel) -> bytes:
-    """The measures of all heads, [heads, measures, 4], with names and classes; no names if nothing
-    was measured.
-    """
-    table = model.table
-    if table is None:
-        return encode_arrays({}, names=[], classes=[], texts="", notes=[], revision=model.revision)
-    names, stacked = stack_measures(table, model.heads)
-    classes = list_classes(table, [layer.name for layer in model.get_trace().layers])
-    fields = {"names": names, "classes": classes, "texts": table.texts, "notes": list(table.notes)}
-    return encode_arrays({"measures": stacked}, **fields, revision=model.revision)
-
-
-MAX_KEYS = 512  # keys with products by channel; those with the largest scores
-MAX_AGGREGATE_CELLS = 2048**2  # of the matrix of many heads
-SCOPES = ("layer", "all")
-LISTED_TOKENS = 12  # with the largest and with the smallest effects
-
-
-def encode_products(view: OpenModel, site: str, head: int, query: int) -> bytes:
-    """The products [keys, channels] of a query with its allowed keys; or the reason why there are
-    none.
-    """
-    try:
-        result = multiply_channels(view.get_recorded(), site, head, query, max_keys=MAX_KEYS)
-    except ValueError as error:
-        return encode_arrays({}, reason=str(error))
-    arrays = {"products": result.products.astype(np.float32), "positions": result.positions}
-    return encode_arrays(arrays, reason="", scale=result.scale, query=query)
-
-
-def encode_aggregate(view: OpenModel, site: str, how: str, scope: str) -> bytes:
-    """Mean or maximum of the heads of a layer, or of all layers over the same tokens, or the
-    rollout up to a layer.
-    """
-    trace = view.get_trace()
-    layer = trace.get_layer(site)
-    if layer.num_queries * layer.num_keys > MAX_AGGREGATE_CELLS:
-        fact = f"{layer.num_queries} x {layer.num_keys} weights are too many to combine"
-        raise ValueError(
-            f"{fact}; give a text of at most {int(MAX_AGGREGATE_CELLS**0.5)} tokens, or choose "
-            "one head"
-        )
-    if how == "rollout":
-        return encode_arrays({"weights": roll_out_attention(trace, site)})
-    alike = (
-        [one.name for one in trace.layers if _is_alike(one, layer)] if scope == "all" else [site]
-    )
-    return encode_arrays({"weights": aggregate_heads(trace, alike, how)})
-
-
-def _is_alike(one: object, other: object) -> bool:
-    """Whether two layers attend over the same tokens in the same way."""
-    names = ("stack", "kind", "query_stream", "key_stream", "num_queries", "num_keys")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
-def encode_written(view: OpenModel, site: str, head: int, query: int) -> bytes:
-    """The tokens whose logits a head raises and lowers most at a position; or the reason why there
-    are none.
-    """
-    net = view.get_model()
-    # After the model, which imports torch in one thread.
-    from ..head_analysis.logit_attribution import attribute_all_logits
-    from .lab_runs import find_token_decoder, id_inputs
-
-    try:
-        native = get_native_copy(net)
-        effects = attribute_all_logits(
-            native, id_inputs(native, view.get_recorded()), site, head, query
-        )
-    except (ValueError, KeyError) as error:
-        return encode_arrays({}, reason=str(error))
-    count = min(LISTED_TOKENS, effects.values.numel() // 2)
-    order = effects.values.argsort(descending=True)
-    tokens = [*order[:count].tolist(), *order.flip(0)[:count].tolist()]
-    decode = find_token_decoder(net)
-    values = effects.values[tokens].float().cpu().numpy().astype(np.float32)
-    ids = np.array(tokens, np.int32)
-    return encode_arrays(
-        {"effects": values, "ids": ids},
-        words=[decode(token) for token in tokens],
-        note=effects.note,
-        reason="",
-    )
-
-
-def encode_image(view: OpenModel, stream: str) -> bytes:
-    """The image of a stream, [height, width, channels]."""
-    images = view.get_recorded().images
-    if stream not in images:
-        raise ValueError(
-            f"the trace holds no image of {stream!r}; its images are {', '.join(images) or 'none'}"
-        )
-    return encode_arrays({"image": np.ascontiguousarray(images[stream][0])})
 
 
 # --- The steps of one head for one query ----------------------------------------------------------

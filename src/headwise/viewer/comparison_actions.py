@@ -4,7 +4,7 @@ another model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,23 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..traces import Trace, TraceComparison, compare_traces, load_trace
+from .action_fields import HEADS, action, choice, text
 from .binary_answers import Array, encode_arrays
-from .lab_runs import LabRuns, id_inputs
-from .model_actions import capture_trace, check_text_length, read_heads, read_text
+from .lab_runs import Ablation, LabRuns, id_inputs
+from .model_actions import capture_trace, check_text_length
 from .model_targets import is_trace, load_target, read_pruned_heads
 from .model_worker import JobProgress
-from .open_model import CAPTURE_BUDGET, MAX_TILE_CELLS, OpenModel
+from .open_model import CAPTURE_BUDGET, MAX_TILE_CELLS, AblatedHead, OpenModel
 from .weight_summaries import make_edges
 
 if TYPE_CHECKING:
     from torch import nn
 
-KINDS = ("text", "ablated", "other")
 LISTED_PAIRS = 500  # those that differ most
-SIGNED_ZERO, SIGNED_ONE = (
-    128,
-    127,
-)  # 8-bit code of a difference of 0, and codes for a difference of 1
+SIGNED_ZERO, SIGNED_ONE = 128, 127  # 8-bit codes of a difference of 0, and of 1 above it
 
 
 class DifferenceTile(NamedTuple):
@@ -51,8 +48,20 @@ class DifferenceTile(NamedTuple):
     weights: Array
 
 
+@action(
+    "compare",
+    kind=choice(("text", "ablated", "other"), key="with"),
+    heads=HEADS,
+    target=text(key="text"),
+    source=text(),
+)
 def compare_attention(
-    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+    model: OpenModel,
+    progress: JobProgress,
+    kind: str,
+    heads: Sequence[AblatedHead],
+    target: str,
+    source: str,
 ) -> bytes:
     """Compare the open trace with another one and keep the comparison; the answer lists the heads.
 
@@ -60,14 +69,16 @@ def compare_attention(
     text without `heads`) or "other" (the open text in the model or trace that the page was started
     with, or that was pruned on it).
     """
-    kind, first = str(arguments.get("with")), model.get_recorded()
-    if kind not in KINDS:
-        raise ValueError(f"cannot compare with {kind!r}; use one of {', '.join(KINDS)}")
+    first = model.get_recorded()
     kept_heads: dict[str, list[int]] = {}
+    name = ""
     if kind == "text":
-        name, second = "", _trace_text(model, arguments, progress)
+        if not (target or source).strip():
+            raise ValueError("the text to compare with is empty; enter at least one word")
+        check_text_length(model, target, source)
+        second = capture_trace(model.get_model(), target, source, model.max_tokens, progress)
     elif kind == "ablated":
-        name, second = "", _trace_ablated(model, arguments, progress)
+        second = _trace_ablated(model, heads, progress)
     else:
         name, second, kept_heads = _trace_other(model, progress)
     comparison = compare_traces(
@@ -80,25 +91,16 @@ def compare_attention(
     return encode_comparison(comparison, kind, name)
 
 
-def _trace_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> Trace:
-    text, source = read_text(arguments, "text"), read_text(arguments, "source")
-    if not (text or source).strip():
-        raise ValueError("the text to compare with is empty; enter at least one word")
-    check_text_length(model, arguments)
-    return capture_trace(model.get_model(), text, source, model.max_tokens, progress)
-
-
-def _trace_ablated(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> Trace:
+def _trace_ablated(model: OpenModel, heads: Sequence[AblatedHead], progress: JobProgress) -> Trace:
     """The open text with some heads ablated: later layers attend differently."""
     from ..inspect.ablation import patch
 
-    heads = read_heads(model, arguments)
     if not heads:
         raise ValueError("no head is ablated, so nothing would differ; ablate some heads first")
     model.check_ablated(heads)
     progress(0, 1, "running the model without the heads")
     net = model.get_model()
-    with patch(net, LabRuns(model).make_patches(heads)):
+    with patch(net, LabRuns(model).make_patches(Ablation(heads))):
         return _trace_ids(net, model.get_recorded())
 
 
@@ -167,15 +169,11 @@ def encode_comparison(comparison: TraceComparison, kind: str, name: str) -> byte
     alignment.
     """
     numbers = {layer.name: number for number, layer in enumerate(comparison.first.layers)}
-    arrays: dict[str, Array] = {
-        "differences": np.array(
-            [
-                [head.divergence, head.largest, head.mean_difference, head.entropy_change]
-                for head in comparison.heads
-            ],
-            np.float32,
-        ).reshape(-1, 4)
-    }
+    differences = [
+        [head.divergence, head.largest, head.mean_difference, head.entropy_change]
+        for head in comparison.heads
+    ]
+    arrays: dict[str, Array] = {"differences": np.array(differences, np.float32).reshape(-1, 4)}
     for stream, pairs in comparison.alignments.items():
         arrays[f"{stream}.pairs"] = np.stack([pairs.first, pairs.second], 1).astype(np.int32)
     return encode_arrays(
@@ -197,28 +195,25 @@ def pool_difference(
 ) -> DifferenceTile:
     """The difference of one head, at most `cells` cells on each side."""
     layer = comparison.first.get_layer(site)
-    sides = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
-    queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in sides)
-    pooled = np.zeros((3, len(queries) - 1, len(keys) - 1), np.float32)
+    counts = [len(pairs.first) for pairs in comparison.aligned_tokens(layer)]
+    queries, keys = (make_edges(0, count, min(cells, MAX_TILE_CELLS)) for count in counts)
+    pooled = np.zeros((4, len(queries) - 1, len(keys) - 1), np.float32)
     pairs = np.zeros((0, 4))
-    for row, (start, stop) in enumerate(pairwise(queries)):
-        one, other = comparison.weights(site, head, slice(int(start), int(stop)))
-        change, pairs = other - one, _keep_most_different(pairs, int(start), one, other)
-        most, least = _pool_keys(change, keys, np.maximum), _pool_keys(change, keys, np.minimum)
-        pooled[0, row], pooled[1, row] = (
-            _pool_keys(weights, keys, np.maximum) for weights in (one, other)
-        )
-        pooled[2, row] = np.where(most >= -least, most, least)
-    first, second = (
-        np.ceil(weights * 255 - 1e-4).clip(0, 255).astype(np.uint8) for weights in pooled[:2]
-    )
-    change = (np.round(pooled[2] * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255).astype(np.uint8)
-    starts = queries[:-1].astype(np.int32), keys[:-1].astype(np.int32)
+    for row, (start, stop) in enumerate(pairwise(queries.tolist())):
+        one, other = comparison.weights(site, head, slice(start, stop))
+        pairs = _keep_most_different(pairs, start, one, other)
+        pooled[0, row] = _pool_keys(one, keys, np.maximum)
+        pooled[1, row] = _pool_keys(other, keys, np.maximum)
+        pooled[2, row] = _pool_keys(other - one, keys, np.maximum)
+        pooled[3, row] = _pool_keys(other - one, keys, np.minimum)
+    first, second = np.ceil(pooled[:2] * 255 - 1e-4).clip(0, 255).astype(np.uint8)
+    change = np.where(pooled[2] >= -pooled[3], pooled[2], pooled[3])
     return DifferenceTile(
         first,
         second,
-        change,
-        *starts,
+        (np.round(change * SIGNED_ONE) + SIGNED_ZERO).clip(1, 255).astype(np.uint8),
+        queries[:-1].astype(np.int32),
+        keys[:-1].astype(np.int32),
         pairs[:, :2].astype(np.int32),
         pairs[:, 2:].astype(np.float32),
     )
@@ -239,8 +234,7 @@ def _pool_keys(weights: Array, edges: Sequence[int] | Array, pool: np.ufunc) -> 
     return pool.reduceat(pool.reduce(weights, axis=0), np.asarray(edges)[:-1])
 
 
-def exact_pair(comparison: TraceComparison, site: str, head: int, place: tuple[int, int]) -> Array:
+def exact_pair(comparison: TraceComparison, site: str, head: int, query: int, key: int) -> Array:
     """The exact weights of an aligned pair of queries and keys in both traces, [2]."""
-    query, key = place
     one, other = comparison.weights(site, head, slice(query, query + 1))
     return np.array([one[0, key], other[0, key]], np.float32)

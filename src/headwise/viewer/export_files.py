@@ -16,7 +16,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ from ..traces import Trace
 from ..traces.attention_trace import format_bytes
 from ..traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
 from ..traces.trace_file import encode_trace
-from .binary_answers import encode_image, encode_measures, encode_thumbnails, encode_tile
-from .open_model import OpenModel, TileRange
+from .answers import ask
+from .open_model import OpenModel
 from .view_document import make_file_stem
 
 # --- The answers that the file contains -----------------------------------------------------------
@@ -44,42 +44,27 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
     and head.
     """
     trace = model.get_trace()
-    answers: dict[str, Any] = {
-        "/api/document": {**model.describe(), "readOnly": True},
-        "/api/thumbnails": encode_thumbnails(model),
-        "/api/measures": encode_measures(model),
-    }
-    for number, layer in enumerate(trace.layers):
-        part = TileRange(
-            slice(0, layer.num_queries), slice(0, layer.num_keys), (TILE_SIDE, TILE_SIDE)
-        )
-        for head in range(layer.heads):
-            tile = model.tile(layer.name, head, part)
-            answers[f"/api/tile?site={number}&head={head}"] = encode_tile(model, tile, part)
-    for stream in trace.images:
-        answers[f"/api/image?stream={stream}"] = encode_image(model, stream)
+    answers: dict[str, Any] = {"/api/document": {**model.describe(), "readOnly": True}}
+    addresses = ["/api/thumbnails", "/api/measures"]
+    addresses += [f"/api/image?stream={stream}" for stream in trace.images]
+    answers |= {address: ask(model, address) for address in addresses}
+    weights: dict[str, Any] = {}
+    for site, head, name in _number_heads(trace):
+        address = f"/api/tile?site={site}&head={head}"
+        answers[address] = ask(model, f"{address}&rows={TILE_SIDE}&cols={TILE_SIDE}")
+        if count_bytes(trace) <= EXACT_BYTES:
+            exact = trace.head_weights(name, head).astype(np.dtype("<f4"))
+            weights[f"{site}/{head}"] = {"shape": list(exact.shape), "base64": _base64(exact)}
     if model.table is not None:
         answers["/api/export?kind=measures"] = {"text": model.table.to_csv()}
-    exact = dict(_iter_weights(trace)) if count_bytes(trace) <= EXACT_BYTES else {}
-    return {"version": 1, "answers": encode_answers(answers), "weights": exact}
+    return {"version": 1, "answers": encode_answers(answers), "weights": weights}
 
 
-def estimate_html_bytes(model: OpenModel) -> int:
-    """About how many bytes the HTML file has; raises SpecError if the page is not built."""
-    trace = model.get_trace()
-    cells = sum(
-        layer.heads * min(TILE_SIDE, layer.num_queries) * min(TILE_SIDE, layer.num_keys)
-        for layer in trace.layers
-    )
-    exact = count_bytes(trace) if count_bytes(trace) <= EXACT_BYTES else 0
-    texts = len(json.dumps(model.describe())) + (
-        len(model.table.to_csv()) if model.table is not None else 0
-    )
-    images = sum(image[0].nbytes for image in trace.images.values())
-    binary = (
-        len(encode_measures(model)) + len(encode_thumbnails(model)) + 2 * cells + exact + images
-    )
-    return sum(map(len, load_assets())) + texts + binary * 4 // 3
+def _number_heads(trace: Trace) -> Iterator[tuple[int, int, str]]:
+    """The numbers of site and head of every head, and the name of the site."""
+    for site, layer in enumerate(trace.layers):
+        for head in range(layer.heads):
+            yield site, head, layer.name
 
 
 def count_bytes(trace: Trace) -> int:
@@ -87,32 +72,50 @@ def count_bytes(trace: Trace) -> int:
     return sum(4 * layer.heads * layer.num_queries * layer.num_keys for layer in trace.layers)
 
 
-def _iter_weights(trace: Trace) -> Iterator[tuple[str, Any]]:
-    """The weights of every head in float32, little-endian, by "site/head"."""
-    for number, layer in enumerate(trace.layers):
-        for head in range(layer.heads):
-            weights = trace.head_weights(layer.name, head).astype(np.dtype("<f4"))
-            data = base64.b64encode(np.ascontiguousarray(weights).tobytes()).decode()
-            yield f"{number}/{head}", {"shape": list(weights.shape), "base64": data}
+def encode_answers(answers: Mapping[str, bytes | Mapping[str, Any]]) -> dict[str, Any]:
+    """The answers of the server by their address: JSON as it is, binary answers as {"base64": ...}.
+
+    >>> encode_answers({"/api/row": b"ab", "/api/document": {"version": 1}})
+    {'/api/row': {'base64': 'YWI='}, '/api/document': {'version': 1}}
+    """
+    return {
+        address: {"base64": _base64(answer)} if isinstance(answer, bytes) else dict(answer)
+        for address, answer in answers.items()
+    }
 
 
-# --- The file -------------------------------------------------------------------------------------
+def _base64(data: Any) -> str:
+    return base64.b64encode(data).decode()
+
+
+# --- The page as one file -------------------------------------------------------------------------
 
 STATIC = Path(__file__).with_name("static")
-DATA_ID, MOUNT_ID = "headwise-data", "app"
 SCRIPT_FILE, STYLE_FILE = "report.js", "app.css"
+TITLE_END = " · headwise"
 NOT_BUILT = (
     "cannot show the page: it is not built; run: make web (needs Node >= 20), or install "
     "a wheel of headwise"
 )
-POLICY = {
-    "default-src": "'none'",
-    "script-src": "",  # the checksum of the script
-    "style-src": "",
-    "img-src": "data: blob:",
-    "base-uri": "'none'",
-    "form-action": "'none'",
-}
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<div id="app"></div>
+<noscript>This report needs JavaScript. It is contained in the file; nothing is loaded.</noscript>
+<script type="application/json" id="headwise-data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
 
 
 class PageAssets(NamedTuple):
@@ -123,29 +126,22 @@ class PageAssets(NamedTuple):
 
 
 def load_assets(folder: Path = STATIC) -> PageAssets:
-    """Read the built page; raise SpecError if it has not been built."""
+    """Read the built page; raise SpecError if it has not been built.
+
+    The script must not hold the sequences that HTML reads inside a script element; they only occur
+    in its strings.
+    """
     try:
-        script, style = (
-            (folder / name).read_text(encoding="utf-8") for name in (SCRIPT_FILE, STYLE_FILE)
-        )
+        script = (folder / SCRIPT_FILE).read_text(encoding="utf-8")
+        style = (folder / STYLE_FILE).read_text(encoding="utf-8")
     except OSError:
         raise SpecError(NOT_BUILT) from None
-    return PageAssets(_protect_script(script), _protect_style(style))
-
-
-def _protect_script(script: str) -> str:
-    """The script without the sequences that HTML reads inside a script element; they only occur in
-    its strings.
-    """
-    return re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
-
-
-def _protect_style(style: str) -> str:
-    if re.search("</style", style, re.IGNORECASE):
+    if "</style" in style.lower():
         raise SpecError(
             f"cannot export: {STYLE_FILE} contains </style; build the page again with make web"
         )
-    return style
+    script = re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
+    return PageAssets(script, style)
 
 
 def escape_json(value: Any) -> str:
@@ -160,66 +156,30 @@ def escape_json(value: Any) -> str:
     return text
 
 
-def encode_answers(answers: Mapping[str, bytes | Mapping[str, Any]]) -> dict[str, Any]:
-    """The answers of the server by their address: JSON as it is, binary answers as {"base64": ...}.
-
-    >>> encode_answers({"/api/row": b"ab", "/api/document": {"version": 1}})
-    {'/api/row': {'base64': 'YWI='}, '/api/document': {'version': 1}}
-    """
-    return {
-        address: {"base64": base64.b64encode(answer).decode()}
-        if isinstance(answer, bytes)
-        else dict(answer)
-        for address, answer in answers.items()
-    }
-
-
 def content_policy(assets: PageAssets) -> str:
     """The content security policy of a file with these assets."""
-    checksums = {"script-src": assets.script, "style-src": assets.style}
-    rules = {**POLICY, **{name: f"'sha256-{_checksum(text)}'" for name, text in checksums.items()}}
-    return "; ".join(f"{name} {value}" for name, value in rules.items())
-
-
-def _checksum(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None = None) -> str:
-    """Return the HTML file; `data` is what the page reads, as `encode_answers` gives it."""
-    assets = load_assets() if assets is None else assets
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            (
-                '<meta http-equiv="Content-Security-Policy" '
-                f'content="{escape_html(content_policy(assets))}">'
-            ),
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="referrer" content="no-referrer">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape_html(make_title(title))}</title>",
-            f"<style>{assets.style}</style>",
-            "</head>",
-            "<body>",
-            f'<div id="{MOUNT_ID}"></div>',
-            (
-                "<noscript>This report needs JavaScript. It is contained in the file; nothing is "
-                "loaded.</noscript>"
-            ),
-            f'<script type="application/json" id="{DATA_ID}">{escape_json(data)}</script>',
-            f"<script>{assets.script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+    script, style = (_base64(hashlib.sha256(text.encode()).digest()) for text in assets)
+    return (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
 
 
-TITLE_END = " · headwise"
+def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None = None) -> str:
+    """Return the HTML file; `data` is what the page reads, as `collect_answers` gives it."""
+    assets = load_assets() if assets is None else assets
+    return PAGE.format(
+        policy=escape_html(content_policy(assets)),
+        title=escape_html(make_title(title)),
+        style=assets.style,
+        data=escape_json(data),
+        script=assets.script,
+    )
+
+
+def render_export(opened: OpenModel) -> str:
+    """The page with everything that is open, as one HTML file."""
+    return render_html(collect_answers(opened), opened.name)
 
 
 def make_title(name: str) -> str:
@@ -231,8 +191,9 @@ def make_title(name: str) -> str:
     return make_visible(name) + TITLE_END
 
 
+# --- All files ------------------------------------------------------------------------------------
+
 WEIGHT_KINDS = ("csv", "json", "npz")
-EXPORT_KINDS = (*WEIGHT_KINDS, "measures", "trace", "html")
 MEDIA_TYPES = {
     "csv": "text/csv; charset=utf-8",
     "json": "application/json",
@@ -242,6 +203,7 @@ MEDIA_TYPES = {
     # a browser must save it and not open it under the address of the server
     "html": "application/octet-stream",
 }
+EXPORT_KINDS = tuple(MEDIA_TYPES)
 MAX_EXPORT_BYTES = 500_000_000  # a browser holds the whole file before it saves it
 
 
@@ -288,24 +250,38 @@ def make_file(view: OpenModel, kind: str, scope: ExportScope) -> ExportFile:
     """The file of a kind; raises FileTooLarge, or ValueError if there is nothing to save."""
     size = estimate_bytes(view, kind, scope)
     if size > MAX_EXPORT_BYTES:
-        fact = (
-            f"the file would have about {format_bytes(size)}, and a browser can hold "
-            f"{format_bytes(MAX_EXPORT_BYTES)}"
-        )
         raise FileTooLarge(
-            f"{fact}; save one head, leave out small weights, or write it with `headwise trace "
-            "FILE.trace --export`"
+            f"the file would have about {format_bytes(size)}, and a browser can hold "
+            f"{format_bytes(MAX_EXPORT_BYTES)}; save one head, leave out small weights, or write "
+            "it with `headwise trace FILE.trace --export`"
         )
-    pieces = _ENCODERS[kind](view, kind, scope)
-    first = next(
-        pieces, b""
-    )  # an error of the first piece is an answer, and not a file that breaks off
+    pieces = _encode(view, kind, scope)
+    first = next(pieces, b"")  # an error of the first piece is an answer, and no broken file
     return ExportFile(make_file_name(view, kind, scope), MEDIA_TYPES[kind], chain([first], pieces))
 
 
+def _encode(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
+    """The contents of a file in pieces."""
+    if kind in WEIGHT_KINDS:
+        trace = view.get_trace()
+        yield from encode_weights(trace, f".{kind}", scope.select(trace))
+    elif kind == "measures":
+        yield _render_measures(view)
+    elif kind == "trace":
+        yield from (bytes(piece) for piece in encode_trace(view.get_recorded()))
+    else:
+        yield render_export(view).encode()
+
+
+def _render_measures(view: OpenModel) -> bytes:
+    if view.table is None:
+        raise ValueError("the heads have not been measured; measure them first")
+    return view.table.to_csv().encode(errors="backslashreplace")
+
+
 def estimate_bytes(view: OpenModel, kind: str, scope: ExportScope) -> int:
-    """About how many bytes the file of a kind has; raises ValueError if there
-    is nothing to save.
+    """About how many bytes the file of a kind has; raises ValueError if there is nothing to
+    save.
     """
     trace = view.get_trace()
     if kind in WEIGHT_KINDS:
@@ -314,12 +290,25 @@ def estimate_bytes(view: OpenModel, kind: str, scope: ExportScope) -> int:
         return len(_render_measures(view))
     if kind == "html":
         return estimate_html_bytes(view)
-    words = sum(
-        len(json.dumps([row.words, row.ids, row.text]))
-        for rows in trace.streams.values()
-        for row in rows
-    )
+    words = 0
+    for rows in trace.streams.values():
+        words += sum(len(json.dumps([row.words, row.ids, row.text])) for row in rows)
     return trace.nbytes + sum(picture.nbytes for picture in trace.thumbnails.values()) + words
+
+
+def estimate_html_bytes(model: OpenModel) -> int:
+    """About how many bytes the HTML file has; raises SpecError if the page is not built."""
+    trace = model.get_trace()
+    exact = count_bytes(trace)
+    binary = exact if exact <= EXACT_BYTES else 0
+    binary += len(ask(model, "/api/measures")) + len(ask(model, "/api/thumbnails"))
+    binary += sum(image[0].nbytes for image in trace.images.values())
+    for layer in trace.layers:
+        cells = min(TILE_SIDE, layer.num_queries) * min(TILE_SIDE, layer.num_keys)
+        binary += 2 * layer.heads * cells
+    texts = len(json.dumps(model.describe()))
+    texts += len(model.table.to_csv()) if model.table is not None else 0
+    return sum(map(len, load_assets())) + texts + binary * 4 // 3
 
 
 def describe_files(view: OpenModel, scope: ExportScope) -> dict[str, Any]:
@@ -333,39 +322,3 @@ def describe_files(view: OpenModel, scope: ExportScope) -> dict[str, Any]:
         else:
             files[kind] = {"name": make_file_name(view, kind, scope), "bytes": size, "reason": ""}
     return files
-
-
-# --- Encoders -------------------------------------------------------------------------------------
-
-
-def _encode_weights(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
-    trace = view.get_trace()
-    return encode_weights(trace, f".{kind}", scope.select(trace))
-
-
-def _encode_measures(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
-    yield _render_measures(view)
-
-
-def _encode_trace(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
-    yield from (bytes(piece) for piece in encode_trace(view.get_recorded()))
-
-
-def _encode_page(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
-    from .view import render_export
-
-    yield render_export(view).encode()
-
-
-def _render_measures(view: OpenModel) -> bytes:
-    if view.table is None:
-        raise ValueError("the heads have not been measured; measure them first")
-    return view.table.to_csv().encode(errors="backslashreplace")
-
-
-_ENCODERS: dict[str, Callable[[OpenModel, str, ExportScope], Iterator[bytes]]] = {
-    **dict.fromkeys(WEIGHT_KINDS, _encode_weights),
-    "measures": _encode_measures,
-    "trace": _encode_trace,
-    "html": _encode_page,
-}

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .model_actions import read_text
+from .action_fields import HEADS, SEED, TOKENS, Pair, text
 from .open_model import AblatedHead, OpenModel
 from .surgery_actions import UNKNOWN_MODEL, list_heads
 
@@ -19,28 +19,45 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..inspect.ablation import HeadPatch, HeadRef
-    from ..inspect.hooks import SiteModule
+    from ..inspect.hooks import AttentionHook, SiteModule
     from ..inspect.model_inputs import ModelInputs
     from ..traces import Trace
 
+LASTING_MODES = ("zero", "mean", "noise")  # replacements that need no other tokens
 
-MAX_SEED = 2**31
 
-
-class AblationOptions(NamedTuple):
-    """At which tokens of each stream heads are ablated (no entry: all), the text of "resample", and
-    the random seed.
+class Ablation(NamedTuple):
+    """Which heads are ablated, at which tokens of each stream (no entry: all), the text of
+    "resample", and the random seed.
 
     Without a text, "resample" takes each head's output for the tokens of the open text in another
     order.
     """
 
+    heads: Sequence[AblatedHead] = ()
     tokens: Mapping[str, tuple[int, ...]] = {}
     resample_text: str = ""
     seed: int = 0
 
+    @property
+    def fits_other_texts(self) -> bool:
+        """True if the same ablation is defined for texts of any length."""
+        return not self.tokens and all(head.mode in LASTING_MODES for head in self.heads)
 
-DEFAULT_OPTIONS = AblationOptions()
+    @property
+    def removes_heads(self) -> bool:
+        """True if it equals removing the weights of these heads."""
+        return not self.tokens and all(
+            head.mode == "zero" and not head.scale for head in self.heads
+        )
+
+
+ABLATION_FIELDS = {
+    "heads": HEADS,
+    "tokens": TOKENS,
+    "resample_text": text(key="resampleText"),
+    "seed": SEED,
+}
 
 
 class Outputs(NamedTuple):
@@ -52,32 +69,6 @@ class Outputs(NamedTuple):
     are_logits: bool
 
 
-def read_options(model: OpenModel, arguments: Mapping[str, Any]) -> AblationOptions:
-    """Read `tokens` {stream: [positions]}, `resampleText` and `seed` of a job."""
-    streams, seed = model.get_recorded().streams, arguments.get("seed", 0)
-    if type(seed) is not int or not 0 <= seed < MAX_SEED:
-        raise ValueError(f"seed={seed!r} is no seed; give an integer in 0..{MAX_SEED - 1}")
-    entries = arguments.get("tokens") or {}
-    if not isinstance(entries, Mapping):
-        raise ValueError("tokens must map the name of a stream to a list of positions")
-    tokens: dict[str, tuple[int, ...]] = {}
-    for name, positions in entries.items():
-        if name not in streams or not isinstance(positions, list):
-            raise ValueError(
-                f"tokens of {name!r} cannot be chosen; the streams are {', '.join(streams)}"
-            )
-        count = len(streams[name][0].ids)
-        if wrong := [
-            place for place in positions if type(place) is not int or not 0 <= place < count
-        ]:
-            raise ValueError(
-                f"the {name} has {count} tokens, none at {wrong[0]!r}; give 0 to {count - 1}"
-            )
-        if positions:
-            tokens[name] = tuple(sorted(set(positions)))
-    return AblationOptions(tokens, read_text(arguments, "resampleText"), seed)
-
-
 def id_arguments(net: nn.Module) -> dict[str, str]:
     """The argument of the model that takes the token ids of each stream."""
     from ..inspect.model_inputs import is_encoder_decoder
@@ -85,29 +76,28 @@ def id_arguments(net: nn.Module) -> dict[str, str]:
 
     if isinstance(net, Transformer):
         return {"text": "x", "source": "source"}
-    return (
-        {"text": "decoder_input_ids", "source": "input_ids"}
-        if is_encoder_decoder(net)
-        else {"text": "input_ids"}
-    )
+    if is_encoder_decoder(net):
+        return {"text": "decoder_input_ids", "source": "input_ids"}
+    return {"text": "input_ids"}
+
+
+def id_rows(net: nn.Module, trace: Trace) -> dict[str, list[int]]:
+    """The recorded token ids of a trace by argument of a model."""
+    names = id_arguments(net)
+    streams = trace.streams.items()
+    return {names[name]: list(rows[0].ids) for name, rows in streams if rows and name in names}
 
 
 def id_inputs(net: nn.Module, trace: Trace) -> dict[str, Tensor]:
-    """The recorded token ids of a trace as arguments of a model."""
+    """The recorded token ids of a trace as arguments of a model, [1, T]."""
     import torch
 
     from ..inspect.model_inputs import get_device
 
-    names, device = id_arguments(net), get_device(net)
-    streams = trace.streams.items()
-    ids = {
-        names[name]: torch.tensor([list(rows[0].ids)], device=device)
-        for name, rows in streams
-        if rows and name in names
-    }
+    ids = id_rows(net, trace)
     if not ids:
         raise ValueError("the open text has no token ids; capture a text on the page first")
-    return ids
+    return {name: torch.tensor([row], device=get_device(net)) for name, row in ids.items()}
 
 
 def find_token_decoder(net: nn.Module) -> Callable[[int], str]:
@@ -144,95 +134,90 @@ class LabRuns:
         from ..head_analysis.importance_methods import make_forward
         from ..inspect.attention_sites import find_attention
 
-        self.net, self.inputs, self.trace = (
-            model.get_model(),
-            open_inputs(model),
-            model.get_recorded(),
-        )
-        self.modules: list[SiteModule] = [
-            one for one in find_attention(self.net) if one.site.ablate.possible
-        ]
+        self.net = model.get_model()
+        self.inputs = open_inputs(model)
+        self.trace = model.get_recorded()
+        found = find_attention(self.net)
+        self.modules: list[SiteModule] = [one for one in found if one.site.ablate.possible]
         self.forward = make_forward(self.net, self.modules, self.inputs)
 
     @property
-    def heads(self) -> list[tuple[str, int]]:
+    def heads(self) -> list[Pair]:
         """The heads that can be ablated on this text, layer by layer."""
-        counts = self.forward.head_counts
-        return [
-            (layer.name, head)
-            for layer in self.trace.layers
-            for head in range(counts.get(layer.name, 0))
-        ]
+        heads: list[Pair] = []
+        for layer in self.trace.layers:
+            count = self.forward.head_counts.get(layer.name, 0)
+            heads += [(layer.name, head) for head in range(count)]
+        return heads
 
     def all_heads(self) -> Outputs:
         """The outputs of the model as it is."""
         return self._read(self.forward.baseline_outputs)
 
-    def without(
-        self, heads: Sequence[AblatedHead], options: AblationOptions = DEFAULT_OPTIONS
-    ) -> Outputs:
+    def without(self, ablation: Ablation) -> Outputs:
         """The outputs with these heads ablated."""
-        return self.patched(self.make_patches(heads, options), options)
+        return self.patched(self.make_patches(ablation), ablation.tokens)
 
-    def patched(self, patches: Mapping[HeadRef, HeadPatch], options: AblationOptions) -> Outputs:
-        """The outputs with the outputs of these heads replaced, at the tokens of the options."""
-        from ..inspect.ablation import OutputEditor
-
+    def patched(
+        self, patches: Mapping[HeadRef, HeadPatch], tokens: Mapping[str, tuple[int, ...]]
+    ) -> Outputs:
+        """The outputs with the outputs of these heads replaced, at these tokens of each stream."""
         if not patches:
             return self.all_heads()
+        return self._read(self.forward.run_with_hooks(self.make_hooks(patches, tokens)))
+
+    def make_hooks(
+        self,
+        patches: Mapping[HeadRef, HeadPatch],
+        tokens: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> dict[str, AttentionHook]:
+        """The hooks that replace the outputs of these heads, by site."""
+        from ..inspect.ablation import OutputEditor
+
         by_site: dict[str, dict[int, HeadPatch]] = {}
         for (site, head), patch in patches.items():
             by_site.setdefault(str(site), {})[int(head)] = patch
-        editors = {
-            site: OutputEditor(
-                site, edited, options.tokens.get(self.trace.get_layer(site).query_stream)
-            )
-            for site, edited in by_site.items()
-        }
-        return self._read(self.forward.run_with_hooks(editors))
+        hooks: dict[str, AttentionHook] = {}
+        for site, edited in by_site.items():
+            stream = self.trace.get_layer(site).query_stream
+            hooks[site] = OutputEditor(site, edited, (tokens or {}).get(stream))
+        return hooks
 
-    def make_patches(
-        self, heads: Sequence[AblatedHead], options: AblationOptions = DEFAULT_OPTIONS
-    ) -> dict[HeadRef, HeadPatch]:
+    def make_patches(self, ablation: Ablation) -> dict[HeadRef, HeadPatch]:
         """The replacement of every ablated head; means and the moments of noise are those over the
         open text.
         """
         from ..inspect.ablation import ConstantOutput, ScaledOutput
         from ..inspect.dataset_means import head_means, head_noise, head_outputs
 
-        patches: dict[HeadRef, HeadPatch] = {
-            (head.site, head.head): ScaledOutput(head.scale)
-            for head in heads
-            if head.mode == "zero"
-        }
+        patches: dict[HeadRef, HeadPatch] = {}
+        refs: dict[str, list[HeadRef]] = {"mean": [], "noise": [], "resample": []}
+        for head in ablation.heads:
+            if head.mode == "zero":
+                patches[head.site, head.head] = ScaledOutput(head.scale)
+            else:
+                refs[head.mode].append((head.site, head.head))
         batch = self.inputs.kwargs
-        if refs := [(head.site, head.head) for head in heads if head.mode == "mean"]:
-            patches |= {
-                ref: ConstantOutput(value)
-                for ref, value in head_means(self.net, [batch], refs).items()
-            }
-        if refs := [(head.site, head.head) for head in heads if head.mode == "noise"]:
-            patches |= head_noise(self.net, [batch], refs, seed=options.seed)
-        if refs := [(head.site, head.head) for head in heads if head.mode == "resample"]:
-            other = self.resample_inputs(options)
-            patches |= {
-                ref: ConstantOutput(value)
-                for ref, value in head_outputs(self.net, other, refs).items()
-            }
-        return patches
+        vectors: dict[HeadRef, Tensor] = {}
+        if refs["mean"]:
+            vectors |= head_means(self.net, [batch], refs["mean"])
+        if refs["resample"]:
+            vectors |= head_outputs(self.net, self.resample_inputs(ablation), refs["resample"])
+        if refs["noise"]:
+            patches |= head_noise(self.net, [batch], refs["noise"], seed=ablation.seed)
+        return patches | {ref: ConstantOutput(value) for ref, value in vectors.items()}
 
-    def resample_inputs(self, options: AblationOptions) -> dict[str, torch.Tensor]:
+    def resample_inputs(self, ablation: Ablation) -> dict[str, torch.Tensor]:
         """Token ids of the same lengths as the open text: of another text, or its own tokens in
         another order.
         """
         import torch
 
-        names = id_arguments(self.net)
-        ids = {
-            names[name]: rows[0].ids for name, rows in self.trace.streams.items() if name in names
-        }
-        if not options.resample_text:
-            generator = torch.Generator().manual_seed(options.seed)
+        from ..inspect.model_inputs import prepare_inputs
+
+        ids = id_rows(self.net, self.trace)
+        if not ablation.resample_text:
+            generator = torch.Generator().manual_seed(ablation.seed)
             return {
                 name: torch.tensor([row])[:, torch.randperm(len(row), generator=generator)]
                 for name, row in ids.items()
@@ -241,10 +226,8 @@ class LabRuns:
             raise ValueError(
                 "resample of an encoder-decoder model has no other text; leave it empty"
             )
-        from ..inspect.model_inputs import prepare_inputs
-
         ((name, row),) = ids.items()
-        other = prepare_inputs(self.net, [options.resample_text], 0).token_rows["text"][0].ids
+        other = prepare_inputs(self.net, [ablation.resample_text], 0).token_rows["text"][0].ids
         if len(other) < len(row):
             fact = f"the text of resample has {len(other)} tokens, the open text {len(row)}"
             raise ValueError(f"{fact}; give a longer one, or none")
@@ -260,158 +243,124 @@ class LabRuns:
         values = logits if isinstance(logits, torch.Tensor) else get_output_tensor(result)
         predicts = detect_head_objective(self.net) in ("next-token", "translation", "masked-token")
         has_tokens = values.dim() == 3
-        return Outputs(
-            (values[0] if has_tokens else values[:1]).double().cpu(), predicts and has_tokens
-        )
+        first = values[0] if has_tokens else values[:1]
+        return Outputs(first.double().cpu(), predicts and has_tokens)
 
 
 def position_changes(before: Outputs, after: Outputs) -> Tensor:
-    """The change of every position: KL(before || after) in nats for logits, 1 -
-    cosine for vectors.
-    """
+    """The change of every position: KL(before || after) in nats for logits, 1 - cosine for vectors."""
     import torch.nn.functional as F
 
-    if before.are_logits:
-        old, new = before.values.log_softmax(-1), after.values.log_softmax(-1)
-        return (old.exp() * (old - new)).sum(-1).clamp(min=0)
-    return 1 - F.cosine_similarity(before.values, after.values, dim=-1)
+    if not before.are_logits:
+        return 1 - F.cosine_similarity(before.values, after.values, dim=-1)
+    old = before.values.log_softmax(-1)
+    new = after.values.log_softmax(-1)
+    return (old.exp() * (old - new)).sum(-1).clamp(min=0)
 
 
 # --- Recipes --------------------------------------------------------------------------------------
 
-VERSION = 1
 
-
-def describe_recipe(
-    model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions
-) -> dict[str, Any]:
+def describe_recipe(model: OpenModel, ablation: Ablation) -> dict[str, Any]:
     """The recipe with the Python lines that repeat it, and the command that removes the heads, ""
     if none does.
     """
     return {
-        "version": VERSION,
+        "version": 1,
         "model": model.name,
-        "heads": [head._asdict() for head in heads],
-        "tokens": {stream: list(positions) for stream, positions in options.tokens.items()},
-        "resampleText": options.resample_text,
-        "seed": options.seed,
-        "python": format_python(model, heads, options),
-        "command": format_prune_command(model, heads, options),
+        "heads": [head._asdict() for head in ablation.heads],
+        "tokens": {stream: list(positions) for stream, positions in ablation.tokens.items()},
+        "resampleText": ablation.resample_text,
+        "seed": ablation.seed,
+        "python": format_python(model, ablation),
+        "command": format_prune_command(model, ablation),
     }
 
 
-def format_prune_command(
-    model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions
-) -> str:
+def format_prune_command(model: OpenModel, ablation: Ablation) -> str:
     """`headwise prune` of these heads; "" unless all of them are ablated by zero, whole, and at all
     tokens.
     """
-    if not heads or options.tokens or any(head.mode != "zero" or head.scale for head in heads):
+    if not ablation.heads or not ablation.removes_heads:
         return ""
-    named = list_heads([(head.site, head.head) for head in heads])
+    named = list_heads([(head.site, head.head) for head in ablation.heads])
     target = model.target or UNKNOWN_MODEL
-    return shlex.join(
-        ["headwise", "prune", target, "--heads", *named, "--data", "texts.txt", "--out", "pruned"]
-    )
+    options = ["--heads", *named, "--data", "texts.txt", "--out", "pruned"]
+    return shlex.join(["headwise", "prune", target, *options])
 
 
-def format_python(model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions) -> str:
+def format_python(model: OpenModel, ablation: Ablation) -> str:
     """Lines of Python that run the model on the open text, before and after the ablation."""
-    if not heads:
-        return ""
-    net, patches = model.get_model(), _format_patches(heads, options)
-    names, streams = id_arguments(net), model.get_recorded().streams
-    ids = {names[stream]: list(rows[0].ids) for stream, rows in streams.items() if stream in names}
-    lines = ["import torch", "import headwise as hw"]
-    if any(head.mode == "zero" for head in heads):
-        lines.append("from headwise.inspect.ablation import ScaledOutput")
-    lines += _format_loading(model, net)
-    lines.append(
-        f"ids = {{{', '.join(f'{json.dumps(name)}: torch.tensor([{row}])' for name, row in ids.items())}}}"
-    )
-    if any(head.mode == "resample" for head in heads):
-        lines += _format_resample_ids(options)
-    groups = _group_by_tokens(model, heads, options)
-    contexts: list[str] = []
-    for number, (tokens, group) in enumerate(groups):
-        lines += [
-            "",
-            f"patches_{number} = {{}}",
-            *(f"patches_{number} |= {part}" for part in patches(group)),
-        ]
-        chosen = f", tokens={list(tokens)}" if tokens else ""
-        contexts.append(f"hw.patch(net, patches_{number}{chosen})")
-    lines += [
-        "",
-        "with torch.inference_mode():",
-        "    before = net(**ids)",
-        f"    with {', '.join(contexts)}:",
-    ]
-    return "\n".join([*lines, "        after = net(**ids)", ""])
-
-
-def _format_loading(model: OpenModel, net: nn.Module) -> list[str]:
-    """The lines that open the model."""
     from ..models import Transformer
 
+    if not ablation.heads:
+        return ""
+    net = model.get_model()
     target = json.dumps(model.target or UNKNOWN_MODEL)
+    lines = ["import torch", "import headwise as hw"]
+    if any(head.mode == "zero" for head in ablation.heads):
+        lines.append("from headwise.inspect.ablation import ScaledOutput")
     if isinstance(net, Transformer):
-        return [f"net = hw.load({target})"]
-    return ["from headwise.viewer.model_targets import load_target", f"net = load_target({target})"]
+        lines.append(f"net = hw.load({target})")
+    else:
+        lines.append("from headwise.viewer.model_targets import load_target")
+        lines.append(f"net = load_target({target})")
+    rows = id_rows(net, model.get_recorded()).items()
+    ids = ", ".join(f"{json.dumps(name)}: torch.tensor([{row}])" for name, row in rows)
+    lines.append(f"ids = {{{ids}}}")
+    if any(head.mode == "resample" for head in ablation.heads):
+        lines += _format_resample_ids(ablation)
+    contexts: list[str] = []
+    for number, (tokens, group) in enumerate(_group_by_tokens(model, ablation).items()):
+        lines += ["", f"patches_{number} = {{}}"]
+        lines += [f"patches_{number} |= {part}" for part in _format_patches(group, ablation.seed)]
+        chosen = f", tokens={list(tokens)}" if tokens else ""
+        contexts.append(f"hw.patch(net, patches_{number}{chosen})")
+    lines += ["", "with torch.inference_mode():", "    before = net(**ids)"]
+    lines += [f"    with {', '.join(contexts)}:", "        after = net(**ids)", ""]
+    return "\n".join(lines)
 
 
-def _format_resample_ids(options: AblationOptions) -> list[str]:
+def _format_resample_ids(ablation: Ablation) -> list[str]:
     """The lines that make the ids of "resample"."""
-    if options.resample_text:
+    if not ablation.resample_text:
         return [
-            "from headwise.inspect.model_inputs import prepare_inputs",
-            (
-                f"row = prepare_inputs(net, [{json.dumps(options.resample_text)}], "
-                "0).token_rows['text'][0].ids"
-            ),
-            "other = {name: torch.tensor([list(row[: ids[name].shape[1]])]) for name in ids}",
+            f"generator = torch.Generator().manual_seed({ablation.seed})",
+            "other = {n: x[:, torch.randperm(x.shape[1], generator=generator)] "
+            "for n, x in ids.items()}",
         ]
+    text_rows = f"prepare_inputs(net, [{json.dumps(ablation.resample_text)}], 0).token_rows"
     return [
-        f"generator = torch.Generator().manual_seed({options.seed})",
-        (
-            "other = {n: x[:, torch.randperm(x.shape[1], generator=generator)] for n, x in "
-            "ids.items()}"
-        ),
+        "from headwise.inspect.model_inputs import prepare_inputs",
+        f"row = {text_rows}['text'][0].ids",
+        "other = {name: torch.tensor([list(row[: ids[name].shape[1]])]) for name in ids}",
     ]
 
 
-def _format_patches(
-    heads: Sequence[AblatedHead], options: AblationOptions
-) -> Callable[[Sequence[AblatedHead]], list[str]]:
-    """A function that gives the expressions of the patches of some heads."""
-
-    def parts(group: Sequence[AblatedHead]) -> list[str]:
-        lines: list[str] = []
-        if scaled := [head for head in group if head.mode == "zero"]:
-            items = ", ".join(
-                f"({head.site!r}, {head.head}): ScaledOutput({head.scale})" for head in scaled
-            )
-            lines.append(f"{{{items}}}")
-        calls = {
-            "mean": "hw.head_means(net, [ids], {})",
-            "noise": f"hw.head_noise(net, [ids], {{}}, seed={options.seed})",
-            "resample": "hw.head_outputs(net, other, {})",
-        }
-        for mode, call in calls.items():
-            if refs := [(head.site, head.head) for head in group if head.mode == mode]:
-                lines.append(call.format(refs))
-        return lines
-
-    return parts
+def _format_patches(heads: Sequence[AblatedHead], seed: int) -> list[str]:
+    """The expressions of the patches of some heads."""
+    scaled = [head for head in heads if head.mode == "zero"]
+    items = [f"({head.site!r}, {head.head}): ScaledOutput({head.scale})" for head in scaled]
+    lines = [f"{{{', '.join(items)}}}"] if items else []
+    calls = {
+        "mean": "hw.head_means(net, [ids], {})",
+        "noise": f"hw.head_noise(net, [ids], {{}}, seed={seed})",
+        "resample": "hw.head_outputs(net, other, {})",
+    }
+    for mode, call in calls.items():
+        refs = [(head.site, head.head) for head in heads if head.mode == mode]
+        if refs:
+            lines.append(call.format(refs))
+    return lines
 
 
 def _group_by_tokens(
-    model: OpenModel, heads: Sequence[AblatedHead], options: AblationOptions
-) -> list[tuple[tuple[int, ...], list[AblatedHead]]]:
+    model: OpenModel, ablation: Ablation
+) -> dict[tuple[int, ...], list[AblatedHead]]:
     """The heads by the tokens at which they are ablated; () is all tokens."""
     trace = model.get_recorded()
     groups: dict[tuple[int, ...], list[AblatedHead]] = {}
-    for head in heads:
-        tokens = options.tokens.get(trace.get_layer(head.site).query_stream, ())
+    for head in ablation.heads:
+        tokens = ablation.tokens.get(trace.get_layer(head.site).query_stream, ())
         groups.setdefault(tokens, []).append(head)
-    return list(groups.items())
+    return groups

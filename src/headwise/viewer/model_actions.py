@@ -1,23 +1,22 @@
-"""The jobs of the page on the whole model: capture a text, measure the heads,
-and compute the cost.
+"""The jobs of the page on the whole model: capture a text, group tokens, measure the heads, and
+compute the cost.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import suggest
 from ..traces.token_grouping import TokenGrouping
-from .model_worker import JobFunction, JobProgress
-from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel, Progress
+from .action_fields import CLASSES, LINES, Pair, action, flag, integer, text
+from .model_worker import JobProgress
+from .open_model import CAPTURE_BUDGET, OpenModel, Progress
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..costs.workload import Workload
     from ..head_analysis.annotated_examples import Example
     from ..head_analysis.head_table import HeadTable
     from ..model_spec import ModelSpec
@@ -25,106 +24,56 @@ if TYPE_CHECKING:
 
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
-MAX_CLASS_CHARACTERS = 60  # of the name of a class
-MAX_TOKEN_CHARACTERS = (
-    40  # characters of a token, on average; longer texts are refused before they are tokenized
-)
+MAX_TOKEN_CHARACTERS = 40  # of a token, on average; longer texts are refused before tokenization
+MAX_CONTEXT, MAX_BATCH = 2**20, 2**12
 
 
 class TextTooLong(ValueError):
     """The text has more tokens than the model or the page takes."""
 
 
-def read_text(arguments: Mapping[str, Any], name: str, default: str = "") -> str:
-    """A text argument of a job; raises ValueError for another type."""
-    value = arguments.get(name, default)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is of type {type(value).__name__}; give a text")
-    return value
+# --- Texts ----------------------------------------------------------------------------------------
 
 
-def read_heads(model: OpenModel, arguments: Mapping[str, Any]) -> list[AblatedHead]:
-    """The ablated heads of a job: a list of [site number, head, mode, scale], where mode and scale
-    may be left out.
-    """
-    entries = arguments.get("heads", [])
-    if not isinstance(entries, list):
-        raise ValueError("heads must be a list of [site, head, mode, scale]")
-    heads: list[AblatedHead] = []
-    for entry in entries:
-        if (
-            not isinstance(entry, list)
-            or not 2 <= len(entry) <= 4
-            or not all(type(n) is int for n in entry[:2])
-        ):
-            raise ValueError(f"{entry!r} is no ablated head; give [site, head, mode, scale]")
-        site, head = int(entry[0]), int(entry[1])
-        mode, scale = [*entry[2:], *("zero", 0.0)[len(entry) - 2 :]]
-        if (
-            not isinstance(scale, (int, float))
-            or isinstance(scale, bool)
-            or not math.isfinite(scale)
-        ):
-            raise ValueError(f"the scale {scale!r} is not a number; give for example 0.5")
-        heads.append(AblatedHead(model.site_name(site), head, str(mode), float(scale)))
-    return heads
-
-
+@action("text", target=text(key="text"), source=text())
 def capture_text(
-    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+    model: OpenModel, progress: JobProgress, target: str, source: str
 ) -> dict[str, Any]:
     """Run the model on a text (and its target or source) and show the new trace."""
     net = model.get_model()
-    text, source = read_text(arguments, "text"), read_text(arguments, "source")
-    if not (text or source).strip():
+    if not (target or source).strip():
         raise ValueError("the text is empty; enter at least one word")
-    check_text_length(model, arguments)
-    model.set_trace(capture_trace(net, text, source, model.max_tokens, progress))
+    check_text_length(model, target, source)
+    model.set_trace(capture_trace(net, target, source, model.max_tokens, progress))
     return {"revision": model.revision}
 
 
+@action("group", words=flag(), special=flag(), first=flag())
 def group_shown_tokens(
-    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+    model: OpenModel, progress: JobProgress, words: bool, special: bool, first: bool
 ) -> dict[str, Any]:
     """Merge subwords into words, leave special tokens or the first token out, or show all tokens
     again.
     """
-    names = ("words", "special", "first")
-    if wrong := [name for name in names if not isinstance(arguments.get(name, False), bool)]:
-        raise ValueError(
-            f"{wrong[0]}={arguments[wrong[0]]!r} is neither true nor false; give one of them"
-        )
     progress(0, 1, "merging tokens")
-    model.set_grouping(TokenGrouping(**{name: arguments.get(name, False) for name in names}))
+    model.set_grouping(TokenGrouping(words=words, special=special, first=first))
     return {"revision": model.revision}
 
 
+@action("classes", classes=CLASSES)
 def name_classes(
-    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+    model: OpenModel, progress: JobProgress, classes: Mapping[Pair, str]
 ) -> dict[str, Any]:
-    """Keep the classes that the user gave to heads, a list of [site number, head, name], with the
-    trace.
-    """
-    entries = arguments.get("classes", [])
-    if not isinstance(entries, list) or any(
-        not isinstance(entry, list) or [type(part) for part in entry] != [int, int, str]
-        for entry in entries
-    ):
-        raise ValueError("classes must be a list of [site, head, name]")
-    if too_long := [entry[2] for entry in entries if not 0 < len(entry[2]) <= MAX_CLASS_CHARACTERS]:
-        raise ValueError(
-            f"{too_long[0][:20]!r} is no name of a class; give 1 to {MAX_CLASS_CHARACTERS} "
-            "characters"
-        )
-    model.set_classes({(model.site_name(site), head): name for site, head, name in entries})
-    return {"count": len(entries)}
+    """Keep the classes that the user gave to heads with the trace."""
+    model.set_classes(classes)
+    return {"count": len(classes)}
 
 
-def check_text_length(model: OpenModel, arguments: Mapping[str, Any]) -> None:
-    """Raise TextTooLong for a text that has too many characters to fit; cheap, and without loading
+def check_text_length(model: OpenModel, *texts: str) -> None:
+    """Raise TextTooLong for texts that have too many characters to fit; cheap, and without loading
     the model.
     """
-    count = sum(len(read_text(arguments, name)) for name in ("text", "source"))
+    count = sum(len(part) for part in texts)
     limit = model.max_tokens
     if model.model is not None:
         from ..inspect.model_inputs import get_max_length
@@ -150,16 +99,16 @@ def capture_trace(
     from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
     from ..inspect.trace_capture import Capture, trace
 
+    inputs: Any = [text]
+    new_tokens = 0
     if is_encoder_decoder(net):
-        if not source:
-            text, source = "", text
-        inputs: Any = {"source": source, "text": text} if text else [source]
-        new_tokens = 0 if text else MAX_NEW_TOKENS
-    else:
-        inputs, new_tokens = [text], 0
-    check_token_counts(
-        prepare_inputs(net, inputs, new_tokens).token_counts or {}, max_tokens
-    )  # before it runs
+        if source and text:
+            inputs = {"source": source, "text": text}
+        else:
+            inputs = [source or text]
+            new_tokens = MAX_NEW_TOKENS
+    counts = prepare_inputs(net, inputs, new_tokens).token_counts or {}
+    check_token_counts(counts, max_tokens)  # before it runs
     progress(0, 2, "running the model")
     captured = trace(
         net,
@@ -168,9 +117,8 @@ def capture_trace(
         capture=Capture(extra=("v",), budget=CAPTURE_BUDGET),
         log=lambda note: progress(0, 2, note),
     )
-    check_token_counts(
-        {name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}, max_tokens
-    )
+    counts = {name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}
+    check_token_counts(counts, max_tokens)
     progress(1, 2, "drawing thumbnails")
     return captured.with_thumbnails()
 
@@ -182,44 +130,49 @@ def capture_image(net: nn.Module, path: str) -> Trace:
     from ..models import Transformer
 
     name = "x" if isinstance(net, Transformer) else "pixel_values"
-    inputs = {name: read_images(net, path, 1)}
-    return trace(
-        net, inputs, capture=Capture(extra=("v",), budget=CAPTURE_BUDGET)
-    ).with_thumbnails()
+    capture = Capture(extra=("v",), budget=CAPTURE_BUDGET)
+    return trace(net, {name: read_images(net, path, 1)}, capture=capture).with_thumbnails()
 
 
-def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Example]:
-    """The texts of a job as examples: `texts`, where a tab separates source and target, or the text
-    that is shown.
+# --- Measures -------------------------------------------------------------------------------------
+
+
+def list_texts(model: OpenModel) -> list[str]:
+    """The open text as a line of texts; a source and its target are separated by a tab."""
+    streams = model.get_recorded().streams
+    rows = [streams[name][0] for name in ("source", "text") if streams.get(name)]
+    texts = [row.text or " ".join(row.words) for row in rows]
+    return ["\t".join(" ".join(part.split()) for part in texts)]
+
+
+def make_examples(model: OpenModel, texts: Sequence[str] = ()) -> list[Example]:
+    """The texts of a job as examples, where a tab separates source and target, or the text that is
+    shown.
     """
     from ..head_analysis.annotated_examples import ExampleReader
 
     reader = ExampleReader(model.get_model())
-    texts = arguments.get("texts")
-    if isinstance(texts, list) and texts:
-        for text in texts:
-            source, _, target = str(text).partition("\t")
-            reader.add_text(source, target)
+    if texts:
+        pairs = [line.partition("\t")[::2] for line in texts]
     else:
         streams = model.get_recorded().streams
-        text = streams["text"][0].text or " ".join(streams["text"][0].words)
-        if "source" in streams:
-            reader.add_text(streams["source"][0].text or " ".join(streams["source"][0].words), text)
-        else:
-            reader.add_text(text)
+        rows = [streams[name][0] for name in ("source", "text") if name in streams]
+        shown = [row.text or " ".join(row.words) for row in rows]
+        pairs = [(shown[0], shown[1] if len(shown) > 1 else "")]
+    for first, target in pairs:
+        reader.add_text(first, target)
     examples = reader.examples_with_frequencies()
     if not examples:
         raise ValueError("there is no text to measure; enter one")
     return examples
 
 
-def measure(
-    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
-) -> dict[str, Any]:
+@action("measure", texts=LINES)
+def measure(model: OpenModel, progress: JobProgress, texts: Sequence[str] = ()) -> dict[str, Any]:
     """Measure and classify all heads on texts; with a single text there are no confidence
     intervals.
     """
-    examples = make_examples(model, arguments)
+    examples = make_examples(model, texts)
     model.set_table(measure_table(model.get_model(), examples, progress))
     return {"revision": model.revision, "texts": len(examples)}
 
@@ -242,19 +195,18 @@ def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProg
     return classify_heads(table.with_notes([note]), criteria="untested")
 
 
-JOB_KINDS: dict[str, JobFunction] = {
-    "text": capture_text,
-    "measure": measure,
-    "group": group_shown_tokens,
-    "classes": name_classes,
-}
+# --- Cost -----------------------------------------------------------------------------------------
 
 
-MAX_CONTEXT, MAX_BATCH = 2**20, 2**12
-
-
+@action(
+    "cost",
+    context=integer(1, MAX_CONTEXT, None),
+    source=integer(1, MAX_CONTEXT, None),
+    batch=integer(1, MAX_BATCH, 1),
+    dtype=text(None),
+)
 def compute_cost(
-    model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress
+    model: OpenModel, progress: JobProgress, dtype: str | None, **sizes: Any
 ) -> dict[str, Any]:
     """Cost of the whole model and of each attention layer for one workload, before it runs.
 
@@ -262,65 +214,54 @@ def compute_cost(
     that of the model.
     """
     from ..costs.cost_report import CostEstimate, cost
+    from ..costs.flops import TORCH_DTYPES
     from ..costs.roofline import Device
+    from ..costs.workload import Workload
 
     net = model.get_model()
-    workload = _read_workload(net, arguments)
+    names = {known: name for name, known in TORCH_DTYPES.items()}
+    own = [names[tensor.dtype] for tensor in net.parameters() if tensor.dtype in names]
+    dtype = dtype or (own[0] if own else "fp32")
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; {suggest(dtype, TORCH_DTYPES)}")
+    workload = Workload(dtype=dtype, **sizes)
     progress(0, 2, "the whole model")
     notes: list[str] = []
     estimates: list[CostEstimate] = []
     sources = workload.source or workload.context
     try:
         estimates.extend(cost(read_spec(net), workload))
-        workload, sources = estimates[0].workload, estimates[0].full_call.source
+        workload = estimates[0].workload
+        sources = estimates[0].full_call.source
     except ValueError as error:
         notes.append(f"the whole model: {error}")
     progress(1, 2, "attention layers")
     with_source = {site.stack for site in model.sites.values() if site.kind == "cross"}
     for name, site in model.sites.items():
-        if site.spec is None:
+        spec = site.spec
+        if spec is None:
             notes.append(f"{name}: {site.spec_reason}")
             continue
-        # A model adds a source width only to the specs that have another one than the layer.
-        spec = (
-            replace(site.spec, source=site.spec.source or site.spec.model)
-            if site.kind == "cross"
-            else site.spec
-        )
+        if site.kind == "cross":
+            # A model adds a source width only to the specs that have another one than the layer.
+            spec = replace(spec, source=spec.source or spec.model)
         is_encoder = bool(with_source) and site.stack not in with_source
         lengths = {"context": sources if is_encoder else workload.context, "source": sources}
         try:
             estimates.extend(cost({name: spec}, replace(workload, **lengths)))
         except ValueError as error:
             notes.append(f"{name}: {error}")
-    values = {"context": workload.context, "batch": workload.batch, "dtype": workload.dtype}
-    values |= {
-        "source": sources if with_source else None,
-        "device": Device.from_name(workload.device).description,
-    }
     return {
         "rows": [_select(estimate.data) for estimate in estimates],
-        "workload": values,
+        "workload": {
+            "context": workload.context,
+            "batch": workload.batch,
+            "dtype": workload.dtype,
+            "source": sources if with_source else None,
+            "device": Device.from_name(workload.device).description,
+        },
         "notes": notes,
     }
-
-
-def _read_workload(net: nn.Module, arguments: Mapping[str, Any]) -> Workload:
-    from ..costs.flops import TORCH_DTYPES
-    from ..costs.workload import Workload
-
-    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-    own = next(
-        (names[tensor.dtype] for tensor in net.parameters() if tensor.dtype in names), "fp32"
-    )
-    sizes: dict[str, Any] = {
-        name: None if arguments.get(name) is None else _read_count(arguments, name, 1, MAX_CONTEXT)
-        for name in ("context", "source")
-    }
-    dtype = arguments.get("dtype") or own
-    if dtype not in TORCH_DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; {suggest(str(dtype), TORCH_DTYPES)}")
-    return Workload(batch=_read_count(arguments, "batch", 1, MAX_BATCH), dtype=dtype, **sizes)
 
 
 def read_spec(net: nn.Module) -> ModelSpec:
@@ -340,18 +281,9 @@ def read_spec(net: nn.Module) -> ModelSpec:
     return read_model_spec(config.to_dict())
 
 
-def _read_count(arguments: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    value = arguments.get(name, default)
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"{name}={value!r} is out of range; give 1 to {most}")
-    return value
-
-
 def _select(row: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a row of the cost report that the page shows."""
     names = ("name", "params", "kv_bytes_per_token", "kv_bytes", "intensity", "bound")
     flops = row["flops"]
-    return {name: row[name] for name in names} | {
-        "prefill": flops.get("prefill"),
-        "decode": flops.get("decode"),
-    }
+    shown = {name: row[name] for name in names}
+    return shown | {"prefill": flops.get("prefill"), "decode": flops.get("decode")}

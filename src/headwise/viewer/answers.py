@@ -1,0 +1,390 @@
+"""The answers of the page's interface: each reads the parameters of a request and returns arrays,
+JSON, or a file.
+
+`ask(view, address)` answers an address such as "/api/row?site=0&head=1&query=3", for the server and
+for the page in one file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+
+from ..traces import map_queries_and_keys
+from ..traces.attention_record import AttentionRecord
+from ..traces.attention_trace import AGGREGATES, aggregate_heads, roll_out_attention
+from ..traces.head_steps import HeadPlace
+from ..traces.query_key_map import multiply_channels
+from .binary_answers import encode_arrays, encode_steps, find_steps, get_native_copy
+from .comparison_actions import exact_pair, pool_difference
+from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
+from .view_document import list_classes, stack_measures
+from .weight_summaries import thumbnail_masks
+
+MAX_KEYS = 512  # keys with products by channel; those with the largest scores
+MAX_AGGREGATE_CELLS = 2048**2  # of the matrix of many heads
+LISTED_TOKENS = 12  # with the largest and with the smallest effects
+MOST_SITES = 10**6
+
+
+class Query:
+    """The parameters of a request about an open model, read with their ranges."""
+
+    def __init__(self, view: OpenModel, parameters: Mapping[str, str]) -> None:
+        self.view = view
+        self.parameters = parameters
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer from `low` to `high`."""
+        text = self.parameters.get(name)
+        if text is None and default is not None:
+            return default
+        if not re.fullmatch(r"-?\d{1,12}", text or "", re.ASCII):
+            raise ValueError(
+                f"{name}={(text or '')[:20]!r} is not an integer; give {low} to {high}"
+            )
+        if not low <= int(text or "") <= high:
+            raise ValueError(f"{name}={text} is out of range; give {low} to {high}")
+        return int(text or "")
+
+    def number(self, name: str, low: float, high: float, default: float) -> float:
+        """A number from `low` to `high`."""
+        text = self.parameters.get(name, str(default))
+        is_number = re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII)
+        if not is_number or not low <= float(text) <= high:
+            raise ValueError(
+                f"{name}={text[:20]!r} is not a number from {low:g} to {high:g}; give one, such "
+                f"as {high / 10:g}"
+            )
+        return float(text)
+
+    def span(self, prefix: str, count: int) -> slice:
+        """A range of positions, from `prefix`0 to `prefix`1; all by default."""
+        start = self.integer(f"{prefix}0", 0, count, 0)
+        stop = self.integer(f"{prefix}1", 0, count, count)
+        if stop <= start:
+            raise ValueError(
+                f"{prefix}0={start} and {prefix}1={stop} give no position; give {prefix}0 < "
+                f"{prefix}1"
+            )
+        return slice(start, stop)
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        """One of several words; the first by default."""
+        value = self.parameters.get(name, choices[0])
+        if value not in choices:
+            raise ValueError(f"{name}={value[:20]!r} is unknown; use one of {', '.join(choices)}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A short text."""
+        return self.parameters.get(name, default)[:200]
+
+    # --- parameters of many answers ---------------------------------------------------------------
+
+    @cached_property
+    def site(self) -> str:
+        """The name of the attention layer."""
+        return self.view.site_name(self.integer("site", 0, MOST_SITES))
+
+    @property
+    def layer(self) -> AttentionRecord:
+        """The layer as it is shown, perhaps with merged tokens."""
+        return self.view.get_trace().get_layer(self.site)
+
+    @property
+    def recorded(self) -> AttentionRecord:
+        """The layer as it was recorded."""
+        return self.view.get_recorded().get_layer(self.site)
+
+    @property
+    def head(self) -> int:
+        """The number of the head."""
+        return self.integer("head", 0, self.layer.heads - 1)
+
+    @property
+    def row(self) -> int:
+        """The row of the batch."""
+        return self.integer("row", 0, self.layer.batch_size - 1, 0)
+
+    @property
+    def lens(self) -> str:
+        """What weights are multiplied with."""
+        return self.choice("lens", LENSES)
+
+
+Answer = Callable[[OpenModel, Query], Any]
+ANSWERS: dict[str, Answer] = {}
+
+
+def answer(path: str) -> Callable[[Answer], Answer]:
+    """Register a function as the answer of a path below /api/."""
+
+    def register(function: Answer) -> Answer:
+        ANSWERS[path] = function
+        return function
+
+    return register
+
+
+def ask(view: OpenModel, address: str) -> Any:
+    """The answer of an address, such as "/api/tile?site=0&head=0"."""
+    parts = urlsplit(address)
+    parameters = dict(parse_qsl(parts.query))
+    return ANSWERS[parts.path.removeprefix("/api/")](view, Query(view, parameters))
+
+
+# --- The open trace and its measures --------------------------------------------------------------
+
+
+@answer("document")
+def answer_document(view: OpenModel, query: Query) -> dict[str, Any]:
+    """What is open, in JSON."""
+    return view.describe()
+
+
+@answer("thumbnails")
+def answer_thumbnails(view: OpenModel, query: Query) -> bytes:
+    """The thumbnails of all heads, [heads, 64, 64], 255 for a weight of 1, and the masks that they
+    share.
+    """
+    masks, mask_of_head = thumbnail_masks(view.get_trace())
+    arrays = {"thumbnails": view.thumbnails(), "masks": masks, "mask_of_head": mask_of_head}
+    return encode_arrays(arrays, revision=view.revision)
+
+
+@answer("measures")
+def answer_measures(view: OpenModel, query: Query) -> bytes:
+    """The measures of all heads, [heads, measures, 4], with names and classes; no names if nothing
+    was measured.
+    """
+    table = view.table
+    if table is None:
+        return encode_arrays({}, names=[], classes=[], texts="", notes=[], revision=view.revision)
+    names, stacked = stack_measures(table, view.heads)
+    return encode_arrays(
+        {"measures": stacked},
+        names=names,
+        classes=list_classes(table, [layer.name for layer in view.get_trace().layers]),
+        texts=table.texts,
+        notes=list(table.notes),
+        revision=view.revision,
+    )
+
+
+@answer("image")
+def answer_image(view: OpenModel, query: Query) -> bytes:
+    """The image of a stream, [height, width, channels]."""
+    images = view.get_recorded().images
+    stream = query.text("stream", "text")
+    if stream not in images:
+        raise ValueError(
+            f"the trace holds no image of {stream!r}; its images are {', '.join(images) or 'none'}"
+        )
+    return encode_arrays({"image": np.ascontiguousarray(images[stream][0])})
+
+
+# --- Weights of a head ----------------------------------------------------------------------------
+
+
+@answer("tile")
+def answer_tile(view: OpenModel, query: Query) -> bytes:
+    """A range of weights as a picture with its masked cells; `scale` is the value of 255."""
+    layer = query.layer
+    size = tuple(query.integer(name, 1, MAX_TILE_CELLS, 512) for name in ("rows", "cols"))
+    queries = query.span("q", layer.num_queries)
+    keys = query.span("k", layer.num_keys)
+    part = TileRange(queries, keys, (size[0], size[1]))
+    pool = query.choice("pool", ("max", "mean"))
+    tile = view.tile(query.site, query.head, part, pool=pool, lens=query.lens, row=query.row)
+    return encode_arrays(
+        {"weights": tile.weights, "masked": tile.masked},
+        scale=tile.scale,
+        revision=view.revision,
+        q0=queries.start,
+        q1=queries.stop,
+        k0=keys.start,
+        k1=keys.stop,
+    )
+
+
+@answer("row")
+def answer_row(view: OpenModel, query: Query) -> bytes:
+    """The exact weights of one query, and its masked keys."""
+    number = query.integer("query", 0, query.layer.num_queries - 1)
+    block = slice(number, number + 1)
+    weights = view.weights(query.site, query.head, block, lens=query.lens, row=query.row)[0]
+    allowed = view.get_trace().head_mask(query.site, query.head, block, row=query.row)[0]
+    return encode_arrays({"weights": weights, "masked": (~allowed).astype(np.uint8)}, query=number)
+
+
+@answer("column")
+def answer_column(view: OpenModel, query: Query) -> bytes:
+    """The exact weights of one key."""
+    number = query.integer("key", 0, query.layer.num_keys - 1)
+    weights = view.weights(query.site, query.head, slice(None), lens=query.lens, row=query.row)
+    return encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number)
+
+
+@answer("rows")
+def answer_rows(view: OpenModel, query: Query) -> bytes:
+    """One query in all heads of the layers that have it: [heads, keys], padded with zeros."""
+    number = query.integer("query", 0, view.max_tokens)
+    row = query.integer("row", 0, MOST_SITES, 0)
+    stream = query.text("stream", "text")
+    rows: list[np.ndarray] = []
+    heads: list[list[int]] = []
+    for site, layer in enumerate(view.get_trace().layers):
+        if layer.query_stream != stream or number >= layer.num_queries:
+            continue
+        for head in range(layer.heads):
+            rows.append(view.weights(layer.name, head, slice(number, number + 1), row=row)[0])
+            heads.append([site, head])
+    weights = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
+    for place, values in enumerate(rows):
+        weights[place, : len(values)] = values
+    return encode_arrays({"weights": weights}, heads=heads, query=number)
+
+
+@answer("marginals")
+def answer_marginals(view: OpenModel, query: Query) -> bytes:
+    """The marginals of a head; `first` is the distance query - key of the first mean of
+    `by_offset`.
+    """
+    marginals = view.marginals(query.site, query.head, lens=query.lens, row=query.row)
+    first = 1 - query.layer.num_keys
+    return encode_arrays(marginals._asdict(), first=first, revision=view.revision)
+
+
+@answer("peak")
+def answer_peak(view: OpenModel, query: Query) -> bytes:
+    """The exact largest weight of a part, for a cell that covers several pairs."""
+    layer = query.layer
+    part = TileRange(query.span("q", layer.num_queries), query.span("k", layer.num_keys))
+    peak = view.peak(query.site, query.head, part, lens=query.lens, row=query.row)
+    place = np.array([peak.query, peak.key], np.int32)
+    return encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place})
+
+
+@answer("aggregate")
+def answer_aggregate(view: OpenModel, query: Query) -> bytes:
+    """Mean or maximum of the heads of a layer, or of all layers over the same tokens, or the
+    rollout up to a layer.
+    """
+    layer = query.layer
+    how = query.choice("how", AGGREGATES)
+    scope = query.choice("scope", ("layer", "all"))
+    if layer.num_queries * layer.num_keys > MAX_AGGREGATE_CELLS:
+        raise ValueError(
+            f"{layer.num_queries} x {layer.num_keys} weights are too many to combine; give a text "
+            f"of at most {int(MAX_AGGREGATE_CELLS**0.5)} tokens, or choose one head"
+        )
+    trace = view.get_trace()
+    if how == "rollout":
+        return encode_arrays({"weights": roll_out_attention(trace, layer.name)})
+    names = ("stack", "kind", "query_stream", "key_stream", "num_queries", "num_keys")
+    alike = [
+        other.name
+        for other in trace.layers
+        if all(getattr(other, name) == getattr(layer, name) for name in names)
+    ]
+    chosen = alike if scope == "all" else [layer.name]
+    return encode_arrays({"weights": aggregate_heads(trace, chosen, how)})
+
+
+# --- Queries, keys and values of a head -----------------------------------------------------------
+
+
+@answer("steps")
+def answer_steps(view: OpenModel, query: Query) -> bytes:
+    """The computation of one head for one query, step by step."""
+    layer = query.recorded
+    key = None
+    if "key" in query.parameters:
+        key = query.integer("key", 0, layer.num_keys - 1)
+    number = query.integer("query", 0, layer.num_queries - 1)
+    row = query.integer("row", 0, layer.batch_size - 1, 0)
+    return encode_steps(*find_steps(view, HeadPlace(query.site, query.head, number, row), key))
+
+
+@answer("points")
+def answer_points(view: OpenModel, query: Query) -> bytes:
+    """The queries and keys of a head as points on the plane of their largest variance."""
+    points = map_queries_and_keys(view.get_trace(), query.site, query.head)
+    return encode_arrays({"queries": points.queries, "keys": points.keys}, share=points.share)
+
+
+@answer("products")
+def answer_products(view: OpenModel, query: Query) -> bytes:
+    """The products [keys, channels] of a query with its allowed keys; or the reason why there are
+    none.
+    """
+    number = query.integer("query", 0, query.recorded.num_queries - 1)
+    trace = view.get_recorded()
+    head = query.head
+    try:
+        result = multiply_channels(trace, query.site, head, number, max_keys=MAX_KEYS)
+    except ValueError as error:
+        return encode_arrays({}, reason=str(error))
+    arrays = {"products": result.products.astype(np.float32), "positions": result.positions}
+    return encode_arrays(arrays, reason="", scale=result.scale, query=number)
+
+
+@answer("written")
+def answer_written(view: OpenModel, query: Query) -> bytes:
+    """The tokens whose logits a head raises and lowers most at a position; or the reason why there
+    are none.
+    """
+    head = query.head
+    number = query.integer("query", 0, query.recorded.num_queries - 1)
+    net = view.get_model()
+    # After the model, which imports torch in one thread.
+    from ..head_analysis.logit_attribution import attribute_all_logits
+    from .lab_runs import find_token_decoder, id_inputs
+
+    try:
+        native = get_native_copy(net)
+        inputs = id_inputs(native, view.get_recorded())
+        effects = attribute_all_logits(native, inputs, query.site, head, number)
+    except (ValueError, KeyError) as error:
+        return encode_arrays({}, reason=str(error))
+    count = min(LISTED_TOKENS, effects.values.numel() // 2)
+    order = effects.values.argsort(descending=True)
+    tokens = [*order[:count].tolist(), *order.flip(0)[:count].tolist()]
+    decode = find_token_decoder(net)
+    values = effects.values[tokens].float().cpu().numpy().astype(np.float32)
+    return encode_arrays(
+        {"effects": values, "ids": np.array(tokens, np.int32)},
+        words=[decode(token) for token in tokens],
+        note=effects.note,
+        reason="",
+    )
+
+
+# --- The last comparison --------------------------------------------------------------------------
+
+
+@answer("difference")
+def answer_difference(view: OpenModel, query: Query) -> bytes:
+    """One head in both traces of the last comparison, over the aligned tokens."""
+    site = query.site
+    head = query.head
+    cells = query.integer("cells", 1, MAX_TILE_CELLS, 256)
+    return encode_arrays(pool_difference(view.get_comparison(), site, head, cells)._asdict())
+
+
+@answer("difference/pair")
+def answer_difference_pair(view: OpenModel, query: Query) -> bytes:
+    """The exact weights of both traces for the aligned pair number `query` and number `key`."""
+    site = query.site
+    head = query.head
+    comparison = view.get_comparison()
+    counts = [len(pairs.first) for pairs in comparison.aligned_tokens(query.recorded)]
+    first = query.integer("query", 0, counts[0] - 1)
+    second = query.integer("key", 0, counts[1] - 1)
+    return encode_arrays({"weights": exact_pair(comparison, site, head, first, second)})
