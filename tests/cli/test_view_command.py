@@ -5,7 +5,6 @@ started.
 from __future__ import annotations
 
 import http.server
-import socket
 from pathlib import Path
 
 import pytest
@@ -70,16 +69,15 @@ def test_a_damaged_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path, dam
     assert "a.trace" in message
 
 
-def test_a_taken_port(capsys: pytest.CaptureFixture[str]):
-    from headwise.viewer import view
+def test_a_taken_port():
+    from headwise.viewer.server import open_socket
 
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         message = f"port {server.server_port} is taken; give another --port"
         with pytest.raises(ValueError, match=message):
-            view.find_port("127.0.0.1", server.server_port)
-    free = view.find_port("127.0.0.1", 0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free))
+            open_socket("127.0.0.1", server.server_port)
+    with pytest.raises(ValueError, match="there is no address 'no host'"):
+        open_socket("no host", 0)
 
 
 FACTORIES = {

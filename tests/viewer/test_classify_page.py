@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headwise.traces.trace_file import load_trace
-from headwise.viewer.view import open_trace
+from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
 
 
@@ -131,7 +131,7 @@ def test_a_class_of_ones_own_is_saved_with_the_trace(page: Any, tmp_path: Path):
         download.value.save_as(tmp_path / "a.trace")
     trace = load_trace(tmp_path / "a.trace")
     assert dict(trace.classes) == {("encoder.1.attention", 2): "induction"}
-    with served(open_trace(trace)) as url:
+    with served(OpenModel(trace)) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         wait_until(page, "location.hash.includes('classes=1.2')")

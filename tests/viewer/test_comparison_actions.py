@@ -104,7 +104,7 @@ def test_pictures_hold_the_largest_weights_and_changes_of_their_cells() -> None:
             assert (int(tile.change[row, column]) - 128) / 127 == pytest.approx(
                 expected, abs=0.5 / 127
             )
-    assert exact_pair(comparison, site, head, (20, 7)).tolist() == [one[20, 7], other[20, 7]]
+    assert exact_pair(comparison, site, head, 20, 7).tolist() == [one[20, 7], other[20, 7]]
     whole = pool_difference(comparison, site, head, 512)
     assert whole.change.shape == (23, 23)
     changes = np.sort(np.abs(other - one)[one != other])[::-1]
@@ -157,7 +157,7 @@ def test_traces_are_compared_without_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "cannot compare with 'None'; use one of text, ablated, other"),
+        ({}, "with=None is unknown; use one of text, ablated, other"),
         ({"with": "text", "text": " "}, "the text to compare with is empty"),
         ({"with": "ablated", "heads": []}, "no head is ablated"),
         ({"with": "ablated", "heads": [[0, 99]]}, "there is no head 99"),

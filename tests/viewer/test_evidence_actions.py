@@ -16,7 +16,7 @@ import headwise as hw
 from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import decode_arrays
-from headwise.viewer.evidence_actions import find_evidence, measure_syntax
+from headwise.viewer.head_actions import find_evidence, measure_syntax
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_model

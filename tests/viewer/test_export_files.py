@@ -26,7 +26,6 @@ from headwise.viewer.export_files import (
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer
-from headwise.viewer.view import open_trace
 from headwise.viewer.view_document import make_file_stem
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
@@ -150,7 +149,7 @@ def test_sizes_are_about_true(sample: OpenModel, kind: str, scope: ExportScope):
 def test_the_size_of_a_long_text_is_estimated(kind: str):
     generator = np.random.default_rng(0)
     weights = np.tril(generator.random((1, 3, 300, 300), np.float32))
-    opened = open_trace(trace_from_weights([weights / weights.sum(-1, keepdims=True)]))
+    opened = OpenModel(trace_from_weights([weights / weights.sum(-1, keepdims=True)]))
     description = describe_files(opened, ExportScope())[kind]["bytes"]
     assert description == pytest.approx(len(contents(opened, kind)), rel=0.25)
 
@@ -167,7 +166,7 @@ def test_a_file_that_no_browser_can_hold_is_refused(
 
 
 def test_measures_that_were_not_made_are_refused():
-    opened = open_trace(trace_from_weights([np.eye(3)[None, None]]))
+    opened = OpenModel(trace_from_weights([np.eye(3)[None, None]]))
     assert describe_files(opened, ExportScope())["measures"]["reason"] == (
         "the heads have not been measured; measure them first"
     )
@@ -224,7 +223,7 @@ def test_bad_requests_are_explained(sample: OpenModel, query: str, fact: str):
 
 def test_hostile_tokens_are_fields_of_the_table():
     words = ['a"b', "c,d", "e\nf", "\ud800"]
-    opened = open_trace(trace_from_weights([np.full((1, 1, 4, 4), 0.25)], words))
+    opened = OpenModel(trace_from_weights([np.full((1, 1, 4, 4), 0.25)], words))
     text = contents(opened, "csv").decode()
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     assert [row["key_token"] for row in rows[:4]] == ['a"b', "c,d", "e\nf", "\\ud800"]

@@ -22,7 +22,7 @@ from headwise.traces import load_trace, trace_from_weights
 from headwise.viewer import bundled_sample
 from headwise.viewer.export_files import ExportScope, describe_files
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.view import open_trace, render_export
+from headwise.viewer.view import render_export
 from support.page_browser import served, wait_until
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,7 +46,7 @@ def sample() -> OpenModel:
 def hostile_trace() -> OpenModel:
     count = len(HOSTILE)
     weights = np.tril(np.ones((1, 2, count, count))) / np.arange(1, count + 1)[:, None]
-    return open_trace(trace_from_weights([weights], HOSTILE))
+    return OpenModel(trace_from_weights([weights], HOSTILE))
 
 
 def show(page: Any, address: str, screen: str) -> None:

@@ -116,7 +116,7 @@ def test_a_sweep_ablates_every_head_alone():
         ([[0, 0, "mute"]], "unknown ablation 'mute'"),
         ([[0, 0, "zero", math.inf]], "is not a number"),
         ([[0, 0, "zero", True]], "is not a number"),
-        ([[0]], "is no ablated head"),
+        ([[0]], "is not an ablated head"),
         ("all", "must be a list"),
     ],
 )
@@ -236,7 +236,7 @@ def test_random_sets_have_as_many_other_heads():
         assert not {head[:2] for head in chosen} & {all_heads[0], all_heads[4]}
         assert [head[2:] for head in chosen] == [("mean", 0.5), ("zero", 0.0)]
         assert len({head[:2] for head in chosen}) == 2
-    with pytest.raises(ValueError, match="random=-1 is no number of random sets; give 0 to 20"):
+    with pytest.raises(ValueError, match="random=-1 is out of range; give 0 to 20"):
         compute_effect(model, {"heads": [], "random": -1}, progress())
 
 
@@ -271,7 +271,7 @@ def test_a_cumulative_curve_is_the_loss_of_more_and_more_heads(ranking: str):
             )
     assert found["random"][-1]["mean"] == pytest.approx(found["order"][-1][2], rel=1e-5)
     assert all(point["low"] <= point["mean"] <= point["high"] for point in found["random"])
-    total = lab_actions.count_curve_runs(6, ranking)
+    total = lab_actions.count_runs(6, ranking)
     assert [event["total"] for event in job.events if event["state"] == "running"][-1] == total
 
 
@@ -285,7 +285,7 @@ def test_the_runs_of_a_curve_are_counted_in_advance(monkeypatch: pytest.MonkeyPa
             lambda self, done, total=0, note="", steps=steps: steps.append(done),
         )
         remove_greedily(model, {"ranking": ranking}, progress())
-        assert steps == list(range(lab_actions.count_curve_runs(6, ranking)))
+        assert steps == list(range(lab_actions.count_runs(6, ranking)))
 
 
 def test_a_plan_leaves_heads_out_where_all_would_take_too_long(monkeypatch: pytest.MonkeyPatch):
@@ -315,5 +315,5 @@ def test_a_sweep_reports_the_loss_and_takes_every_mode():
         assert found["heads"][3][3] == pytest.approx(
             alone["loss"]["after"] - alone["loss"]["before"], abs=1e-9
         )
-    with pytest.raises(ValueError, match="unknown ablation 'mute'"):
+    with pytest.raises(ValueError, match="mode='mute' is unknown"):
         sweep_heads(model, {"mode": "mute"}, progress())

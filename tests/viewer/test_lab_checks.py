@@ -16,9 +16,14 @@ from headwise.head_analysis.annotated_examples import Example
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.quality_metrics import measure_quality
 from headwise.viewer import bundled_sample, lab_checks
-from headwise.viewer.lab_actions import compute_effect, continue_text
-from headwise.viewer.lab_checks import MAX_TEXTS, check_by_removal, evaluate_texts
-from headwise.viewer.lab_runs import DEFAULT_OPTIONS, LabRuns
+from headwise.viewer.lab_actions import compute_effect
+from headwise.viewer.lab_checks import (
+    MAX_TEXTS,
+    check_by_removal,
+    continue_text,
+    evaluate_texts,
+)
+from headwise.viewer.lab_runs import Ablation, LabRuns
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
 from support.page_browser import sample_model, served
@@ -73,8 +78,8 @@ def test_the_outputs_are_those_of_a_model_without_the_weights(
 def test_a_wrong_ablation_is_found(gpt: tuple[OpenModel, Any, torch.Tensor]):
     model, net, ids = gpt
     heads, runs = [AblatedHead(SITE, 1, "zero", 0.0)], LabRuns(model)
-    wrong = runs.without([AblatedHead(SITE, 2, "zero", 0.0)])
-    found = check_by_removal(model, heads, DEFAULT_OPTIONS, wrong)
+    wrong = runs.without(Ablation([AblatedHead(SITE, 2, "zero", 0.0)]))
+    found = check_by_removal(model, Ablation(heads), wrong)
     with torch.inference_mode():
         apart = (
             (without_heads(net, SITE, [1])(ids) - without_heads(net, SITE, [2])(ids))

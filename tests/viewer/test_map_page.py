@@ -10,9 +10,9 @@ import numpy as np
 from headwise.head_analysis.head_similarity import ClusterMerge, cut_clusters
 from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import decode_arrays
+from headwise.viewer.head_actions import compute_similarity
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.similarity_actions import compute_similarity
 from support.page_browser import sample_model, served, wait_until
 
 

@@ -21,7 +21,7 @@ from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_actions import measure_table
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.view import open_trace, render_export
+from headwise.viewer.view import render_export
 from support.page_browser import examples_of_ids, sample_model, served, wait_until
 
 WEB = Path(hw.__file__).parent / "viewer" / "web"
@@ -239,7 +239,7 @@ def test_a_newcomer_finds_ablates_and_exports_the_most_sink_like_head_by_labels_
 def hostile_trace() -> OpenModel:
     count = len(HOSTILE)
     weights = np.tril(np.ones((1, 2, count, count))) / np.arange(1, count + 1)[:, None]
-    return open_trace(trace_from_weights([weights], HOSTILE))
+    return OpenModel(trace_from_weights([weights], HOSTILE))
 
 
 def test_hostile_tokens_stay_text(page: Any):

@@ -22,7 +22,6 @@ from headwise.viewer import bundled_sample
 from headwise.viewer.lab_actions import sweep_heads
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
-from headwise.viewer.view import open_trace
 from support.large_traces import make_large_trace, make_table
 from support.page_browser import served, wait_until
 
@@ -581,7 +580,7 @@ def test_a_drag_shows_a_part_and_keys_walk_past_its_edge(page: Any):
 def test_marginals_are_those_of_the_weights(page: Any):
     weights = np.tril(np.random.default_rng(3).random((1, 2, 9, 9)) + 0.1)
     weights /= weights.sum(-1, keepdims=True)
-    with served(open_trace(trace_from_weights([weights], list("abcdefghi")))) as url:
+    with served(OpenModel(trace_from_weights([weights], list("abcdefghi")))) as url:
         open_head(page, url, "head=1")
         entropy = -(weights[0, 1] * np.log(np.where(weights[0, 1] > 0, weights[0, 1], 1))).sum(1)
         page.get_by_role(

@@ -12,10 +12,10 @@ from headwise.head_analysis.head_circuits import compare_circuits
 from headwise.head_analysis.head_similarity import HeadLocation
 from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import decode_arrays
+from headwise.viewer.head_actions import compute_similarity, group_by_similarity
 from headwise.viewer.model_actions import make_examples
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.similarity_actions import compute_similarity, group_by_similarity
 from support.page_browser import sample_model, served, wait_until
 
 TEXTS = ["<zh>12,345 dollars", "<zh>7 dollars", "<zh>809.50 dollars"]
@@ -56,7 +56,7 @@ def test_distances_are_those_of_the_library(model: OpenModel):
 
 def test_outputs_are_compared_by_the_alignment_of_the_library(model: OpenModel):
     header, arrays = decode_arrays(compute_similarity(model, {"texts": TEXTS}, progress()))
-    expected = hw.measure_redundancy(model.get_model(), make_examples(model, {"texts": TEXTS}))
+    expected = hw.measure_redundancy(model.get_model(), make_examples(model, TEXTS))
     numbers = [number for number, group in enumerate(header["groups"]) if group["by"] == "outputs"]
     assert len(numbers) == len(expected.readers) == 3
     for number, group in zip(numbers, expected.readers, strict=True):
@@ -84,11 +84,11 @@ def test_circuits_are_compared_by_their_cosine(model: OpenModel):
 def test_heads_without_a_similarity_are_left_out():
     heads = [HeadLocation("a", 0, head) for head in range(3)]
     similarity = np.array([[1, 0.2, np.nan], [0.2, 1, np.nan], [np.nan] * 3])
-    group = group_by_similarity("outputs", ("text", "text"), heads, similarity)
+    (group,) = group_by_similarity("outputs", ("text", "text"), heads, similarity)
     assert group is not None
     assert group.heads == tuple(heads[:2])
     assert group.distances.tolist() == [[0, 0.8], [0.8, 0]]
-    assert group_by_similarity("outputs", ("text", "text"), heads[2:], similarity[2:, 2:]) is None
+    assert group_by_similarity("outputs", ("text", "text"), heads[2:], similarity[2:, 2:]) == []
 
 
 def test_a_model_without_circuits_says_why(model: OpenModel, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from headwise.traces.head_steps import HeadPlace, HeadSteps
 from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import find_steps
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.view import open_trace, render_export
+from headwise.viewer.view import render_export
 from support.page_browser import served, wait_until
 
 SITE, HEAD, QUERY = 7, 2, 9
@@ -139,7 +139,7 @@ def test_a_trace_alone_names_the_steps_that_it_does_not_hold(page: Any):
 
 def test_an_export_names_the_command_that_shows_the_steps(page: Any, tmp_path: Path):
     path = tmp_path / "page.html"
-    path.write_text(render_export(open_trace(bundled_sample.load_sample_trace())), encoding="utf-8")
+    path.write_text(render_export(OpenModel(bundled_sample.load_sample_trace())), encoding="utf-8")
     page.goto(path.as_uri() + "#/steps")
     note = page.get_by_test_id("not-in-export")
     note.wait_for()

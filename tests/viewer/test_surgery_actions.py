@@ -286,7 +286,7 @@ def test_what_cannot_be_written_or_changed_is_refused(
         ("prune", PRUNE | {"heads": []}, "0 of heads, keep, clusters say"),
         ("prune", PRUNE | {"keep": 0.5}, "2 of heads, keep, clusters say"),
         ("prune", PRUNE | {"heads": [], "keep": 1.5}, "cannot keep 1.5 of the heads"),
-        ("prune", PRUNE | {"heads": [], "keep": "half"}, "keep='half' is no share"),
+        ("prune", PRUNE | {"heads": [], "keep": "half"}, "keep='half' is not a number"),
         (
             "prune",
             PRUNE | {"heads": [], "keep": 0.5, "by": "luck"},
@@ -300,8 +300,8 @@ def test_what_cannot_be_written_or_changed_is_refused(
             CONVERT | {"kv": 4},
             "encoder.0.attention: cannot split 6 key-value heads into 4",
         ),
-        ("convert", CONVERT | {"kv": 0}, "kv=0 is not a whole number"),
-        ("convert", CONVERT | {"form": "linear"}, "there is no form 'linear'"),
+        ("convert", CONVERT | {"kv": 0}, "kv=0 is out of range"),
+        ("convert", CONVERT | {"form": "linear"}, "form='linear' is unknown"),
         ("convert", CONVERT | {"align": "keyz"}, "unknown align='keyz'"),
         (
             "convert",

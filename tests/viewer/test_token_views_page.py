@@ -17,7 +17,6 @@ from headwise.traces.query_key_map import map_queries_and_keys
 from headwise.viewer.model_actions import group_shown_tokens
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.view import open_trace
 from support.page_browser import sample_model, served, wait_until
 
 GPT = {
@@ -160,7 +159,7 @@ def test_weights_are_drawn_over_the_patches_of_the_image(page: Any):
     trace = dataclasses.replace(
         shown, streams={}, images={shown.layers[0].key_stream: trace.images["text"]}
     )
-    with served(open_trace(trace)) as url:
+    with served(OpenModel(trace)) as url:
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
         page.evaluate("location.hash = '#/head?position=3&scale=lin&theme=light'")

@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -207,22 +206,6 @@ def test_a_mac_without_a_browser_shows_the_address_only(monkeypatch: pytest.Monk
     monkeypatch.setattr(view.webbrowser, "get", refuse)
     monkeypatch.setattr(view.webbrowser, "open", lambda _: pytest.fail("a browser was opened"))
     assert not view.has_browser()
-    view._open_when_ready("127.0.0.1", 1, "address")
-
-
-def test_the_browser_opens_when_the_server_answers(monkeypatch: pytest.MonkeyPatch):
-    import socket
-
-    opened = threading.Event()
-    monkeypatch.setattr(view, "has_browser", lambda: True)
-    monkeypatch.setattr(view.webbrowser, "open", lambda _: opened.set())
-    port = view.find_port("127.0.0.1", 0)
-    threading.Thread(
-        target=view._open_when_ready, args=("127.0.0.1", port, "address"), daemon=True
-    ).start()
-    assert not opened.wait(0.2)
-    with socket.create_server(("127.0.0.1", port)):
-        assert opened.wait(5)
 
 
 def test_a_notebook_shows_a_sandboxed_frame():

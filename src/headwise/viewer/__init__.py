@@ -10,27 +10,19 @@ In reading order:
   thumbnails.
 - `model_targets`: what can be opened by name: the sample, a trace, a folder, FILE.py:FACTORY, or a
   Hub model.
-- `binary_answers`: messages of arrays behind a JSON header: thumbnails, tiles, measures, products
-  by channel,
-  aggregates of heads, written tokens, images, and the computation of one head for one query, step
-  by step.
+- `binary_answers`: messages of arrays behind a JSON header, and the computation of one head for one
+  query, step by step.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and
   cancellation.
-- `model_actions`, `lab_actions`, `similarity_actions`, `comparison_actions`: the jobs: capture a
-  text,
-  measure the heads, ablate them and continue the text, find similar heads, compare two runs, and
-  cost.
+- `action_fields`: what jobs are asked for, one table of fields for each.
+- `model_actions`, `lab_actions`, `lab_checks`, `head_actions`, `comparison_actions`,
+  `surgery_actions`: the jobs: capture a text, measure and compare heads, ablate them and continue
+  the text, compare two runs, compute the cost, prune and convert.
 - `lab_runs`: runs of the open text with some heads ablated, and the Python lines that repeat them.
-- `lab_checks`: the same outputs by a copy without the weights of these heads, the text continued by
-  both, and the loss
-  over several texts.
-- `evidence_actions`: the jobs that find the texts that show a class, and measure dependency
-  relations.
-- `surgery_actions`: the jobs that plan, prune and convert, with proofs, and what they are asked
-  for.
+- `answers`: what is answered at once, by address: pictures, exact rows, marginals, steps.
+- `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
-- `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.
 - `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and
   its measures.
 - `view`: `hw.view` and `hw.view_attention`, and what they show in a notebook.

@@ -37,7 +37,7 @@ class Field(NamedTuple):
         return self.read(model, name, value)
 
 
-def action(kind: str, **fields: Field) -> Callable[[Callable[..., Any]], JobFunction]:
+def action(kind: str, /, **fields: Field) -> Callable[[Callable[..., Any]], JobFunction]:
     """Register a function of a model, its progress and these fields as a job."""
 
     def register(function: Callable[..., Any]) -> JobFunction:

@@ -318,16 +318,24 @@ class ServerAddress:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; raises OSError if the port is taken. Port 0 is any free port."""
+    """A listening socket; raises SpecError if the port is taken. Port 0 is any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(128)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        if isinstance(error, PermissionError):
+            reason = f"port {port} is reserved; give one above 1023, or leave --port out"
+        elif isinstance(error, socket.gaierror):
+            reason = f"there is no address {host!r}; give --host 127.0.0.1"
+        elif port:
+            reason = f"port {port} is taken; give another --port, or leave it out for a free one"
+        else:
+            reason = f"cannot listen on {host}: {error.strerror}; give --host 127.0.0.1"
+        raise SpecError(reason) from None
     return listener
 
 

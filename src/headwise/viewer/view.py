@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import html
 import os
-import socket
 import sys
 import threading
-import time
 import webbrowser
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -22,13 +20,12 @@ from ..files import write_atomically
 from ..output_paths import Existing, FileKind, FolderKind, check_output
 from ..traces import Trace, load_trace, trace_from_weights
 from . import bundled_sample
-from .export_files import TITLE_END, collect_answers, render_html
+from .export_files import TITLE_END, render_export
 from .model_targets import Log, is_trace, load_target, read_pruned_heads
 from .open_model import OpenModel
 
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
 FRAME_HEIGHT = 720  # pixels of the frame in a notebook
-SERVER_START_SECONDS = 20.0
 # The view of the widget: notebooks that remove frames from HTML keep those that a script adds.
 FRAME_SCRIPT = """
 function render({ model, el }) {
@@ -83,16 +80,11 @@ def _open_name(target: Target, log: Log) -> OpenModel:
     if target.name is None and target.text is None and target.source is None:
         return _open_sample(target.out)
     if target.name is not None and is_trace(target.name):
-        return open_trace(load_trace(target.name))
+        return OpenModel(load_trace(target.name))
     name = str(bundled_sample.MODEL) if target.name is None else target.name
     opened = open_model(load_target(name, log), target)
     opened.target = name if Path(name).exists() else ""
     return opened
-
-
-def open_trace(trace: Trace) -> OpenModel:
-    """Open a trace, without torch."""
-    return OpenModel(trace)
 
 
 def open_model(model: Any, target: Target) -> OpenModel:
@@ -146,14 +138,7 @@ def _open_sample(out: Path | None) -> OpenModel:
 
 
 HTML_PAGE = FileKind("page", (f"{TITLE_END}</title>".encode(),))
-MODELS_FOLDER = FolderKind(
-    "folder of models", ("*",)
-)  # any folder, because every model is a new folder inside
-
-
-def render_export(opened: OpenModel) -> str:
-    """The page with everything that is open, as one HTML file."""
-    return render_html(collect_answers(opened), opened.name)
+MODELS_FOLDER = FolderKind("folder of models", ("*",))  # every model is a new folder inside
 
 
 def write_export(opened: OpenModel, path: Path | str, existing: Existing = "refuse") -> None:
@@ -189,46 +174,13 @@ def serve_page(
     from .server import ServerAddress, serve
 
     load_assets()  # a page that is not built is reported before anything starts
-    port = find_port(options.host, options.port)
 
     def on_start(address: ServerAddress) -> None:
         announce(f"{opened.name}: {address.url}  (Ctrl+C stops it)")
-        if options.open_browser:
-            threading.Thread(
-                target=_open_when_ready, args=(options.host, port, address.url), daemon=True
-            ).start()
+        if options.open_browser and has_browser():  # the socket listens already
+            threading.Thread(target=webbrowser.open, args=(address.url,), daemon=True).start()
 
-    serve(
-        opened,
-        host=options.host,
-        port=port,
-        allow_remote=True,
-        on_start=on_start,
-    )
-
-
-def find_port(host: str, port: int) -> int:
-    """The port to listen on: the given one if it is free, any free one for 0."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except PermissionError:
-            raise SpecError(
-                f"port {port} is reserved; give one above 1023, or leave --port out"
-            ) from None
-        except socket.gaierror:
-            raise SpecError(f"there is no address {host!r}; give --host 127.0.0.1") from None
-        except OSError as error:
-            if port == 0:
-                raise SpecError(
-                    f"cannot listen on {host}: {error.strerror}; give --host 127.0.0.1"
-                ) from None
-            raise SpecError(
-                f"port {port} is taken; give another --port, or leave it out for a free one"
-            ) from None
-        return int(probe.getsockname()[1])
+    serve(opened, host=options.host, port=options.port, allow_remote=True, on_start=on_start)
 
 
 def has_browser() -> bool:
@@ -244,22 +196,6 @@ def has_browser() -> bool:
     except webbrowser.Error:
         return False
     return True
-
-
-def _open_when_ready(host: str, port: int, address: str) -> None:
-    """Open the browser as soon as the server answers; the address is on the terminal if there is
-    none.
-    """
-    if not has_browser():
-        return
-    deadline = time.monotonic() + SERVER_START_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            with socket.create_connection((host, port), timeout=1):
-                webbrowser.open(address)
-                return
-        except OSError:
-            time.sleep(0.05)
 
 
 # --- Python and notebooks -------------------------------------------------------------------------
@@ -381,7 +317,7 @@ def view(
             raise ValueError(
                 "text= needs a model, and a trace records one run; leave it out, or give the model"
             )
-        return View(open_trace(model_or_trace))
+        return View(OpenModel(model_or_trace))
     return View(open_model(model_or_trace, Target(None, text, source, folder, image=picture)))
 
 
@@ -411,4 +347,4 @@ def view_attention(
         cross_attention=cross_attention,
         source=encoder_tokens,
     )
-    return View(open_trace(trace))
+    return View(OpenModel(trace))
