@@ -71,10 +71,10 @@ mutate: $(STAMP)  ## mutation testing: every guard, then a seeded sample of chan
 	@PYTHONPATH=tests $(BIN)/python -m mutation --seed 0 --sample 60 --aim 0.9
 
 bench: $(STAMP)  ## benchmark against other libraries and the machine's limits
-	@$(BIN)/headwise bench
+	@$(BIN)/python -m benchmarks
 
 gpu-bench: $(STAMP)  ## run every backend on a GPU, and fill the table of docs/gpu.md
-	@$(BIN)/python -m benchmarks.gpu
+	@$(BIN)/python -m benchmarks --device cuda
 	@$(BIN)/python tools/build_docs.py
 
 docs: $(STAMP)  ## update the generated parts of the READMEs and docs/

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import headwise as hw
-from headwise.bench.reference_models import GPTShape, to_model_spec
+from benchmarks.reference_models import GPTShape, to_model_spec
 from headwise.data import Batch
 from headwise.distributed import Parallelism, ProcessInfo, join_process_group
 from headwise.distributed.communication_volume import (

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.bench.reference_models import GPTShape, PlainGPT, to_model_spec
 from headwise.data import make_task
 from headwise.training import Recipe
 
 from .real_data import find_files
+from .reference_models import GPTShape, PlainGPT, to_model_spec
 
 SHAPE = GPTShape()
 STEPS, BATCH, RATE, LEAST, WARM = 2000, 12, 1e-3, 1e-4, 100

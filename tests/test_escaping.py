@@ -144,7 +144,6 @@ def test_pages_on_a_terminal(
 PRINTS = {
     "cli/__init__.py": 5,
     "cli/arguments.py": 2,
-    "cli/bench.py": 1,
     "cli/command_parser.py": 2,
     "cli/exit_status.py": 1,
     "cli/run/answers.py": 1,

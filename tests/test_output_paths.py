@@ -118,7 +118,6 @@ COMMANDS = {
     "study": Command(
         ("study", "STUDY", "--out", "OUT"), file("study.json", '{"study": "a"}'), continues=True
     ),
-    "bench": Command(("bench", "attention_decode", "--out", "OUT"), file("bench.json", "{}")),
     "learn": Command(("learn", "003-2.1", "--html", "OUT"), file("003.html", "")),
     "demo": Command(("demo", "--out", "OUT"), file("headwise.toml", ""), continues=True),
 }
@@ -160,7 +159,6 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         raise SpecError(REACHED)
 
     for target in (
-        "headwise.bench.session.MachineLimits.of_this_machine",
         "headwise.demo.sample_tour.run_sample_tour",
         "headwise.studies.study_runner.run_study",
         "headwise.learn.document_page.render_document",
@@ -361,7 +359,7 @@ def test_every_command_with_an_output_is_in_the_table():
         for name, text in source.items()
         if '"--out"' in text or "add_overwrite_argument(" in text
     }
-    tested = {"trace", "view", "heads", "train", "study", "bench", "demo", "learn"}
+    tested = {"trace", "view", "heads", "train", "study", "demo", "learn"}
     assert writing == {*tested, "arguments", "compression_arguments", "comparison_options"}
 
 
@@ -426,7 +424,6 @@ def test_other_functions_refuse_a_folder_of_others(tmp_path: Path):
         lambda folder: write_proof(nothing, folder),  # pyright: ignore[reportArgumentType] - it is not read
         lambda folder: write_report(nothing, folder),  # pyright: ignore[reportArgumentType] - it is not read
         lambda folder: hw.train(hw.data.make_task("copy"), out=folder),
-        lambda folder: hw.run_benchmarks("entmax", output_folder=folder),
     ]
     for write in writers:
         with pytest.raises(SpecError, match=r"it contains thesis\.txt, and is not a"):

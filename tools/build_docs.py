@@ -221,7 +221,7 @@ API_SECTIONS = {
     ),
     "Heads": ("inspect", "traces", "head_analysis", "viewer"),
     "Surgery": ("surgery",),
-    "Benchmarks and checks": ("bench", "part_checks"),
+    "Checks": ("part_checks",),
     "Parts": ("parts",),
 }
 
@@ -287,7 +287,7 @@ def learn_documents() -> str:
 
 @generates
 def benched() -> str:
-    """The last measurements of `headwise bench`."""
+    """The last measurements of `python -m benchmarks`."""
     import benchmark_pages
 
     return benchmark_pages.benchmarks_page()
@@ -322,7 +322,7 @@ def gpu_runs() -> str:
 
 @generates
 def scaled() -> str:
-    """Every backend: which presets it supports, and its time by size of the call."""
+    """Every backend, and which presets it supports."""
     import benchmark_pages
 
     return benchmark_pages.backends_page()

@@ -4,13 +4,13 @@ of other tools.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import comparison_page
 import variants_page
-from benchmark_pages import MEASURED, table
-from headwise.bench.benchmark_report import BenchmarkReport, format_seconds
+from benchmark_pages import MEASURED, format_seconds, table
 from headwise.presets import PRESETS
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -124,8 +124,8 @@ def benchmark_rows(language: str) -> str:
     """Five rows of docs/bench.json with all libraries that they were compared with, and the
     machine.
     """
-    report = BenchmarkReport.read(MEASURED)
-    rows = {row["name"]: row for row in report.rows}
+    report = json.loads(MEASURED.read_text())
+    rows = {row["name"]: row for row in report["rows"]}
     lines = []
     for name, work in BENCHMARKS.items():
         speedups = "<br>".join(
@@ -133,7 +133,7 @@ def benchmark_rows(language: str) -> str:
         )
         lines.append((work[language], format_seconds(rows[name]["ours_s"]), speedups))
     sentence, head = BENCHMARK_TEXTS[language]
-    machine = {**report.machine, "torch": report.machine["versions"]["torch"]}
+    machine = report["machine"] | {"torch": report["machine"]["versions"]["torch"]}
     return f"{sentence.format(**machine)}\n\n{table(head, lines)}"
 
 

@@ -10,7 +10,7 @@ Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `m
 hold positions and past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs`
 counts it. Of models: `model_spec`, `families`, `models` and `hub`; `data`, `training`,
 `distributed` and `studies`; `generation` and `serving`. Of heads: `inspect`, `traces`,
-`head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`, `bench`,
+`head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`,
 `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
 `size_limits`, `machine` and `translation`.
 
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors only; at run time names are imported on first use
     from .backends.backend_report import why
-    from .bench.runner import run_benchmarks
     from .cache import KVCache
     from .costs.activations import layer_activation_memory
     from .costs.cost_report import Workload, cost
@@ -247,7 +246,6 @@ _MODULE_OF_NAME = {
     "view": "viewer.view",
     "view_attention": "viewer.view",
     "walk": "nn.op_trace",
-    "run_benchmarks": "bench.runner",
     "why": "backends.backend_report",
     "REGISTRY": "parts",
 }
@@ -259,7 +257,6 @@ _REPR_NAMES = {
 }
 _MODULES = (
     "backends",
-    "bench",
     "costs",
     "data",
     "distributed",

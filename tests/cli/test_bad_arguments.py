@@ -456,7 +456,6 @@ CASES = [
         "spec mha --set modifiers=[{part=Rotary}]",
         "[{part=Rotary}] is no TOML value; quote it so that its quotes stay",
     ),
-    ("bench no_such_kind", "no_such_kind"),
     ("demo --steps 3", "--steps is for training; add --train"),
 ]
 # The library checks these values, in modules that import torch; none loads a model.
@@ -560,7 +559,6 @@ def test_most_mistakes_are_found_without_torch(folder: Path):
         "cost ",
         "walk ",
         "why ",
-        "bench ",
         "sites ",
         "--to routed=1,1",
         "--model gqaa",

@@ -5,7 +5,6 @@ new one.
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,8 +13,6 @@ from typing import NamedTuple
 
 import headwise as hw
 from headwise import cli
-from headwise.bench import runner, session
-from headwise.bench.benchmark_case import TimingPace
 from headwise.cli.exit_status import run_guarded
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.demo.sample_tour import TourScale, run_sample_tour
@@ -84,16 +81,11 @@ class Command(NamedTuple):
 
 
 def import_everything() -> None:
-    """Import all modules that commands use, so that forked processes need not; benchmarks take few
-    samples.
-    """
+    """Import all modules that commands use, so that forked processes need not."""
     for module in pkgutil.walk_packages(hw.__path__, "headwise."):
         if not module.name.startswith(("headwise.kernels", "headwise.__main__")):
             with suppress(ImportError):
                 importlib.import_module(module.name)
-    session.HEADER_SECONDS, session.MATRIX_SIZES["cpu"] = 0.01, 64
-    setattr(session.MachineLimits, "buffer_bytes", 2**20)  # noqa: B010 - a property
-    runner.TIMING_PACES[True] = TimingPace(max_seconds=0.05, max_spread=math.inf)
     for name in ("backends.backend_svg", "backends.backend_agg", "figure", "font_manager"):
         importlib.import_module(f"matplotlib.{name}")
     importlib.import_module("torch._dynamo")  # which torch's optimisers import
@@ -132,7 +124,6 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
         return first, second
 
     stateful = ("--state", f"{OUT}.state.json", "--rerank-every", "1")
-    measured = _command("bench", "qkv_projection:1 token", "--quick", "--out", OUT, "--overwrite")
     study = _command("study", str(folder / "study.toml"), "--jobs", "0", "--out", OUT)
     train = _command("train", "copy", "--out", OUT, "--resume", *TRAINING)
     plots, pages = (("--plot", OUT, "--overwrite"), ("--html", OUT, "--overwrite"))
@@ -153,7 +144,6 @@ def list_commands(folder: Path) -> Mapping[str, Command]:
         ),
         "prune --sweep": Command(with_texts("prune", model, "--sweep")),
         "convert": Command(with_texts("convert", model, "--kv", "1", *fast), share=4),
-        "bench": Command((measured, measured), parts=("bench.json", "bench.svg"), share=0.5),
         "learn --html": Command(
             both("learn", "000", *pages, old=("--lang", "en"), new=("--lang", "zh"))
         ),

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from headwise.bench.session import use_threads
 from headwise.cli import main
 from headwise.data import make_task
 from headwise.errors import SpecError
@@ -26,6 +25,7 @@ from headwise.head_analysis.head_measurement import (
     measure_heads,
     sum_examples,
 )
+from headwise.machine.capabilities import use_threads
 from headwise.studies import ray_engine
 from headwise.studies.cell_heads import LayerDiversity
 from headwise.studies.process_engine import ProcessEngine

@@ -12,7 +12,7 @@ from headwise.machine.takeover_points import assume_points, current_points
 
 def least(name: str) -> int:
     """The size of a take-over point."""
-    return int(current_points().points[name].size)
+    return int(current_points().sizes[name])
 
 
 @contextmanager

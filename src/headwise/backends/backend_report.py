@@ -115,7 +115,7 @@ class CallReport:
             "batch": None if self.size is None else self.size.batch,
             "keys": None if self.size is None else self.size.keys,
             "kernels": kernel_problem() or "available",
-            "machine": this_machine().data,
+            "machine": this_machine()._asdict(),
             "takeover_points": current_points().data,
             "runs": self.backend,
             "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],

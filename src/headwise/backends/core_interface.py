@@ -24,7 +24,7 @@ from ..interfaces import (
     WeightStep,
 )
 from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
-from ..machine.takeover_points import CALIBRATE_COMMAND, current_points, takeover_size
+from ..machine.takeover_points import current_points, takeover_size
 from ..masking.patterns import Pattern, PerHead
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
@@ -193,12 +193,8 @@ def no_tensor_conflicts(
 def slower_at_every_size(point: str, faster: str) -> str:
     """Why the path of a take-over point runs no call on this class of machine."""
     points = current_points()
-    if points.points[point].measured_on:
-        return f"{faster} on this class of machine ({points.machine_class})"
-    return (
-        f"not measured on this class of machine ({points.machine_class}); {CALIBRATE_COMMAND} "
-        "measures it"
-    )
+    is_measured = point in points.measured
+    return f"{faster if is_measured else 'not measured'} on this class of machine ({points.machine_class})"
 
 
 slower_at_every_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - torch reads it

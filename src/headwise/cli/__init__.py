@@ -1,7 +1,7 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune`, `convert` and
-`bench` are modules of these names; the packages `cost` and `run` hold the two largest, and
+The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune` and
+`convert` are modules of these names; the packages `cost` and `run` hold the two largest, and
 `describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
 
 `command_parser` makes help texts and errors. `exit_status` turns every error into one line and an
@@ -45,7 +45,6 @@ COMMANDS = {
     "prune": "remove heads: write a smaller model, with a proof",
     "convert": "convert MHA to GQA, MQA, latent and others, with a proof",
     "trace": "record queries, keys and values of a run in one file",
-    "bench": "benchmark headwise against other libraries and this machine's limits",
     "why": "which backend would run a spec, and why the others refuse",
 }
 DESCRIBE_COMMANDS = ("spec", "walk", "sites", "why")  # in one module

@@ -13,7 +13,7 @@ from ..errors import suggest
 from ..translation.terminal_text import TERMINAL_WIDTH, wrap
 
 HELP_COLUMN = 24  # column in which the explanations start
-COMMANDS_WITHOUT_PARTS = ("demo", "bench", "learn")  # read no spec or model of the user
+COMMANDS_WITHOUT_PARTS = ("demo", "learn")  # read no spec or model of the user
 LIST_OPTIONS = "--list-options"  # for scripts of global_options; no help text names it
 PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
 ONE_OR_MORE = (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE)

@@ -25,8 +25,7 @@ from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
-from ..machine.capabilities import available_memory, this_machine
-from ..machine.takeover_points import user_cache_folder
+from ..machine.capabilities import available_memory, this_machine, user_cache_folder
 from ..model_spec import WEIGHT_FORMATS, ModelSpec
 from ..ops.linear import linear
 from ..spec.attention_spec import AttentionSpec

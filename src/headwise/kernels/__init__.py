@@ -1,6 +1,6 @@
 """CPU kernels, compiled by Numba on first use and registered as torch operations.
 
-`docs/kernels.md` explains how a kernel is written, with a complete example. The foundation:
+`docs/backends.md` explains how a kernel is written, with a complete example. The foundation:
 
 - `kernel_args`: argument records, the interface between an operation and its kernel
 - `launch`, `jit`, `compilation`: sets of kernels, threads and work items; compilation, and when it

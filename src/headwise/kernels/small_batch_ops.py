@@ -67,7 +67,7 @@ BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = (
     2**19,
 )  # minimum number of blocks per thread; maximum bytes of a block
 PACKED_TOKEN_BYTES = (
-    this_machine().cache_bytes(2) or 2**20
+    this_machine().l2_cache_bytes
 ) // 2  # of the tokens that are multiplied at a time
 GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K", matrix="* K+")
 

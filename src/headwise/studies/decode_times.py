@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..bench.session import use_threads
 from ..costs import cache_bytes
 from ..errors import SpecError
 from ..files import read_json_file, write_atomically
 from ..kernels.compilation import compile_when_called
+from ..machine.capabilities import use_threads
 from ..model_spec import ModelSpec
 from ..models import Transformer, build
 from ..models.transformer import ModelCache

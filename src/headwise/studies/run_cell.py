@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.session import use_threads
 from ..data import Task, make_task
 from ..errors import SpecError, TrainingDiverged
 from ..files import write_atomically
+from ..machine.capabilities import use_threads
 from ..models import Transformer
 from ..training.training_run import CHECKPOINT_FOLDER
 

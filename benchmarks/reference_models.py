@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..interfaces.core_types import PartParams
-from ..model_spec import (
+from headwise.interfaces.core_types import PartParams
+from headwise.model_spec import (
     BlockSpec,
     EmbeddingSpec,
     FeedForwardSpec,
@@ -32,8 +32,9 @@ from ..model_spec import (
     PositionSpec,
     StackSpec,
 )
-from ..presets import design
-from .benchmark_case import import_quietly
+from headwise.presets import design
+
+from .harness import import_quietly
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...hub import load
-from ...models import Transformer, build
-from ..benchmark_case import (
+from headwise.hub import load
+from headwise.models import Transformer, build
+
+from .harness import (
     BenchmarkCase,
-    CaseCount,
     CaseKind,
     MissingPeer,
     RequiredWork,
@@ -26,7 +26,7 @@ from ..benchmark_case import (
     import_quietly,
     make_peer,
 )
-from ..reference_models import (
+from .reference_models import (
     CTranslate2Stepper,
     GPTShape,
     PlainGPT,
@@ -36,15 +36,6 @@ from ..reference_models import (
 
 SMALL_GPT, LARGE_GPT = GPTShape(), GPTShape(tokens=512, length=256, layers=6, heads=6, model=384)
 HANDWRITTEN, HANDWRITTEN_COMPILED = "handwritten PyTorch", "handwritten PyTorch, compiled"
-TRAINING_HISTORY = (
-    "One fused q, k and v product takes 0.79 to 0.91 of the time of three in bf16. Unfused "
-    "attention took bf16 steps "
-    "from 0.96 and 0.98 to 1.17 and 1.52 times the speed of the handwritten model. In fp32 a "
-    "small step reaches 0.96 "
-    "to 0.98, with fused q, k and v 0.97, with tiled attention from 60 keys on 0.98: the "
-    "operations take as long, and "
-    "the forward pass has 0.2 ms of overhead per layer. See log/2026-11-22-fast-halves.md."
-)
 
 
 def gpt_training_cases(quick: bool) -> Iterator[BenchmarkCase]:
@@ -95,7 +86,6 @@ def _training_case(
         targets,
         required,
         tolerance=None,
-        history=TRAINING_HISTORY,
         notes=notes,
     )
 
@@ -148,13 +138,6 @@ def _training_step(
     return run
 
 
-DECODE_HISTORY = (
-    "Kernels for products with few tokens, attention, norms, RoPE and gates, called without "
-    "torch's dispatcher; one "
-    "product each for q, k and v, and for gate and up. Of the 83 ms of transformers with sdpa, "
-    "its modules and its "
-    "cache take 20 to 24 ms without any attention. See log/2026-11-22-fast-models.md."
-)
 # A Llama with 107.2 million parameters and tied embeddings.
 MODEL_CONFIG = {
     "hidden_size": 768,
@@ -220,7 +203,6 @@ def _batch_cases(library: Any, folder: Path, rows: int) -> Iterator[BenchmarkCas
         targets,
         required,
         0.05,
-        DECODE_HISTORY,
         notes=notes,
     )
     peers: dict[str, TimedCall | MissingPeer] = {
@@ -239,7 +221,6 @@ def _batch_cases(library: Any, folder: Path, rows: int) -> Iterator[BenchmarkCas
         targets,
         required,
         0.05,
-        DECODE_HISTORY,
         notes=notes,
     )
     # Threads of CTranslate2 spin while they wait, which slows headwise down; so this is a case of
@@ -314,6 +295,6 @@ def _ctranslate2_step(library: Any, folder: Path, ids: Tensor) -> TimedCall:
 
 
 KINDS = {
-    "gpt_training": CaseKind("Training steps of a GPT", gpt_training_cases, CaseCount(5, 4)),
-    "model_decode": CaseKind("Decode steps of a whole model", model_decode_cases, CaseCount(6, 6)),
+    "gpt_training": CaseKind("Training steps of a GPT", gpt_training_cases),
+    "model_decode": CaseKind("Decode steps of a whole model", model_decode_cases),
 }

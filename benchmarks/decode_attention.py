@@ -13,28 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cache import PagedSequence, PagePool
-from ...kernels import PagedDecodeOptions, attend_paged
-from ...presets import design
-from ..benchmark_case import (
+from headwise.cache import PagedSequence, PagePool
+from headwise.kernels import PagedDecodeOptions, attend_paged
+from headwise.presets import design
+
+from .harness import (
     LIMIT,
     BenchmarkCase,
-    CaseCount,
     CaseKind,
     RequiredWork,
     SpeedTarget,
     TimedCall,
 )
 
-DECODE_HISTORY = (
-    "The kernel reads four keys and values at a time in memory order, and prefetches 12 KB ahead "
-    "into the L1 cache: 59 "
-    "to 68 % of the read limit in fp32 and 62 to 64 % in bf16 on two threads where `sum` reads 40 "
-    "GB/s (before: 63 and "
-    "59). No other prefetch distance, cache level, order or assignment to threads is faster. "
-    "Processors drop part of "
-    "the prefetches during products. See log/2026-11-22-fast-decode.md."
-)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_TOKENS = 32, 8, 128, 8192
 MIN_TOTAL_CACHE_BYTES = (
     128 * 2**20
@@ -157,7 +148,6 @@ def _decode_case(
         targets,
         caches.required_work(),
         3e-2 if low_precision else 1e-3,
-        history=DECODE_HISTORY,
     )
 
 
@@ -300,11 +290,6 @@ def _latent_case() -> BenchmarkCase:
     return BenchmarkCase("decode 8k, latent of 512 + 64", runs.pop("ours"), runs, (), required)
 
 
-PAGED_HISTORY = (
-    "The kernel is that of contiguous caches: the times of products and of memory reads add up, "
-    "they do not overlap. "
-    "See log/2026-11-22-fast-decode.md."
-)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 ROW_LENGTHS = (500, 1_571, 2_643, 3_714, 4_786, 5_857, 6_929, 8_000)
 SHARED_PREFIX, OWN_TOKENS = (
@@ -340,7 +325,6 @@ def _ragged_pages_case(page: int, name: str) -> BenchmarkCase:
         (SpeedTarget(LIMIT, READ_LIMIT_TARGETS[name]), SpeedTarget(GATHERED_SDPA, 3.0)),
         RequiredWork(bytes_read=rows.bytes_read),
         tolerance=1e-3 if name == "fp32" else 2e-2,
-        history=PAGED_HISTORY,
     )
 
 
@@ -485,12 +469,8 @@ def _grouped_sdpa(q_BHK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, is_real: Tensor
 
 
 KINDS = {
-    "attention_decode": CaseKind(
-        "Decoding: one query per row", attention_decode_cases, CaseCount(7, 7)
-    ),
+    "attention_decode": CaseKind("Decoding: one query per row", attention_decode_cases),
     "paged_attention": CaseKind(
-        "One query per row over pages, 32 heads on 8 key heads of 128",
-        paged_attention_cases,
-        CaseCount(6, 4),
+        "One query per row over pages, 32 heads on 8 key heads of 128", paged_attention_cases
     ),
 }

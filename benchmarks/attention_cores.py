@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import backends
-from ...backends import CallSignature, CoreInputs
-from ...interfaces.core_types import QueryContext
-from ...masking.sequence_info import AttentionMask, SequenceInfo
-from ...nn.attention import Attention
-from ...presets import design
-from ...spec.attention_spec import AttentionSpec
-from .. import reference_models as published
-from ..benchmark_case import (
+from headwise import backends
+from headwise.backends import CallSignature, CoreInputs
+from headwise.interfaces.core_types import QueryContext
+from headwise.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.nn.attention import Attention
+from headwise.presets import design
+from headwise.spec.attention_spec import AttentionSpec
+
+from . import reference_models as published
+from .harness import (
     BenchmarkCase,
-    CaseCount,
     CaseKind,
     MissingPeer,
     RequiredWork,
@@ -404,13 +404,9 @@ def _case_title(name: str, backward: bool) -> str:
 
 KINDS = {
     "head_composition": CaseKind(
-        "Cores that mix heads at each query-key pair: 16 causal heads",
-        head_composition_cases,
-        CaseCount(3, 3),
+        "Cores that mix heads at each query-key pair: 16 causal heads", head_composition_cases
     ),
     "entmax": CaseKind(
-        "Entmax: 4,096 rows of 1,024 scores, and 16 causal heads of 64",
-        entmax_cases,
-        CaseCount(10, 4),
+        "Entmax: 4,096 rows of 1,024 scores, and 16 causal heads of 64", entmax_cases
     ),
 }

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...interfaces.part import REGISTRY
-from ...nn.attention import Attention
-from ...nn.bound_parts import QKTransforms
-from ...presets import design
-from ..benchmark_case import (
+from headwise.interfaces.part import REGISTRY
+from headwise.nn.attention import Attention
+from headwise.nn.bound_parts import QKTransforms
+from headwise.presets import design
+
+from .harness import (
     BenchmarkCase,
-    CaseCount,
     CaseKind,
     MissingPeer,
     RequiredWork,
@@ -464,9 +464,9 @@ def _projection_backward(projection: _QKVProjection, x: Tensor) -> TimedCall:
 
 
 KINDS = {
-    "attention_layer": CaseKind("One layer, 2,048 tokens", attention_layer_cases, CaseCount(4, 4)),
-    "call_overhead": CaseKind("Small calls of one layer", call_overhead_cases, CaseCount(5, 5)),
+    "attention_layer": CaseKind("One layer, 2,048 tokens", attention_layer_cases),
+    "call_overhead": CaseKind("Small calls of one layer", call_overhead_cases),
     "qkv_projection": CaseKind(
-        "Queries, keys and values: one product or several", qkv_projection_cases, CaseCount(5, 5)
+        "Queries, keys and values: one product or several", qkv_projection_cases
     ),
 }

@@ -1,0 +1,178 @@
+"""The benchmarks outside the package: comparison, timing in turns, verdicts, report, backends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+from benchmarks.harness import LIMIT, BenchmarkCase, CaseKind, RequiredWork, SpeedTarget  # noqa: E402
+from benchmarks.reference_models import CTranslate2Stepper  # noqa: E402
+
+from benchmarks import __main__ as command, gpu, harness, report  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "BUFFER_BYTES", 2**12)
+    monkeypatch.setattr(harness, "MATRIX_SIZE", 8)
+    monkeypatch.setattr(harness, "SAMPLE_SECONDS", 1e-5)
+    monkeypatch.setattr(gpu, "SECONDS", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "difference"),
+    [
+        ([1.0, 100.0], [1.05, 100.0], ""),
+        ([1.0, 2.0], [1.5, 2.0], "off by 0.25 times the largest number"),
+        ([1.0, float("inf")], [1.0, float("inf")], ""),
+        ([1.0, float("nan")], [1.0, 2.0], "off by inf times the largest number"),
+        ([1.0], [1.0, 2.0], "returns [(2,)], not [(1,)]"),
+        ([], [], ""),
+    ],
+)
+def test_results_are_compared(ours: list[float], theirs: list[float], difference: str):
+    found = harness.describe_difference(torch.tensor(ours), torch.tensor(theirs), 1e-3)
+    assert found == difference
+
+
+def test_ratios_are_those_of_rounds():
+    ratio = harness.compare_rounds([1.0, 5.0, 1.0], [2.0, 9.0, 2.2])
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((2.0, 1.8, 2.2))
+    many = harness.compare_rounds([1.0] * 15, [*range(1, 16)])
+    assert (many.median, many.low, many.high) == (8, 4, 12)  # the sign test: 1.8 % in each tail
+
+
+def cases(quick: bool) -> Iterator[BenchmarkCase]:
+    x = torch.ones(64)
+    peers = {
+        "equal": lambda: x.clone() + 1,
+        "wrong": lambda: x,
+        "scale": lambda: x.sum(),
+        "fails": lambda: x.view(7),
+        "missing": harness.make_peer("no_such_library", lambda library: library.run),
+    }
+    targets = (SpeedTarget("equal", 1e-9), SpeedTarget(LIMIT, 1e9), SpeedTarget("missing", 1))
+    work = RequiredWork(bytes_read=256, flops=64)
+    yield BenchmarkCase("sum", lambda: x + 1, peers, targets, work, reported_peers=("scale",))
+    right = {"equal": peers["equal"]}
+    yield BenchmarkCase("right", lambda: x + 1, right, targets[:2], work)
+    yield BenchmarkCase("broken", lambda: x.view(7), {})
+
+
+def test_a_run_gives_rows_verdicts_a_table_and_a_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(command, "load_kinds", lambda: {"tiny": CaseKind("Tiny", cases)})
+    assert command.main(["tiny", "--quick", "--out", str(tmp_path)]) == 1  # a wrong result
+    text = capsys.readouterr().out
+    import json
+
+    document = json.loads((tmp_path / "bench.json").read_text())
+    mixed, right, broken = document["rows"]
+    assert set(mixed["peers"]) == {"equal", "wrong", "scale"}
+    assert set(mixed["differs"]) == {"wrong"}
+    assert mixed["absent"]["missing"] == "No module named 'no_such_library'"
+    assert mixed["absent"]["fails"].startswith("failed: RuntimeError")
+    assert [target["met"] for target in mixed["aim"]] == [None, None, None]
+    assert [target["met"] for target in right["aim"]] == [True, False]
+    assert right["limit"]["seconds"] > 0
+    assert broken["failed"].startswith("RuntimeError")
+    assert "1 of 5 targets are met." in text
+    assert "| tiny: broken | failed: RuntimeError" in text
+    assert (tmp_path / "bench.svg").read_text().startswith("<?xml")
+    assert command.main(["tiny:right", "--quick"]) == 0
+    assert "tiny: sum" not in capsys.readouterr().out
+    assert command.main(["tinny"]) == 2
+
+
+def test_the_recorded_runs_make_a_page():
+    import json
+
+    names = ("bench.json", "bench-x86-amx.json")
+    reports = [json.loads((ROOT / "docs" / name).read_text()) for name in names]
+    assert "35 of 40 targets are met." in report.markdown(reports[0])
+    table = report.compare_targets(reports)
+    assert "| decode 8k, fp32 | limit | 80 % | **45 %** | 84 % |" in table
+
+
+def test_all_kinds_of_work_load():
+    assert set(command.load_kinds()) >= {"entmax", "paged_attention", "gpt_training"}
+
+
+# --- backends on a GPU, run on the CPU, where its numbers are right as well -----------------------
+
+
+@pytest.mark.parametrize("name", ["plain heads, causal", "DCMHA"])
+def test_every_backend_is_compared_with_dense(name: str):
+    rows = {row["backend"]: row for row in gpu.measure_spec(name, torch.float32, "cpu", tokens=70)}
+    assert {"chunked", "dense"} <= set(rows)
+    assert all(row["is_right"] and row["seconds"] > 0 for row in rows.values())
+
+
+def test_a_backend_that_is_wrong_or_fails_is_reported(monkeypatch: pytest.MonkeyPatch):
+    from headwise.backends import BACKENDS
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no such\nkernel")
+
+    attend = BACKENDS["sdpa"].attend
+    monkeypatch.setattr(BACKENDS["sdpa"], "attend", lambda *args: 1.5 * attend(*args))
+    monkeypatch.setattr(BACKENDS["flash_cpu"], "attend", fail)
+    found = gpu.measure_spec("plain heads, causal", torch.float32, "cpu", tokens=70)
+    rows = {row["backend"]: row for row in found}
+    assert rows["sdpa"]["is_right"] is False
+    assert rows["flash_cpu"] == {"backend": "flash_cpu", "failed": "RuntimeError: no such kernel"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]):
+    assert command.main(["--device", "cuda"]) == 1
+    assert "torch finds no CUDA device" in capsys.readouterr().err
+
+
+# --- the stepwise CTranslate2 model, with a substitute library ------------------------------------
+
+ROWS, WORDS = 3, 7
+
+
+class Library:
+    """Of a batch, every row is told of in turn; one that the callback ends is told of no more."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def Generator(self, path: str, **how: Any) -> Any:
+        return SimpleNamespace(generate_batch=self.generate)
+
+    def generate(
+        self, words: list[list[str]], max_length: int, callback: Callable[[Any], bool], **how: Any
+    ) -> None:
+        going = [*range(len(words))]
+        while going and self.steps < max_length:
+            self.steps += 1
+            logits = np.full((len(words), WORDS), self.steps, np.float32)
+            going = [
+                row for row in going if not callback(SimpleNamespace(batch_id=row, logits=logits))
+            ]
+
+
+def test_each_call_is_a_step_of_all_rows_and_an_abandoned_generation_ends():
+    library = Library()
+    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, 50, threads=1)
+    for step in (1, 2, 3):
+        assert torch.equal(stepped(), torch.full((ROWS, WORDS), float(step)))
+        assert library.steps == step  # and waits
+    worker = stepped._worker
+    del stepped
+    worker.join(timeout=10)
+    assert not worker.is_alive()
+    assert library.steps <= 4
