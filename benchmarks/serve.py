@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import headwise as hw
-from headwise.costs.roofline import Device, NumberFormats, remeasure_this_machine
-from headwise.costs.serving_cost import ServingStep
+from headwise.costs.roofline import Device, RooflineOperation, remeasure_this_machine
 from headwise.families import read_model_spec
 from headwise.kernels.compilation import compile_when_called
-from headwise.serving import ThroughputPrediction
 
 CONFIG = {
     "model_type": "llama",
@@ -191,14 +189,13 @@ def compare_with_transformers(ours: hw.Transformer, theirs: Any, here: Device) -
         "transformers": theirs_took | {"tokens_per_second": tokens / theirs_took["seconds"]},
         "ratio": {name: theirs_took[name] / ours_took[name] for name in ours_took},
         "same_answers": sum(a == b for a, b in zip(generated_ids, other, strict=True)),
-        "predicted": ThroughputPrediction.of(ours, report, here).data,
         "bytes": {
             "budget": BUDGET,
             "allocated": engine.memory.nbytes,
             "peak": report.peak_bytes,
-            "padded_batch": hw.kv_cache_bytes(
-                ours.spec, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"
-            ),
+            "padded_batch": hw.cost(ours.spec, hw.Workload(REQUESTS, longest, "fp32"))
+            .estimates[0]
+            .cache_bytes,
         },
     }
 
@@ -237,10 +234,7 @@ def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list
     """Steps in which every row gets a token, by the number of rows; and of the most and the fewest,
     what they do.
     """
-    serving, generator = (
-        hw.ServingCost(net.spec, here, NumberFormats("fp32")),
-        torch.Generator().manual_seed(SEED),
-    )
+    generator = torch.Generator().manual_seed(SEED)
     engine = hw.Engine(net, budget=2**28, batching=hw.BatchingConfig(rows=ROWS[0], chunk=2048))
     prompts = torch.randint(CONFIG["vocab_size"], (ROWS[0], PROMPT), generator=generator).tolist()
     streams = [engine.submit(prompt, max_new_tokens=PROMPT) for prompt in prompts]
@@ -253,15 +247,17 @@ def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list
         engine.step()
         seconds = statistics.median(_timed(engine) for _ in range(STEPS))
         context = round(engine.report().steps[-1].context / rows)
-        step = serving.decode_step(hw.RequestBatch.uniform(rows, context))
+        workload = hw.Workload(rows, context, "fp32", "here")
+        step = hw.cost(net.spec, workload).estimates[0].operations["decode"]
+        predicted = sum(operation.seconds for operation in step)
         scaling.append(
             {
                 "rows": rows,
                 "context": context,
                 "step_seconds": seconds,
                 "tokens_per_second": rows / seconds,
-                "predicted_seconds": step.seconds,
-                "predicted_tokens_per_second": rows / step.seconds,
+                "predicted_seconds": predicted,
+                "predicted_tokens_per_second": rows / predicted,
             }
         )
         if rows in (ROWS[0], ROWS[-1]):
@@ -275,7 +271,9 @@ def _timed(engine: hw.Engine) -> float:
     return time.perf_counter() - begun
 
 
-def _parts(engine: hw.Engine, rows: int, step: ServingStep, here: Device) -> list[dict[str, Any]]:
+def _parts(
+    engine: hw.Engine, rows: int, step: Iterable[RooflineOperation], here: Device
+) -> list[dict[str, Any]]:
     """Where the time of a step goes: products with weights, which rows share, and the core, which
     they do not.
     """
@@ -283,7 +281,8 @@ def _parts(engine: hw.Engine, rows: int, step: ServingStep, here: Device) -> lis
         for _ in range(STEPS):
             engine.step()
     taken, found = _taken(seen, STEPS), []
-    for name, operations in (("weights", step.weight_operations), ("core", step.core_operations)):
+    for name in ("weights", "core"):
+        operations = [one for one in step if one.name.endswith("core") == (name == "core")]
         flops, moved = sum(one.flops for one in operations), sum(one.moved for one in operations)
         found.append(
             {

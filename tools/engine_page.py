@@ -58,12 +58,6 @@ def _compared(measured: dict[str, Any]) -> str:
             _seconds(theirs),
             _millions(sizes["padded_batch"]),
         ),
-        (
-            "`headwise cost`, upper limit",
-            _whole(measured["predicted"]["tokens_per_second"]),
-            "",
-            "",
-        ),
     ]
     total, speedup = measured["requests"], measured["ratio"]["seconds"]
     waits = " and ".join(
@@ -136,7 +130,6 @@ def _scaling(measured: list[dict[str, Any]]) -> str:
         "time per step",
         "predicted lower limit",
         "tokens per second",
-        "predicted upper limit",
     ]
     return "Decode steps of all rows:\n\n" + _table(head, rows)
 

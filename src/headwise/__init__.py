@@ -29,11 +29,8 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .costs.activations import layer_activation_memory
     from .costs.cost_report import Workload, cost
     from .costs.cost_vs_length import find_crossovers
-    from .costs.kv_cache_memory import RequestBatch, kv_cache_bytes
     from .costs.published_formulas import check_formulas
-    from .costs.roofline import Device, NumberFormats
-    from .costs.serving_capacity import MemoryDemand, check_memory_fit
-    from .costs.serving_cost import ServingCost
+    from .costs.roofline import Device
     from .costs.size_matching import match_size
     from .costs.training_memory import ActivationSettings, activation_memory
     from .distributed import Parallelism
@@ -222,12 +219,6 @@ _MODULE_OF_NAME = {
     "find_crossovers": "costs.cost_vs_length",
     "match_size": "costs.size_matching",
     "Device": "costs.roofline",
-    "NumberFormats": "costs.roofline",
-    "RequestBatch": "costs.kv_cache_memory",
-    "kv_cache_bytes": "costs.kv_cache_memory",
-    "ServingCost": "costs.serving_cost",
-    "MemoryDemand": "costs.serving_capacity",
-    "check_memory_fit": "costs.serving_capacity",
     "ActivationSettings": "costs.training_memory",
     "layer_activation_memory": "costs.activations",
     "activation_memory": "costs.training_memory",

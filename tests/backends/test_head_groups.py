@@ -13,11 +13,9 @@ import headwise as hw
 from headwise import backends, costs
 from headwise.backends import CallSignature, HeadGroupDispatch
 from headwise.backends.dispatch import take_heads
+from headwise.costs.cost_report import estimate_cost
 from headwise.costs.flops import AttentionComponent, ExecutionTarget, ForwardCall
-from headwise.costs.kv_cache_memory import AttentionGroup
 from headwise.costs.pairs_per_head import patterns_of_kv_heads
-from headwise.costs.roofline import NumberFormats
-from headwise.costs.serving_cost import RequestChunk, chunk_cost
 from headwise.nn import head_axis_ops, reference
 from headwise.part_checks import contract
 from headwise.surgery.head_grouping import permute_heads
@@ -302,11 +300,11 @@ def test_bytes_are_read_by_the_heads_that_need_them():
     )
     assert component(COUNTED).key_reads(ForwardCall(1, 1, 999, mode="steps")) == (1000, 43, 43)
     assert component(COUNTED).key_reads(ForwardCall(1, 1000)) == (1000, 1000, 1000)
-    cost = chunk_cost(
-        AttentionGroup("attention", COUNTED), RequestChunk(1, past=999), NumberFormats()
-    )
+    estimate = estimate_cost(COUNTED, hw.Workload(context=1000))
     per_head, queries_and_outputs = 2 * 4 * 2, 2 * 6 * 4 * 2
-    assert cost.bytes_moved == per_head * (1000 + 43 + 43) + queries_and_outputs
+    assert (
+        estimate.operations["decode"][1].moved == per_head * (1000 + 43 + 43) + queries_and_outputs
+    )
     shared = replace(COUNTED, pattern=hw.PerHead((hw.Causal(), hw.Window(4)), (0, 1, 1, 1, 0, 1)))
     assert patterns_of_kv_heads(shared)[0] == hw.Causal() | hw.Window(4)
 
@@ -345,11 +343,6 @@ def test_streaming_heads_keep_sinks_and_recent_tokens(store):
     bytes_per_token = 2 * (64 * 4 if store is None else 64 + 4)
     assert cache.nbytes == held_bytes(cache) == 3 * (4096 + 64 + 256) * bytes_per_token
     assert costs.cache_bytes(spec, batch=3, capacity=4096, storage=store or "") == cache.nbytes
-    requests = costs.kv_cache_memory.RequestBatch.uniform(3, 4096)
-    assert (
-        costs.kv_cache_memory.kv_cache_bytes(spec, requests, "ring", store or "fp32")
-        == cache.nbytes
-    )
     every_token = hw.design(preset="streaming_retrieval", pattern="causal")
     assert (
         costs.cache_bytes(every_token, batch=3, capacity=4096, storage=store or "")

@@ -18,7 +18,7 @@ from headwise import model_spec as bp
 from headwise.cli import main
 from headwise.costs import roofline
 from headwise.costs.roofline import Device
-from headwise.serving.metrics import LatencySummary, ThroughputPrediction
+from headwise.serving.metrics import LatencySummary
 
 LETTERS = "<>abcdefghijk"
 
@@ -102,7 +102,6 @@ def test_lines_are_answered_as_alone(
     )  # line n draws from stream n of the seed
     assert values[1]["ended"] == "length"
     assert "5 requests, 29 tokens in" in err
-    assert "predicted maximum of tokens per second" in err
     assert [line["line"] for line in map(json.loads, out.splitlines())][
         -1
     ] == 1  # as they are done, the longest last
@@ -168,7 +167,6 @@ def test_a_bad_line_is_reported_and_the_others_go_on(
     summary = data["summary"]
     assert (summary["requests"], summary["tokens"], summary["budget"]) == (1, 4, 9_000_000)
     assert 0 < summary["peak_bytes"] <= summary["budget"]
-    assert summary["predicted"]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(
@@ -209,29 +207,3 @@ def test_median_and_95th_percentile_latency():
     assert LatencySummary.of(range(1, 101)) == (50.5, 50, 95)
     assert LatencySummary.of([7.0]) == (7.0, 7.0, 7.0)
     assert LatencySummary.of([]) == (0.0, 0.0, 0.0)
-
-
-def test_the_prediction_is_the_price_of_every_step(net):
-    """Each step priced by hand: all rows with their own lengths, and the chunks of prompts."""
-    engine = hw.Engine(net, budget=10**7, batching=hw.BatchingConfig(chunk=16))
-    streams = [engine.submit([1] * 16, max_new_tokens=9), engine.submit([2] * 16, max_new_tokens=4)]
-    engine.run()
-    assert [stream.ended for stream in streams] == ["length"] * 2
-    device = Device("here", "this machine", {"fp32": 1e11}, 1e10, 1e10, "cpu")
-    serving = hw.ServingCost(net.spec, device, hw.NumberFormats("fp32"))
-    report = engine.report()
-    # Row one answers at lengths 17 .. 24; row two, a step later, at 17 .. 19.
-    steps = [
-        serving.mixed_step(hw.RequestBatch.from_lengths([17]), 16),
-        serving.mixed_step(hw.RequestBatch.from_lengths([18, 17]), 16),
-    ]
-    steps += [
-        serving.decode_step(hw.RequestBatch.from_lengths(lengths))
-        for lengths in ([19, 18], [20, 19], [21], [22], [23], [24])
-    ]
-    assert [(step.rows, step.context) for step in report.steps] == [
-        (1, 17), (2, 35), (2, 37), (2, 39), (1, 21), (1, 22), (1, 23), (1, 24)
-    ]  # fmt: skip
-    predicted = ThroughputPrediction.of(net, report, device)
-    assert predicted.seconds == pytest.approx(sum(step.seconds for step in steps), rel=2e-3)
-    assert predicted.tokens == pytest.approx(13 / predicted.seconds)

@@ -11,11 +11,7 @@ import pytest
 import headwise as hw
 from headwise import cli
 from headwise.costs.cost_report import cost, estimate_cost
-from headwise.costs.kv_cache_memory import RequestBatch
 from headwise.costs.roofline import Device
-from headwise.costs.serving_capacity import MemoryDemand, min_devices
-from headwise.costs.serving_cost import ServingCost
-from headwise.costs.throughput_report import ThroughputReport
 from headwise.families import read_model_spec
 
 GPT3 = read_model_spec("gpt3")
@@ -88,22 +84,3 @@ def test_the_table_and_the_document_say_what_is_missing(capsys: pytest.CaptureFi
     assert (large["devices"], small["devices"]) == (3, 1)
     assert small["seconds"]["decode"] > 0
     assert small["missing_bytes"] == {"prefill": 0, "decode": 0}
-
-
-def test_serving_without_room_has_no_times(capsys: pytest.CaptureFixture[str]):
-    demand = MemoryDemand(
-        ServingCost(GPT3, Device.from_name("h200")), RequestBatch.uniform(2, 1000)
-    )
-    report = ThroughputReport("gpt3", demand, 1000)
-    assert report.data["fits"] is False
-    assert "token_seconds" not in report.data
-    assert report.data["missing_bytes"] == demand.bytes_per_device - 141 * 10**9
-    count = min_devices(demand)
-    assert count is not None
-    assert replace(demand, num_devices=count).fits
-    assert not replace(demand, num_devices=count - 1).fits
-    assert report.data["devices"] == count
-    assert "so no time is estimated (step)" in " ".join(str(report).split())
-    assert "tokens per second" not in str(report)
-    assert cli.main(["cost", "gpt2", "--serve", "--context", "1000"]) == 0
-    assert "tokens per second, all rows together" in capsys.readouterr().out

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import headwise as hw
 from headwise import cli
-from headwise.costs import decode_intensity, roofline
-from headwise.costs.roofline import Device, NumberFormats
+from headwise.costs import roofline
+from headwise.costs.roofline import Device
 
 
 @pytest.fixture(autouse=True)
@@ -125,48 +124,3 @@ def test_importing_does_not_measure(home: Path):
     )
     assert completed.stdout.strip() == "False"
     assert list_files(home) == []
-
-
-def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_intensity, "TIMING_SECONDS", 0.001)
-    presets = ("mha", "gqa", "mla", "dcmha", "linear")
-    code = cli.main(
-        ["cost", *presets, "--model", "256", "--context", "60", "--intensity", "--device", "here"]
-    )
-    out = capsys.readouterr().out
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
-    assert "measured just now" in " ".join(out.split())
-    rows = [line for line in out.splitlines() if "core (purple)" in line]
-    assert [row.split()[-1] == "-" for row in rows] == [False, False, False, True, True]
-
-
-def test_too_large_cores_are_not_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_intensity, "time_products", lambda *args: pytest.fail("measured"))
-    monkeypatch.setattr(decode_intensity, "time_core", lambda *args: pytest.fail("measured"))
-    boxed = decode_intensity.DecodeLayer(
-        hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22
-    )
-    assert [boxed.with_measured_seconds(box).measured for box in boxed.components(64)] == [None] * 3
-
-
-def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.MonkeyPatch):
-    recorded: list[tuple[int, ...]] = []
-    multiply = torch.bmm
-    monkeypatch.setattr(decode_intensity, "TIMING_SECONDS", 0)
-    monkeypatch.setattr(
-        torch, "bmm", lambda a, b: (recorded.append((*a.shape, b.shape[-1])), multiply(a, b))[1]
-    )
-    for preset, expected in {
-        "gqa": [(6, 4, 64, 30), (6, 4, 30, 64)],  # 3 rows of 2 key heads, which 4 heads share
-        "mla": [(3, 16, 576, 30), (3, 16, 30, 512)],  # one latent, which 16 heads share
-        "diff": [(48, 1, 32, 30), (24, 2, 30, 64)],  # 16 key heads, whose pairs share a value
-    }.items():
-        recorded.clear()
-        spec = hw.design(preset=preset)
-        boxed = decode_intensity.DecodeLayer(
-            spec, Device.from_name("h200"), 30, NumberFormats("fp32")
-        )
-        assert boxed.with_measured_seconds(boxed.components(3)[1]).measured is not None
-        assert recorded[:2] == expected
-        assert sum(2 * b * m * k * n for b, m, k, n in recorded[:2]) == boxed.components(3)[1].flops

@@ -36,7 +36,8 @@ from headwise.model_spec import (
     PositionSpec,
     StackSpec,
 )
-from support import spec_strategies as strategies
+from support import layer_cases as cases, spec_strategies as strategies
+from support.model_configs import gemma_3_1b
 
 LLAMA3 = {
     "model_type": "llama",
@@ -45,6 +46,21 @@ LLAMA3 = {
     "intermediate_size": 14336,
 }
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+PRESET_SPECS = {name: hw.design(preset=name) for name in hw.PRESETS}
+CACHED_SPECS = {
+    name: spec
+    for name, spec in (cases.EXAMPLES | PRESET_SPECS).items()
+    if spec.pattern.tokens_before_decode is not None and spec.source is None
+}
+CACHED_SPECS["sinks"] = cases.base(kv=2, pattern="window(5) | first(3)")
 DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
 GPT3 = {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}
 T5 = {"model_type": "t5"}
@@ -700,3 +716,31 @@ def test_a_backend_that_keeps_scores_forms_none_again():
         "dense": 0,
         "bf16_matmul": 0,
     }
+
+
+# --- KV cache -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CACHED_SPECS)
+def test_our_own_caches_hold_as_many_bytes(name: str):
+    spec = CACHED_SPECS[name]
+    for length in (1, 4, 41, 600):
+        cache = hw.KVCache.for_spec(spec, batch=3, capacity=length)
+        assert costs.cache_bytes(spec, batch=3, capacity=length) == cache.nbytes
+    half = hw.KVCache.for_spec(spec, batch=1, capacity=9, dtype=torch.bfloat16)
+    assert costs.cache_bytes(spec, batch=1, capacity=9, bytes_per_number=2) == half.nbytes
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "expected"),
+    [
+        (LLAMA3, 1, 131_072),
+        (DEEPSEEK_V3, 1, 70_272),
+        ({"model_type": "gpt_oss"}, 1, 73_728),
+        # 139.0 MiB in rings of 512 tokens for 22 of 26 layers (mlxcel 172)
+        (None, 32_768, 1024 * (22 * 512 + 4 * 32_768)),
+    ],
+)
+def test_published_bytes_of_the_cache(config: dict[str, Any] | None, context: int, expected: int):
+    model = gemma_3_1b() if config is None else families.read_model_spec(config)
+    assert estimate_cost(model, hw.Workload(context=context)).cache_bytes == expected

@@ -15,9 +15,7 @@ import transformers as tf
 import headwise as hw
 from headwise import cli
 from headwise.costs.cost_report import estimate_cost
-from headwise.costs.kv_cache_memory import RequestBatch
-from headwise.costs.roofline import Device, NumberFormats
-from headwise.costs.serving_cost import ServingCost
+from headwise.costs.roofline import Device
 from headwise.costs.weight_storage import WeightStorage, total_weight_bytes
 from headwise.costs.workload import select_layer
 from headwise.families import read_model_spec
@@ -310,9 +308,7 @@ def test_a_quantised_model_survives_a_trip_through_toml():
 
 
 def test_a_step_reads_the_stored_bytes_of_its_weights():
-    """One token reads a router, and 4 of 32 experts with their biases in bfloat16; serving reads
-    the same bytes.
-    """
+    """One token reads a router, and 4 of 32 experts with their biases in bfloat16."""
     model = read_model_spec("gpt-oss-20b")
     cost = estimate_cost(model, hw.Workload(context=64))
     step = {one.name: one for one in cost.operations["decode"]}
@@ -320,11 +316,6 @@ def test_a_step_reads_the_stored_bytes_of_its_weights():
     router, chosen = 2 * 32 * 2880 + 2 * 32, 4 * (expert * 17 // 32 + 2 * 3 * 2880)
     flowing = 2 * (2880 + 32 + 4 * 3 * 2 * 2880)
     assert step["feed-forward"].moved == 24 * (router + chosen + flowing)
-    served = ServingCost(model, Device.from_name("h200")).decode_step(RequestBatch.uniform(1, 64))
-    assert (
-        sum(one.moved for one in served.operations)
-        == sum(one.moved for one in cost.operations["decode"]) - 2 * 2 * 2880
-    )
 
 
 def test_layers_that_are_stored_differently_are_read_differently():
@@ -335,13 +326,13 @@ def test_layers_that_are_stored_differently_are_read_differently():
         2 * 3 + 1
     )  # the embedding and the norms, which no operation reads
     for of in (model, plain):
-        step = ServingCost(of, Device.from_name("h200")).decode_step(RequestBatch.uniform(1, 9))
-        moved = sum(one.moved for one in step.weight_operations)
         weights = total_weight_bytes(of, WeightStorage("bf16", of.quantization)) - table
         flowing = 2 * (3 * 2 * 256 + 3 * 3 * (256 + 384) + 256 + 130)
-        assert moved == weights + flowing
         operations = estimate_cost(of, hw.Workload(context=9)).operations["decode"]
-        assert sum(one.moved for one in operations if "core" not in one.name) == moved + 2 * 2 * 256
+        assert (
+            sum(one.moved for one in operations if "core" not in one.name)
+            == weights + flowing + 2 * 2 * 256
+        )
     blocks = [
         estimate_cost(select_layer(model, str(n)), hw.Workload(context=9)).weights_bytes
         for n in range(3)
@@ -360,15 +351,6 @@ def test_fp8_products_run_at_the_rate_of_fp8_where_there_is_one():
         assert feed.seconds == pytest.approx(32 * 6 * 8192 * 4096 * 14336 / rate)
         core = next(one for one in cost.operations["prefill"] if one.name == "attention core")
         assert core.seconds == pytest.approx(core.flops / Device.from_name(device).flops["bf16"])
-    assert Device.from_name("h200").compute_bound_tokens("bf16", "fp8") == pytest.approx(
-        206, abs=0.5
-    )
-    assert Device.from_name("a100").compute_bound_tokens("bf16", "fp8") == pytest.approx(
-        76.5, abs=0.1
-    )
-    assert Device.from_name("h200").compute_bound_tokens("bf16", "mxfp4") == pytest.approx(
-        206 * 4.25 / 16, abs=0.1
-    )
 
 
 def test_weights_can_be_counted_in_another_format():
@@ -381,12 +363,6 @@ def test_weights_can_be_counted_in_another_format():
     in_int8 = estimate_cost(model, hw.Workload(dtype="int8"))
     assert in_int8.weights_bytes == matrices + 4 * rows + 2 * (20_914_757_184 - matrices)
     assert in_int8.workload.dtype == "bf16"
-    assert (
-        NumberFormats(weights="int8")
-        .storage(model)
-        .total_bytes(weight for weight in model.weights() if weight.trainable)
-        == in_int8.weights_bytes
-    )
 
 
 def test_the_command_prints_stored_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -99,7 +99,6 @@ cost mha --complexity
 cost gqa --terms
 cost gpt2.json --activations --context 32
 cost gpt2.json --optimiser zero
-cost gqa --memory-fit
 cost deepseek-v3 --batch 4 --context 4096 --dtype fp8
 cost gpt2.json --layer 1.attention
 walk mha --model 8 --heads 2

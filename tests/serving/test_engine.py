@@ -309,10 +309,8 @@ def test_shared_prefixes_are_in_memory_once():
         engine.submit([*begin, n], max_new_tokens=4)
     engine.step()
     engine.step()
-    rows = hw.RequestBatch.from_lengths(
-        [50, 49, 49, 49, 49], shared=48
-    )  # the first has said two tokens, and reads the first of them
-    assert engine.memory.used == hw.kv_cache_bytes(spec, rows, "paged(4)", "fp32")
+    # 12 pages of the prefix, and one page of each row: the first has 50 tokens, the others 49.
+    assert engine.memory.used == hw.costs.cache_bytes(spec, batch=1, capacity=4 * (12 + 5))
 
 
 def test_a_shared_prefix_depends_on_its_source():
@@ -377,7 +375,7 @@ def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw
 def test_the_budget_holds_and_requests_wait_for_free_pages():
     spec = plain()
     net, way = language(spec), hw.BatchingConfig(page=4, chunk=16)
-    each = hw.kv_cache_bytes(spec, hw.RequestBatch.uniform(1, 20), "paged(4)", "fp32")
+    each = hw.costs.cache_bytes(spec, batch=1, capacity=20)
     engine = hw.Engine(
         net, budget=3 * 2 * each, batching=way
     )  # as much again for the buffer, of one layer

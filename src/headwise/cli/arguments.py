@@ -6,10 +6,12 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,6 +343,28 @@ def parse_value(text: str) -> Any:
                 f"{example}"
             ) from None
         return text.strip()
+
+
+BYTE_UNITS = {"b": 1} | {f"{prefix}b": 1000**n for n, prefix in enumerate("kmgt", 1)}
+BYTE_UNITS |= {f"{prefix}ib": 1024**n for n, prefix in enumerate("kmgt", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes such as "80 GB" or "5.38 GiB".
+
+    >>> parse_bytes("80 GB"), parse_bytes("1.5GiB")
+    (80000000000, 1610612736)
+    """
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", text)
+    if not match:
+        raise UsageError(f"cannot read {text!r} as bytes; write it as in '80 GB' or '5.38 GiB'")
+    unit = match[2].lower() or "b"
+    if unit not in BYTE_UNITS:
+        raise UsageError(f"{text!r} has the unknown unit {match[2]!r}; {suggest(unit, BYTE_UNITS)}")
+    count = int(Fraction(match[1]) * BYTE_UNITS[unit])
+    if not 1 <= count <= 2**62:
+        raise UsageError(f"memory must be from 1 to 2^62 bytes, got {text!r}")
+    return count
 
 
 def to_json(data: Any) -> str:

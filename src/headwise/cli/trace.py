@@ -19,6 +19,7 @@ from .arguments import (
     add_json_argument,
     add_overwrite_argument,
     existing_mode,
+    parse_bytes,
     print_note,
     print_page,
     to_json,
@@ -165,7 +166,6 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
     check_choice("--precision", args.precision, known_names.TRACE_PRECISIONS)
     for name in filter(None, args.record.split(",")):
         check_choice("--record", name, known_names.TRACE_EXTRA_TENSORS)
-    from ..costs.serving_capacity import parse_bytes
     from ..inspect.trace_capture import Capture, trace
 
     budget = {"budget": parse_bytes(args.budget)} if args.budget else {}

@@ -13,11 +13,6 @@ In reading order:
   which one spec becomes cheaper than another; `cost_plots` draws charts and writes CSV;
   `size_matching` finds sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
-- `kv_cache_memory`, `serving_cost`, `serving_capacity` and `throughput_report` give the memory,
-  latency and
-  throughput of serving, and `decode_intensity` the arithmetic intensity of the parts of a decode
-  step;
-- `parallelism` divides a model among devices, with memory, time and communication of each;
 - `complexity`, `published_formulas` and `published_article` compare with the literature and with a
   small layer that
   is run; `layer_reach` measures the receptive field and the gradients by distance of such layers.

@@ -12,8 +12,8 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,14 +26,10 @@ from ..files import write_atomically
 from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
 from ..machine.capabilities import available_memory, this_machine, user_cache_folder
-from ..model_spec import WEIGHT_FORMATS, ModelSpec
 from ..ops.linear import linear
-from ..spec.attention_spec import AttentionSpec
 from .flops import AttentionComponent, ForwardCall, ModelComponent, cached_numbers
-from .weight_storage import DTYPE_BYTES, FP8, STORED, WeightStorage, check_weight_format
+from .weight_storage import DTYPE_BYTES, FP8, WeightStorage
 
-STORAGE_BYTES = DTYPE_BYTES | {"int8": 1, "fp8": 1}  # formats of the KV cache
-SCALE_BYTES = 4  # bytes of the float32 scale of an int8 row
 THIS_MACHINE = "here"
 HARDWARE_TABLE = tomllib.loads(files("headwise.costs").joinpath("hardware.toml").read_text())
 
@@ -43,8 +39,7 @@ class Device:
     """A device: peak FLOPs per second by precision, bandwidth in bytes per second, and memory in
     bytes.
 
-    `flops` has "fp8" only if the device multiplies matrices in this format. `link_bandwidth` is
-    that of the link to other devices of the same machine, in each direction; 0 if there is none.
+    `flops` has "fp8" only if the device multiplies matrices in this format.
     """
 
     name: str
@@ -53,7 +48,6 @@ class Device:
     bandwidth: float
     memory: float
     kind: str = "cuda"  # torch.device.type
-    link_bandwidth: float = 0.0
 
     @staticmethod
     def from_name(name: str) -> Device:
@@ -72,41 +66,14 @@ class Device:
         row = HARDWARE_TABLE[name]
         flops = {"bf16": row["bf16"] * 1e12, "fp16": row["bf16"] * 1e12, "fp32": row["fp32"] * 1e12}
         flops |= {FP8: row[FP8] * 1e12} if FP8 in row else {}
-        sizes = (row["gbps"] * 1e9, row["gb"] * 1e9)
-        return Device(
-            name,
-            row["what"],
-            flops,
-            *sizes,
-            row.get("kind", "cuda"),
-            row.get("link_gbps", 0.0) * 1e9,
-        )
-
-    def with_efficiency(self, compute: float = 1.0, bandwidth: float = 1.0) -> Device:
-        """Return the device with its peak compute and bandwidth multiplied by these shares.
-
-        >>> Device.from_name("h200").with_efficiency(compute=0.5).flops["bf16"]
-        494500000000000.0
-        """
-        for name, share in (("compute", compute), ("bandwidth", bandwidth)):
-            if not 0 < share <= 1:
-                raise SpecError(
-                    f"efficiency of {name} must be greater than 0 and at most 1, got {share!r}"
-                )
-        flops = {dtype: rate * compute for dtype, rate in self.flops.items()}
-        less = [
-            f"{share:.0%} of its {name}"
-            for name, share in (("peak FLOP/s", compute), ("bandwidth", bandwidth))
-            if share < 1
-        ]
-        what = f"{self.description}, reaching {' and '.join(less)}" if less else self.description
-        return replace(self, description=what, flops=flops, bandwidth=self.bandwidth * bandwidth)
+        kind = row.get("kind", "cuda")
+        return Device(name, row["what"], flops, row["gbps"] * 1e9, row["gb"] * 1e9, kind)
 
     def ridge_point(self, dtype: str) -> float:
         """FLOPs per byte above which an operation is compute-bound."""
         return self.flops[dtype] / self.bandwidth
 
-    def compute_bound_tokens(self, dtype: str, weights: str = "") -> float:
+    def compute_bound_tokens(self, dtype: str) -> float:
         """Number of tokens per step above which the product with a weight matrix is compute-bound.
 
         A token needs two FLOPs per weight, against the bytes of that weight; inputs and outputs are
@@ -117,19 +84,8 @@ class Device:
         ...     for name in ("a100", "h100", "h200")
         ... ]
         [153, 295, 206]
-        >>> round(
-        ...     Device.from_name("h100").compute_bound_tokens("bf16", weights="int8")
-        ... )  # half as many bytes
-        148
         """
-        if weights in ("", STORED) or weights in DTYPE_BYTES:
-            return (
-                self.ridge_point(dtype)
-                * DTYPE_BYTES[dtype if weights in ("", STORED) else weights]
-                / 2
-            )
-        compute = FP8 if weights == FP8 and FP8 in self.flops else dtype
-        return self.ridge_point(compute) * WEIGHT_FORMATS[weights].bits_per_weight / 8 / 2
+        return self.ridge_point(dtype) * DTYPE_BYTES[dtype] / 2
 
     def min_seconds(self, flops: int, moved: int, dtype: str) -> float:
         """Lower bound of the time, in seconds, if compute and memory transfers
@@ -142,37 +98,6 @@ class Device:
         return "compute" if flops / self.flops[dtype] >= moved / self.bandwidth else "memory"
 
 
-@dataclass(frozen=True)
-class NumberFormats:
-    """Number formats of matrix products, of the weights, and of the KV cache.
-
-    Weights default to "stored", which is the format of a quantised checkpoint or else that of the
-    products, and the cache to the format of the products; a cache in int8 has one float32 scale per
-    row.
-
-    >>> NumberFormats("bf16", cache="int8")
-    NumberFormats(compute='bf16', weights='stored', cache='int8')
-    """
-
-    compute: str = "bf16"
-    weights: str = ""
-    cache: str = ""
-
-    def __post_init__(self) -> None:
-        dtype_bytes(self.compute)
-        object.__setattr__(self, "weights", self.weights or STORED)
-        check_weight_format(self.weights)
-        object.__setattr__(self, "cache", self.cache or self.compute)
-        if self.cache not in STORAGE_BYTES:
-            raise SpecError(
-                f"cache={self.cache!r} is unknown; {suggest(self.cache, STORAGE_BYTES)}"
-            )
-
-    def storage(self, spec_or_model: AttentionSpec | ModelSpec | None = None) -> WeightStorage:
-        """Return the formats of the weights of a spec or model."""
-        return WeightStorage.from_name(self.weights, self.compute, spec_or_model)
-
-
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one number of a format that matrix products are computed in.
 
@@ -183,21 +108,6 @@ def dtype_bytes(dtype: str) -> int:
         raise SpecError(f"dtype={dtype!r} is unknown; {suggest(dtype, DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
 
-
-def stored_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of cached values in this format; in int8, each row along the last axis has a float32
-    scale.
-
-    The keys of one token, with 8 heads of 128 channels:
-
-    >>> stored_bytes((8, 128), "bf16"), stored_bytes((8, 128), "int8")
-    (2048, 1056)
-    """
-    scales = SCALE_BYTES * math.prod(shape[:-1]) if dtype == "int8" else 0
-    return math.prod(shape) * STORAGE_BYTES[dtype] + scales
-
-
-DEFAULT_FORMATS = NumberFormats()
 
 # --- Measuring the machine that runs this ---------------------------------------------------------
 

@@ -6,7 +6,7 @@
 
 from .engine import Engine
 from .kv_memory import BatchingConfig
-from .metrics import ServingReport, ThroughputPrediction
+from .metrics import ServingReport
 from .requests import RequestStream, RequestTiming
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "RequestStream",
     "RequestTiming",
     "ServingReport",
-    "ThroughputPrediction",
 ]

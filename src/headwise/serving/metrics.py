@@ -1,6 +1,4 @@
-"""Measurements of the engine, and the throughput that the cost model predicts
-for the same steps.
-"""
+"""Measurements of the engine: throughput, latencies and memory."""
 
 from __future__ import annotations
 
@@ -9,17 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ..costs.kv_cache_memory import CacheAllocator
-from ..costs.roofline import Device, NumberFormats
-from ..costs.serving_cost import RequestChunk, ServingCost
-from ..errors import SpecError, pluralise
-from ..models import Transformer
+from ..errors import pluralise
 from .kv_memory import KVMemory
 from .model_runner import ModelRunner, StepRecord
 from .requests import RequestTiming
-
-MAX_PRICED_STEPS = 48  # evenly chosen steps whose cost is estimated
-DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 class LatencySummary(NamedTuple):
@@ -133,75 +124,6 @@ class ServingReport:
             ),
         ]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class ThroughputPrediction:
-    """Minimum seconds that `headwise cost --serve` predicts for the measured steps on a device."""
-
-    device: str
-    seconds: float
-    tokens: float
-
-    @staticmethod
-    def of(net: Transformer, report: ServingReport, device: Device) -> ThroughputPrediction:
-        """Estimate evenly chosen steps, each as if its rows were alike, and scale to all steps."""
-        dtype = DTYPE_NAMES.get(str(next(net.parameters()).dtype))
-        if dtype is None:
-            raise SpecError(
-                f"weights of {next(net.parameters()).dtype} have no price; use float32, bfloat16 "
-                "or float16"
-            )
-        source = -(-report.sources // max(1, report.requests))
-        serving = ServingCost(
-            net.spec,
-            device,
-            NumberFormats(dtype),
-            allocator=CacheAllocator("paged", 16),
-            source_tokens=source,
-        )
-        chosen = (
-            [
-                report.steps[n * len(report.steps) // MAX_PRICED_STEPS]
-                for n in range(MAX_PRICED_STEPS)
-            ]
-            if report.steps
-            else []
-        )
-        if len(report.steps) <= MAX_PRICED_STEPS:
-            chosen = list(report.steps)
-        measured = sum(step.seconds for step in chosen)
-        least = sum(_min_step_seconds(serving, step) for step in chosen)
-        seconds = report.seconds * least / measured if measured else 0.0
-        return ThroughputPrediction(
-            device.description, seconds, report.tokens / seconds if seconds else 0.0
-        )
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The fields as plain values, for JSON."""
-        return {"device": self.device, "seconds": self.seconds, "tokens_per_second": self.tokens}
-
-    def __str__(self) -> str:
-        return (
-            _format_line("predicted maximum of tokens per second", f"{self.tokens:,.1f}")
-            + f"\n  on {self.device}"
-        )
-
-
-def _min_step_seconds(serving: ServingCost, step: StepRecord) -> float:
-    """Minimum seconds of one step, with its rows, and its prompts, all assumed
-    to be equally long.
-    """
-    chunks: Counter[RequestChunk] = Counter()
-    if step.rows:
-        chunks[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += (
-            step.rows
-        )
-    if step.num_prompts:
-        num_tokens, past = (round(count / step.num_prompts) for count in (step.tokens, step.past))
-        chunks[RequestChunk(max(1, num_tokens), past, serving.source_tokens)] += step.num_prompts
-    return serving.estimate_step(chunks).seconds
 
 
 def _format_line(name: str, value: str) -> str:

@@ -1,8 +1,7 @@
 """`headwise cost`: the cost of specs and models before they run, side by side.
 
 This module has the command and its everyday options. `comparison_options` has those that compare,
-match sizes, draw and write CSV; `training_options` the memory of training, `serving_options`
-throughput and memory of serving, also on several devices.
+match sizes, draw and write CSV; `training_options` the memory of training.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..arguments import (
     to_json,
 )
 from ..command_parser import CommandParser, UsageError
-from . import comparison_options, serving_options, training_options
+from . import comparison_options, training_options
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostReport
@@ -56,10 +55,6 @@ OPTION_GROUPS = (
     ),
     CostOptions(training_options.add_optimiser_arguments, training_options.make_optimiser_views),
     CostOptions(training_options.add_activation_arguments, training_options.make_activation_views),
-    CostOptions(serving_options.add_serving_arguments, serving_options.make_serving_views),
-    CostOptions(serving_options.add_memory_fit_arguments, serving_options.make_memory_fit_views),
-    CostOptions(serving_options.add_parallel_arguments, serving_options.make_parallel_views),
-    CostOptions(serving_options.add_intensity_arguments, serving_options.make_intensity_views),
     CostOptions(
         comparison_options.add_comparison_arguments, comparison_options.make_comparison_views
     ),
@@ -70,6 +65,8 @@ OPTION_GROUPS = (
 def main(argv: list[str]) -> int:
     """Print the costs of every target on the command line."""
     args = _parse_arguments(_parser(), argv)
+    if args.measure:
+        _measure_machine(args)
     if args.article is not None:
         return comparison_options.print_article(args)
     comparison_options.check_plot(args)
@@ -144,6 +141,11 @@ def _parser() -> CommandParser:
         help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here",
     )
     parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure this machine again, for --device here",
+    )
+    parser.add_argument(
         "--operations",
         action="store_true",
         help="table of operations: FLOPs, bytes, least time, bottleneck",
@@ -200,6 +202,16 @@ def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespa
                 raise UsageError(f"{fact}: {error}") from None
             raise UsageError(f"{fact}; write --set {change}")
     return parser.reject_unknown(unknown)
+
+
+def _measure_machine(args: argparse.Namespace) -> None:
+    from ...costs.roofline import remeasure_this_machine
+
+    if args.device != "here":
+        raise UsageError(
+            f"--measure measures this machine, but the device is {args.device}; add --device here"
+        )
+    remeasure_this_machine()
 
 
 def verify_formulas(costs: CostReport) -> dict[str, list[FormulaCheck]]:

@@ -21,7 +21,7 @@ from ..argument_checks import (
     check_share,
     check_tokenizer,
 )
-from ..arguments import add_json_argument
+from ..arguments import add_json_argument, parse_bytes
 from ..command_parser import CommandParser, UsageError
 from ..known_names import COMPILE_MODES
 from ..text_arguments import add_tokenizer_argument
@@ -119,8 +119,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.score_tokenize is not None and args.score is None:
         raise UsageError("--score-tokenize needs --score; add --score REF")
     if args.budget is not None:
-        from ...costs.serving_capacity import parse_bytes
-
         parse_bytes(args.budget)
 
 

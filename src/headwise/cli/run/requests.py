@@ -11,17 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...costs.roofline import Device
-from ...costs.serving_capacity import parse_bytes
 from ...errors import suggest
 from ...generation import make_random_streams
 from ...generation.decoding_config import DecodingConfig
 from ...generation.decoding_state import MIXED_REQUESTS
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
-from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPrediction
-from ...serving.metrics import DTYPE_NAMES
-from ..arguments import print_note, print_page, to_json
+from ...serving import BatchingConfig, Engine, RequestStream
+from ..arguments import parse_bytes, print_note, print_page, to_json
 from ..command_parser import UsageError
 from .answers import CompileNotices, parse_decoding, parse_length
 from .inputs import MAX_LINE_BYTES
@@ -115,22 +112,15 @@ class RequestWriter:
         sys.stdout.flush()
 
     def finish(self, model: Transformer, engine: Engine) -> None:
-        """Print the measured throughput and, where possible, the prediction of
-        the roofline model.
-        """
+        """Print the measured throughput."""
         report = engine.report()
-        can_predict = str(next(model.parameters()).dtype) in DTYPE_NAMES and report.tokens
-        predicted = (
-            ThroughputPrediction.of(model, report, Device.from_name("here"))
-            if can_predict
-            else None
-        )
         if self.form == "document":
             answers = sorted(self.documents, key=lambda answer: answer["line"])
-            summary = report.data | {"predicted": predicted and predicted.data}
-            print_page(to_json({"model": model.spec.name, "answers": answers, "summary": summary}))
+            print_page(
+                to_json({"model": model.spec.name, "answers": answers, "summary": report.data})
+            )
         else:
-            print_note("\n".join(map(str, [report, *([predicted] if predicted else [])])))
+            print_note(report)
 
 
 def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:
