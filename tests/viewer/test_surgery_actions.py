@@ -361,7 +361,7 @@ def test_a_job_that_fails_while_it_proves_leaves_no_folder(
     def fail(*_: Any) -> None:
         raise ValueError("the disk is full; delete something")
 
-    monkeypatch.setattr("headwise.surgery.verification.proof.write_proof", fail)
+    monkeypatch.setattr("headwise.surgery.verification.proof_report.write_proof", fail)
     net: Any = sample.get_model()
     before = fingerprint_model(net)
     event = run_job(sample, "convert", CONVERT)

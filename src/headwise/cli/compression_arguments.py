@@ -276,8 +276,8 @@ class CompressionRun:
         """
         from ..hub.pretrained_models import load
         from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
-        from ..surgery.verification.proof import prove, write_proof
-        from ..surgery.verification.proof_report import render_summary
+        from ..surgery.verification.proof import prove
+        from ..surgery.verification.proof_report import render_summary, write_proof
 
         out = Path(self.args.out)
         with stage_folder(out, COMPRESSED_MODEL, existing_mode(self.args)) as staged:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..escaping import escape_html
 from ..files import write_atomically
 from ..learn.language import current_language
-from ..surgery.verification.proof_report import format_bytes
+from ..report.numbers import format_bytes
 from ..translation.terminal_text import pad, pad_left, wrap
 
 # --- Comparison -----------------------------------------------------------------------------------

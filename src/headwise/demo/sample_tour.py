@@ -360,7 +360,8 @@ def _retrain_and_prove(
     from ..surgery.distillation import UptrainingOptions, uptrain
     from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
     from ..surgery.verification.efficiency import TimingOptions
-    from ..surgery.verification.proof import ProofOptions, prove, write_proof
+    from ..surgery.verification.proof import ProofOptions, prove
+    from ..surgery.verification.proof_report import write_proof
     from ..surgery.verification.quality_metrics import compare_task_scores
     from .translator import SCORE_NAME
 

@@ -33,7 +33,8 @@ from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, read_record, writ
 from ..surgery.pruning import prune
 from ..surgery.pruning_plan import fingerprint_model
 from ..surgery.verification.efficiency import TimingOptions
-from ..surgery.verification.proof import PROOF_JSON, ProofOptions, prove, write_proof
+from ..surgery.verification.proof import PROOF_JSON, ProofOptions, prove
+from ..surgery.verification.proof_report import write_proof
 from ..surgery.verification.quality_metrics import compare_task_scores
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
 from ..translation.terminal_text import cut, draw_heat_map, wrap

@@ -447,8 +447,8 @@ def write_new_model(
     from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
     from ..surgery.pruning_plan import fingerprint_model
     from ..surgery.verification.efficiency import TimingOptions
-    from ..surgery.verification.proof import ProofOptions, prove, write_proof
-    from ..surgery.verification.proof_report import iter_summary
+    from ..surgery.verification.proof import ProofOptions, prove
+    from ..surgery.verification.proof_report import iter_summary, write_proof
 
     net = read_native_model(model)
     texts = read_texts(net, model, lines, change.text_uses)

@@ -1,14 +1,11 @@
-"""Full comparison of a model before and after a change, written as proof.json and PROOF.md."""
+"""Full comparison of a model before and after a change."""
 
 from __future__ import annotations
 
-import heapq
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +13,6 @@ from torch import Tensor
 from ... import __version__
 from ...data import IGNORE_INDEX, Task
 from ...errors import suggest
-from ...files import write_atomically
 from ...generation import eval_mode, load_tokenizers, max_positions
 from ...generation.generate import generate
 from ...head_analysis.annotated_examples import Example
@@ -30,7 +26,7 @@ from ...head_analysis.objectives import (
 from ...inspect.ablation import HeadRef
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE
 from ...models import Transformer
-from ...output_paths import FolderKind, check_output
+from ...output_paths import FolderKind
 from ...progress import count_items
 from .efficiency import CostComparison, SpeedComparison, TimingOptions, compare_cost, compare_speed
 from .model_comparison import (
@@ -86,169 +82,65 @@ class ChangedExample:
         return asdict(self)
 
 
-@dataclass(frozen=True, order=True)
-class TextChange:
-    """A text with the change of its loss, its input and labels, and both outputs; ordered by
-    absolute change.
-    """
+class TextChange(NamedTuple):
+    """A text with the change of its loss, its losses before and after, and both outputs."""
 
     abs_change: float
     number: int
-    losses: tuple[float, float] = field(compare=False)
-    question: EvaluationInput = field(compare=False)
-    outputs: tuple[Tensor, Tensor] = field(compare=False)
-
-    @property
-    def ids(self) -> list[tuple[int, ...]]:
-        """The token ids of every stream; empty if the input is no text."""
-        return [row.ids for rows in self.question.inputs.token_rows.values() for row in rows]
+    losses: tuple[float, float]
+    question: EvaluationInput
+    outputs: tuple[Tensor, Tensor]
 
 
-@dataclass
-class LargestChanges:
-    """Heap of the MAX_EXAMPLES texts that changed most."""
-
-    changes: list[TextChange] = field(default_factory=list)
-
-    def add(self, change: TextChange) -> None:
-        """Add a text unless it is already present."""
-        if change.ids and any(change.ids == other.ids for other in self.changes):
-            return
-        (heapq.heappush if len(self.changes) < MAX_EXAMPLES else heapq.heappushpop)(
-            self.changes, change
-        )
-
-    def format_examples(
-        self, nets: tuple[Transformer, Transformer], objective: str
-    ) -> tuple[ChangedExample, ...]:
-        """Return the texts as readable examples, largest change first, formatted for the objective
-        of this name.
-        """
-        return tuple(
-            _format_example(change, nets, objective)
-            for change in sorted(self.changes, reverse=True)
-        )
-
-
-def _format_example(
+def format_example(
     change: TextChange, nets: tuple[Transformer, Transformer], objective: str
 ) -> ChangedExample:
-    formatter = EXAMPLE_FORMATTERS.get(objective, _format_input)
-    read, target, outputs = formatter(change, nets)
+    """Return a text as it is shown for the objective of this name.
+
+    Generators show what they continue with or translate to, other models with labels what they
+    predict at labelled positions.
+    """
+    net = nets[0]
+    spell_source, spell = (_make_speller(net, which) for which in (0, 1))
+    rows = change.question.inputs.token_rows
+    ids = rows["text"][0].ids if "text" in rows else None
+    read = f"input {change.number}" if ids is None else spell_source(ids)
+    target, outputs = "", ["", ""]
+    if objective == "next-token" and ids is not None:
+        half = max(1, len(ids) // 2)
+        read, target = spell(ids[:half]), spell(ids[half:])
+        outputs = _generate(nets, ids[:half], MAX_CONTINUATION_TOKENS, half - 1)
+    elif objective == "translation" and ids is not None:
+        begin, source = len(net.usage.begin), rows["source"][0].ids
+        read, target = spell_source(source), spell(ids[begin:])
+        outputs = _generate(nets, source, MAX_TRANSLATION_TOKENS, begin) if begin else outputs
+    elif objective in ("masked-token", "label"):
+        labels = change.question.labels
+        assert labels is not None, "the example has labels"
+        positions = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
+        names = net.usage.labels
+
+        def name(label: int) -> str:
+            if objective == "masked-token":
+                return spell([label])
+            return names[label] if label < len(names) else f"class {label}"
+
+        target = ", ".join(map(name, labels[positions].tolist()))
+        likeliest = [output.flatten(0, -2).argmax(-1) for output in change.outputs]
+        outputs = [
+            ", ".join(map(name, own[positions.to(own.device)].tolist())) for own in likeliest
+        ]
     return ChangedExample(change.number, *change.losses, read, target, *outputs)
 
 
-FormattedTexts = tuple[str, str, tuple[str, str]]
-ModelPair = tuple[Transformer, Transformer]
-
-
-def _format_continuation(change: TextChange, nets: ModelPair) -> FormattedTexts:
-    """Format what both models generate after the first half of a text."""
-    ids = change.question.inputs.token_rows["text"][0].ids
-    half = max(1, len(ids) // 2)
-    max_length = max_positions(nets[0].spec.stacks[-1])
-    count = max(
-        1,
-        min(
-            MAX_CONTINUATION_TOKENS,
-            MAX_CONTINUATION_TOKENS if max_length is None else max_length - half + 1,
-        ),
-    )
-    continuations = tuple(generate(net, list(ids[:half]), max_new_tokens=count) for net in nets)
-    spell = _target_speller(nets[0])
-    return spell(ids[:half]), spell(ids[half:]), (spell(continuations[0]), spell(continuations[1]))
-
-
-def _format_translation(change: TextChange, nets: ModelPair) -> FormattedTexts:
-    rows = change.question.inputs.token_rows
-    spell_source, spell_target = _source_speller(nets[0]), _target_speller(nets[0])
-    source_ids, target_ids = rows["source"][0].ids, rows["text"][0].ids
-    translations = ("", "")
-    if nets[0].usage.begin:
-        max_length = max_positions(nets[0].spec.stacks[-1])
-        count = min(
-            MAX_TRANSLATION_TOKENS,
-            MAX_TRANSLATION_TOKENS
-            if max_length is None
-            else max(1, max_length - len(nets[0].usage.begin)),
-        )
-        outputs = [generate(net, list(source_ids), max_new_tokens=count) for net in nets]
-        translations = spell_target(outputs[0]), spell_target(outputs[1])
-    begin = len(nets[0].usage.begin)
-    return spell_source(source_ids), spell_target(target_ids[begin:]), translations
-
-
-def _format_masked_tokens(change: TextChange, nets: ModelPair) -> FormattedTexts:
-    """Format what both models predict at the masked positions."""
-    spell, labels = _target_speller(nets[0]), _get_labels(change)
-    positions = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
-    predictions = [
-        flatten_positions(output).argmax(-1)[positions.to(output.device)].tolist()
-        for output in change.outputs
-    ]
-    target = ", ".join(spell([label]) for label in labels[positions].tolist())
-    before, after = (", ".join(spell([label]) for label in ids) for ids in predictions)
-    rows = change.question.inputs.token_rows
-    return spell(rows["text"][0].ids) if "text" in rows else "", target, (before, after)
-
-
-def _format_labels(change: TextChange, nets: ModelPair) -> FormattedTexts:
-    """Format the classes that both models predict."""
-    names = nets[0].usage.labels
-    labels = _get_labels(change)
-    positions = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
-
-    def format_ids(ids: Sequence[int]) -> str:
-        return ", ".join(names[label] if label < len(names) else f"class {label}" for label in ids)
-
-    predictions = [
-        format_ids(flatten_positions(output).argmax(-1)[positions.to(output.device)].tolist())
-        for output in change.outputs
-    ]
-    rows = change.question.inputs.token_rows
-    text = (
-        _source_speller(nets[0])(rows["text"][0].ids)
-        if "text" in rows
-        else f"input {change.number}"
-    )
-    return text, format_ids(labels[positions].tolist()), (predictions[0], predictions[1])
-
-
-def _format_input(change: TextChange, nets: ModelPair) -> FormattedTexts:
-    rows = change.question.inputs.token_rows
-    return (
-        _source_speller(nets[0])(rows["text"][0].ids)
-        if "text" in rows
-        else f"input {change.number}",
-        "",
-        ("", ""),
-    )
-
-
-EXAMPLE_FORMATTERS: dict[str, Callable[[TextChange, ModelPair], FormattedTexts]] = {
-    "next-token": _format_continuation,
-    "translation": _format_translation,
-    "masked-token": _format_masked_tokens,
-    "label": _format_labels,
-}
-
-
-def flatten_positions(outputs: Tensor) -> Tensor:
-    """Return outputs as [positions, width]."""
-    return outputs.reshape(-1, outputs.shape[-1])
-
-
-def _get_labels(change: TextChange) -> Tensor:
-    assert change.question.labels is not None, "the example has labels"
-    return change.question.labels
-
-
-def _target_speller(net: Transformer) -> Callable[[Sequence[int]], str]:
-    return _make_speller(net, 1)
-
-
-def _source_speller(net: Transformer) -> Callable[[Sequence[int]], str]:
-    return _make_speller(net, 0)
+def _generate(
+    nets: tuple[Transformer, Transformer], ids: Sequence[int], count: int, used: int
+) -> list[str]:
+    """Return what both models generate, in at most `count` tokens after `used` positions."""
+    limit = max_positions(nets[0].spec.stacks[-1])
+    count = count if limit is None else max(1, min(count, limit - used))
+    spell = _make_speller(nets[0], 1)
+    return [spell(generate(net, list(ids), max_new_tokens=count)) for net in nets]
 
 
 def _make_speller(net: Transformer, which: int) -> Callable[[Sequence[int]], str]:
@@ -323,18 +215,6 @@ class ModelProof:
 PROOF_FOLDER = FolderKind(
     "folder of a model", (PROOF_JSON, RECORD_FILE, MANIFEST_FILE, "config.json")
 )
-
-
-def write_proof(proof: ModelProof, folder: Path | str) -> tuple[Path, Path]:
-    """Write proof.json and PROOF.md to a folder, which is created if missing; return both paths."""
-    from .proof_report import render_proof
-
-    folder = check_output(folder, PROOF_FOLDER, "continue")
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / PROOF_JSON, folder / PROOF_PAGE
-    write_atomically(paths[0], (json.dumps(proof.data, indent=1, allow_nan=False) + "\n").encode())
-    write_atomically(paths[1], render_proof(proof).encode())
-    return paths
 
 
 def replace_non_finite(value: Any) -> Any:
@@ -424,7 +304,7 @@ def prove(
     _check_comparable(before, after)
     with eval_mode(before), eval_mode(after):
         log(f"comparing {len(texts)} texts before and after")
-        comparison = _TextComparison.of(before, after, texts, options.objective, log)
+        tally, agreement, changes = _compare_texts(before, after, texts, options.objective, log)
         log("comparing removed with ablated heads")
         equal, rounding = check_surgery(options.surgery_pair or (before, after), texts, options)
         log("comparing exported models")
@@ -433,12 +313,14 @@ def prove(
         ]
         log("scoring generated answers")
         quality, generation_notes = _add_generation_scores(
-            comparison.tally.report, (before, after), texts, options
+            tally.report, (before, after), texts, options
         )
         log("measuring speed")
         speeds = compare_speed(before, after, options.timing)
         savings = compare_cost(before, after, options.length, options.source_length)
-        examples = comparison.changes.format_examples((before, after), quality.objective)
+        examples = [
+            format_example(change, (before, after), quality.objective) for change in changes
+        ]
     notes = (*options.notes, *distinct.notes, *generation_notes, *savings.uncut_cache_notes)
     return ModelProof(
         model=before.spec.name,
@@ -450,8 +332,8 @@ def prove(
         savings=savings,
         speeds=speeds,
         quality=quality,
-        agreement=comparison.agreement.result,
-        examples=examples,
+        agreement=agreement.result,
+        examples=tuple(examples),
         command=options.command,
         versions={"headwise": __version__, "torch": torch.__version__},
         notes=notes,
@@ -490,48 +372,34 @@ def check_surgery(
     return equal, rounding
 
 
-@dataclass
-class _TextComparison:
-    """Results of one pass of both models over all texts."""
-
-    tally: QualityTally
-    agreement: AgreementAccumulator
-    changes: LargestChanges
-
-    @staticmethod
-    def of(
-        before: Transformer,
-        after: Transformer,
-        examples: Sequence[Example],
-        objective: str | Objective | None,
-        log: LogFunction,
-    ) -> _TextComparison:
-        resolved, note = choose_objective(before, objective, examples[0])
-        check_drift_baseline(resolved, before)
-        comparison = _TextComparison(
-            QualityTally(resolved, [note] if note else []),
-            AgreementAccumulator("logits" if detect_head_objective(before) else "states"),
-            LargestChanges(),
-        )
-        counted = count_items(examples, log, "comparing texts before and after", "texts")
-        for number, example in enumerate(counted):
-            question = resolved.prepare_input(before, example, number)
-            after_run = compute_output_and_states(after, question.inputs)
-            before_run = compute_output_and_states(before, question.inputs)
-            comparison.agreement.update(before_run, after_run)
-            loss_change = comparison.tally.add_pair(question, after_run.output, before_run.output)
-            if loss_change is not None:
-                losses = comparison.tally.last_losses
-                comparison.changes.add(
-                    TextChange(
-                        abs(loss_change),
-                        number,
-                        losses,
-                        question,
-                        (before_run.output, after_run.output),
-                    )
-                )
-        return comparison
+def _compare_texts(
+    before: Transformer,
+    after: Transformer,
+    examples: Sequence[Example],
+    objective: str | Objective | None,
+    log: LogFunction,
+) -> tuple[QualityTally, AgreementAccumulator, list[TextChange]]:
+    """Run both models once over all texts; return their quality, agreement, and the texts that
+    changed most, largest change first.
+    """
+    resolved, note = choose_objective(before, objective, examples[0])
+    check_drift_baseline(resolved, before)
+    tally = QualityTally(resolved, [note] if note else [])
+    agreement = AgreementAccumulator("logits" if detect_head_objective(before) else "states")
+    changes = list[TextChange]()
+    counted = count_items(examples, log, "comparing texts before and after", "texts")
+    for number, example in enumerate(counted):
+        question = resolved.prepare_input(before, example, number)
+        after_run = compute_output_and_states(after, question.inputs)
+        before_run = compute_output_and_states(before, question.inputs)
+        agreement.update(before_run, after_run)
+        outputs = (before_run.output, after_run.output)
+        loss_change = tally.add_pair(question, after_run.output, before_run.output)
+        if loss_change is not None:
+            losses = tally.last_losses
+            changes.append(TextChange(abs(loss_change), number, losses, question, outputs))
+            changes = sorted(changes, key=lambda change: change[:2], reverse=True)[:MAX_EXAMPLES]
+    return tally, agreement, changes
 
 
 def _add_generation_scores(
