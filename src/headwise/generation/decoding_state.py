@@ -27,7 +27,7 @@ from .text_output import Completion
 DecodeStep = Callable[..., Tensor]
 CompileReporter = Callable[["CompileDecision"], object]
 COMPILERS = ("c++", "g++", "clang++")
-# Measured on two cores (log/2026-11-22-fast-models.md): processor seconds of a graph, and of each
+# Measured on two cores: processor seconds of a graph, and of each
 # layer of it; and seconds a step that it saves for each layer in float32. In bfloat16, whose small
 # operations are slow, it saves more.
 COMPILE_SECONDS, SECONDS_SAVED_PER_LAYER = (22.0, 2.4), 0.08e-3
