@@ -264,11 +264,11 @@ def test_an_example_with_a_cache_is_run_twice_without_changing_it():
 
 @torch.no_grad()
 def test_the_coverage_check_finds_a_wrong_head(monkeypatch: pytest.MonkeyPatch):
-    """`tools/coverage_page.py` finds projections and columns on its own, so it sees an ablation of
+    """`tools/coverage_table.py` finds projections and columns on its own, so it sees an ablation of
     the next head.
     """
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage_page.py"))
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "coverage_table.py"))
     assert tool["check_family"]("vit").ablated == "yes"
     ablate = hw.ablate
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
-"""Coverage of transformers by tracing and ablation: `python tools/coverage_page.py [TYPE...]`
-writes docs/coverage.md.
+"""Coverage of transformers by tracing and ablation: `python tools/coverage_table.py [TYPE...]`
+writes docs/coverage.csv.
 
 Every text and vision family that can be built tiny from its config alone is built with random
 weights and run once. A family is traced if the attention weights recomputed from the captured call
@@ -11,6 +11,7 @@ output as a copy of the model whose output projection has zeros in the columns o
 from __future__ import annotations
 
 import copy
+import csv
 import gc
 import inspect
 import os
@@ -19,11 +20,10 @@ import resource
 import signal
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
@@ -46,46 +46,7 @@ from headwise.inspect.hooks import (
 )
 
 SECONDS, MEMORY, TOLERANCE = 15, 8 << 30, 1e-5
-
-
-HEADER = """\
-This page lists the families of transformers {version} whose attention headwise can trace and ablate. Use it to
-find out whether [sites](sites.md), [traces](traces.md) and [head measures](heads.md) work for a model that headwise
-does not load itself.
-
-    python tools/coverage_page.py bert bit
-
-```text
-...
-| family | class | adapter | sites | traced | ablated | reason if not |
-|---|---|---|---|---|---|---|
-| bert | BertModel | transformers | 2 | yes | yes |  |
-| bit | BitModel |  | 0 | no | no | no attention with separate heads was found |
-```
-
-Without arguments, the command tests all families that read text or images and writes this page. It builds each family
-from its config alone, with tiny sizes and random weights, and runs it once. No weights are downloaded.
-
-| column | meaning |
-|---|---|
-| class | class of the model in transformers |
-| adapter | the adapters that found its attention layers ([how they work](sites.md#how-attention-layers-are-found)) |
-| sites | number of attention layers found |
-| traced | "yes" if the attention weights recomputed from a recorded call equal the weights of the model itself |
-| ablated | "yes" if ablating a head equals zero columns in the output projection |
-| reason if not | the problem; "build failed", "run failed" and "check failed" are errors of this test |
-
-Output projections and the columns of a head are found by names and by the config, without headwise. The first and the
-last head are ablated, at the first and the last site of each class of modules. If headwise finds no attention that can
-be ablated, the test calls `hw.sites(model, example)` first.
-
-Of {total} families, {both} are traced and ablated, and {ablated} are ablated."""
-
-LIMITS = """## Limits
-
-- Many families fail because they cannot be built from their config alone, or need inputs that the test does not have.
-  For these a "no" does not show that headwise cannot handle their attention.
-- The test uses tiny models with random weights, on a CPU, in float32."""
+TABLE_FILE = Path(__file__).resolve().parents[1] / "docs" / "coverage.csv"
 
 
 # --- Tiny models of families, built from their configs, and inputs for them -----------------------
@@ -720,24 +681,11 @@ def format_error(error: Exception) -> str:
     return " ".join(str(error).split())[:90] or type(error).__name__
 
 
-def page(rows: list[Row]) -> str:
-    """Return the page as Markdown."""
-    counts = Counter((row.traced, row.ablated) for row in rows)
-    both = counts["yes", "yes"]
-    num_ablated = sum(row.ablated == "yes" for row in rows)
-    lines = [
-        "# Coverage of transformers",
-        "",
-        *HEADER.format(
-            version=transformers.__version__, total=len(rows), both=both, ablated=num_ablated
-        ).splitlines(),
-        "",
-        "| family | class | adapter | sites | traced | ablated | reason if not |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    order = sorted(rows, key=lambda row: (row.ablated != "yes", row.traced != "yes", row.family))
-    table = [[str(cell).replace("|", "/") for cell in row] for row in order]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in table), "", LIMITS, ""])
+def write_table(rows: list[Row], stream: TextIO) -> None:
+    """Write the rows as CSV."""
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(("family", "class", "adapter", "sites", "traced", "ablated", "reason"))
+    writer.writerows(rows)
 
 
 class FamilyTimeout(BaseException):
@@ -763,7 +711,7 @@ def check_in_time(family: str) -> Row | None:
 
 
 def main(argv: list[str]) -> int:
-    """Check all families and write the page, or check those named and print it."""
+    """Check all families and write docs/coverage.csv, or check those named and print their rows."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -774,9 +722,10 @@ def main(argv: list[str]) -> int:
             row = check_in_time(family)
             rows += [row] if row is not None else []
     if argv:
-        print(page(rows))
+        write_table(rows, sys.stdout)
     else:
-        (Path(__file__).resolve().parents[1] / "docs" / "coverage.md").write_text(page(rows))
+        with TABLE_FILE.open("w", newline="") as stream:
+            write_table(rows, stream)
     return 0
 
 
