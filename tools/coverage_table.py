@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, TextIO
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
