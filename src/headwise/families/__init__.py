@@ -3,17 +3,15 @@ checkpoints.
 
 In reading order:
 
-- `config_reader` reads config.json key by key and writes it, and has the registries `FAMILIES`
-  (readers) and `WRITERS`.
+- `config_reader` reads config.json key by key, and has the registry `FAMILIES`; `config_writer`
+  writes one.
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
-- `model_builders` assembles decoders and encoders from sizes, blocks, embeddings and heads.
+- `decoders` reads families of decoders from a table each, `decoder_families` holds the tables.
+- `encoders`, `vision` and `encoder_decoders` do so for other architectures.
 - `published_models` names a few models of the literature, with the keys of their config.json.
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
-- `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
-- One file per architecture and its relatives: its config reader, and its `WeightNames` if
-  checkpoints can be loaded.
-  Decoders: `gpt`, `llama`, `llama_relatives`, `gemma`, `deepseek`, `dcformer`. Encoders: `bert`,
-  `vision`. Encoders with decoders: `encoder_decoders`.
+- `weight_names` maps our tensors to names, shapes and slices in checkpoint files, by the tables of
+  weight_names.toml.
 
 This package reads no weights; `headwise.hub` does that.
 """
@@ -22,26 +20,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any, cast
 
 from ..errors import SpecError
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from ..presets import DEFAULT_CHOICES
-from .bert import with_collaborative_heads
-from .config_reader import FAMILIES, WRITERS, TransformersConfig, read_config, write_config
+from . import decoder_families, encoder_decoders, vision
+from .config_reader import FAMILIES, TransformersConfig, read_config
+from .config_writer import WRITERS, write_config
+from .encoders import with_collaborative_heads
 from .published_models import PUBLISHED_MODELS
 from .quantization_config import with_quantization
-from .weight_names import WeightNames
+from .weight_names import WeightNames, read_weight_names
 
-WEIGHT_NAMES: dict[str, WeightNames] = {}
-for _module in iter_modules(__path__):
-    for _table in vars(import_module(f"{__name__}.{_module.name}")).values():
-        if isinstance(_table, WeightNames):
-            WEIGHT_NAMES.update(dict.fromkeys(_table.families, _table))
+READERS = (decoder_families, encoder_decoders, vision)  # importing them registers the families
+WEIGHT_NAMES = read_weight_names()
 
 __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_config"]
 

@@ -209,21 +209,6 @@ def read_ropes_by_layer_type(
     }
 
 
-def read_layer_types(
-    config: TransformersConfig, layers: int, default: list[str], window: int | None
-) -> list[str]:
-    """Return the type of each layer; arguments as in `read_layer_patterns`."""
-    return [
-        SLIDING_ATTENTION if pattern != "causal()" else FULL_ATTENTION
-        for pattern in read_layer_patterns(config, layers, default, window)
-    ]
-
-
-def alternate_layer_types(layers: int) -> list[str]:
-    """Alternate sliding and full attention, sliding first."""
-    return [(SLIDING_ATTENTION, FULL_ATTENTION)[depth % 2] for depth in range(layers)]
-
-
 def make_dot(scale: float, default: float) -> Dot:
     """Return the dot product scaled by `scale`, without an explicit scale if
     that is the default.

@@ -1,25 +1,19 @@
-"""Read and write config.json key by key, with the defaults of transformers; a wrong value raises a
-SpecError.
-"""
+"""Read config.json key by key, with the defaults of transformers; a wrong value raises a SpecError."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import SpecError, suggest
 from ..model_spec import (
-    FeedForwardSpec,
     ModelSpec,
     OutputHeadSpec,
     StackSpec,
     UnsupportedPart,
-    to_dict,
 )
 from ..size_limits import MAX_HEAD_DIM, MAX_HEADS
-from ..spec.attention_spec import AttentionSpec
 
 REMOTE_CODE_KEYS = (
     "auto_map",
@@ -254,7 +248,6 @@ class TransformersConfig:
 # --- Registry of families, by the model_type in config.json ---------------------------------------
 
 ConfigReader = Callable[[TransformersConfig, str], ModelSpec]
-ConfigWriter = Callable[[ModelSpec, str], dict[str, Any]]
 
 
 class ModelFamily(NamedTuple):
@@ -269,7 +262,6 @@ class ModelFamily(NamedTuple):
 
 
 FAMILIES: dict[str, ModelFamily] = {}
-WRITERS: dict[str, ConfigWriter] = {}
 
 
 def register_family(
@@ -284,20 +276,6 @@ def register_family(
     def add(reader: ConfigReader) -> ConfigReader:
         FAMILIES[name] = ModelFamily(name, class_prefix, default_task, reader)
         return reader
-
-    return add
-
-
-def register_writer(*names: str) -> Callable[[ConfigWriter], ConfigWriter]:
-    """Register a config writer for these families.
-
-    The writer gets a model and a family name and returns the keys that describe the model as nearly
-    as the family can; `write_config` checks the result.
-    """
-
-    def add(writer: ConfigWriter) -> ConfigWriter:
-        WRITERS.update(dict.fromkeys(names, writer))
-        return writer
 
     return add
 
@@ -405,13 +383,6 @@ def read_tied_stack(config: TransformersConfig, stack: str, default: bool) -> st
     return stack if config.read_bool("tie_word_embeddings", default) else ""
 
 
-def make_decoder_model(
-    config: TransformersConfig, task: str, stack: StackSpec, head: OutputHeadSpec
-) -> ModelSpec:
-    """Return a decoder of one stack, with a language-model head or the classifier of the task."""
-    return assemble_model(config, "decoder", (stack,), select_decoder_heads(config, task, head))
-
-
 def assemble_model(
     config: TransformersConfig,
     kind: str,
@@ -423,159 +394,3 @@ def assemble_model(
     return ModelSpec(
         config.family_name, kind, stacks, heads, tuple(config.notes), unsupported_parts
     )
-
-
-def select_decoder_heads(
-    config: TransformersConfig, task: str, head: OutputHeadSpec
-) -> tuple[OutputHeadSpec, ...]:
-    """Return the heads of a decoder's task: `head` for language models, otherwise a classifier or
-    none.
-    """
-    count = read_num_labels(config)
-    heads_by_task: dict[str, list[OutputHeadSpec]] = {
-        "ForCausalLM": [head],
-        "LMHeadModel": [head],
-        "Model": [],
-        "ForSequenceClassification": [OutputHeadSpec("classes", count, at="last")],
-        "ForTokenClassification": [OutputHeadSpec("classes", count, bias="learned")],
-        "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
-    }
-    return select_heads(config, task, heads_by_task)
-
-
-# --- Writing --------------------------------------------------------------------------------------
-
-DEFAULT_TEXT = "the default"
-REMEDY = "save it with hw.save, which writes every model"
-Difference = tuple[
-    str, str, str
-]  # path in the description, value in the family, value in the model
-
-
-def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
-    """Return the config.json keys that describe this model in a family, for "auto" in the first
-    family that can.
-
-    The keys are read back. If they describe a different model, a SpecError names the first
-    difference, for "auto" in the family with the fewest differences.
-
-    >>> model = read_config(
-    ...     TransformersConfig(
-    ...         {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11}
-    ...     )
-    ... )
-    >>> write_config(model)["n_layer"]
-    2
-    >>> write_config(model, "llama")
-    Traceback (most recent call last):
-    headwise.errors.SpecError: a llama has stacks.0.embedding.positions = the default, gpt2 {'kind': 'learned', ...
-    """
-    if family != "auto" and family not in WRITERS:
-        raise SpecError(
-            f"cannot write configs of {family!r}; {suggest(family, ['auto', *WRITERS])}"
-        )
-    attempts, refusal = list[tuple[list[Difference], dict[str, Any]]](), SpecError()
-    for name in WRITERS if family == "auto" else [family]:
-        try:
-            attempts.append(_try_family(model, name))
-        except SpecError as error:  # the family cannot express these sizes
-            refusal = error
-    if not attempts:
-        raise refusal
-    differences, keys = min(attempts, key=lambda attempt: len(attempt[0]))
-    if not differences:
-        return keys
-    (where, theirs, own), name = differences[0], keys["model_type"]
-    raise SpecError(f"a {name} has {where} = {theirs}, {model.name} {own}; {REMEDY}")
-
-
-def _try_family(model: ModelSpec, family: str) -> tuple[list[Difference], dict[str, Any]]:
-    """Return the keys for one family, and the differences of the model that they describe from this
-    one.
-    """
-    keys = {"architectures": [_class_name(family)], "model_type": family} | WRITERS[family](
-        model, family
-    )
-    theirs = replace(
-        read_config(TransformersConfig(keys, f"as a {family}")), name=model.name, notes=model.notes
-    )
-    return list(find_differences(theirs, model)), keys
-
-
-def find_differences(one: ModelSpec, other: ModelSpec) -> Iterator[Difference]:
-    """Yield the differences of two model descriptions, layer by layer: path, value in one, value in
-    the other.
-    """
-    return _compare_trees("", _layers_to_dict(one), _layers_to_dict(other))
-
-
-def _layers_to_dict(model: ModelSpec) -> dict[str, Any]:
-    """Return a model as plain values, with runs of repeated layers expanded to single layers."""
-    plain = to_dict(model)
-    for stack in plain["stacks"]:
-        runs = stack.pop("runs")
-        stack["layers"] = [
-            block for run in runs for _ in range(run["times"]) for block in run["blocks"]
-        ]
-    return plain
-
-
-def get_first_layer(
-    model: ModelSpec, family: str
-) -> tuple[StackSpec, AttentionSpec, FeedForwardSpec]:
-    """Return the last stack and the attention and feed-forward of its first layer; refuse models
-    without them.
-    """
-    stack = model.stacks[-1]
-    if not stack.layers or stack.embedding is None:
-        _raise_missing(model, family, "layers over an embedding")
-    block = stack.layers[0]
-    if not isinstance(block.attention, AttentionSpec):
-        _raise_missing(model, family, "an attention that an AttentionSpec describes in every layer")
-    if not isinstance(block.feed, FeedForwardSpec):
-        _raise_missing(model, family, "one feed-forward in every layer")
-    return stack, block.attention, block.feed
-
-
-def activation_to_config(name: str) -> str:
-    """Return the name of an activation in transformers, or `name` itself if transformers has no
-    such activation.
-
-    >>> activation_to_config("silu"), activation_to_config("gelu_tanh")
-    ('silu', 'gelu_new')
-    """
-    return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == name), name)
-
-
-def _class_name(family: str) -> str:
-    entry = FAMILIES[family]
-    return f"{entry.class_prefix}{entry.default_task}"
-
-
-def _raise_missing(model: ModelSpec, family: str, has: str) -> NoReturn:
-    raise SpecError(f"a {family} has {has}, and {model.name} has not; {REMEDY}")
-
-
-def _compare_trees(where: str, one: Any, other: Any) -> Iterator[Difference]:
-    """Yield the differences of two trees of plain values: path, value in one,
-    value in the other.
-    """
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        first, second = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
-        for key in [*first, *(key for key in second if key not in first)]:
-            inner = f"{where}.{key}" if where else key
-            yield from _compare_trees(
-                inner, first.get(key, DEFAULT_TEXT), second.get(key, DEFAULT_TEXT)
-            )
-    elif isinstance(one, list) and isinstance(other, list):
-        items, others = cast("list[Any]", one), cast("list[Any]", other)
-        for n, (item, another) in enumerate(zip(items, others, strict=False)):
-            yield from _compare_trees(f"{where}.{n}", item, another)
-        if len(items) != len(others):
-            yield f"the number of {where}", str(len(items)), str(len(others))
-    elif one != other:
-        yield where, _show_value(one), _show_value(other)
-
-
-def _show_value(value: Any) -> str:
-    return DEFAULT_TEXT if value is DEFAULT_TEXT else repr(value)

@@ -4,7 +4,8 @@ and T5.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..model_spec import (
     BlockSpec,
@@ -29,325 +30,222 @@ from .config_reader import (
     register_family,
     select_heads,
 )
-from .weight_names import TensorLocation, WeightNames
+
+# --- BART (1910.13461) and its relatives ----------------------------------------------------------
 
 
-class BartVariant(NamedTuple):
-    """How the families differ: placement of norms, positions, norms after embedding and last layer,
-    sizes, biases.
+@dataclass(frozen=True)
+class BartFamily:
+    """How a family differs: defaults of sizes, placement of norms, positions, norms after embedding
+    and last layer, biases.
+
+    `layers` are those of the encoder and of the decoder. `positions` are "learned", "halves"
+    (first all sines, then all cosines) or "none"; `skipped` rows precede the first position.
     """
 
+    prefix: str
+    tokens: int
     placement: str = "post"
     positions: str = "learned"
-    position_offset: int = 0
+    skipped: int = 0
     embedding_norm: NormSpec | None = None
     final_norm: NormSpec | None = None
-    layers: int = 12
+    layers: tuple[int, int] = (12, 12)
     heads: int = 16
     hidden: int = 4096
+    model: int = 1024
+    length: int = 1024
     activation: str = "gelu"
     bias: str = "qkvo"
+    head_bias: str = "constant"
+    is_scaled: bool = False
+    default_task: str = "ForConditionalGeneration"
+    unsupported: tuple[UnsupportedPart, ...] = ()
 
 
-BART = BartVariant(position_offset=2, embedding_norm=NormSpec())
-MBART = BartVariant("pre", position_offset=2, embedding_norm=NormSpec(), final_norm=NormSpec())
-MARIAN = BartVariant(positions="halves")
-PEGASUS = BartVariant("pre", positions="halves", final_norm=NormSpec())
-M2M = BartVariant("pre", positions="none", final_norm=NormSpec(), activation="relu")
-BLENDERBOT = BartVariant("pre", final_norm=NormSpec(), heads=32, hidden=10240)
+BART = BartFamily("Bart", 50265, skipped=2, embedding_norm=NormSpec())
+PEGASUS = BartFamily("Pegasus", 50265, "pre", "halves", final_norm=NormSpec())
+MARIAN = BartFamily("Marian", 58101, positions="halves", default_task="MTModel")
+M2M_POSITIONS = (
+    "positions count from 2 and are sinusoids with 1 / 10,000 as the last frequency, "
+    "which PositionSpec lacks"
+)
+BART_FAMILIES = {
+    "bart": BART,
+    "mbart": replace(BART, prefix="MBart", placement="pre", final_norm=NormSpec()),
+    "pegasus": PEGASUS,
+    "blenderbot": replace(
+        PEGASUS,
+        prefix="Blenderbot",
+        tokens=8008,
+        positions="learned",
+        layers=(2, 24),
+        heads=32,
+        hidden=10240,
+        model=2560,
+        length=128,
+    ),
+    "m2m_100": replace(
+        PEGASUS,
+        prefix="M2M100",
+        tokens=128112,
+        positions="none",
+        activation="relu",
+        head_bias="",
+        is_scaled=True,
+        unsupported=(UnsupportedPart(M2M_POSITIONS),),
+    ),
+}
 UNTIED_REASON = "would create four embedding matrices, one of them not used"
+OWN_HEAD_REASON = "gives the output head its own matrix, which is not described"
+WIDTH_KEYS = ("d_model", "hidden_size")
 
 
-@register_family("bart", "Bart", default_task="ForConditionalGeneration")
-def read_bart(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read BART (1910.13461); its position table has two rows before the first position."""
-    return _build_bart(config, task, BART, tokens=50265)
+def _register_barts() -> None:
+    for name, family in BART_FAMILIES.items():
+
+        def read(config: TransformersConfig, task: str, family: BartFamily = family) -> ModelSpec:
+            config.require_default("tie_word_embeddings", True, UNTIED_REASON)
+            tokens = config.read_int("vocab_size", default=family.tokens)
+            return _build_bart(config, task, family, (tokens, tokens))
+
+        register_family(name, family.prefix, family.default_task)(read)
 
 
-@register_family("mbart", "MBart", default_task="ForConditionalGeneration")
-def read_mbart(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read mBART (2001.08210): BART with pre-norm layers and a final norm."""
-    return _build_bart(config, task, MBART, tokens=50265)
+_register_barts()
 
 
 @register_family("marian", "Marian", default_task="MTModel")
 def read_marian(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read Marian (1804.00344): sinusoidal positions, first all sines, then all cosines."""
-    decoder_tokens = config.read_optional_int("decoder_vocab_size")
-    if not config.read_bool("share_encoder_decoder_embeddings", True):
-        return _build_untied_marian(config, task, decoder_tokens)
-    if decoder_tokens not in (None, config.read_int("vocab_size", default=58101)):
-        config.fail(
-            f"decoder_vocab_size = {decoder_tokens} differs from vocab_size", "give both alike"
-        )
-    return _build_bart(config, task, MARIAN, tokens=58101)
-
-
-@register_family("pegasus", "Pegasus", default_task="ForConditionalGeneration")
-def read_pegasus(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read Pegasus (1912.08777): sinusoidal positions as in Marian, pre-norm layers."""
-    return _build_bart(config, task, PEGASUS, tokens=50265)
-
-
-@register_family("blenderbot", "Blenderbot", default_task="ForConditionalGeneration")
-def read_blenderbot(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read Blenderbot (2004.13637): two encoder layers and 24 decoder layers by default."""
-    deep = {
-        "encoder_layers": 2,
-        "decoder_layers": 24,
-        "d_model": 2560,
-        "max_position_embeddings": 128,
-    }
-    inner = TransformersConfig(deep | dict(config.values), config.source)
-    inner.family_name, inner.notes = config.family_name, config.notes
-    return _build_bart(inner, task, BLENDERBOT, tokens=8008)
-
-
-@register_family("m2m_100", "M2M100", default_task="ForConditionalGeneration")
-def read_m2m(config: TransformersConfig, task: str) -> ModelSpec:
-    """Read M2M-100 (2010.11125); its sinusoids use other frequencies, its
-    output head has no bias.
-    """
-    reason = (
-        "positions count from 2 and are sinusoids with 1 / 10,000 as the last frequency, "
-        "which PositionSpec lacks"
-    )
-    return _build_bart(config, task, M2M, tokens=128112, unsupported=(UnsupportedPart(reason),))
-
-
-def read_width(config: TransformersConfig) -> int:
-    """Return the model width."""
-    return config.read_int("d_model", "hidden_size", default=1024)
+    """Read Marian (1804.00344); encoder and decoder may have token embeddings of their own."""
+    target = config.read_optional_int("decoder_vocab_size")
+    tokens = config.read_int("vocab_size", default=MARIAN.tokens)
+    is_shared = config.read_bool("share_encoder_decoder_embeddings", True)
+    if is_shared and target not in (None, tokens):
+        config.fail(f"decoder_vocab_size = {target} differs from vocab_size", "give both alike")
+    reason = UNTIED_REASON if is_shared else OWN_HEAD_REASON
+    config.require_default("tie_word_embeddings", True, reason)
+    table = "encoder" if is_shared else "decoder"
+    return _build_bart(config, task, MARIAN, (tokens, target or tokens), table)
 
 
 def _build_bart(
     config: TransformersConfig,
     task: str,
-    variant: BartVariant,
-    tokens: int,
-    unsupported: tuple[UnsupportedPart, ...] = (),
+    family: BartFamily,
+    tokens: tuple[int, int],
+    table: str = "encoder",
 ) -> ModelSpec:
-    model, count = read_width(config), config.read_int("vocab_size", default=tokens)
-    config.require_default("tie_word_embeddings", True, UNTIED_REASON)
-    embedding_args = _embedding_args(config, variant, model)
-    tables = (
-        ("encoder", EmbeddingSpec(count, **embedding_args)),
-        ("decoder", EmbeddingSpec(count, **embedding_args, table="encoder")),
-    )
-    stacks = tuple(_make_stack(config, variant, model, name, table) for name, table in tables)
-    token_head = OutputHeadSpec(
-        "tokens", count, bias="" if config.family_name == "m2m_100" else "constant", table="encoder"
-    )
-    return assemble_model(
-        config,
-        "encoder-decoder",
-        stacks,
-        _select_heads(config, task, token_head, model),
-        unsupported,
-    )
-
-
-def _build_untied_marian(config: TransformersConfig, task: str, tokens: int | None) -> ModelSpec:
-    """Build a Marian with separate token embeddings; the output head is tied to the decoder's."""
-    model, first = read_width(config), config.read_int("vocab_size", default=58101)
-    config.require_default(
-        "tie_word_embeddings", True, "gives the output head its own matrix, which is not described"
-    )
-    embedding_args = _embedding_args(config, MARIAN, model)
-    tables = (
-        ("encoder", EmbeddingSpec(first, **embedding_args)),
-        ("decoder", EmbeddingSpec(tokens or first, **embedding_args)),
-    )
-    stacks = tuple(_make_stack(config, MARIAN, model, name, table) for name, table in tables)
-    token_head = OutputHeadSpec("tokens", tokens or first, bias="constant", table="decoder")
-    return assemble_model(
-        config, "encoder-decoder", stacks, _select_heads(config, task, token_head, model)
-    )
-
-
-def _embedding_args(config: TransformersConfig, variant: BartVariant, model: int) -> dict[str, Any]:
-    """Positions, norm and scale of both embeddings."""
-    length = config.read_int("max_position_embeddings", default=1024)
+    """Build a model; `table` is the stack whose token embedding the output head shares, and the
+    decoder too if it is "encoder".
+    """
+    model = config.read_int(*WIDTH_KEYS, default=family.model)
+    length = config.read_int("max_position_embeddings", default=family.length)
     positions = {
-        "learned": PositionSpec("learned", length, skipped=variant.position_offset),
+        "learned": PositionSpec("learned", length, skipped=family.skipped),
         "halves": PositionSpec("sinusoidal", length, layout="halves"),
         "none": None,
     }
-    scale = (
-        model**0.5 if config.read_bool("scale_embedding", config.family_name == "m2m_100") else 1.0
-    )
-    return {
-        "positions": positions[variant.positions],
-        "norm": variant.embedding_norm,
-        "scale": scale,
+    is_scaled = config.read_bool("scale_embedding", family.is_scaled)
+    embedding_args: dict[str, Any] = {
+        "positions": positions[family.positions],
+        "norm": family.embedding_norm,
+        "scale": model**0.5 if is_scaled else 1.0,
     }
+    shared = "encoder" if table == "encoder" else ""
+    embeddings = {
+        "encoder": EmbeddingSpec(tokens[0], **embedding_args),
+        "decoder": EmbeddingSpec(tokens[1], **embedding_args, table=shared),
+    }
+    stacks = tuple(
+        _make_stack(config, family, model, name, embedding)
+        for name, embedding in embeddings.items()
+    )
+    head = OutputHeadSpec("tokens", tokens[1], bias=family.head_bias, table=table)
+    pool = HeadTransformSpec(model)
+    labels = read_num_labels(config, 3)
+    heads_by_task = {
+        "ForConditionalGeneration": [head],
+        "MTModel": [head],
+        "Model": [],
+        "ForSequenceClassification": [OutputHeadSpec("classes", labels, "last", pool, "learned")],
+        "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
+    }
+    heads = select_heads(config, task, heads_by_task)
+    return assemble_model(config, "encoder-decoder", stacks, heads, family.unsupported)
 
 
 def _make_stack(
-    config: TransformersConfig, variant: BartVariant, model: int, name: str, table: EmbeddingSpec
+    config: TransformersConfig,
+    family: BartFamily,
+    model: int,
+    name: str,
+    embedding: EmbeddingSpec | None,
 ) -> StackSpec:
-    return StackSpec.from_blocks(
-        name,
-        model,
-        make_bart_blocks(config, variant, model, name),
-        embedding=table,
-        norm=variant.final_norm,
-    )
-
-
-def make_bart_blocks(
-    config: TransformersConfig, variant: BartVariant, model: int, stack: str
-) -> list[BlockSpec]:
-    """Return the layers of one stack, "encoder" or "decoder"."""
-    other_names = ("num_hidden_layers", "num_attention_heads") if stack == "encoder" else ()
-    layers = config.read_num_layers(f"{stack}_layers", *other_names[:1], default=variant.layers)
-    heads = config.read_num_heads(
-        f"{stack}_attention_heads", *other_names[1:], default=variant.heads
-    )
+    """Return the stack "encoder" or "decoder"."""
+    is_encoder = name == "encoder"
+    other_names = ("num_hidden_layers", "num_attention_heads") if is_encoder else ()
+    default = family.layers[0 if is_encoder else 1]
+    layers = config.read_num_layers(f"{name}_layers", *other_names[:1], default=default)
+    heads = config.read_num_heads(f"{name}_attention_heads", *other_names[1:], default=family.heads)
     config.resolve_head_dim(model, heads)
-    hidden = config.read_int(f"{stack}_ffn_dim", default=variant.hidden)
-    feed = FeedForwardSpec(
-        hidden, config.read_activation("activation_function", variant.activation), bias="ud"
+    hidden = config.read_int(f"{name}_ffn_dim", default=family.hidden)
+    act = config.read_activation("activation_function", family.activation)
+    feed = FeedForwardSpec(hidden, act, bias="ud")
+    full = design(model=model, heads=heads, bias=family.bias)
+    causal = design(model=model, heads=heads, bias=family.bias, pattern="causal()")
+    block = BlockSpec(full, feed=feed, placement=family.placement)
+    if not is_encoder:
+        block = replace(block, attention=causal, cross=full)
+    return StackSpec.from_blocks(
+        name, model, [block] * layers, embedding=embedding, norm=family.final_norm
     )
-    full_attention = design(model=model, heads=heads, bias=variant.bias)
-    if stack == "encoder":
-        return [BlockSpec(full_attention, feed=feed, placement=variant.placement)] * layers
-    causal_attention = design(model=model, heads=heads, bias=variant.bias, pattern="causal()")
-    return [BlockSpec(causal_attention, full_attention, feed, placement=variant.placement)] * layers
 
-
-def _select_heads(
-    config: TransformersConfig, task: str, token_head: OutputHeadSpec, model: int
-) -> tuple[OutputHeadSpec, ...]:
-    classes = OutputHeadSpec(
-        "classes", read_num_labels(config, 3), "last", HeadTransformSpec(model), "learned"
-    )
-    heads_by_task = {
-        "ForConditionalGeneration": [token_head],
-        "MTModel": [token_head],
-        "Model": [],
-        "ForSequenceClassification": [classes],
-        "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
-    }
-    return select_heads(config, task, heads_by_task)
-
-
-# --- Weight names of BART and its relatives -------------------------------------------------------
-
-
-def name_attention(own_prefix: str, file_prefix: str) -> dict[str, str]:
-    """Map the tensors of one attention to their stored names."""
-    sides = {f"project.{side}": f"{side}_proj" for side in "qkv"} | {"output.o": "out_proj"}
-    matrices = {
-        f"{own_prefix}.{name}": f"{file_prefix}.{other}.weight" for name, other in sides.items()
-    }
-    return matrices | {
-        f"{own_prefix}.{name}_bias": f"{file_prefix}.{other}.bias" for name, other in sides.items()
-    }
-
-
-def name_norm(own_prefix: str, file_prefix: str) -> dict[str, str]:
-    """Map weight and bias of one norm to their stored names."""
-    return {f"{own_prefix}.{name}": f"{file_prefix}.{name}" for name in ("weight", "bias")}
-
-
-def name_stack(name: str) -> dict[str, str]:
-    """Map the tensors of one stack to their stored names."""
-    ours, layer = f"{name}.{{layer}}", f".{name}.layers.{{layer}}"
-    return {
-        f"{name}.embedding.positions": f".{name}.embed_positions.weight",
-        **name_norm(f"{name}.embedding.norm", f".{name}.layernorm_embedding"),
-        **name_norm(f"{name}.norm", f".{name}.layer_norm"),
-        **name_attention(f"{ours}.attention", f"{layer}.self_attn"),
-        **name_norm(f"{ours}.attention_norm", f"{layer}.self_attn_layer_norm"),
-        f"{ours}.feed.up": f"{layer}.fc1.weight",
-        f"{ours}.feed.up_bias": f"{layer}.fc1.bias",
-        f"{ours}.feed.down": f"{layer}.fc2.weight",
-        f"{ours}.feed.down_bias": f"{layer}.fc2.bias",
-        **name_norm(f"{ours}.feed_norm", f"{layer}.final_layer_norm"),
-    }
-
-
-BART_WEIGHTS = WeightNames(
-    families=("bart", "mbart", "marian", "pegasus"),
-    prefixes=("model", ""),
-    locations={
-        "encoder.embedding.tokens": ".shared.weight",
-        "decoder.embedding.tokens": ".decoder.embed_tokens.weight",
-        **name_stack("encoder"),
-        **name_stack("decoder"),
-        **name_attention("decoder.{layer}.cross", ".decoder.layers.{layer}.encoder_attn"),
-        **name_norm(
-            "decoder.{layer}.cross_norm", ".decoder.layers.{layer}.encoder_attn_layer_norm"
-        ),
-        "head.tokens.weight": "lm_head.weight",
-        "head.tokens.bias": TensorLocation(
-            "final_logits_bias", "one output", {"one": 0}, {"one": 1}
-        ),
-        "head.classes.transform": "classification_head.dense.weight",
-        "head.classes.transform_bias": "classification_head.dense.bias",
-        "head.classes.weight": "classification_head.out_proj.weight",
-        "head.classes.bias": "classification_head.out_proj.bias",
-        "head.span.weight": "qa_outputs.weight",
-        "head.span.bias": "qa_outputs.bias",
-    },
-    tied_names={".encoder.embed_tokens.weight": ".shared.weight"},
-    ignored=(
-        r"(encoder|decoder)\.version$",
-        r"^model\.(encoder|decoder)\.embed_positions\.weight$",
-    ),
-)
 
 # --- Whisper --------------------------------------------------------------------------------------
 
-WHISPER = BartVariant("pre", final_norm=NormSpec(), layers=4, heads=6, hidden=1536, bias="qvo")
+WHISPER = BartFamily(
+    "Whisper",
+    51865,
+    "pre",
+    final_norm=NormSpec(),
+    layers=(4, 4),
+    heads=6,
+    hidden=1536,
+    bias="qvo",
+)
 
 
 @register_family("whisper", "Whisper", default_task="ForConditionalGeneration")
 def read_whisper(config: TransformersConfig, task: str) -> ModelSpec:
     """Read Whisper; the encoder's convolutions over spectrogram frames are not modelled."""
-    model = config.read_int("d_model", "hidden_size", default=384)
-    tokens, bins = (
-        config.read_int("vocab_size", default=51865),
-        config.read_int("num_mel_bins", default=80),
-    )
+    model = config.read_int(*WIDTH_KEYS, default=384)
+    tokens = config.read_int("vocab_size", default=WHISPER.tokens)
+    bins = config.read_int("num_mel_bins", default=80)
     frames = config.read_int("max_source_positions", default=1500)
     scale = model**0.5 if config.read_bool("scale_embedding", False) else 1.0
-    config.require_default(
-        "tie_word_embeddings", True, "gives the output head its own matrix, which is not described"
-    )
+    config.require_default("tie_word_embeddings", True, OWN_HEAD_REASON)
     reason = (
         f"audio enters by two convolutions and {frames} sinusoidal positions, which "
         "EmbeddingSpec lacks"
     )
-    sizes = {"conv1": model * bins * 3 + model, "conv2": model * model * 3 + model}
-    audio = UnsupportedPart(
-        reason, tuple((f"encoder.embedding.{name}", size) for name, size in sizes.items())
+    convolutions = (
+        ("encoder.embedding.conv1", model * bins * 3 + model),
+        ("encoder.embedding.conv2", model * model * 3 + model),
     )
-
     positions = PositionSpec("learned", config.read_int("max_target_positions", default=448))
-    table = EmbeddingSpec(tokens, positions=positions, scale=scale)
-    encoder = StackSpec.from_blocks(
-        "encoder",
-        model,
-        make_bart_blocks(config, WHISPER, model, "encoder"),
-        norm=WHISPER.final_norm,
+    embedding = EmbeddingSpec(tokens, positions=positions, scale=scale)
+    stacks = (
+        _make_stack(config, WHISPER, model, "encoder", None),
+        _make_stack(config, WHISPER, model, "decoder", embedding),
     )
-    decoder = StackSpec.from_blocks(
-        "decoder",
-        model,
-        make_bart_blocks(config, WHISPER, model, "decoder"),
-        embedding=table,
-        norm=WHISPER.final_norm,
-    )
-    heads_by_task = {
-        "ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="decoder")],
-        "Model": [],
-    }
-    heads = select_heads(config, task, heads_by_task)
-    return ModelSpec(
-        "whisper", "encoder-decoder", (encoder, decoder), heads, tuple(config.notes), (audio,)
-    )
+    head = OutputHeadSpec("tokens", tokens, table="decoder")
+    heads = select_heads(config, task, {"ForConditionalGeneration": [head], "Model": []})
+    audio = UnsupportedPart(reason, convolutions)
+    return assemble_model(config, "encoder-decoder", stacks, heads, (audio,))
+
+
+# --- T5 -------------------------------------------------------------------------------------------
 
 
 @register_family("t5", "T5", default_task="ForConditionalGeneration")
@@ -360,112 +258,54 @@ def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
     norm = NormSpec("rms", config.read_float("layer_norm_epsilon", default=1e-6))
     buckets = config.read_int("relative_attention_num_buckets", default=32, maximum=1 << 16)
     reach = config.read_int("relative_attention_max_distance", default=128)
-    heads = config.read_num_heads("num_heads", "num_attention_heads", default=8)
     design_args: dict[str, Any] = {
         "model": model,
-        "heads": heads,
+        "heads": config.read_num_heads("num_heads", "num_attention_heads", default=8),
         "dim": config.read_head_dim("d_kv", "head_dim", default=64),
+        "similarity": Dot(scale=1.0),
     }
-    design_args |= {"similarity": Dot(scale=1.0)}
-
     both = design(**design_args, modifiers=(T5Bias(buckets, reach, "both"),))
     back = design(**design_args, modifiers=(T5Bias(buckets, reach, "back"),), pattern="causal()")
-    feed = _read_feed_forward(config)
+    feed = _read_t5_feed(config)
     encoder = [BlockSpec(both, feed=feed, norm=norm)] * layers
     decoder = [BlockSpec(back, design(**design_args), feed, norm)] * deep
+    shared = EmbeddingSpec(tokens, table="encoder")
     stacks = (
         StackSpec.from_blocks(
             "encoder", model, encoder, embedding=EmbeddingSpec(tokens), norm=norm
         ),
-        StackSpec.from_blocks(
-            "decoder", model, decoder, embedding=EmbeddingSpec(tokens, table="encoder"), norm=norm
-        ),
+        StackSpec.from_blocks("decoder", model, decoder, embedding=shared, norm=norm),
     )
     # Old files scale the head's input if embeddings are tied; transformers 5 has the key
     # scale_decoder_outputs.
     tied = config.read_bool("tie_word_embeddings", True)
     scale = model**-0.5 if config.read_bool("scale_decoder_outputs", tied) else 1.0
+    head = OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)
     classes = OutputHeadSpec("classes", read_num_labels(config), bias="learned")
     heads_by_task = {
-        "ForConditionalGeneration": [
-            OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)
-        ],
-        "WithLMHeadModel": [OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)],
+        "ForConditionalGeneration": [head],
+        "WithLMHeadModel": [head],
         "Model": [],
         "EncoderModel": [],
         "ForTokenClassification": [classes],
     }
-    kind, num_stacks = (
-        ("encoder", 1)
-        if task in ("EncoderModel", "ForTokenClassification")
-        else ("encoder-decoder", 2)
-    )
-    if num_stacks == 2:
+    kind = "encoder-decoder"
+    if task in ("EncoderModel", "ForTokenClassification"):
+        kind = "encoder"
+        stacks = stacks[:1]
+    else:
         config.require_default(
             "is_encoder_decoder", True, "removes the attention from decoder to encoder"
         )
-    return ModelSpec(
-        "t5",
-        kind,
-        stacks[:num_stacks],
-        select_heads(config, task, heads_by_task),
-        tuple(config.notes),
-    )
+    return assemble_model(config, kind, stacks, select_heads(config, task, heads_by_task))
 
 
-def _read_feed_forward(config: TransformersConfig) -> FeedForwardSpec:
-    """Read feed_forward_proj: "relu", or "gated-gelu", which means the tanh
-    approximation of GELU.
+def _read_t5_feed(config: TransformersConfig) -> FeedForwardSpec:
+    """Read feed_forward_proj: "relu", or "gated-gelu", which means the tanh approximation of
+    GELU.
     """
     forms = {name: ("plain", ours) for name, ours in ACTIVATIONS.items()}
     forms |= {f"gated-{name}": ("gated", ours) for name, ours in ACTIVATIONS.items()}
     forms["gated-gelu"] = ("gated", "gelu_tanh")
     form, act = forms[config.read_choice("feed_forward_proj", "relu", forms)]
     return FeedForwardSpec(config.read_int("d_ff", default=2048), act, form)
-
-
-# --- T5 -------------------------------------------------------------------------------------------
-
-OWN_LAYER, FILE_BLOCK = "{stack}.{{layer}}", "{stack}.block.{{layer}}.layer"
-
-
-def name_t5_stack(name: str, feed_forward_index: int) -> dict[str, str]:
-    """Map the tensors of one stack to their stored names; the feed-forward is sublayer
-    `feed_forward_index`.
-    """
-    ours, block = OWN_LAYER.format(stack=name), FILE_BLOCK.format(stack=name)
-    return {
-        f"{ours}.attention.project.q": f"{block}.0.SelfAttention.q.weight",
-        f"{ours}.attention.project.k": f"{block}.0.SelfAttention.k.weight",
-        f"{ours}.attention.project.v": f"{block}.0.SelfAttention.v.weight",
-        f"{ours}.attention.output.o": f"{block}.0.SelfAttention.o.weight",
-        f"{ours}.attention.t5_bias.table": f"{block}.0.SelfAttention.relative_attention_bias.weight",
-        f"{ours}.attention_norm.weight": f"{block}.0.layer_norm.weight",
-        f"{ours}.feed.up": f"{block}.{feed_forward_index}.DenseReluDense.wi.weight",
-        f"{ours}.feed.gate": f"{block}.{feed_forward_index}.DenseReluDense.wi_0.weight",
-        f"{ours}.feed.down": f"{block}.{feed_forward_index}.DenseReluDense.wo.weight",
-        f"{ours}.feed_norm.weight": f"{block}.{feed_forward_index}.layer_norm.weight",
-        f"{name}.norm.weight": f"{name}.final_layer_norm.weight",
-    }
-
-
-T5_WEIGHTS = WeightNames(
-    families=("t5",),
-    locations={
-        "encoder.embedding.tokens": "shared.weight",
-        "decoder.embedding.tokens": "decoder.embed_tokens.weight",
-        **name_t5_stack("encoder", feed_forward_index=1),
-        **name_t5_stack("decoder", feed_forward_index=2),
-        "decoder.{layer}.cross.project.q": "decoder.block.{layer}.layer.1.EncDecAttention.q.weight",
-        "decoder.{layer}.cross.project.k": "decoder.block.{layer}.layer.1.EncDecAttention.k.weight",
-        "decoder.{layer}.cross.project.v": "decoder.block.{layer}.layer.1.EncDecAttention.v.weight",
-        "decoder.{layer}.cross.output.o": "decoder.block.{layer}.layer.1.EncDecAttention.o.weight",
-        "decoder.{layer}.cross_norm.weight": "decoder.block.{layer}.layer.1.layer_norm.weight",
-        "head.tokens.weight": "lm_head.weight",
-        "head.classes.weight": "classifier.weight",
-        "head.classes.bias": "classifier.bias",
-    },
-    tied_names={"encoder.embed_tokens.weight": "shared.weight"},
-    suffix_aliases={"DenseReluDense.wi_1.weight": "DenseReluDense.wi.weight"},
-    ignored=(r"EncDecAttention\.relative_attention_bias\.weight$",),
-)

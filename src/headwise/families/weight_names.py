@@ -1,16 +1,18 @@
 """Where our tensors are stored in checkpoints of other libraries: names, axis layouts and slices.
 
-One table per family is used both to load and to save checkpoints.
+One table per family (weight_names.toml) is used both to load and to save checkpoints.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -265,3 +267,54 @@ def _make_pieces(model_spec: ModelSpec, names: WeightNames, prefix: str) -> Iter
 
 def _add_prefix(prefix: str, path: str) -> str:
     return f"{prefix}{path}".removeprefix(".") if path.startswith(".") else path
+
+
+# --- The tables of weight_names.toml --------------------------------------------------------------
+
+
+def read_weight_names() -> dict[str, WeightNames]:
+    """Return the table of each family."""
+    text = Path(__file__).with_name("weight_names.toml").read_text(encoding="utf-8")
+    tables = dict[str, WeightNames]()
+    by_family = dict[str, WeightNames]()
+    for name, fields in tomllib.loads(text).items():
+        table = _make_weight_names(fields, tables.get(fields.pop("like", "")))
+        tables[name] = table
+        by_family |= dict.fromkeys(table.families, table)
+    return by_family
+
+
+def _make_weight_names(fields: dict[str, Any], base: WeightNames | None) -> WeightNames:
+    locations = dict(base.locations) if base else {}
+    for name in fields.pop("without", ()):
+        del locations[name]
+    for name, value in fields.pop("names", {}).items():
+        locations |= _read_row(name, value, "", "")
+    for stack in ("encoder", "decoder"):
+        rows: dict[str, Any] = fields.pop(f"{stack}_layer", {})
+        file_prefix = f"{rows.pop('path', '')}."
+        for name, value in rows.items():
+            locations |= _read_row(name, value, f"{stack}.{{layer}}.", file_prefix)
+    values: dict[str, Any] = {"locations": locations}
+    for name, value in fields.items():
+        values[name] = tuple(value) if name in ("families", "prefixes", "ignored") else value
+    return base._replace(**values) if base else WeightNames(**values)
+
+
+def _read_row(name: str, value: Any, own: str, file: str) -> dict[str, str | TensorLocation]:
+    """Return the locations of one row: one, or those of a weight and its bias."""
+    if not isinstance(value, str):
+        row = cast("dict[str, Any]", value)
+        at: Mapping[str, Any] = row.get("at", {})
+        indexed = {axis: place for axis, place in at.items() if not isinstance(place, str)}
+        fixed = {axis: place[0] if axis in indexed else place for axis, place in at.items()}
+        sizes = {axis: place[1] for axis, place in indexed.items()}
+        path = file + row["path"]
+        location = TensorLocation(path, row.get("layout", ""), fixed, sizes, row.get("own", ""))
+        return {own + name: location}
+    if not value.endswith("*"):
+        return {own + name: file + value}
+    stem = name.removesuffix("*")
+    weight, bias = (name, f"{name}_bias") if stem == name else (f"{stem}weight", f"{stem}bias")
+    path = file + value.removesuffix("*")
+    return {own + weight: f"{path}weight", own + bias: f"{path}bias"}

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from ... import models
 from ...errors import SpecError
 from ...families import get_weight_names, read_model_spec, write_config
-from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS, find_differences
+from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
+from ...families.config_writer import find_differences
 from ...families.weight_names import find_unnamed_weight
 from ...files import sha256, sync_folder
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
