@@ -211,7 +211,10 @@ def build_decoder(config: TransformersConfig, task: str, family: Decoder) -> Mod
     if family.feeds_of:
         feeds = family.feeds_of(config, sizes, feed)
     attentions = _make_attentions(config, family, sizes, extras)
-    block_args: dict[str, Any] = {"norm": sizes.norm, "placement": read_choice(config, family.placement)}
+    block_args: dict[str, Any] = {
+        "norm": sizes.norm,
+        "placement": read_choice(config, family.placement),
+    }
     blocks = [
         BlockSpec(attention, feed=layer_feed, **(block_args | extras.blocks))
         for attention, layer_feed in zip(attentions, feeds, strict=True)
