@@ -64,57 +64,6 @@ def test_all_heads_together_are_shown(page: Any, label: str, wanted: Any):
         assert listed(page) == pytest.approx(row, rel=0.06, abs=0.006)
 
 
-def test_a_set_is_combined_by_its_maximum(page: Any):
-    model = sample_model(with_model=False)
-    with served(model) as url:
-        open_screen(
-            page, url, "text?site=1&head=2&heads=set&pins=1.2,1.4,1.5&combine=max&position=7"
-        )
-        page.get_by_text("maximum of 3 heads").first.wait_for()
-        rows = [
-            model.get_trace().head_weights("encoder.1.attention", head)[7] for head in (2, 4, 5)
-        ]
-        page.wait_for_timeout(500)
-        assert listed(page) == pytest.approx(
-            np.sort(np.max(rows, 0))[::-1][:6], rel=0.06, abs=0.006
-        )
-
-
-def test_a_token_is_left_out_and_a_span_is_dragged(page: Any):
-    model = sample_model(with_model=False)
-    weights = model.get_trace().head_weights("encoder.1.attention", 2)
-    with served(model) as url:
-        open_screen(page, url, "text?site=1&head=2&position=7")
-        chips = page.locator(".chip")
-        chips.nth(3).wait_for()
-        page.wait_for_timeout(300)
-        best = int(weights[7].argmax())
-        chips.nth(best).click(modifiers=["Alt"])
-        page.get_by_test_id("excluded").wait_for()
-        page.mouse.move(0, 0)
-        rest = np.delete(weights[7], best)
-        page.wait_for_timeout(400)
-        assert listed(page)[:6] == pytest.approx(
-            np.sort(rest / rest.sum())[::-1][:6], rel=0.06, abs=0.006
-        )
-        wait_until(page, f"location.hash.includes('leave={best}')")
-        page.get_by_role("button", name="Bring all back").click()
-        boxes = [chips.nth(n).bounding_box() for n in (2, 3, 4)]
-        page.mouse.move(boxes[0]["x"] + 5, boxes[0]["y"] + 5)
-        page.mouse.down()
-        for box in boxes[1:]:
-            page.mouse.move(box["x"] + 8, box["y"] + 8)
-        page.mouse.up()
-        page.mouse.move(0, 0)
-        wait_until(page, "document.querySelectorAll('.chip[aria-pressed=true]').length === 3")
-        page.wait_for_timeout(400)
-        assert listed(page)[:6] == pytest.approx(
-            np.sort(weights[2:5].sum(0))[::-1][:6], rel=0.06, abs=0.006
-        )
-        page.keyboard.press("Escape")
-        wait_until(page, "document.querySelectorAll('.chip[aria-pressed=true]').length === 0")
-
-
 def test_products_by_channel_have_the_numbers_of_the_trace(page: Any):
     model = sample_model(with_model=False)
     layer = model.get_trace().get_layer("decoder.1.cross")

@@ -60,60 +60,6 @@ def test_the_table_has_the_scores_and_intervals_of_the_library(page: Any, tmp_pa
         assert scores == sorted(scores, reverse=True)
 
 
-def test_a_threshold_recounts_the_classes(page: Any):
-    model = sample_model()
-    assert model.table is not None
-    tops = [head.classes for head in model.table.heads]
-    broad = [classes for classes in tops if classes[0].name == "broad"]
-    left = [
-        classes
-        for classes in tops
-        if next((one.name for one in classes if one.name != "broad" or one.score >= 0.55), "")
-        == "broad"
-    ]
-    assert 0 < len(left) < len(broad)
-    with served(model) as url:
-        open_classes(page, url)
-        assert page.get_by_test_id("count-b").inner_text() == str(len(broad))
-        page.get_by_label("score, 0–1 ≥, broad").fill("0.55")
-        assert page.get_by_test_id("count-b").inner_text() == str(len(left))
-        page.get_by_role("button", name="broad", exact=True).click()
-        assert page.locator("table.data tbody tr").count() == len(left)
-        page.get_by_role("button", name="Reset").click()
-        assert page.locator("table.data tbody tr").count() == 54
-
-
-def test_a_class_of_ones_own_is_marked_kept_and_exported(page: Any, tmp_path: Path):
-    model = sample_model()
-    assert model.table is not None
-    head = next(
-        one for one in model.table.heads if one.site == "encoder.1.attention" and one.head == 2
-    )
-    name = "sink" if head.classes[0].name != "sink" else "broad"
-    with served(model) as url:
-        open_classes(page, url)
-        chooser = page.get_by_label("your class: E1 H2")
-        assert chooser.locator("option").count() == 1  # the others are made when it is used
-        chooser.focus()
-        chooser.select_option(name)
-        page.get_by_text("1 named by you").wait_for()
-        rows = download_rows(page, tmp_path)
-        own = [row for row in rows if row["source"] == "user"]
-        assert [(row["site"], row["head"], row["class"]) for row in own] == [
-            ("encoder.1.attention", "2", name)
-        ]
-        assert own[0]["measured_class"] == head.classes[0].name
-        wait_until(page, "location.hash.includes('classes=')")
-        page.reload()
-        wait_until(page, "document.body.textContent.includes('1 named by you')")
-        page.get_by_role("link", name="Map").click()
-        page.get_by_role("gridcell", name=f"E1 H2, {name}").click()
-        assert "named by you" in page.get_by_label("Inspector").inner_text()
-        page.get_by_role("link", name="Class").click()
-        page.get_by_role("button", name="Take back all of yours").click()
-        assert page.get_by_label("your class: E1 H2").input_value() == ""
-
-
 def test_a_class_of_ones_own_is_saved_with_the_trace(page: Any, tmp_path: Path):
     """Named on the page, saved as a trace, and opened again from that file."""
     with served(sample_model(with_model=False)) as url:

@@ -115,20 +115,6 @@ def test_relations_are_measured_against_the_best_baseline(page: Any):
         assert cells[5:] == ["1.00", "not above it"]
 
 
-def test_relations_are_measured_from_the_page(page: Any):
-    model = make_parsed_model()
-    with served(model) as url:
-        page.goto(url)
-        page.get_by_role("gridcell").first.wait_for()
-        page.get_by_role("link", name="Class").click()
-        syntax = page.get_by_test_id("syntax")
-        syntax.get_by_role("textbox").fill(sentences(30), timeout=60_000)
-        syntax.get_by_role("button", name="Measure the relations").click()
-        syntax.get_by_role("row", name="advmod governor").wait_for(timeout=60_000)
-        assert model.table is not None
-        assert model.table.texts == "27 texts"  # three sentences repeat others
-
-
 def test_sentences_that_cannot_be_used_are_refused():
     model = make_parsed_model()
     for text, match in (

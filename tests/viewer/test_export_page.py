@@ -18,9 +18,8 @@ import pytest
 
 from headwise.cli.heads import main as run_heads
 from headwise.cli.view import main as run_view
-from headwise.traces import load_trace, trace_from_weights
+from headwise.traces import trace_from_weights
 from headwise.viewer import bundled_sample
-from headwise.viewer.export_files import ExportScope, describe_files
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import render_export
 from support.page_browser import served, wait_until
@@ -117,38 +116,6 @@ def test_the_figure_of_a_head_has_its_weights_tokens_axes_and_title(page: Any, t
     assert (int.from_bytes(png[16:20]), int.from_bytes(png[20:24])) == (2 * width, 2 * height)
 
 
-def test_a_figure_says_where_it_comes_from(page: Any, tmp_path: Path):
-    """The caption names the model and the text, the description also the settings; hostile texts
-    stay text.
-    """
-    opened = sample()
-    with served(opened) as url:
-        show(page, url, "head?site=4&head=3&scale=lin")
-        svg = ElementTree.fromstring(save(page, "SVG", tmp_path).read_text("utf-8"))
-        page.get_by_label("PNG width").select_option("4")
-        page.wait_for_timeout(500)
-        png = save(page, "PNG", tmp_path).read_bytes()
-    texts = [part.text or "" for part in svg.iter(f"{SVG}text")]
-    assert any(text.startswith("dates · Transformer · torch ") for text in texts)
-    source = opened.get_trace().streams["source"][0].text
-    assert any(source in text for text in texts)
-    origin = json.loads(svg.findtext(f"{SVG}desc", ""))
-    assert origin["model"]["name"] == "dates"
-    assert "scale=lin" in origin["settings"]
-    assert "token" not in origin["settings"]
-    assert int.from_bytes(png[16:20]) == 4 * int(svg.get("width", "0"))
-
-
-def test_masked_cells_are_hatched(page: Any, tmp_path: Path):
-    with served(sample()) as url:
-        show(page, url, "head?site=3&head=1")
-        svg = ElementTree.fromstring(save(page, "SVG", tmp_path).read_text("utf-8"))
-    count = len(bundled_sample.load_sample_trace().streams["text"][0].words)
-    assert len(cells(svg)) == count * (count + 1) // 2
-    assert [path for path in svg.iter(f"{SVG}path") if path.get("fill") == "url(#not-allowed)"]
-    assert "not allowed" in [part.text for part in svg.iter(f"{SVG}text")]
-
-
 @pytest.mark.parametrize("screen", ["head", "head?form=lines", "head?form=arcs"])
 def test_hostile_tokens_stay_text_in_a_figure(page: Any, tmp_path: Path, screen: str):
     with served(hostile_trace()) as url:
@@ -183,62 +150,7 @@ def test_hostile_tokens_stay_text_in_a_figure(page: Any, tmp_path: Path, screen:
     assert "\u202e" not in text
 
 
-def test_the_figure_of_all_heads(page: Any, tmp_path: Path):
-    with served(sample()) as url:
-        show(page, url, "map")
-        path = save(page, "SVG", tmp_path)
-        svg = ElementTree.fromstring(path.read_text("utf-8"))
-        page.keyboard.press("Escape")
-        page.evaluate("location.hash = '#/map?cells=entropy'")
-        page.keyboard.press("e")
-        page.locator(".figure-preview img").wait_for()
-        measured = ElementTree.fromstring(save(page, "SVG", tmp_path).read_text("utf-8"))
-    assert path.name == "headwise-dates.svg"
-    assert len(list(svg.iter(f"{SVG}image"))) == 54
-    texts = [part.text for part in svg.iter(f"{SVG}text")]
-    assert texts[0] == "dates · 54 heads"
-    assert {"E0", "D2", "X1", "H5", "alignment"} <= set(texts)
-    assert not list(measured.iter(f"{SVG}image"))
-    assert (
-        len({part.get("fill") for part in measured.iter(f"{SVG}rect") if part.get("width") == "64"})
-        > 20
-    )
-
-
 # --- numbers --------------------------------------------------------------------------------------
-
-
-def test_numbers_are_saved_with_the_sizes_that_were_said(page: Any, tmp_path: Path):
-    opened = sample()
-    expected = opened.get_trace().head_weights(SITE, 2)
-    with served(opened) as url:
-        show(page, url, "head?site=5&head=2")
-        dialog = page.get_by_role("dialog", name="Export")
-        files = {
-            label: save(page, label, tmp_path)
-            for label in ("CSV", "JSON", "NPZ", "Measures (CSV)", "Trace")
-        }
-        button_text = dialog.get_by_role("button", name=re.compile("^NPZ ")).inner_text()
-        dialog.get_by_label("Leave out weights below").select_option("0.1")
-        small = save(page, "CSV", tmp_path / "small")
-    assert files["CSV"].name == "headwise-dates-decoder.1.attention-2.csv"
-    assert files["Trace"].name == "headwise-dates.trace"
-    size = describe_files(opened, ExportScope(SITE, 2))["npz"]["bytes"]
-    assert button_text.split() == ["NPZ", "about", f"{size / 1000:.1f}", "kB"]
-    np.testing.assert_array_equal(np.load(files["NPZ"])[SITE][0, 0], expected)
-    np.testing.assert_array_equal(load_trace(files["Trace"]).head_weights(SITE, 2), expected)
-    assert len(json.loads(files["JSON"].read_text())["weights"]) == (expected > 0).sum()
-    assert len(small.read_text().splitlines()) == 1 + (expected >= 0.1).sum()
-    rows = list(csv.DictReader(io.StringIO(files["Measures (CSV)"].read_text())))
-    assert len({(row["site"], row["head"]) for row in rows}) == 54
-
-
-def test_measures_that_were_not_made_have_a_reason(page: Any):
-    with served(hostile_trace()) as url:
-        show(page, url, "head")
-        page.get_by_text("the heads have not been measured").wait_for()
-        button = page.get_by_role("button", name="Measures (CSV)")
-        assert button.get_attribute("aria-disabled") == "true"
 
 
 def test_the_lines_and_the_command_make_the_figure_again(

@@ -14,13 +14,10 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import SpecError
-from headwise.viewer import export_files
 from headwise.viewer.export_files import (
     PageAssets,
-    encode_answers,
     escape_json,
     load_assets,
-    make_title,
     render_html,
 )
 
@@ -125,14 +122,3 @@ def test_a_page_that_is_not_built_names_the_command(tmp_path: Path):
 def test_not_a_number_is_refused():
     with pytest.raises(ValueError, match="JSON compliant"):
         escape_json({"value": float("nan")})
-
-
-def test_binary_answers_are_base64():
-    encoded = encode_answers({"/api/tile?site=0": bytes(range(7)), "/api/document": {"version": 1}})
-    assert base64.b64decode(encoded["/api/tile?site=0"]["base64"]) == bytes(range(7))
-    assert encoded["/api/document"] == {"version": 1}
-
-
-def test_titles_show_what_cannot_be_printed():
-    assert make_title("a\u202eb\u200b\x1b\ud800") == "a\\u202eb\\u200b\\x1b\\ud800 · headwise"
-    assert export_files.make_title("日期") == "日期 · headwise"

@@ -69,13 +69,6 @@ def test_the_effect_of_an_ablated_head_is_that_of_edited_weights():
     assert [item.head for item in model.ablated] == [2]
 
 
-def test_a_scale_of_one_changes_nothing():
-    model, _, _ = open_model(GPT)
-    found = compute_effect(model, {"heads": [[0, 1, "zero", 1.0]]}, progress())
-    assert found["kl"] == 0
-    assert found["loss"]["before"] == found["loss"]["after"]
-
-
 def test_a_mean_replaces_the_output_by_its_mean_over_the_text():
     model, net, ids = open_model(GPT)
     found = compute_effect(model, {"heads": [[0, 1, "mean"]]}, progress())
@@ -273,19 +266,6 @@ def test_a_cumulative_curve_is_the_loss_of_more_and_more_heads(ranking: str):
     assert all(point["low"] <= point["mean"] <= point["high"] for point in found["random"])
     total = lab_actions.count_runs(6, ranking)
     assert [event["total"] for event in job.events if event["state"] == "running"][-1] == total
-
-
-def test_the_runs_of_a_curve_are_counted_in_advance(monkeypatch: pytest.MonkeyPatch):
-    for ranking in lab_actions.RANKINGS:
-        model, _, _ = open_model(GPT)
-        steps: list[int] = []
-        monkeypatch.setattr(
-            JobProgress,
-            "__call__",
-            lambda self, done, total=0, note="", steps=steps: steps.append(done),
-        )
-        remove_greedily(model, {"ranking": ranking}, progress())
-        assert steps == list(range(lab_actions.count_runs(6, ranking)))
 
 
 def test_a_plan_leaves_heads_out_where_all_would_take_too_long(monkeypatch: pytest.MonkeyPatch):

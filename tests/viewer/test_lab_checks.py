@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ import headwise as hw
 from headwise.head_analysis.annotated_examples import Example
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.quality_metrics import measure_quality
-from headwise.viewer import bundled_sample, lab_checks
+from headwise.viewer import lab_checks
 from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.lab_checks import (
     MAX_TEXTS,
@@ -258,29 +257,3 @@ def test_what_cannot_be_evaluated_is_refused(
 ):
     with pytest.raises(ValueError, match=message):
         evaluate_texts(model_of_lines[0], arguments, progress())
-
-
-def test_the_page_shows_the_loss_over_an_evaluation_set(page: Any):
-    model = sample_model()
-    lines = list(bundled_sample.TEXTS[:4])
-    expected = evaluate_texts(model, {"heads": [[2, 1]], "texts": lines}, progress())
-    with served(model) as url:
-        page.goto(url)
-        page.get_by_role("gridcell").first.wait_for()
-        page.get_by_role("link", name="Lab").click()
-        page.get_by_role("switch", name="E2 H1").click()
-        page.get_by_text("Evaluation set: 0 texts").click()
-        page.get_by_label("Evaluation set").fill("\n".join(lines))
-        page.get_by_text("Evaluation set: 4 texts").wait_for()
-        page.get_by_role("button", name="Measure the loss").click()
-        shown = page.get_by_test_id("evaluation")
-        shown.wait_for(timeout=60_000)
-        cells = shown.get_by_role("row").nth(1).get_by_role("cell").all_inner_texts()
-        loss = rows_by_name(expected)["loss"]
-        np.testing.assert_allclose(
-            [float(text) for text in cells[1:3]],
-            [loss["before"]["value"], loss["after"]["value"]],
-            rtol=0.05,
-        )
-        page.get_by_role("switch", name="E2 H2").click()
-        page.get_by_text("The heads have changed since").first.wait_for()

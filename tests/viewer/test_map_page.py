@@ -47,17 +47,6 @@ def test_the_strongest_heads_are_shown_and_other_layers_are_folded(page: Any):
         wait_until(page, "document.querySelectorAll('[role=gridcell]').length === 54")
 
 
-def test_a_range_of_layers_is_shown(page: Any):
-    opened = OpenModel(bundled_sample.load_sample_trace(), table=bundled_sample.load_sample_table())
-    with served(opened) as url:
-        open_map(page, url)
-        page.get_by_label("layers from").select_option("1")
-        page.get_by_label(re.compile("^to")).select_option("1")
-        names = page.get_by_role("rowheader").all_inner_texts()
-        assert names == ["E1", "D1", "X1"]
-        wait_until(page, "location.hash.includes('layers=1')")
-
-
 def test_the_tree_is_cut_where_it_is_dragged(page: Any):
     """Every head is a leaf, every merge a branch, and the clusters are those of the library at the
     same distance.

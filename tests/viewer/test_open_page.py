@@ -9,10 +9,8 @@ import torch
 
 import headwise as hw
 from headwise.traces.attention_trace import Trace
-from headwise.viewer import bundled_sample
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view_document import estimate_memory
-from support.page_browser import sample_model, served
 
 GPT = {
     "model_type": "gpt2",
@@ -40,27 +38,6 @@ def test_the_memory_of_a_long_run_is_that_of_one():
     assert found["parameters"] == sum(one.numel() for one in net.parameters())
     assert found["weightBytes"] == 4 * sum(one.numel() for one in net.parameters())
     assert estimate_memory(short, None, 64)["parameters"] is None
-
-
-def test_texts_to_try_are_read_by_the_model(page: Any):
-    model = sample_model()
-    model.texts = bundled_sample.TEXTS
-    with served(model) as url:
-        page.goto(url)
-        page.get_by_role("gridcell").first.wait_for()
-        page.get_by_role("link", name="Open").click()
-        page.get_by_text("The recorded run of a text of").wait_for()
-        source, _, target = bundled_sample.TEXTS[4].partition("\t")
-        page.get_by_role("button", name=f"{source} → {target}", exact=True).click()
-        page.get_by_text("parameters").wait_for(timeout=60_000)
-        assert (
-            page.get_by_text(
-                f"{sum(one.numel() for one in model.get_model().parameters()):,}"
-            ).count()
-            == 1
-        )
-        assert model.get_recorded().streams["source"][0].text == source
-        assert model.get_recorded().streams["text"][0].text == target
 
 
 def test_a_trace_alone_has_no_parameters():

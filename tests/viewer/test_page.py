@@ -18,13 +18,11 @@ from PIL import Image
 import headwise as hw
 from headwise.traces import trace_from_weights
 from headwise.viewer.lab_actions import compute_effect
-from headwise.viewer.model_actions import measure_table
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import render_export
-from support.page_browser import examples_of_ids, sample_model, served, wait_until
+from support.page_browser import sample_model, served, wait_until
 
-WEB = Path(hw.__file__).parent / "viewer" / "web"
 GPT = {
     "model_type": "gpt2",
     "n_embd": 12,
@@ -272,29 +270,6 @@ def test_an_export_opens_from_the_disk_without_a_network(page: Any, tmp_path: Pa
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def test_two_tabs_share_a_model(browser: Any, gpt: OpenModel):
-    with served(gpt) as url:
-        context = browser.new_context()
-        first, second = context.new_page(), context.new_page()
-        for tab in (first, second):
-            tab.goto(url)
-            tab.get_by_role("gridcell").first.wait_for()
-        first.close()
-        second.get_by_role("gridcell").nth(3).click()
-        assert second.locator(".head-name").inner_text() == "L1 H0"
-        context.close()
-
-
-def test_an_address_of_another_session_is_explained(browser: Any, gpt: OpenModel):
-    with served(gpt) as url:
-        context = browser.new_context()
-        tab = context.new_page()
-        tab.goto(url.replace("token-of", "token-not-of"))
-        tab.get_by_role("alert").wait_for()
-        assert "Open the address that the terminal printed" in tab.get_by_role("alert").inner_text()
-        context.close()
-
-
 def test_no_screen_scrolls_sideways(page: Any):
     """From a small phone to a screen of 4k, on every screen that the rail names."""
     with served(sample_model(with_model=False)) as url:
@@ -325,28 +300,3 @@ def test_the_page_in_chinese(page: Any):
         assert page.evaluate("document.documentElement.lang") == "zh"
         page.reload()
         page.get_by_role("heading", name="总览").wait_for()
-
-
-def test_measures_are_made_when_the_page_opens(
-    page: Any, gpt: OpenModel, monkeypatch: pytest.MonkeyPatch
-):
-    examples = examples_of_ids(gpt, gpt.get_trace())
-    monkeypatch.setattr("headwise.viewer.model_actions.make_examples", lambda *_: examples)
-    assert measure_table(gpt.get_model(), examples, JobProgress(Job("test", {}))).heads
-    with served(gpt) as url:
-        page.goto(url)
-        page.get_by_role("button", name="Table").wait_for()
-        assert gpt.table is not None
-
-
-def test_an_address_with_a_selected_token_can_be_loaded_again(page: Any):
-    """The position in such an address is not taken for the token of the session."""
-    with served(sample_model(with_model=False)) as url:
-        page.goto(url)
-        page.get_by_role("gridcell").first.wait_for()
-        page.evaluate("location.hash = '#/text?site=4&position=5'")
-        page.locator(".tok[aria-selected=true]").wait_for()
-        address = page.url
-        page.reload()
-        page.locator(".tok[aria-selected=true]").wait_for()
-        assert page.url == address

@@ -7,17 +7,12 @@ Times are printed (run pytest with -s), not asserted, because they are those of 
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headwise.traces import trace_from_weights
 from headwise.viewer import bundled_sample
 from headwise.viewer.lab_actions import sweep_heads
 from headwise.viewer.model_worker import Job, JobProgress
@@ -174,131 +169,6 @@ def test_a_map_of_a_thousand_heads_is_drawn_on_few_canvases(page: Any):
         assert found["nodes"] <= 2000
 
 
-@pytest.mark.parametrize(
-    ("screen", "layers", "heads", "most_changed", "most_nodes"),
-    [("lab", 80, 64, 2 * 17, 12_000), ("classify", 32, 32, 2 * 17, 20_000)],
-)
-def test_a_new_selection_changes_two_elements_of_a_large_screen(
-    page: Any, screen: str, layers: int, heads: int, most_changed: int, most_nodes: int
-):
-    trace = make_large_trace(layers, heads, 8)
-    with served(OpenModel(trace, table=make_table(trace))) as url:
-        open_map(page, url)
-        page.evaluate(f"location.hash = '#/{screen}'")
-        wait_until(page, "document.querySelector('.switches, table.data') !== null")
-        page.wait_for_timeout(300)
-        meter = WorkMeter(page)
-        begin = meter.read_ms()
-        found = page.evaluate(WALK, 16)
-        report(
-            screen=screen,
-            heads=layers * heads,
-            work_ms=round((meter.read_ms() - begin) / 16, 1),
-            **found,
-        )
-        assert found["changed"] <= most_changed
-        assert found["nodes"] <= most_nodes
-
-
-def test_a_map_of_eighty_layers_draws_the_rows_near_the_window(page: Any):
-    begin = time.monotonic()
-    with served(OpenModel(make_large_trace(80, 64, 8))) as url:
-        open_map(page, url)
-        report(heads=5120, shown_after_s=round(time.monotonic() - begin, 1))
-        assert page.get_by_role("gridcell").count() == 5120
-        drawn_rows = (
-            "[...document.querySelectorAll('.band > canvas')].map((canvas) => canvas.width > 1)"
-        )
-        before = page.evaluate(drawn_rows)
-        assert len(before) == 10
-        assert (before[0], before[-1]) == (True, False)
-        page.evaluate("document.querySelectorAll('.band')[9].scrollIntoView()")
-        wait_until(page, f"(({drawn_rows})[9])")
-        assert page.evaluate(drawn_rows)[0] is False
-        for kind in ("keys", "scroll", "hover"):
-            report(heads=5120, kind=kind, median_ms=page.evaluate(FRAMES, kind)[0])
-
-
-def make_transformers_folder(folder: Path) -> int:
-    """A GPT-2 of random weights with a tokenizer of words; returns its number of parameters."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    config = transformers.GPT2Config(vocab_size=20_000, bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2LMHeadModel(config)
-    model.save_pretrained(folder)
-    words = Tokenizer(
-        WordLevel(
-            {"[UNK]": 0} | {f"w{number}": number for number in range(1, 20_000)}, unk_token="[UNK]"
-        )
-    )
-    words.pre_tokenizer = Whitespace()
-    words.save(str(folder / "tokenizer.json"))
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.slow
-def test_the_first_map_of_a_model_of_a_hundred_million_parameters(page: Any, tmp_path: Path):
-    """From the command to the filled Map: start of Python, load of the folder, one run, thumbnails,
-    page.
-    """
-    count = make_transformers_folder(tmp_path)
-    assert count > 99_000_000
-    text = " ".join(f"w{number}" for number in range(1, 65))
-    command = [
-        sys.executable,
-        "-m",
-        "headwise",
-        "view",
-        str(tmp_path),
-        "--no-browser",
-        "--read-only",
-        "--text",
-        text,
-    ]
-    begin = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            served_after = time.monotonic() - begin
-            open_map(page, line.split(": ", 1)[1].split()[0])
-            assert page.get_by_role("gridcell").count() == 144
-            pixels = cell_pixels(page, "L0 H0").reshape(-1, 3)
-            assert len(np.unique(pixels, axis=0)) > 3
-            map_s = time.monotonic() - begin
-        finally:
-            server.terminate()
-    work = resource.getrusage(resource.RUSAGE_CHILDREN)  # of the server, the browser runs on
-    work_s = round(work.ru_utime + work.ru_stime, 1)
-    report(
-        parameters=count,
-        address_s=round(served_after, 1),
-        map_s=round(map_s, 1),
-        processor_s=work_s,
-    )
-
-
-def test_masked_parts_of_thumbnails_are_hatched(page: Any):
-    """In the thumbnail of a causal head the part above the diagonal has the two colours of the
-    hatch, and no other.
-    """
-    with served(OpenModel(make_large_trace(1, 4, 16))) as url:
-        open_map(page, url, "theme=light")
-        pixels = cell_pixels(page, "L0 H1")
-        side = pixels.shape[1]
-        above = pixels[side // 8 : side // 3, side // 2 : side - 3].reshape(-1, 3)
-        hatch = {tuple(colour(page, "--hatch")), tuple(colour(page, "--hatch-bg"))}
-        assert {tuple(pixel) for pixel in above.tolist()} == hatch
-        below = {
-            tuple(pixel)
-            for pixel in pixels[side // 2 : side - 3, 4 : side // 3].reshape(-1, 3).tolist()
-        }
-        assert not below & hatch
-
-
 def test_pruned_ablated_and_grouped_heads_are_marked(page: Any):
     trace = make_large_trace(2, 6, 12, kv_heads=2)
     opened = OpenModel(trace, pruned={"layers.1.attention": [0, 3]})
@@ -383,20 +253,6 @@ def test_the_scatter_selects_and_dims_heads(page: Any):
         page.get_by_label("colour").select_option("importance")
         wait_until(page, "location.hash.includes('color=importance')")
         assert "chosen=" not in page.url
-
-
-@pytest.mark.parametrize("width", [900, 1000, 1100, 1280])
-def test_the_measures_of_the_inspector_are_not_cut_off(page: Any, width: int):
-    opened = OpenModel(bundled_sample.load_sample_trace(), table=bundled_sample.load_sample_table())
-    with served(opened) as url:
-        page.set_viewport_size({"width": width, "height": 900})
-        open_map(page, url)
-        sizes = page.evaluate(
-            "[...document.querySelectorAll('.side .scroll')].map((box) => [box.scrollWidth, "
-            "box.clientWidth])"
-        )
-        assert sizes
-        assert all(inside <= outside for inside, outside in sizes)
 
 
 # --- the Head screen ------------------------------------------------------------------------------
@@ -530,107 +386,6 @@ def test_eight_thousand_tokens_can_be_used(page: Any):
 
 def length(answer: Any) -> int:
     return int(answer.headers.get("content-length", 0))
-
-
-def test_a_part_of_a_long_head_is_shown_with_one_cell_for_each_pair(page: Any):
-    opened = OpenModel(make_large_trace(1, 1, 2000))
-    weights = opened.get_trace().head_weights("layers.0.attention", 0)
-    with served(opened) as url:
-        open_head(page, url, "part=1000.1100.950.1050")
-        page.get_by_text("queries 1000–1100, keys 950–1050").wait_for()
-        point(page, 60.5 / 100, 70.5 / 100)
-        expected = f"{weights[1070, 1010]:.6}"
-        wait_until(page, f"Math.abs({EXACT} - {expected}) <= 2e-5 * {expected}")
-        page.get_by_role("application").focus()
-        page.keyboard.press("-")
-        wait_until(
-            page, "location.hash.includes('part=') && !location.hash.includes('part=1000.1100')"
-        )
-        page.keyboard.press("0")
-        page.get_by_text("all 2000 queries, 2000 keys").wait_for()
-        wait_until(page, "!location.hash.includes('part=')")
-        assert (
-            page.get_by_role("button", name="whole matrix").get_attribute("aria-disabled") == "true"
-        )
-        box = page.locator(".minimap").bounding_box()
-        page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-        wait_until(page, "location.hash.includes('part=875.1125.875.1125')")
-
-
-def test_a_drag_shows_a_part_and_keys_walk_past_its_edge(page: Any):
-    opened = OpenModel(make_large_trace(1, 1, 120))
-    with served(opened) as url:
-        open_head(page, url)
-        point(page, 20.5 / 120, 40.5 / 120)
-        page.mouse.down()
-        point(page, 49.5 / 120, 69.5 / 120)
-        page.mouse.up()
-        wait_until(page, "location.hash.includes('part=40.70.20.50')")
-        wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.height > 1")
-        page.get_by_role("application").focus()
-        page.keyboard.press("ArrowUp")
-        wait_until(
-            page, "document.querySelector('[data-testid=exact]').textContent.includes('w39')"
-        )
-        wait_until(page, "location.hash.includes('part=24.54.5.35')")
-        wait_until(page, "location.hash.includes('cell=39.40')")
-        assert "part=24.54.5.35" in page.evaluate("location.hash")
-
-
-def test_marginals_are_those_of_the_weights(page: Any):
-    weights = np.tril(np.random.default_rng(3).random((1, 2, 9, 9)) + 0.1)
-    weights /= weights.sum(-1, keepdims=True)
-    with served(OpenModel(trace_from_weights([weights], list("abcdefghi")))) as url:
-        open_head(page, url, "head=1")
-        entropy = -(weights[0, 1] * np.log(np.where(weights[0, 1] > 0, weights[0, 1], 1))).sum(1)
-        page.get_by_role(
-            "img", name=f"entropy of each row, longest bar {entropy.max():.2f}"
-        ).wait_for()
-        received = weights[0, 1].sum(0) / np.arange(9, 0, -1)
-        page.get_by_role(
-            "img", name=f"weight on each key, longest bar {received.max():.2f}"
-        ).wait_for()
-        page.get_by_label("Rows").select_option("maximum")
-        page.get_by_role("img", name="largest weight of each row, longest bar 1.00").wait_for()
-        page.get_by_label("Rows").select_option("entropy")
-        page.get_by_role("img", name="entropy of each row").wait_for()
-        page.evaluate(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-        )
-        bars = page.evaluate(
-            """() => { const canvas = document.querySelector('.marginal.rows canvas');
-            const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
-            const isDrawn = (row) => (_, x) => data[(row * 5 * width + x) * 4 + 3];
-            return [...Array(9)].map((_, row) => [...Array(width)].filter(isDrawn(row)).length); }"""
-        )
-        assert np.abs(np.array(bars) - 96 * entropy / entropy.max()).max() <= 0.51
-
-
-def test_memory_stays_flat_over_two_hundred_heads(page: Any):
-    opened = OpenModel(make_large_trace(10, 20, 96))
-    with served(opened) as url:
-        open_head(page, url)
-        session = page.context.new_cdp_session(page)
-        session.send("HeapProfiler.enable")
-
-        def change_heads(count: int) -> None:
-            for number in range(count):
-                page.evaluate(
-                    f"location.hash = '#/head?site={number % 10}&head={number // 10 % 20}'"
-                )
-                page.wait_for_timeout(25)
-
-        def used_bytes() -> float:
-            page.wait_for_timeout(500)
-            session.send("HeapProfiler.collectGarbage")
-            return float(session.send("Runtime.getHeapUsage")["usedSize"])
-
-        change_heads(40)
-        before = used_bytes()
-        change_heads(200)
-        grown = used_bytes() - before
-        report(head_changes=200, heap_growth_kB=round(grown / 1000))
-        assert grown < 1_000_000
 
 
 def test_a_model_of_images_shows_its_weights_over_the_patches(page: Any):

@@ -77,71 +77,6 @@ def test_heads_that_are_off_in_the_lab_are_pruned_and_proved(page: Any, tmp_path
     assert record["change"]["keep"]["encoder.0.attention"] == [0, 2, 3, 4, 5]
 
 
-def test_a_share_shows_which_heads_go_before_anything_is_written(page: Any, tmp_path: Path):
-    with served(open_target(Target(out=tmp_path / "out"))) as url:
-        show_screen(page, url)
-        page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
-        page.get_by_role("button", name="Method and share").click()
-        page.get_by_label("ranked by").select_option("random")
-        page.get_by_text("Compute the plan to see which heads go.").wait_for()
-        page.get_by_role("button", name="Compute the plan").click()
-        page.get_by_text("27 of 54 heads stay").wait_for()
-        assert page.get_by_role("switch", checked=False).count() == 27
-        page.get_by_role("switch", checked=True).first.click()
-        page.get_by_text("26 of 54 heads stay").wait_for()
-        assert (
-            page.get_by_role("button", name="Off in the Lab").get_attribute("aria-pressed")
-            == "true"
-        )
-    assert not (tmp_path / "out").exists()
-
-
-def test_heads_are_pooled_to_the_number_that_is_chosen(page: Any, tmp_path: Path):
-    with served(open_target(Target(out=tmp_path))) as url:
-        show_screen(page, url)
-        page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
-        page.get_by_role("button", name="Convert", exact=True).click()
-        assert (
-            "its own key-value head already"
-            in page.get_by_text("one for each query head").last.inner_text()
-        )
-        page.get_by_role("button", name="2", exact=True).click()
-        page.get_by_role("button", name="Convert and prove").click()
-        page.get_by_test_id("proof").wait_for()
-        assert read_row(page, "proof", "decoder.1.cross")[1:] == ["6", "6 → 2", "0 1 2 | 3 4 5"]
-    assert {spec.heads.kv for _, spec in load(tmp_path / "converted").spec.attention_specs()} == {2}
-
-
-def test_a_folder_that_exists_is_refused_with_a_remedy(page: Any, tmp_path: Path):
-    (tmp_path / "mine").mkdir()
-    with served(open_target(Target(out=tmp_path))) as url:
-        show_screen(page, url)
-        page.get_by_role("switch", name="D1 H4").click()
-        page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
-        page.get_by_label("Folder").fill("mine")
-        page.get_by_role("button", name="Prune and prove").click()
-        alert = page.get_by_role("alert")
-        alert.wait_for()
-        assert "the folder mine exists" in alert.inner_text()
-        assert "choose another name" in alert.inner_text()
-        assert page.get_by_test_id("proof").count() == 0
-
-
-def test_a_page_that_may_not_write_still_plans(page: Any):
-    with served(open_target(Target(out=None))) as url:
-        show_screen(page, url)
-        page.get_by_role("switch", name="D1 H4").click()
-        page.get_by_text("--read-only").wait_for()
-        assert (
-            page.get_by_role("button", name="Prune and prove").get_attribute("aria-disabled")
-            == "true"
-        )
-        page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
-        page.get_by_role("button", name="Compute the plan").click()
-        page.get_by_test_id("planned").wait_for()
-        assert read_row(page, "planned", "parameters")[1] == "638,112"
-
-
 def test_a_trace_says_that_it_needs_the_model(page: Any):
     with served(OpenModel(bundled_sample.load_sample_trace())) as url:
         show_screen(page, url)
@@ -150,17 +85,3 @@ def test_a_trace_says_that_it_needs_the_model(page: Any):
             page.get_by_role("button", name="Compute the plan").get_attribute("aria-disabled")
             == "true"
         )
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_screen_fits_its_window_in_both_languages(page: Any, width: int):
-    page.set_viewport_size({"width": width, "height": 844})
-    with served(open_target(Target(out=None))) as url:
-        show_screen(page, url)
-        page.get_by_test_id("sizes-now").get_by_text("638,112").wait_for()
-        page.get_by_role("switch", name="D1 H4").click()
-        page.get_by_role("button", name="Compute the plan").click()
-        page.get_by_test_id("planned").wait_for()
-        for language in ("en", "zh"):
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, language
-            page.get_by_role("button", name="中文" if language == "en" else "English").click()

@@ -153,14 +153,6 @@ def test_thumbnails_of_a_former_trace_do_not_replace_the_open_one(
     assert opened.trace is other
 
 
-def test_thumbnails_are_drawn_once(
-    client: TestClient, opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-):
-    client.get("/api/thumbnails")
-    monkeypatch.setattr(Trace, "with_thumbnails", lambda *_: pytest.fail("drawn again"))
-    assert client.get("/api/thumbnails").status_code == 200
-
-
 def test_answers_for_another_revision_are_refused(client: TestClient, opened: OpenModel):
     assert client.get("/api/row?site=0&head=0&query=1&revision=0").status_code == 200
     opened.set_trace(record(opened.get_model(), 11))
@@ -326,17 +318,6 @@ def test_a_client_that_goes_away_leaves_the_server_up(server: ViewServer, client
     held_job.release.set()
     wait_for(lambda: job.has_ended)
     assert client.get(f"/api/jobs/{job.id}/result").status_code == 200
-
-
-def test_two_clients_share_one_open_model(server: ViewServer):
-    first, second = make_client(server), make_client(server)
-    job = submit(first, kind="ablate", heads=[[0, 1]])
-    assert '"done"' in second.get(f"/api/jobs/{job}/events").text
-    assert second.get("/api/document").json()["ablated"][0]["head"] == 1
-    assert (
-        first.get(f"/api/jobs/{job}/result").content
-        == second.get(f"/api/jobs/{job}/result").content
-    )
 
 
 def test_a_model_that_fails_in_its_forward_pass_leaves_the_trace(

@@ -5,7 +5,6 @@ with the keyboard.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from headwise.traces.head_steps import HeadPlace, HeadSteps
 from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import find_steps
 from headwise.viewer.open_model import OpenModel
-from headwise.viewer.view import render_export
 from support.page_browser import served, wait_until
 
 SITE, HEAD, QUERY = 7, 2, 9
@@ -125,28 +123,3 @@ def test_arrows_walk_through_steps_and_keys_and_the_address_keeps_them(page: Any
         page.keyboard.press("t")
         page.get_by_role("table", name="Rotate by position").wait_for()
         assert page.get_by_role("row").count() > 32
-
-
-def test_a_trace_alone_names_the_steps_that_it_does_not_hold(page: Any):
-    with served(sample(with_model=False)) as url:
-        open_steps(page, url)
-        assert page.get_by_text("from the trace").is_visible()
-        missing = page.locator(".missing-steps").inner_text()
-        assert "Residual stream in" in missing
-        assert "only a trace is open" in missing
-        assert page.locator(".step").count() == 6
-
-
-def test_an_export_names_the_command_that_shows_the_steps(page: Any, tmp_path: Path):
-    path = tmp_path / "page.html"
-    path.write_text(render_export(OpenModel(bundled_sample.load_sample_trace())), encoding="utf-8")
-    page.goto(path.as_uri() + "#/steps")
-    note = page.get_by_test_id("not-in-export")
-    note.wait_for()
-    assert "headwise view MODEL" in note.inner_text()
-
-
-def test_the_steps_in_chinese(page: Any):
-    with served(sample()) as url:
-        open_steps(page, url.replace("/#", "/?lang=zh#"))
-        assert page.get_by_role("heading", name="按位置旋转").is_visible()

@@ -162,21 +162,3 @@ def test_generated_tokens_are_stepped_through(page: Any):
         page.get_by_role("button", name="previous step").click()
         assert "step 2 of 5" in generation.inner_text()
         assert page.locator(".chip.generated").count() == 5
-
-
-def test_a_kept_query_is_not_kept_in_the_source(page: Any):
-    with served(sample_model()) as url:
-        page.goto(url)
-        page.get_by_role("gridcell").first.wait_for()
-        page.evaluate("location.hash = '#/text?site=4&head=1'")
-        panels = page.locator(".chips")
-        wait_until(page, "document.querySelectorAll('.chips').length === 2")
-        source, text = sorted(
-            (panels.nth(0), panels.nth(1)), key=lambda chips: "dollars" not in chips.inner_text()
-        )
-        text.locator(".chip").nth(5).click()
-        page.locator(".chip[aria-pressed=true]").wait_for()
-        assert source.locator("[aria-pressed]").count() == 0
-        source.locator(".chip").nth(2).click()
-        assert text.locator("[aria-pressed=true]").count() == 1
-        wait_until(page, "location.hash.includes('position=5')")

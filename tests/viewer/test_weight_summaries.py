@@ -64,14 +64,6 @@ def test_a_tile_of_a_long_text_is_pooled_exactly(pool: str, causal: bool):
         ]
 
 
-def test_weights_of_a_causal_layer_do_not_depend_on_the_range():
-    trace = record(None, causal=True)
-    whole = trace.head_weights(SITE, 0)
-    assert np.allclose(whole.sum(1), 1, atol=1e-5)
-    assert not np.triu(whole, 1).any()
-    assert np.abs(trace.head_weights(SITE, 0, slice(700, 710)) - whole[700:710]).max() < 1e-6
-
-
 @pytest.mark.parametrize("lens", ["weight", "value"])
 def test_marginals_of_a_long_text(lens: str):
     window = np.abs(np.arange(1300)[:, None] - np.arange(1300)) < 40
