@@ -102,7 +102,8 @@ class ConstantOutput(HeadPatch):
         return self._output
 
     def _output(self, head_call: HeadCall) -> Tensor:
-        value, output = self.value, head_call.output
+        value = self.value
+        output = head_call.output
         if value.shape[-1] != output.shape[-1]:
             raise ValueError(
                 f"heads of {head_call.site} output {output.shape[-1]} channels, not "
@@ -229,7 +230,8 @@ class Noise(HeadPatch):
         return (mean + std * noise).to(output)
 
     def _statistic(self, head_call: HeadCall, name: str) -> Tensor:
-        value, output = getattr(self, name), head_call.output
+        value = getattr(self, name)
+        output = head_call.output
         if value is not None:
             value = torch.as_tensor(value, device=output.device)
             if value.dim() and value.shape[0] != output.shape[-1]:
@@ -258,7 +260,8 @@ def check_shape(site: str, value: Tensor, output: Tensor) -> None:
     """Raise unless `value` [B or 1, T or 1, ...] has the rows and tokens of
     `output` [B, T, ...].
     """
-    actual, expected = list(value.shape[:2]), list(output.shape[:2])
+    actual = list(value.shape[:2])
+    expected = list(output.shape[:2])
     if output.dim() != 3 or any(
         size not in (1, count) for size, count in zip(actual, expected, strict=True)
     ):
@@ -281,7 +284,8 @@ class OutputEditor:
     """Observer that replaces the outputs of some heads of a site, at the given tokens or at all."""
 
     def __init__(self, site: str, patches: Mapping[int, HeadPatch], tokens: TokenSelection) -> None:
-        self.site, self.tokens = site, tokens
+        self.site = site
+        self.tokens = tokens
         self.needs_call = any(patch.needs_call for patch in patches.values())
         self.patch_functions = {
             head: patch.make_function(site, head) for head, patch in patches.items()
@@ -295,10 +299,13 @@ class OutputEditor:
     def on_head_outputs(self, z: Tensor) -> Tensor:
         """Head outputs [..., heads, head_dim] with the patches applied."""
         count = z.shape[-2]
-        if wrong := [head for head in self.patch_functions if head >= count]:
+        wrong = [head for head in self.patch_functions if head >= count]
+        if wrong:
             raise ValueError(f"{self.site} has no head {wrong[0]}; give heads in 0..{count - 1}")
-        call, self._call = self._call, None
-        edited, token_mask = z.clone(), make_token_mask(self.site, self.tokens, z)
+        call = self._call
+        self._call = None
+        edited = z.clone()
+        token_mask = make_token_mask(self.site, self.tokens, z)
         for head, patch_function in self.patch_functions.items():
             output = z[..., head, :]
             patched = patch_function(HeadCall(self.site, head, output, token_mask, call))
@@ -318,7 +325,8 @@ def make_token_mask(site: str, tokens: TokenSelection, outputs: Tensor) -> Tenso
         check_shape(site, tokens, outputs[..., 0, :])
         return tokens.to(outputs.device)
     count = outputs.shape[1]
-    if wrong := [column for column in tokens if not -count <= column < count]:
+    wrong = [column for column in tokens if not -count <= column < count]
+    if wrong:
         raise ValueError(
             f"{site} gets {count} tokens, none of them has index {wrong[0]}; give indices in "
             f"{-count}..{count - 1}"

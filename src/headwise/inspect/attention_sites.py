@@ -50,10 +50,8 @@ def split_shared_modules(model: nn.Module, sites: Sequence[SiteModule]) -> list[
     [('model.0.attention', None), ('model.1.attention', 'model.0.attention')]
     """
     split = [call for site_module in sites for call in _calls_of_module(model, site_module)]
-    calls_per_module, calls_so_far = (
-        Counter(id(site_module.module) for site_module in split),
-        Counter[int](),
-    )
+    calls_per_module = Counter(id(site_module.module) for site_module in split)
+    calls_so_far = Counter[int]()
     numbered = []
     for site_module in split:
         numbered.append(
@@ -73,10 +71,12 @@ def _calls_of_module(model: nn.Module, site_module: SiteModule) -> Iterator[Site
         yield site_module
         return
     layers, groups, inner = sizes
-    group, within = int(match[1]), int(match[2])
+    group = int(match[1])
+    within = int(match[2])
     for run in range(layers):
         if int(run / (layers / groups)) == group:
-            depth, site = run * inner + within, site_module.site
+            depth = run * inner + within
+            site = site_module.site
             name = f"{site.stack}.{depth}.{site.kind}"
             yield site_module._replace(site=replace(site, layer=depth, name=name))
 
@@ -117,15 +117,18 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
     """Replace the abilities that this model rules out by the reason."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for site_module in sites:
-        site, parts = site_module.site, [modules[site_module.site.path], site_module.module]
-        if reason := unhookable_reason(model, parts) or compiled_part_reason(modules, site.path):
+        site = site_module.site
+        parts = [modules[site_module.site.path], site_module.module]
+        reason = unhookable_reason(model, parts) or compiled_part_reason(modules, site.path)
+        if reason:
             impossible = Ability(False, reason)
             site = replace(
                 site,
                 observe=impossible if site.observe.possible else site.observe,
                 ablate=impossible if site.ablate.possible else site.ablate,
             )
-        if reason := unprunable_reason(parts):
+        reason = unprunable_reason(parts)
+        if reason:
             site = replace(site, prune=Ability(False, reason), convert=Ability(False, reason))
         yield site_module._replace(site=site)
 
@@ -142,7 +145,8 @@ def unprunable_reason(parts: Sequence[nn.Module]) -> str:
                 "its weights are sharded over several processes; prune the model before it is "
                 "sharded"
             )
-        if kind := _find_packed_weights(module):
+        kind = _find_packed_weights(module)
+        if kind:
             return (
                 f"its weights are quantised ({kind}); prune the unquantised model, then "
                 "quantise it again"
@@ -432,7 +436,8 @@ def sites(model: nn.Module, example: Any = None, *, tokenizer: object = None) ->
     ['decoder.0.attention']
     """
     if example is not None:
-        if reason := unhookable_reason(check_is_module(model), [model]):
+        reason = unhookable_reason(check_is_module(model), [model])
+        if reason:
             raise ValueError(f"{type(model).__name__} cannot be traced on an example: {reason}")
         _trace_inputs(model, prepare_inputs(model, example, 0, tokenizer))
     site_list = [site_module.site for site_module in find_attention(model)]
@@ -544,7 +549,8 @@ def left_out_notes(
     left_out: dict[str, list[str]] = {}
     for site_module in find_attention(model):
         site = site_module.site
-        if reason := getattr(site, ability).reason or reasons.get(site.name, ""):
+        reason = getattr(site, ability).reason or reasons.get(site.name, "")
+        if reason:
             left_out.setdefault(reason, []).append(site.name)
     return [f"left out {', '.join(names)}: {reason}" for reason, names in left_out.items()]
 

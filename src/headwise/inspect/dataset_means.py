@@ -105,7 +105,8 @@ def observe_dataset(
             raise ValueError(f"{name} cannot be observed: {site.ablate.reason}")
         if observers[name].needs_call and not site.observe.possible:
             raise ValueError(f"{name} cannot be observed: {site.observe.reason}")
-    stacks, has_batches = {site_module.site.stack for site_module in site_modules}, False
+    stacks = {site_module.site.stack for site_module in site_modules}
+    has_batches = False
     with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
         for batch in batches:
             has_batches = True
@@ -316,7 +317,8 @@ class OutputMoments(OutputObserver):
         if self.kind == "position":
             self._check_columns(outputs, token_mask)
         else:
-            outputs, token_mask = outputs.flatten(0, -3)[:, None], token_mask.flatten()[:, None]
+            outputs = outputs.flatten(0, -3)[:, None]
+            token_mask = token_mask.flatten()[:, None]
         counted = token_mask[..., None, None]
         values = torch.where(counted, outputs.double(), 0.0)
         count = counted.sum(0).double()
@@ -337,14 +339,17 @@ class OutputMoments(OutputObserver):
 
     def _add(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
         if not self.means.dim():
-            self.count, self.means, self.squared_deviations = count, mean, squares
+            self.count = count
+            self.means = mean
+            self.squared_deviations = squares
             return
         length = max(len(count), len(self.count))
         count, mean, squares = (_pad_positions(new, length) for new in (count, mean, squares))
         old_count, old_means, old_squares = (
             _pad_positions(old, length) for old in (self.count, self.means, self.squared_deviations)
         )
-        self.count, difference = old_count + count, mean - old_means
+        self.count = old_count + count
+        difference = mean - old_means
         new_share = count / self.count.clamp(min=1)
         self.means = old_means + difference * new_share
         self.squared_deviations = (
@@ -410,7 +415,8 @@ class OffsetWeights(HeadPatch):
 
     def _output(self, head_call: HeadCall) -> Tensor:
         assert head_call.call is not None
-        output_BTV, head_values = head_call.output, head_call.call.head_values(head_call.head)
+        output_BTV = head_call.output
+        head_values = head_call.call.head_values(head_call.head)
         a_BTS = self.weights_at(
             head_call.site,
             _allowed_pairs(head_call.site, head_call.call, head_values, output_BTV),
@@ -422,7 +428,8 @@ class OffsetWeights(HeadPatch):
         """Weights over the allowed keys of each query, float64; raises at an offset without data,
         if it is patched.
         """
-        count, device = allowed_BTS.shape[1], allowed_BTS.device
+        count = allowed_BTS.shape[1]
+        device = allowed_BTS.device
         offset = _make_offsets(count, device) - count + 1
         too_far = offset.abs() >= self.max_length
         index = (offset + self.max_length - 1).clamp(0, len(self.weights) - 1)
@@ -488,7 +495,8 @@ class OffsetObserver(OutputObserver):
     totals: dict[int, OffsetTotals] = field(default_factory=dict)
 
     def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
-        call, self.call = self.call, None
+        call = self.call
+        self.call = None
         assert call is not None
         for n, head in enumerate(self.head_indices):
             head_values = call.head_values(head)
@@ -574,7 +582,8 @@ def _allowed_pairs(
     """Keys that each query of a head may attend to, [B or 1, T, S]; raises if weights by offset are
     not defined.
     """
-    queries, keys = output_BTV.shape[1], head_values.v_BSV.shape[1]
+    queries = output_BTV.shape[1]
+    keys = head_values.v_BSV.shape[1]
     if output_BTV.dim() != 3 or queries != keys:
         raise ValueError(
             f"{site} has {queries} queries and {keys} keys; weights by offset need self-attention "

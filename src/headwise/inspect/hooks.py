@@ -81,7 +81,8 @@ class AttentionInputs:
 
     def kv_head_of(self, head: int) -> int:
         """KV head of a query head."""
-        heads, groups = self.q_BTHK.shape[2], self.k_BSGK.shape[2]
+        heads = self.q_BTHK.shape[2]
+        groups = self.k_BSGK.shape[2]
         return (
             head * groups // heads if self.kv_head_of_query is None else self.kv_head_of_query[head]
         )
@@ -155,12 +156,14 @@ class AttentionInputs:
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
         """Boolean mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
-        q_BTHK, k_BSGK = self.q_BTHK, self.k_BSGK
+        q_BTHK = self.q_BTHK
+        k_BSGK = self.k_BSGK
         count = len(range(q_BTHK.shape[1])[queries])
         allowed = torch.ones(
             q_BTHK.shape[0], 1, count, k_BSGK.shape[1], dtype=torch.bool, device=q_BTHK.device
         )
-        if biases := self._score_biases(queries, slice(None)):
+        biases = self._score_biases(queries, slice(None))
+        if biases:
             allowed = allowed & (sum(biases[1:], biases[0]) > MASK_THRESHOLD)
         for excluded in self._masked_pairs(queries, slice(None)):
             allowed = allowed & ~excluded
@@ -169,7 +172,8 @@ class AttentionInputs:
     def _scaled_products(self, queries: slice, keys: slice) -> Tensor:
         """Scaled products q k^T; the heads of a KV group are computed in one matrix product."""
         q_BHTK = to_at_least_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
-        k_BGSK, heads = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2)), q_BHTK.shape[1]
+        k_BGSK = to_at_least_float32(self.k_BSGK[:, keys].transpose(1, 2))
+        heads = q_BHTK.shape[1]
         if self.kv_head_of_query is not None or heads % k_BGSK.shape[1]:
             k_BGSK = k_BGSK[:, [self.kv_head_of(head) for head in range(heads)]]
         rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
@@ -402,10 +406,8 @@ class SiteHooks:
         site_modules: Sequence[SiteModule],
         observers: Mapping[str, AttentionHook],
     ) -> None:
-        self.model, self.adapters = (
-            model,
-            list(dict.fromkeys(site_module.adapter for site_module in site_modules)),
-        )
+        self.model = model
+        self.adapters = list(dict.fromkeys(site_module.adapter for site_module in site_modules))
         self.hook_of_module = {
             site_module.module: SiteHook(self, site_module, site_modules, observers)
             for site_module in reversed(site_modules)
@@ -422,7 +424,8 @@ class SiteHooks:
                 self.modules_below.setdefault(ancestor, set()).add(module)
         for hook in self.hook_of_module.values():
             self.modules_below.setdefault(hook.site, set())
-        self.num_forwards, self.num_calls = Counter[nn.Module](), Counter[nn.Module]()
+        self.num_forwards = Counter[nn.Module]()
+        self.num_calls = Counter[nn.Module]()
         self.num_site_calls = Counter[
             nn.Module
         ]()  # calls of the modules whose projections are hooked
@@ -432,11 +435,12 @@ class SiteHooks:
         """Start a forward call: returns an empty counter of module calls; raises if a hooked module
         was replaced.
         """
-        if replaced := [
+        replaced = [
             path
             for path, module in self.module_of_path.items()
             if _get_module(self.model, path) is not module
-        ]:
+        ]
+        if replaced:
             raise ValueError(
                 f"{replaced[0] or 'the model'} was replaced while it had hooks; replace modules "
                 "before or after the "
@@ -455,7 +459,8 @@ class SiteHooks:
         self.last_queries = None
         for module in self.modules_below[root]:
             self.num_forwards[module] += 1
-            hook, count = self.hook_of_module[module], calls[self.hook_of_module[module].site]
+            hook = self.hook_of_module[module]
+            count = calls[self.hook_of_module[module].site]
             self.num_site_calls[module] += count
             if hook.calls_per_forward > 1 and count not in (0, hook.calls_per_forward):
                 raise ValueError(
@@ -512,9 +517,11 @@ class SiteHook:
         site_modules: Sequence[SiteModule],
         observers: Mapping[str, AttentionHook],
     ) -> None:
-        self.site_hooks, self.module = site_hooks, site_module.module
+        self.site_hooks = site_hooks
+        self.module = site_module.module
         self.site = site_hooks.model.get_submodule(site_module.site.path)
-        self.calls_per_forward, self.name = site_module.calls_per_forward, site_module.site.name
+        self.calls_per_forward = site_module.calls_per_forward
+        self.name = site_module.site.name
         self.hook_of_call = {
             other.call_index: observers[other.site.name]
             for other in site_modules
@@ -533,11 +540,13 @@ class SiteHook:
         """Raise if the module has computed attention for these queries in the same call of its
         forward.
         """
-        forward, inputs = _RUNNING_FORWARDS.get().get(self.site_hooks), call.attention_inputs
+        forward = _RUNNING_FORWARDS.get().get(self.site_hooks)
+        inputs = call.attention_inputs
         if forward is None or inputs is None:
             return
         queries = ModuleQueries(self.site, forward, forward[self.site], inputs.q_BTHK)
-        last, self.site_hooks.last_queries = self.site_hooks.last_queries, queries
+        last = self.site_hooks.last_queries
+        self.site_hooks.last_queries = queries
         if last is not None and queries.has_same_tokens(last):
             raise ValueError(
                 f"{self.name} computes attention several times for the same queries in one "
@@ -682,7 +691,8 @@ class ModelRun(NamedTuple):
         """Run the model, and return its output, or the generated tokens if
         `max_new_tokens` is set.
         """
-        model, inputs = self.model, self.inputs
+        model = self.model
+        inputs = self.inputs
         try:
             if not self.max_new_tokens:
                 return model(*inputs.args, **inputs.kwargs)

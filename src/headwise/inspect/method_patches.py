@@ -25,7 +25,8 @@ class SharedPatch(ABC):
     """Patch with a reference count: applied while at least one context uses it."""
 
     def __init__(self) -> None:
-        self._holders, self._lock = 0, Lock()
+        self._holders = 0
+        self._lock = Lock()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -60,7 +61,9 @@ class MethodPatch(SharedPatch):
         self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         super().__init__()
-        self.owner, self.name, self.wrapper = owner, name, wrapper
+        self.owner = owner
+        self.name = name
+        self.wrapper = wrapper
         self._inherits = name not in vars(owner)
         self._original: Callable[..., Any] = getattr(owner, name)
 
@@ -163,7 +166,8 @@ def _forward_owner(module_type: type) -> type:
 
 def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        overrides, running = _ACTIVE_OVERRIDES.get().get(self, ()), _RUNNING_MODULES.get()
+        overrides = _ACTIVE_OVERRIDES.get().get(self, ())
+        running = _RUNNING_MODULES.get()
         if not overrides or self in running:  # a super().forward() call inside an override
             return original(self, *args, **kwargs)
         run: ForwardFunction = partial(original, self)

@@ -76,7 +76,8 @@ def find_ids_argument(model: nn.Module) -> str:
     """
     if isinstance(model, Transformer):
         return "x"
-    arguments, main = list_arguments(model), getattr(model, "main_input_name", None)
+    arguments = list_arguments(model)
+    main = getattr(model, "main_input_name", None)
     if isinstance(main, str) and (main in arguments or not arguments):
         return main
     return IDS if IDS in arguments or not arguments else arguments[0]
@@ -105,7 +106,8 @@ def to_named_tensors(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, A
     names = {name: _to_tensor(name, value) for name, value in inputs.items()}
     if isinstance(model, Transformer):
         return _rename_for_headwise(model, names)
-    arguments, ids = list_arguments(model), find_ids_argument(model)
+    arguments = list_arguments(model)
+    ids = find_ids_argument(model)
     if (
         takes_mapping(model)
         or IDS not in names
@@ -315,7 +317,8 @@ def _is_texts(inputs: Any) -> bool:
 
 def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelInputs:
     """Inputs from tensors by argument name."""
-    is_headwise, has_source = isinstance(model, Transformer), is_encoder_decoder(model)
+    is_headwise = isinstance(model, Transformer)
+    has_source = is_encoder_decoder(model)
     first, second = (
         ("x", "source")
         if is_headwise
@@ -484,7 +487,8 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     if isinstance(model, Transformer):
         _check_has_tokenizer(model)
         encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
-        usage, keys = model.usage, ("source", "x")
+        usage = model.usage
+        keys = ("source", "x")
         source = _make_surrounded_row(
             encoder_tokenizer, usage.before, texts["source"], usage.behind
         )
@@ -492,9 +496,11 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
             decoder_tokenizer, get_decoder_start_ids(model), texts["text"], ()
         )
     else:
-        tokenizer, keys = _load_tokenizer(model), ("input_ids", "decoder_input_ids")
+        tokenizer = _load_tokenizer(model)
+        keys = ("input_ids", "decoder_input_ids")
         start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
-        source, text = _encode(tokenizer, texts["source"]), _encode(tokenizer, texts["text"])
+        source = _encode(tokenizer, texts["source"])
+        text = _encode(tokenizer, texts["text"])
         first = TokenRow((start,), (make_token_decoder(tokenizer)(start),), ((0, 0),))
         text = TokenRow(
             first.ids + text.ids, first.words + text.words, first.offsets + text.offsets, text.text
@@ -518,7 +524,8 @@ def _make_surrounded_row(
     tokenizer: ModelTokenizer, before: Sequence[int], text: str, behind: Sequence[int]
 ) -> TokenRow:
     """Token row of a text with special ids before and behind it."""
-    ids, offsets = tokenizer.ids(text), tokenizer.places(text)
+    ids = tokenizer.ids(text)
+    offsets = tokenizer.places(text)
     strings = [
         text[start:stop] or tokenizer.token_text(token)
         for token, (start, stop) in zip(ids, offsets, strict=True)
@@ -552,7 +559,8 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
     """Inputs from texts for a transformers model, with the tokenizer.json next to its weights."""
     tokenizer = _load_tokenizer(model)
     text_rows = [_encode(tokenizer, text) for text in texts]
-    has_source, longest = is_encoder_decoder(model), max(len(row.ids) for row in text_rows)
+    has_source = is_encoder_decoder(model)
+    longest = max(len(row.ids) for row in text_rows)
     if not longest:
         raise ValueError("the text is empty; give at least one token")
     _check_length(model, longest + (0 if has_source else steps))

@@ -76,7 +76,8 @@ def find_tokenizer(model: nn.Module) -> Tokenizer | None:
     current = _current_tokenizer.get()
     if current is not None and current[0] is model:
         return current[1]
-    if (own := _find_fast_tokenizer(getattr(model, "tokenizer", None))) is not None:
+    own = _find_fast_tokenizer(getattr(model, "tokenizer", None))
+    if own is not None:
         return _without_limits(own)
     folder = find_model_folder(model)
     if folder is None or not (folder / TOKENIZER_FILE).is_file():

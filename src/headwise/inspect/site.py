@@ -74,7 +74,8 @@ class Sites(list[Site]):
 
     def __init__(self, sites: Iterable[Site], model: str, notes: Sequence[str] = ()) -> None:
         super().__init__(sites)
-        self.model, self.notes = model, list(notes)
+        self.model = model
+        self.notes = list(notes)
 
     def find(self, which: int | str) -> Site:
         """The site with this name, or the only site at this layer number.

@@ -46,7 +46,8 @@ class Capture:
     precision: str = "own"
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.extra if name not in EXTRA_TENSORS]:
+        wrong = [name for name in self.extra if name not in EXTRA_TENSORS]
+        if wrong:
             raise SpecError(
                 f"Capture(extra={self.extra!r}) holds {wrong[0]!r}; give some of "
                 f"{', '.join(EXTRA_TENSORS)}"
@@ -127,7 +128,8 @@ class CallRecorder:
     needs_call = True
 
     def __init__(self, site: Site, store: CaptureBuffer) -> None:
-        self.site, self.store = site, store
+        self.site = site
+        self.store = store
         self.calls: list[AttentionCallRecord] = []
         self.chunks: dict[str, list[Array]] = {}
         self.kv_head_of_query: tuple[int, ...] = ()
@@ -224,7 +226,9 @@ class CallRecorder:
             if inputs.sinks is not None:
                 self.chunks["sinks"] = [self.store.copy_to_host(inputs.sinks.flatten())]
         inputs, positions = _sort_keys(inputs)
-        start, first_row, queries = self._num_queries(), self._count("q"), inputs.q_BTHK.shape[1]
+        start = self._num_queries()
+        first_row = self._count("q")
+        queries = inputs.q_BTHK.shape[1]
         self._append("q", self.store.copy_to_host(inputs.q_BTHK))
         grids = tuple(
             self._record_mask(grid, inputs)
@@ -263,7 +267,8 @@ class CallRecorder:
         """Record the new keys of this call, and return the range of all its keys among the recorded
         ones.
         """
-        k_BSGK, count = inputs.k_BSGK, inputs.k_BSGK.shape[1]
+        k_BSGK = inputs.k_BSGK
+        count = inputs.k_BSGK.shape[1]
         num_recorded = self._count("k")
         for num_new in (0, queries):
             num_known = count - num_new
@@ -380,17 +385,16 @@ def estimate_bytes(
 
     Biases are assumed to depend on the offset of key and query only, as position biases do.
     """
-    total, mask_bytes = 0, dict[tuple[str, int, int], int]()
+    total = 0
+    mask_bytes = dict[tuple[str, int, int], int]()
     for site_module in sites:
         query_stream, key_stream = streams[site_module.site.name]
         new_tokens = {
             name: 0 if name == "source" else size.max_new_tokens
             for name in (query_stream, key_stream)
         }
-        queries, keys = (
-            size.num_tokens[query_stream] + new_tokens[query_stream],
-            size.num_tokens[key_stream] + new_tokens[key_stream],
-        )
+        queries = size.num_tokens[query_stream] + new_tokens[query_stream]
+        keys = size.num_tokens[key_stream] + new_tokens[key_stream]
         if site_module.adapter.visible_tensors(site_module.module) == "weights":
             total += (
                 size.batch_size * site_module.site.heads * queries * keys * capture.bytes_per_number
@@ -420,14 +424,14 @@ def _numbers_per_text(site: Site, capture: Capture, queries: int, keys: int) -> 
     recorded.
     """
     if site.spec is None:
-        heads, kv_heads, dim = site.q, site.kv, site.dim
+        heads = site.q
+        kv_heads = site.kv
+        dim = site.dim
     else:
         core = site.spec.core_of(site.spec.projection_form(one=False))
-        heads, kv_heads, dim = (
-            len(core.key_head_of_query),
-            max(core.key_head_of_query) + 1,
-            core.dim,
-        )
+        heads = len(core.key_head_of_query)
+        kv_heads = max(core.key_head_of_query) + 1
+        dim = core.dim
     return queries * heads * dim + keys * kv_heads * (
         dim + (_head_width(site) if "v" in capture.extra else 0)
     )
@@ -541,7 +545,8 @@ def _read_images(model_inputs: ModelInputs, traced: Trace) -> dict[str, Array]:
     pixels = images[0].detach().float().cpu()
     step = -(-max(pixels.shape[-2:]) // MAX_IMAGE_SIDE)
     pixels = pixels[..., ::step, ::step]
-    low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)
+    low = pixels.amin((1, 2, 3), keepdim=True)
+    high = pixels.amax((1, 2, 3), keepdim=True)
     scaled = (pixels - low) / (high - low).clamp_min(1e-12) * 255
     return {wordless[0]: np.ascontiguousarray(scaled.round().byte().permute(0, 2, 3, 1).numpy())}
 

@@ -185,7 +185,8 @@ class AttentionRecord:
         start, stop = queries
         weights = np.zeros((stop - start, self.num_keys), np.float32)
         for call in self.calls:
-            first_query, end_query = max(start, call.queries[0]), min(stop, call.queries[1])
+            first_query = max(start, call.queries[0])
+            end_query = min(stop, call.queries[1])
             if first_query >= end_query:
                 continue
             if call.first is None and call.places is None:
@@ -213,7 +214,8 @@ class AttentionRecord:
         start, stop = queries
         allowed = np.zeros((stop - start, self.num_keys), bool)
         for call in self.calls:
-            first_query, end_query = max(start, call.queries[0]), min(stop, call.queries[1])
+            first_query = max(start, call.queries[0])
+            end_query = min(stop, call.queries[1])
             if first_query < end_query:
                 own_range = first_query - call.queries[0], end_query - call.queries[0]
                 rows = slice(first_query - start, end_query - start)

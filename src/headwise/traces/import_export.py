@@ -26,7 +26,8 @@ EXPORT_SUFFIXES = (".csv", ".json", ".npz")
 EXPORT_COLUMNS = ("site", "head", "row", "query", "key", "query_token", "key_token", "weight")
 PAIRS_PER_PIECE = 10_000  # pairs of .csv and .json that are encoded at once
 EXACT_PAIRS = 50_000  # exports of at most so many pairs are encoded to learn their size
-SAMPLED_HEADS, SAMPLED_QUERIES = 24, 8  # others are estimated from these
+SAMPLED_HEADS = 24
+SAMPLED_QUERIES = 8  # others are estimated from these
 TokenStrings = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -100,7 +101,8 @@ def _weights_layer(
         )
     batch, heads, queries, keys = weights.shape
     for side, count in ((query_stream, queries), (key_stream, keys)):
-        if wrong := [len(row.ids) for row in streams[side] if len(row.ids) != count]:
+        wrong = [len(row.ids) for row in streams[side] if len(row.ids) != count]
+        if wrong:
             raise SpecError(
                 f"{name} has {count} tokens of {side}, but {wrong[0]} strings were given; give a "
                 "string for each token"

@@ -156,7 +156,8 @@ def multiply_channels(
     products = k[rows] * q
     if max_keys is not None and len(rows) > max_keys:
         strongest = np.sort(np.argsort(-products.sum(1), kind="stable")[:max_keys])
-        rows, products = rows[strongest], products[strongest]
+        rows = rows[strongest]
+        products = products[strongest]
     return ChannelProducts(
         np.ascontiguousarray(products), positions[rows].astype(np.int32), call.scale
     )

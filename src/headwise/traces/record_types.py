@@ -24,7 +24,8 @@ class Record:
     """
 
     def __init__(self, where: str, values: object, remedy: str) -> None:
-        self.where, self.remedy = where, remedy
+        self.where = where
+        self.remedy = remedy
         if not isinstance(values, Mapping):
             self.fail("", f"is a {type(values).__name__}, not a table")
         self.values = cast("Mapping[str, Any]", values)

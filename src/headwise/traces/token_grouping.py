@@ -51,7 +51,8 @@ def group_tokens(trace: Trace, grouping: TokenGrouping, *, row: int = 0) -> Trac
            [0.35, 0.65]], dtype=float32)
     """
     groups = {name: find_groups(rows[row], grouping) for name, rows in trace.streams.items()}
-    if empty := [name for name, places in groups.items() if not places]:
+    empty = [name for name, places in groups.items() if not places]
+    if empty:
         raise ValueError(
             f"no token of the {empty[0]} would be left; show special tokens or the first token"
         )
@@ -102,7 +103,8 @@ def find_groups(tokens: TokenRow, grouping: TokenGrouping) -> list[list[int]]:
 
 def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
     """Whether a token goes on with the word of the token before it."""
-    before, word = tokens.words[place - 1], tokens.words[place]
+    before = tokens.words[place - 1]
+    word = tokens.words[place]
     if SPECIAL_TOKEN.fullmatch(before):
         return False
     if word.startswith(CONTINUATION) and len(word) > len(CONTINUATION):
@@ -151,7 +153,8 @@ def _group_layer(
     grouping: TokenGrouping,
     row: int,
 ) -> AttentionRecord:
-    queries, keys = groups[layer.query_stream], groups[layer.key_stream]
+    queries = groups[layer.query_stream]
+    keys = groups[layer.key_stream]
     starts = np.array([places[0] for places in keys])
     key_indices = np.array([place for places in keys for place in places if place < layer.num_keys])
     edges = np.searchsorted(key_indices, starts)

@@ -205,7 +205,8 @@ def compare_traces(
     1.0
     """
     for trace in (first, second):
-        if rows := [layer.batch_size for layer in trace.layers if row >= layer.batch_size]:
+        rows = [layer.batch_size for layer in trace.layers if row >= layer.batch_size]
+        if rows:
             raise ValueError(
                 f"cannot compare row {row}: a trace has {rows[0]}; give 0 to {rows[0] - 1}"
             )
@@ -224,7 +225,8 @@ def compare_traces(
         streams = zip(
             (layer.query_stream, layer.key_stream), comparison.aligned_tokens(layer), strict=True
         )
-        if empty := [name for name, pairs in streams if not len(pairs.first)]:
+        empty = [name for name, pairs in streams if not len(pairs.first)]
+        if empty:
             left_out[site] = f"no token of the {empty[0]} corresponds to one of the other trace"
             del matches[site]
     places = [
@@ -312,7 +314,8 @@ def _match_sites(
 def _compare_head(comparison: TraceComparison, layer: AttentionRecord, head: int) -> HeadDifference:
     pairs, keys = comparison.aligned_tokens(layer)
     divergence = differences = entropy_change = 0.0
-    largest, place = -1.0, (0, 0)
+    largest = -1.0
+    place = (0, 0)
     for start, stop in query_blocks(len(pairs.first)):
         read = _read_queries(
             comparison.first, layer.name, head, pairs.first[start:stop], comparison.row
@@ -325,10 +328,8 @@ def _compare_head(comparison: TraceComparison, layer: AttentionRecord, head: int
         differences += float(change.sum())
         query, key = np.unravel_index(int(change.argmax()), change.shape)
         if change[query, key] > largest:
-            largest, place = (
-                float(change[query, key]),
-                (int(pairs.first[start + query]), int(keys.first[key])),
-            )
+            largest = float(change[query, key])
+            place = (int(pairs.first[start + query]), int(keys.first[key]))
     count = len(pairs.first)
     mean_difference = differences / (count * len(keys.first))
     return HeadDifference(
@@ -344,7 +345,8 @@ def _compare_head(comparison: TraceComparison, layer: AttentionRecord, head: int
 
 def _read_queries(trace: Trace, site: str, head: int, positions: Positions, row: int) -> Array:
     """The weights of queries at rising positions, [queries, keys]."""
-    first, last = int(positions[0]), int(positions[-1]) + 1
+    first = int(positions[0])
+    last = int(positions[-1]) + 1
     return trace.head_weights(site, head, slice(first, last), row=row)[positions - first]
 
 

@@ -30,7 +30,8 @@ from .attention_trace import Trace
 from .record_types import Record
 
 SCHEMA_VERSION = 1
-DOCUMENT_KEY, CHECKSUM_KEY = "headwise.trace", "sha256"
+DOCUMENT_KEY = "headwise.trace"
+CHECKSUM_KEY = "sha256"
 STORAGE_DTYPES = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -342,7 +343,8 @@ def _mask_from_record(record: Record, values: Array) -> PackedMask:
         "band": (batch, heads, queries + keys - 1),
         "full": shape,
     }
-    form, low = record.read_text("form"), record.read_optional_number("low")
+    form = record.read_text("form")
+    low = record.read_optional_number("low")
     if form not in PACKING_FORMS or values.shape != shapes[form]:
         record.fail(
             "",
@@ -414,7 +416,8 @@ def _check_tensors(record: Record, layer: AttentionRecord) -> None:
         if axes == TENSOR_AXES["q"]:
             batch_sizes.add(len(array))
     if {"q", "k"} <= layer.arrays.keys():
-        q, k = layer.arrays["q"], layer.arrays["k"]
+        q = layer.arrays["q"]
+        k = layer.arrays["k"]
         if len(layer.kv_head_of_query) != layer.heads or max(layer.kv_head_of_query) >= k.shape[2]:
             record.fail(
                 "kv_head_of_query",
@@ -437,11 +440,9 @@ def _has_data(
     layer: AttentionRecord, call: AttentionCallRecord, grids: Sequence[PackedMask]
 ) -> bool:
     """Return whether the tensors and masks of a call are in the file, in its shape."""
-    arrays, queries, keys = (
-        layer.arrays,
-        call.queries[1] - call.queries[0],
-        call.keys[1] - call.keys[0],
-    )
+    arrays = layer.arrays
+    queries = call.queries[1] - call.queries[0]
+    keys = call.keys[1] - call.keys[0]
     if call.weights is not None:
         weights = arrays.get(f"weights.{call.weights}")
         exists = weights is not None and weights.shape[2:] == (queries, keys)

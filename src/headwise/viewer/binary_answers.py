@@ -186,7 +186,8 @@ def _steps_of_model(
     }
     if "text" not in tensors or not {layer.query_stream, layer.key_stream} <= set(real):
         raise ValueError("the trace holds no token ids to run the model on; capture a text")
-    queries, keys = real[layer.query_stream], real[layer.key_stream]
+    queries = real[layer.query_stream]
+    keys = real[layer.key_stream]
     if place.query not in queries:
         raise ValueError(f"query {place.query} is padding; choose a token")
     own = place._replace(query=int(np.searchsorted(queries, place.query)))

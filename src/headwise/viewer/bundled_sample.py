@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from ..models import Transformer
 
 FOLDER = Path(__file__).with_name("sample")
-MODEL, TRACE, MEASURES = FOLDER / "model", FOLDER / "sample.trace", FOLDER / "measures.json"
+MODEL = FOLDER / "model"
+TRACE = FOLDER / "sample.trace"
+MEASURES = FOLDER / "measures.json"
 SOURCE = "<zh>12,345,678.90 dollars"  # the tag names the target language
 TEXTS = (  # sources with their targets
     "<zh>12,345,678.90 dollars\t一千二百三十四万五千六百七十八美元九十美分",

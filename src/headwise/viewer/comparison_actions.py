@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 LISTED_PAIRS = 500  # those that differ most
-SIGNED_ZERO, SIGNED_ONE = 128, 127  # 8-bit codes of a difference of 0, and of 1 above it
+SIGNED_ZERO = 128
+SIGNED_ONE = 127  # 8-bit codes of a difference of 0, and of 1 above it
 
 
 class DifferenceTile(NamedTuple):

@@ -91,7 +91,8 @@ def _base64(data: Any) -> str:
 # --- The page as one file -------------------------------------------------------------------------
 
 STATIC = Path(__file__).with_name("static")
-SCRIPT_FILE, STYLE_FILE = "report.js", "app.css"
+SCRIPT_FILE = "report.js"
+STYLE_FILE = "app.css"
 TITLE_END = " · headwise"
 NOT_BUILT = (
     "cannot show the page: it is not built; run: make web (needs Node >= 20), or install "

@@ -50,7 +50,9 @@ class SecurityMiddleware:
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str) -> None:
-        self.app, self.hosts, self.token = app, frozenset(hosts), token.encode()
+        self.app = app
+        self.hosts = frozenset(hosts)
+        self.token = token.encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -74,7 +76,8 @@ class SecurityMiddleware:
                 message = {**message, "headers": [*headers, *own]}
             await send(message)
 
-        if status := self._refusal(scope):
+        status = self._refusal(scope)
+        if status:
             await send_with_headers(
                 {"type": "http.response.start", "status": status, "headers": []}
             )

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
 MAX_TOKEN_CHARACTERS = 40  # of a token, on average; longer texts are refused before tokenization
-MAX_CONTEXT, MAX_BATCH = 2**20, 2**12
+MAX_CONTEXT = 2**20
+MAX_BATCH = 2**12
 
 
 class TextTooLong(ValueError):

@@ -41,7 +41,8 @@ class JobProgress:
     """Reports the progress of one job, and stops it if it was cancelled or takes too long."""
 
     def __init__(self, job: Job, max_seconds: float = MAX_JOB_SECONDS) -> None:
-        self.job, self.deadline = job, time.monotonic() + max_seconds
+        self.job = job
+        self.deadline = time.monotonic() + max_seconds
 
     def __call__(self, done: int, total: int = 0, note: str = "") -> None:
         """Publish that `done` of `total` steps are done (total 0: unknown); raises JobCancelled."""
@@ -116,7 +117,9 @@ class ModelWorker:
     """
 
     def __init__(self, model: OpenModel, job_kinds: Mapping[str, JobFunction]) -> None:
-        self.model, self.job_kinds, self.lock = model, job_kinds, threading.Lock()
+        self.model = model
+        self.job_kinds = job_kinds
+        self.lock = threading.Lock()
         self.jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()

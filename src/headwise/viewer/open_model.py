@@ -423,8 +423,11 @@ class OpenModel:
                     place: name for place, name in self.trace.classes.items() if place in heads
                 }
                 trace = replace(trace, classes=classes)
-            self.trace, self.table, self.comparison = trace, None, None
-            self.grouping, self.recorded = TokenGrouping(), None
+            self.trace = trace
+            self.table = None
+            self.comparison = None
+            self.grouping = TokenGrouping()
+            self.recorded = None
             self.revision += 1
 
     def set_classes(self, classes: Mapping[tuple[str, int], str]) -> None:
@@ -432,7 +435,8 @@ class OpenModel:
         that is shown.
         """
         heads = set(self.heads)
-        if wrong := [place for place in classes if place not in heads]:
+        wrong = [place for place in classes if place not in heads]
+        if wrong:
             raise ValueError(f"there is no head {wrong[0][1]} of {wrong[0][0]!r} to name")
         with self._changing:
             if self.trace is not None:
@@ -453,7 +457,8 @@ class OpenModel:
         with self._changing:
             if recorded is not (self.recorded or self.trace):
                 raise ValueError("another text was opened meanwhile; try again")
-            self.trace, self.grouping = shown, grouping
+            self.trace = shown
+            self.grouping = grouping
             self.recorded = recorded if grouping.changes_anything else None
             self.revision += 1
 

@@ -92,7 +92,8 @@ def open_model(model: Any, target: Target) -> OpenModel:
     from .model_actions import capture_image, capture_trace
     from .open_model import MAX_TOKENS
 
-    text, source = target.text or "", target.source or ""
+    text = target.text or ""
+    source = target.source or ""
     if not text and not source:
         text = DEFAULT_TEXT
     _check_inputs(model, target)
@@ -125,12 +126,14 @@ def _open_sample(out: Path | None) -> OpenModel:
     """Open the bundled sample: its trace and measures at once, its model when
     it is first needed.
     """
-    trace, table = bundled_sample.load_sample_trace(), bundled_sample.load_sample_table()
+    trace = bundled_sample.load_sample_trace()
+    table = bundled_sample.load_sample_table()
     load_model = bundled_sample.load_sample_model
     opened = OpenModel(
         trace, load_model=load_model, table=table, output_folder=out, read_only=out is None
     )
-    opened.target, opened.texts = str(bundled_sample.MODEL), bundled_sample.TEXTS
+    opened.target = str(bundled_sample.MODEL)
+    opened.texts = bundled_sample.TEXTS
     return opened
 
 
@@ -308,7 +311,8 @@ def view(
     >>> hw.view()
     <page of dates: .save('page.html') writes it, .serve() opens it in the browser>
     """
-    folder, picture = None if out is None else Path(out), "" if image is None else str(image)
+    folder = None if out is None else Path(out)
+    picture = "" if image is None else str(image)
     if model_or_trace is None or isinstance(model_or_trace, (str, Path)):
         name = None if model_or_trace is None else str(model_or_trace)
         return View(open_target(Target(name, text, source, folder, image=picture)))

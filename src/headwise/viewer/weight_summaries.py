@@ -81,7 +81,8 @@ def pool_weights(head: HeadReader, cells: Cells, pool: str) -> tuple[FloatArray,
     """The largest ("max") or mean weight of each cell, and 1 where no pair of a cell is allowed."""
     values = np.zeros((len(cells.queries) - 1, len(cells.keys) - 1), np.float32)
     masked = np.zeros(values.shape, np.uint8)
-    left, right = int(cells.keys[0]), int(cells.keys[-1])
+    left = int(cells.keys[0])
+    right = int(cells.keys[-1])
     columns = cells.keys[:-1] - left
     reduce = np.maximum if pool == "max" else np.add
     for first, last in _group_cells(cells.queries):
@@ -131,16 +132,18 @@ def compute_marginals(head: HeadReader, factor: FloatArray | None = None) -> Mar
     """The marginals of one head. `factor`, of every key, scales `received` and `maximum`, not the
     entropy.
     """
-    num_queries, num_keys = head.num_queries, head.num_keys
+    num_queries = head.num_queries
+    num_keys = head.num_keys
     factor = None if factor is None else factor[:num_keys]
-    entropy, maximum = np.zeros(num_queries, np.float32), np.zeros(num_queries, np.float32)
-    received, possible = np.zeros(num_keys, np.float64), np.zeros(num_keys, np.int64)
-    sums, counts = (
-        np.zeros(num_queries + num_keys - 1, np.float64),
-        np.zeros(num_queries + num_keys - 1, np.int64),
-    )
+    entropy = np.zeros(num_queries, np.float32)
+    maximum = np.zeros(num_queries, np.float32)
+    received = np.zeros(num_keys, np.float64)
+    possible = np.zeros(num_keys, np.int64)
+    sums = np.zeros(num_queries + num_keys - 1, np.float64)
+    counts = np.zeros(num_queries + num_keys - 1, np.int64)
     for start, stop in query_blocks(num_queries):
-        weights, allowed = head.weights(slice(start, stop)), head.mask(slice(start, stop))
+        weights = head.weights(slice(start, stop))
+        allowed = head.mask(slice(start, stop))
         entropy[start:stop] = _row_entropy(weights)
         maximum[start:stop] = (weights if factor is None else weights * factor).max(1, initial=0.0)
         received += weights.sum(0, dtype=np.float64)

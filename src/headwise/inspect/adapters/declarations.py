@@ -58,7 +58,8 @@ class AttentionSite:
         """Raise unless the module has these projections, attributes and parameters with these
         sizes.
         """
-        kind, children = type(module).__name__, dict(module.named_modules())
+        kind = type(module).__name__
+        children = dict(module.named_modules())
         for name in (self.q, self.k, self.v, self.out):
             if not isinstance(children.get(name), nn.Linear):
                 raise ValueError(
@@ -191,7 +192,8 @@ def copy_declared(model: nn.Module) -> nn.Module:
     """A copy of a model whose modules are declared as those of the model are."""
     model_copy = copy.deepcopy(model)
     for module, copied in zip(model.modules(), model_copy.modules(), strict=True):
-        if (declaration := get_declaration(module)) is not None:
+        declaration = get_declaration(module)
+        if declaration is not None:
             _DECLARATIONS[copied] = declaration
     return model_copy
 

@@ -89,7 +89,8 @@ class TracedAdapter(SiteAdapter):
         for path, module, layout in _known_layouts(model):
             if not layout.reason:
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
-                observe, reason = module_tracer.hook_ability(module), edit_place(module).reason
+                observe = module_tracer.hook_ability(module)
+                reason = edit_place(module).reason
                 ablate = Ability(False, reason) if reason else observe
                 forward = (SeparateHeadsForward if layout.separate_heads else TracedForward)(
                     module, layout
@@ -163,7 +164,8 @@ class TracedForward:
         hooks = get_hooks(self.module)
         if not hooks:
             return run(*args, **kwargs)
-        num_traced, heads = 0, self.layout.num_heads
+        num_traced = 0
+        heads = self.layout.num_heads
 
         def on_attention(traced: TracedAttention) -> Tensor | None:
             nonlocal num_traced
@@ -238,17 +240,16 @@ def trace_example(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
             "the model is in train mode, where a run changes its state; call model.eval() first"
         )
     example_trace = ExampleTrace()
-    layouts, devices = (
-        example_trace.layouts,
-        {tensor.device for tensor in model.parameters() if tensor.is_cuda},
-    )
+    layouts = example_trace.layouts
+    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
             with example_trace.tracing() as tracer:
                 model(*args, **kwargs)
-            if joint := [
+            joint = [
                 module for module, layout in layouts.items() if layout.joint and not layout.reason
-            ]:
+            ]
+            if joint:
                 resolve_joint_axes(layouts, joint, lambda: model(*args, **kwargs))
                 join_separate_heads(model, layouts, lambda: model(*args, **kwargs))
         except Exception as error:  # the model may raise anything
@@ -348,8 +349,10 @@ def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
         return AttentionLayout(
             read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, traced.reason
         )
-    heads, pattern = traced.z_BTHV.shape[2], _pattern_of_call(traced.call)
-    kv, dim = traced.num_kv_heads or heads, traced.head_dim or traced.z_BTHV.shape[3]
+    heads = traced.z_BTHV.shape[2]
+    pattern = _pattern_of_call(traced.call)
+    kv = traced.num_kv_heads or heads
+    dim = traced.head_dim or traced.z_BTHV.shape[3]
     reason = "" if traced.joint else _undeclared_heads_reason(module, heads)
     return AttentionLayout(heads, kv, dim, pattern, reason, traced.joint)
 
@@ -398,7 +401,9 @@ class JointAxisProbe:
     """Runs a module twice, the second time with one slice of its joint axis changed."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.num_attentions, self.joint_axis = module, 0, None
+        self.module = module
+        self.num_attentions = 0
+        self.joint_axis = None
 
     joint_axis: JointAxis | None
 
@@ -409,7 +414,8 @@ class JointAxisProbe:
         other_args, other_kwargs = copy.deepcopy(
             (args, kwargs)
         )  # a cache among them is changed by each run
-        result, sizes = run(*args, **kwargs), list[int]()
+        result = run(*args, **kwargs)
+        sizes = list[int]()
 
         def change_slice(traced: TracedAttention) -> Tensor | None:
             sizes.append(traced.joint)
@@ -422,7 +428,8 @@ class JointAxisProbe:
         with AttentionTracer(change_slice):
             other = run(*other_args, **other_kwargs)
         self.num_attentions = len(sizes)
-        before, after = _first_tensor(result), _first_tensor(other)
+        before = _first_tensor(result)
+        after = _first_tensor(other)
         if sizes and before is not None and after is not None and before.shape == after.shape:
             self.joint_axis = find_joint_axis(sizes[0], before, after)
         return result
@@ -452,7 +459,8 @@ def resolve_joint_axes(
     with install_hooks({}, (), probes):
         run()
     for probe in probes:
-        layout, axis = layouts[probe.module], probe.joint_axis
+        layout = layouts[probe.module]
+        axis = probe.joint_axis
         if axis is None:
             layouts[probe.module] = layout._replace(
                 num_heads=0, num_kv_heads=0, reason=UNKNOWN_JOINT_AXIS
@@ -497,7 +505,8 @@ class SeparateHeadsProbe:
     """Runs a module and counts the heads that it concatenates."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.head_counts = module, list[int]()
+        self.module = module
+        self.head_counts = list[int]()
 
     def run_forward(
         self, run: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -529,7 +538,8 @@ def join_separate_heads(
     with install_hooks({}, (), probes):
         run()
     for probe in probes:
-        heads, parts = set(probe.head_counts), owners[probe.module]
+        heads = set(probe.head_counts)
+        parts = owners[probe.module]
         if len(heads) != 1 or len({layouts[part][1:4] for part in parts}) != 1:
             continue
         (count,) = heads

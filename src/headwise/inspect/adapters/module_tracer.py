@@ -19,7 +19,9 @@ from ..hooks import AttentionInputs, ObservedCall, WeightsOnlyCall
 from ..method_patches import EAGER_STANCE
 from ..site import POSSIBLE, Ability
 
-BATCH_FIRST, HEADS_FIRST, UNKNOWN_ORDER = "batch first", "heads first", "unknown"
+BATCH_FIRST = "batch first"
+HEADS_FIRST = "heads first"
+UNKNOWN_ORDER = "unknown"
 
 
 class JointAxis(NamedTuple):
@@ -183,7 +185,9 @@ class AttentionTracer(TorchFunctionMode):
         on_concatenation: ConcatenationCallback | None = None,
     ) -> None:
         super().__init__()
-        self.callback, self.joint_axis, self.running_modules = callback, joint_axis, running_modules
+        self.callback = callback
+        self.joint_axis = joint_axis
+        self.running_modules = running_modules
         self.on_concatenation = on_concatenation
         self.open_weights: deque[OpenWeights] = deque(maxlen=MAX_OPEN_WEIGHTS)
         self.softmax_calls: list[SoftmaxCall] = []
@@ -216,7 +220,8 @@ class AttentionTracer(TorchFunctionMode):
     def on_sdpa(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
         """Fused attention: its arguments are the inputs."""
         arguments = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
-        depth, num_axes = len(self.running_modules), arguments["query"].dim()
+        depth = len(self.running_modules)
+        num_axes = arguments["query"].dim()
         if num_axes not in (3, 4):
             return self._report_unclear(depth, _axes_reason(arguments["query"]), o)
         if num_axes == 3:
@@ -235,7 +240,8 @@ class AttentionTracer(TorchFunctionMode):
         q, k, _, score_function, block_mask, scale, *_ = args
         o = outputs[0]
         weights = weights_of_flex(q, k, scale, FlexFunctions(score_function, block_mask[-1]))
-        call, depth = WeightsOnlyCall(weights), len(self.running_modules)
+        call = WeightsOnlyCall(weights)
+        depth = len(self.running_modules)
         traced = TracedAttention(call, o.transpose(1, 2), k.shape[1], k.shape[3], depth)
         return (self._report(traced, o, IN_ORDER), *outputs[1:])
 
@@ -261,7 +267,8 @@ class AttentionTracer(TorchFunctionMode):
     def on_dropout(self, args: Any, kwargs: Mapping[str, Any], dropped: Tensor) -> Tensor:
         """Remember dropped-out weights as derived from the weights before."""
         source = args[0] if args else kwargs["input"]
-        if entry := self._find_weights(source):
+        entry = self._find_weights(source)
+        if entry:
             self.open_weights.append(entry._replace(used=dropped))
         return dropped
 
@@ -290,7 +297,8 @@ class AttentionTracer(TorchFunctionMode):
         for number, operand in enumerate(operands):
             entry = self._find_weights(operand) if operand.dim() >= 3 else None
             if entry is not None:
-                if (axes := axes_of_einsum(equation, number, operand.dim())) is not None:
+                axes = axes_of_einsum(equation, number, operand.dim())
+                if axes is not None:
                     return self._report_product(entry, o, axes)
                 reason = f"it applies its weights to values by einsum {equation!r}"
                 return self._report_unclear(self._common_depth(entry), reason, o)
@@ -298,12 +306,14 @@ class AttentionTracer(TorchFunctionMode):
 
     def _report_product(self, entry: OpenWeights, o: Tensor, axes: OutputAxes) -> Tensor:
         """Report the product `o` of weights and values."""
-        weights, depth = entry.weights, self._common_depth(entry)
+        weights = entry.weights
+        depth = self._common_depth(entry)
         if weights.dim() not in (3, 4) or len(axes.to_heads) != o.dim():
             return self._report_unclear(depth, _axes_reason(weights), o)
         ordered = o.permute(axes.to_heads)
         if weights.dim() == 4 and ordered.dim() == 3:  # values of a batch of one, without its axis
-            ordered, axes = ordered.reshape(*weights.shape[:3], -1), OutputAxes(tuple(range(4)))
+            ordered = ordered.reshape(*weights.shape[:3], -1)
+            axes = OutputAxes(tuple(range(4)))
         if weights.dim() == 3:
             traced = TracedAttention(
                 WeightsOnlyCall(weights[:, None]), ordered[:, :, None], depth=depth
@@ -393,10 +403,8 @@ def _sums_to_one(weights: Tensor) -> bool:
         or not weights.numel()
     ):
         return False
-    sums, tolerance = (
-        weights.detach().float().sum(-1),
-        1e-4 if weights.dtype.itemsize >= 4 else 2e-2,
-    )
+    sums = weights.detach().float().sum(-1)
+    tolerance = 1e-4 if weights.dtype.itemsize >= 4 else 2e-2
     is_one = (sums - 1).abs() < tolerance
     return bool(is_one.any()) and bool((is_one | (sums == 0)).all()) and bool((weights >= 0).all())
 
@@ -416,11 +424,10 @@ def axes_of_einsum(equation: str, number: int, num_axes: int) -> OutputAxes | No
         return None
     leading = "ABCDEFGH"[: num_axes - len(operands[number].replace("...", ""))]
     if any("..." in part for part in operands) and not set(leading) & set(equation):
-        operands, output = (
-            [part.replace("...", leading) for part in operands],
-            output.replace("...", leading),
-        )
-    weights, values = operands[number], operands[1 - number]
+        operands = [part.replace("...", leading) for part in operands]
+        output = output.replace("...", leading)
+    weights = operands[number]
+    values = operands[1 - number]
     channels = [axis for axis in values if axis not in weights]
     is_weighted_sum = (
         len(channels) == 1
@@ -469,7 +476,8 @@ def weights_of_flex(q: Tensor, k: Tensor, scale: float, functions: FlexFunctions
 def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
     """Attention inputs from the arguments of F.scaled_dot_product_attention."""
     q, k, v = (arguments[side].transpose(1, 2) for side in ("query", "key", "value"))
-    scale, mask = arguments.get("scale"), arguments.get("attn_mask")
+    scale = arguments.get("scale")
+    mask = arguments.get("attn_mask")
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     batch = q.shape[0]

@@ -110,10 +110,8 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-FORWARD_PATCH, FAST_PATH_SWITCH = (
-    MethodPatch(nn.MultiheadAttention, "forward", _wrap_forward),
-    FastPathSwitch(),
-)
+FORWARD_PATCH = MethodPatch(nn.MultiheadAttention, "forward", _wrap_forward)
+FAST_PATH_SWITCH = FastPathSwitch()
 
 
 def _compute_head_outputs(
@@ -218,7 +216,8 @@ class HeadwiseCall:
     def __init__(
         self, signature: CallSignature, mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
     ) -> None:
-        self.signature, self.steps = signature, steps
+        self.signature = signature
+        self.steps = steps
         self.mask, self.inputs = backends.gather_pages(mask, inputs)
         self._by_head: CoreInputs | None = None
 
@@ -271,20 +270,17 @@ class HeadwiseCall:
         )
 
     def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
-        softmax_args, core = backends.softmax_args(mask, inputs, self.steps), self.signature.core
-        k, v, kv_heads = (
-            inputs.k,
-            inputs.v,
-            None if self.signature.group_size else core.key_head_of_query,
-        )
+        softmax_args = backends.softmax_args(mask, inputs, self.steps)
+        core = self.signature.core
+        k = inputs.k
+        v = inputs.v
+        kv_heads = None if self.signature.group_size else core.key_head_of_query
         if (
             core.value_head_of_row != core.key_head_of_query
         ):  # different groups: give each head its own key and value
-            k, v, kv_heads = (
-                k[:, :, list(core.key_head_of_query)],
-                v[:, :, list(core.value_head_of_row)],
-                tuple(range(len(core.key_head_of_query))),
-            )
+            k = k[:, :, list(core.key_head_of_query)]
+            v = v[:, :, list(core.value_head_of_row)]
+            kv_heads = tuple(range(len(core.key_head_of_query)))
         return AttentionInputs(
             inputs.q,
             k,
@@ -308,7 +304,8 @@ def _token_numbers(keys: SequenceInfo) -> Tensor | None:
     """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions and
     one segment.
     """
-    position, segment = keys.position[:1], keys.segment[:1]
+    position = keys.position[:1]
+    segment = keys.segment[:1]
     if keys.num_visible is not None:  # all keys are visible; a cache may set segments later
         return position[0] if bool((keys.position == position).all()) else None
     rows_equal = bool((keys.position == position).all()) and bool((keys.segment == segment).all())
@@ -325,12 +322,10 @@ def _slice_call(
     """Restrict a call to a range of queries, and to a range of keys if scores are only changed by
     adding to them.
     """
-    queries_info, keys_info, context, mask = (
-        attention_mask.queries,
-        attention_mask.keys,
-        inputs.query_context,
-        attention_mask.mask,
-    )
+    queries_info = attention_mask.queries
+    keys_info = attention_mask.keys
+    context = inputs.query_context
+    mask = attention_mask.mask
     sliced_queries = SequenceInfo(
         queries_info.position[:, queries], queries_info.segment[:, queries], checked=True
     )
@@ -387,7 +382,8 @@ def _make_site(name: str, place: tuple[str, int, str], path: str, module: Attent
 
 def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def head_outputs_and_gates(self: Attention, arguments: AttentionArguments) -> Any:
-        if hooks := get_hooks(self):
+        hooks = get_hooks(self)
+        if hooks:
             arguments = arguments._replace(probe=_join_probe(hooks, arguments.probe))
         return original(self, arguments)
 
@@ -398,7 +394,8 @@ def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attend(
         self: Attention, call: PlannedCall, attention_mask: AttentionMask, inputs: CoreInputs
     ) -> Tensor:
-        if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
+        hooks = [hook for hook in get_hooks(self) if hook.needs_call]
+        if hooks:
             observed_call = HeadwiseCall(
                 call.plan.signature, attention_mask, inputs, self.core_steps
             )

@@ -125,7 +125,9 @@ def read_forward(kind: type[nn.Module]) -> ForwardSource:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):  # no source, as in frozen programs
         return ForwardSource()
-    functions, followed, submodules = set[str](), set[str](), list[str]()
+    functions = set[str]()
+    followed = set[str]()
+    submodules = list[str]()
     for statement in _statements(tree):
         if any(
             isinstance(node, ast.Attribute) and node.attr == INTERFACE_GETTER
@@ -229,7 +231,8 @@ class ProjectionRecorder:
     """
 
     def __init__(self, expected: Mapping[nn.Module, list[ProjectionInput]] | None = None) -> None:
-        self.expected, self.thread = expected, get_ident()
+        self.expected = expected
+        self.thread = get_ident()
         self.inputs: dict[nn.Module, list[ProjectionInput]] = {}
         self.changes: dict[nn.Module, ProjectionInput] = {}
         self.module: nn.Module | None = None
@@ -271,7 +274,9 @@ class LastHeadEraser:
     needs_call = False
 
     def __init__(self, module: nn.Module, recorder: ProjectionRecorder, erases: bool) -> None:
-        self.module, self.recorder, self.erases = module, recorder, erases
+        self.module = module
+        self.recorder = recorder
+        self.erases = erases
 
     def on_call(self, call: Any) -> None:
         """Ignore the inputs of the attention."""

@@ -44,7 +44,8 @@ def describe_pattern(module: nn.Module, kind: str) -> str:
     """Pattern of a module as headwise spec text, or UNKNOWN_PATTERN."""
     if kind == "cross":
         return "full()"
-    config, causal = getattr(module, "config", None), is_causal(module)
+    config = getattr(module, "config", None)
+    causal = is_causal(module)
     layer_type = _read_layer_type(module, config)
     if causal is None:
         return UNKNOWN_PATTERN
@@ -69,7 +70,8 @@ def is_causal(module: nn.Module) -> bool | None:
 
 def _read_layer_type(module: nn.Module, config: Any) -> str:
     """Layer type ("sliding_attention", ...) from the config or from the module; "" if unknown."""
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
     if isinstance(kinds, Sequence) and isinstance(layer, int) and layer < len(kinds):
         return str(kinds[layer])
     return str(getattr(module, "attention_type", ""))
@@ -322,10 +324,8 @@ class OutputProjectionAdapter(SiteAdapter):
             declaration = get_declaration(module) or _guess_declaration(path, module, modules)
             if declaration is None:
                 continue
-            projection, declared = (
-                modules[_projection_path(path, declaration.output_name)],
-                declaration.projections,
-            )
+            projection = modules[_projection_path(path, declaration.output_name)]
+            declared = declaration.projections
             kv_heads = declared.num_kv_heads if declared is not None else declaration.heads
             sizes = HeadSizes(
                 declaration.heads, kv_heads, get_input_width(projection) // declaration.heads
@@ -413,9 +413,10 @@ def _guess_projection(
             sizes = " or ".join(f"{heads} heads of {dim}" for dim in sorted(dims))
             reason = f"{name.removeprefix('^')} reads {width} channels, which are not {sizes}"
             continue
-        if others := [
+        others = [
             child for child in _find_output_projections(module, width) if not is_within(child, name)
-        ]:
+        ]
+        if others:
             return ProjectionGuess(
                 heads, name, f"it has several output projections ({name}, {', '.join(others)})"
             )
@@ -461,7 +462,8 @@ class TraceSession:
     """
 
     def __init__(self, projection: nn.Module) -> None:
-        self.projection, self.traced = projection, list[TracedAttention]()
+        self.projection = projection
+        self.traced = list[TracedAttention]()
         self.observers = [hook for hook in get_hooks(projection) if hook.needs_call]
         self.published = False
 

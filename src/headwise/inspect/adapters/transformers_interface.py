@@ -74,7 +74,8 @@ class TransformersAdapter(SiteAdapter):
             declaration = get_declaration(module)
             has_declared_heads = declaration is not None and declaration.projections is None
             if uses_interface(type(module)) and not has_declared_heads:
-                sizes, place = read_head_sizes(module), edit_place(module)
+                sizes = read_head_sizes(module)
+                place = edit_place(module)
                 ablate = Ability(False, place.reason) if place.reason else POSSIBLE
                 site = make_site(path, module, sizes, observe=ablate, ablate=ablate)
                 yield SiteModule(
@@ -121,7 +122,8 @@ def _call_with_hooks(
     hooks = get_hooks(module)
     if not hooks:
         return function(module, *args, **kwargs)
-    if observers := [hook for hook in hooks if hook.needs_call]:
+    observers = [hook for hook in hooks if hook.needs_call]
+    if observers:
         call = inputs_of_call(name, module, args, kwargs)
         for hook in observers:
             hook.on_call(call)
@@ -193,8 +195,10 @@ def _flash_mask(arguments: Mapping[str, Any], is_causal: bool) -> Tensor | None:
     The last query is at the position of the last key. `sliding_window` is the number of keys up to
     the query's own, and, without causality, also from it.
     """
-    query, key = arguments["query"], arguments["key"]
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    query = arguments["query"]
+    key = arguments["key"]
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
     window = arguments.get("sliding_window") or 0
     has_window = 0 < window < num_keys
     if not has_window and (not is_causal or num_queries == num_keys):
@@ -219,11 +223,12 @@ def _is_packed(arguments: Mapping[str, Any]) -> bool:
 
 
 def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) -> str:
-    if unknown := [
+    unknown = [
         key
         for key, value in arguments.items()
         if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)
-    ]:
+    ]
+    if unknown:
         return f"the layer also gets {', '.join(unknown)}"
     if arguments.get("cache") is not None:
         return "its keys and values are in the paged cache of continuous batching"
