@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
@@ -29,7 +30,7 @@ from .adapters.output_projection import (
     read_positive_int,
 )
 from .adapters.transformers_interface import TransformersAdapter
-from .hooks import SiteModule
+from .hooks import SiteAdapter, SiteModule
 from .model_inputs import ModelInputs, check_is_module, prepare_inputs
 from .site import POSSIBLE, Ability, Site, Sites
 
@@ -49,36 +50,33 @@ def split_shared_modules(model: nn.Module, sites: Sequence[SiteModule]) -> list[
     >>> [(site.name, site.same_as) for site in hw.sites(nn.Sequential(layer, layer))]
     [('model.0.attention', None), ('model.1.attention', 'model.0.attention')]
     """
-    split = [call for site_module in sites for call in _calls_of_module(model, site_module)]
-    calls_per_module = Counter(id(site_module.module) for site_module in split)
-    calls_so_far = Counter[int]()
-    numbered = []
-    for site_module in split:
-        numbered.append(
-            site_module._replace(
-                call_index=calls_so_far[id(site_module.module)],
-                calls_per_forward=calls_per_module[id(site_module.module)],
-            )
-        )
-        calls_so_far[id(site_module.module)] += 1
+    calls: list[SiteModule] = []
+    for found in sites:
+        calls += _calls_of_module(model, found)
+    totals = Counter(id(call.module) for call in calls)
+    seen = Counter[int]()
+    numbered: list[SiteModule] = []
+    for call in calls:
+        key = id(call.module)
+        numbered.append(call._replace(call_index=seen[key], calls_per_forward=totals[key]))
+        seen[key] += 1
     return numbered
 
 
-def _calls_of_module(model: nn.Module, site_module: SiteModule) -> Iterator[SiteModule]:
-    match = GROUPED_LAYER.search(f"{site_module.site.path}.")
-    sizes = _read_group_sizes(model, site_module.site.path)
-    if match is None or not all(sizes):
-        yield site_module
-        return
-    layers, groups, inner = sizes
-    group = int(match[1])
-    within = int(match[2])
+def _calls_of_module(model: nn.Module, found: SiteModule) -> list[SiteModule]:
+    """One site for each depth at which a grouped layer runs; else the site itself."""
+    site = found.site
+    match = GROUPED_LAYER.search(f"{site.path}.")
+    layers, groups, inner = _read_group_sizes(model, site.path)
+    if match is None or not layers:
+        return [found]
+    calls: list[SiteModule] = []
     for run in range(layers):
-        if int(run / (layers / groups)) == group:
-            depth = run * inner + within
-            site = site_module.site
+        if int(run / (layers / groups)) == int(match[1]):
+            depth = run * inner + int(match[2])
             name = f"{site.stack}.{depth}.{site.kind}"
-            yield site_module._replace(site=replace(site, layer=depth, name=name))
+            calls.append(found._replace(site=replace(site, layer=depth, name=name)))
+    return calls
 
 
 def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
@@ -97,6 +95,7 @@ def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
 # --- Why a layer cannot be observed, ablated, pruned or converted ---------------------------------
 
 PACKED_WEIGHT_NAMES = ("qweight", "qzeros", "weight_packed", "w_bit")  # buffers of quantised layers
+QUANTISERS = {"quantized", "bitsandbytes", "torchao"}
 
 
 def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
@@ -116,21 +115,18 @@ def unhookable_reason(model: nn.Module, parts: Sequence[nn.Module]) -> str:
 def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[SiteModule]:
     """Replace the abilities that this model rules out by the reason."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for site_module in sites:
-        site = site_module.site
-        parts = [modules[site_module.site.path], site_module.module]
+    for found in sites:
+        site = found.site
+        parts = [modules[site.path], found.module]
         reason = unhookable_reason(model, parts) or compiled_part_reason(modules, site.path)
         if reason:
-            impossible = Ability(False, reason)
-            site = replace(
-                site,
-                observe=impossible if site.observe.possible else site.observe,
-                ablate=impossible if site.ablate.possible else site.ablate,
-            )
+            for ability in ("observe", "ablate"):
+                if getattr(site, ability).possible:
+                    site = replace(site, **{ability: Ability(False, reason)})
         reason = unprunable_reason(parts)
         if reason:
             site = replace(site, prune=Ability(False, reason), convert=Ability(False, reason))
-        yield site_module._replace(site=site)
+        yield found._replace(site=site)
 
 
 def unprunable_reason(parts: Sequence[nn.Module]) -> str:
@@ -162,16 +158,10 @@ def _find_packed_weights(module: nn.Module) -> str:
     """Type of the packed weights of a quantised module; "" if its weights are ordinary
     floating-point tensors.
     """
-    if any(
-        part in ("quantized", "bitsandbytes", "torchao")
-        for part in type(module).__module__.split(".")
-    ):
+    if QUANTISERS & set(type(module).__module__.split(".")):
         return type(module).__name__
-    packed = [
-        tensor
-        for name, tensor in module.named_buffers(recurse=False)
-        if name in PACKED_WEIGHT_NAMES
-    ]
+    buffers = dict(module.named_buffers(recurse=False))
+    packed = [buffers[name] for name in PACKED_WEIGHT_NAMES if name in buffers]
     for tensor in [*module.parameters(recurse=False), *packed]:
         is_integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         if is_integer or tensor.dtype.itemsize == 1:  # float8 weights come with a separate scale
@@ -212,52 +202,28 @@ def find_layers_without_attention(model: nn.Module, sites: Sequence[Site]) -> li
     modules = dict(model.named_modules(remove_duplicate=False))
     lists: dict[str, set[str]] = {}
     for site in sites:
-        stack_path, number = _split_at_number(site.path)
-        if isinstance(modules.get(stack_path), nn.ModuleList):
-            lists.setdefault(stack_path, set()).add(number)
-    return [
-        line
-        for path, with_attention in lists.items()
-        if (line := _describe_missing(path, modules[path], with_attention))
-    ]
-
-
-def _split_at_number(path: str) -> tuple[str, str]:
-    """Split a module path at its first number: the path before it, and the number."""
-    parts = path.split(".")
-    index = next((n for n, part in enumerate(parts) if part.isdigit()), 0)
-    return ".".join(parts[:index]), parts[index]
-
-
-def _describe_missing(path: str, layers: nn.Module, with_attention: set[str]) -> str:
-    """Describe the layers of a ModuleList that are not in `with_attention`, the names of those with
-    attention.
-    """
-    children = dict(layers.named_children())
-    usual_children = {
-        _child_names(child) for name, child in children.items() if name in with_attention
-    }
-    usual_kinds = frozenset(chain.from_iterable(usual_children))
-    lacking = {
-        name: _child_names(child) - usual_kinds
-        for name, child in children.items()
-        if name not in with_attention
-    }
-    if not lacking:
-        return ""
-    kinds = sorted(set(chain.from_iterable(lacking.values())))
-    instead = f" ({', '.join(kinds)} instead)" if kinds else ""
-    return (
-        f"{len(lacking)} of {len(children)} layers have no attention{instead}: "
-        f"{path}.{','.join(lacking)}"
-    )
-
-
-def _child_names(layer: nn.Module) -> frozenset[str]:
-    """Class names of a layer's children, except norms."""
-    return frozenset(
-        name for child in layer.children() if "Norm" not in (name := type(child).__name__)
-    )
+        parts = site.path.split(".")
+        index = next((n for n, part in enumerate(parts) if part.isdigit()), 0)
+        path = ".".join(parts[:index])
+        if isinstance(modules.get(path), nn.ModuleList):
+            lists.setdefault(path, set()).add(parts[index])
+    lines: list[str] = []
+    for path, with_attention in lists.items():
+        layers = dict(modules[path].named_children())
+        lacking = [name for name in layers if name not in with_attention]
+        usual: set[str] = set()
+        others: set[str] = set()
+        for name, layer in layers.items():
+            kinds = {type(child).__name__ for child in layer.children()}
+            (usual if name in with_attention else others).update(kinds)
+        kinds = sorted(kind for kind in others - usual if "Norm" not in kind)
+        instead = f" ({', '.join(kinds)} instead)" if kinds else ""
+        if lacking:
+            lines.append(
+                f"{len(lacking)} of {len(layers)} layers have no attention{instead}: "
+                f"{path}.{','.join(lacking)}"
+            )
+    return lines
 
 
 # --- Specs read from the config of a transformers model, assigned to its sites --------------------
@@ -305,13 +271,11 @@ class TowerSpecs(NamedTuple):
         """
         if site.name in self.specs or len(self.stacks) != 1:
             return site.name
-        parts = site.path.split(".")
-        stacks_in_path = {stack for stack in STACK_NAMES for part in parts if stack in part}
-        has_number = any(part.isdigit() for part in parts)
-        name_in_only_stack = f"{self.stacks[0]}.{site.layer}.{site.kind}"
-        return (
-            name_in_only_stack if has_number and stacks_in_path <= set(self.stacks) else site.name
-        )
+        has_number = any(part.isdigit() for part in site.path.split("."))
+        named = {stack for stack in STACK_NAMES if stack in site.path}
+        if has_number and named <= set(self.stacks):
+            return f"{self.stacks[0]}.{site.layer}.{site.kind}"
+        return site.name
 
 
 class ConfigSpecs(NamedTuple):
@@ -325,58 +289,56 @@ class ConfigSpecs(NamedTuple):
         """Read from `model.config`; without one, `reason` explains why no site gets a spec."""
         as_dict = getattr(getattr(model, "config", None), "to_dict", None)
         if as_dict is None:
-            return ConfigSpecs(tuple[TowerSpecs, ...](), "the model has no config to read")
+            return ConfigSpecs((), "the model has no config to read")
         config: dict[str, Any] = as_dict()
-        towers = tuple(_read_inner_towers(config))
+        towers: list[TowerSpecs] = []
+        for key, words in TOWER_CONFIGS.items():
+            if isinstance(config.get(key), Mapping):
+                with suppress(SpecError):
+                    towers.append(TowerSpecs.from_config(words, config[key]))
         try:
-            return ConfigSpecs(
-                (*towers, TowerSpecs.from_config((), config)), "the config describes no such layer"
-            )
+            towers.append(TowerSpecs.from_config((), config))
         except SpecError as error:
-            return ConfigSpecs(towers, str(error))
+            return ConfigSpecs(tuple(towers), str(error))
+        return ConfigSpecs(tuple(towers), "the config describes no such layer")
 
     def with_stack(self, site: Site) -> Site:
         """The site with its stack filled in, if it is unknown and the config describes only one."""
-        stacks = {stack for tower in self.towers if not tower.path_words for stack in tower.stacks}
-        return (
-            replace(site, stack=stacks.pop())
-            if site.stack == UNKNOWN_STACK and len(stacks) == 1
-            else site
-        )
+        stacks = [tower.stacks for tower in self.towers if not tower.path_words]
+        if site.stack == UNKNOWN_STACK and stacks and len(set(stacks[0])) == 1:
+            return replace(site, stack=stacks[0][0])
+        return site
 
     def with_spec(self, site: Site) -> Site:
         """The site with its spec, or with the reason why it has none, and with its stack named as
         in the config.
         """
-        tower = next(
-            (
-                candidate
-                for candidate in self.towers
-                if not candidate.path_words or any(w in site.path for w in candidate.path_words)
-            ),
-            None,
-        )
-        if site.spec is not None or tower is None:
-            return site if site.spec is not None else replace(site, spec_reason=self.reason)
+        if site.spec is not None:
+            return site
+        for tower in self.towers:
+            if not tower.path_words or any(word in site.path for word in tower.path_words):
+                return self._with_spec_of(tower, site)
+        return replace(site, spec_reason=self.reason)
+
+    def _with_spec_of(self, tower: TowerSpecs, site: Site) -> Site:
         name = tower.spec_name(site)
         spec = tower.specs.get(name)
-        if (
-            not any(stack in site.path for stack in STACK_NAMES)
-            and spec is not None
-            and not tower.path_words
-        ):
+        names_stack = any(stack in site.path for stack in STACK_NAMES)
+        if spec is not None and not names_stack and not tower.path_words:
             site = replace(site, name=name, stack=name.partition(".")[0])
         if spec is None or name in tower.approximation_reasons:
             return replace(site, spec_reason=tower.approximation_reasons.get(name, self.reason))
-        sizes = {
-            "heads": len(spec.score_head_of_output),
-            "q": spec.heads.q,
-            "kv": spec.heads.kv,
-            "dim": spec.heads.dim,
-        }
-        abilities = {"prune": tower.convertible, "convert": tower.convertible}
         return replace(
-            site, **sizes, pattern=spec.pattern.text, spec=spec, spec_reason="", **abilities
+            site,
+            heads=len(spec.score_head_of_output),
+            q=spec.heads.q,
+            kv=spec.heads.kv,
+            dim=spec.heads.dim,
+            pattern=spec.pattern.text,
+            spec=spec,
+            spec_reason="",
+            prune=tower.convertible,
+            convert=tower.convertible,
         )
 
 
@@ -399,26 +361,17 @@ def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> A
     return Ability(False, reasons[0]) if reasons else POSSIBLE
 
 
-def _read_inner_towers(config: Mapping[str, Any]) -> Iterator[TowerSpecs]:
-    """Specs from the nested configs that headwise can read."""
-    for key, words in TOWER_CONFIGS.items():
-        inner_config = config.get(key)
-        if isinstance(inner_config, Mapping):
-            try:
-                yield TowerSpecs.from_config(words, inner_config)
-            except SpecError:
-                continue
-
-
 # --- All attention layers of a model --------------------------------------------------------------
 
 ABILITY_PARTICIPLES = {"observe": "observed", "ablate": "ablated"}
-ADAPTERS = (
+ADAPTERS: tuple[SiteAdapter, ...] = (
     HeadwiseAdapter(),
     TransformersAdapter(),
     TorchMHAAdapter(),
     TracedAdapter(),
     OutputProjectionAdapter(),
+    UnclearTraceAdapter(),
+    UnclearProjectionAdapter(),
 )  # in order of precedence: the first adapter that finds a module is used
 
 
@@ -460,18 +413,15 @@ def _trace_inputs(model: nn.Module, inputs: ModelInputs) -> None:
     further runs.
     """
     trace_example(model, inputs.args, inputs.kwargs)
-    sites = [
-        one
-        for one in find_attention(model)
-        if isinstance(one.adapter, TracedAdapter | TransformersAdapter)
-    ]
-    sites = [
-        one
-        for one in sites
-        if one.site.ablate.possible and edit_place(one.module).projection is None
+    unmeasured = [
+        found
+        for found in find_attention(model)
+        if isinstance(found.adapter, TracedAdapter | TransformersAdapter)
+        and found.site.ablate.possible
+        and edit_place(found.module).projection is None
     ]
     with torch.no_grad():
-        measure_edit_places(model, sites, lambda: model(*inputs.args, **inputs.kwargs))
+        measure_edit_places(model, unmeasured, lambda: model(*inputs.args, **inputs.kwargs))
 
 
 def find_attention(model: nn.Module) -> list[SiteModule]:
@@ -479,55 +429,35 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
     name.
     """
     check_is_module(model)
-    site_modules: list[SiteModule] = []
+    found: list[SiteModule] = []
     for adapter in ADAPTERS:
-        paths = [site_module.site.path for site_module in site_modules]
-        site_modules += [
-            site_module
-            for site_module in adapter.find_sites(model)
-            if not any(_contains(path, site_module.site.path) for path in paths)
-        ]
-    paths = [site_module.site.path for site_module in site_modules]
-    site_modules += [
-        site_module
-        for site_module in UnclearTraceAdapter().find_sites(model)
-        if not any(is_within(site_module.site.path, path) for path in paths)
-    ]
-    for site_module in UnclearProjectionAdapter().find_sites(model):
-        if not any(_contains(other.site.path, site_module.site.path) for other in site_modules):
-            site_modules.append(site_module)
-    order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+        paths = [known.site.path for known in found]
+        overlaps = is_within if isinstance(adapter, UnclearTraceAdapter) else _contains
+        for new in adapter.find_sites(model):
+            if isinstance(adapter, UnclearProjectionAdapter):
+                paths = [known.site.path for known in found]
+            if not any(overlaps(new.site.path, path) for path in paths):
+                found.append(new)
+    modules = model.named_modules(remove_duplicate=False)
+    order = {path: number for number, (path, _) in enumerate(modules)}
+    found.sort(key=lambda known: order[known.site.path])
     config_specs = ConfigSpecs.from_model(model)
-    placed = [
-        site_module._replace(site=config_specs.with_stack(site_module.site))
-        for site_module in sorted(
-            site_modules, key=lambda site_module: order[site_module.site.path]
-        )
-    ]
+    placed = [known._replace(site=config_specs.with_stack(known.site)) for known in found]
     renamed = _rename_duplicates(split_shared_modules(model, placed))
-    return list(
-        mark_unhookable(
-            model,
-            [
-                site_module._replace(site=config_specs.with_spec(site_module.site))
-                for site_module in renamed
-            ],
-        )
-    )
+    specified = [known._replace(site=config_specs.with_spec(known.site)) for known in renamed]
+    return list(mark_unhookable(model, specified))
 
 
 def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
     """The sites of a model in eval mode that have an ability, "observe" or "ablate"; raises if
     there are none.
     """
-    all_sites = find_attention(model)
-    able = [site_module for site_module in all_sites if getattr(site_module.site, ability).possible]
+    found = find_attention(model)
+    able = [known for known in found if getattr(known.site, ability).possible]
     if not able:
-        reason = (
-            getattr(all_sites[0].site, ability).reason
-            if all_sites
-            else "hw.sites(model, example) finds it in a run on an example"
-        )
+        reason = "hw.sites(model, example) finds it in a run on an example"
+        if found:
+            reason = getattr(found[0].site, ability).reason
         raise ValueError(
             f"{type(model).__name__} has no attention that can be {ABILITY_PARTICIPLES[ability]}: "
             f"{reason}"
@@ -547,79 +477,55 @@ def left_out_notes(
     them.
     """
     left_out: dict[str, list[str]] = {}
-    for site_module in find_attention(model):
-        site = site_module.site
-        reason = getattr(site, ability).reason or reasons.get(site.name, "")
+    for known in find_attention(model):
+        name = known.site.name
+        reason = getattr(known.site, ability).reason or reasons.get(name, "")
         if reason:
-            left_out.setdefault(reason, []).append(site.name)
+            left_out.setdefault(reason, []).append(name)
     return [f"left out {', '.join(names)}: {reason}" for reason, names in left_out.items()]
 
 
 def _contains(path: str, other: str) -> bool:
-    """Whether one of two modules contains the other."""
+    """True if one of two modules contains the other."""
     return is_within(path, other) or is_within(other, path)
 
 
-def _rename_duplicates(site_modules: list[SiteModule]) -> Iterator[SiteModule]:
+# --- Unique names of sites ------------------------------------------------------------------------
+
+
+def _rename_duplicates(found: Sequence[SiteModule]) -> list[SiteModule]:
     """Make names unique by naming stacks after module paths; repeated modules get `same_as`, the
     first site's name.
     """
-    places = [(site_module.site.stack, site_module.site.layer) for site_module in site_modules]
-    for name_stack in (_stack_before_first, _stack_before_last, _stack_full_path):
-        names = [
-            _site_name(place, site_module.site)
-            for place, site_module in zip(places, site_modules, strict=True)
-        ]
-        is_duplicate = [names.count(name) > 1 for name in names]
-        places = [
-            name_stack(site_module.site) if duplicate else place
-            for duplicate, place, site_module in zip(
-                is_duplicate, places, site_modules, strict=True
-            )
+    sites = [known.site for known in found]
+    for part in ("first", "last", "full"):
+        counts = Counter(_site_name(site) for site in sites)
+        sites = [
+            _name_stack(site, part) if counts[_site_name(site)] > 1 else site for site in sites
         ]
     first_names: dict[int, str] = {}
-    for place, site_module in zip(places, site_modules, strict=True):
-        name = _site_name(place, site_module.site)
-        first_name = first_names.setdefault(id(site_module.module), name)
-        stack, layer = place
-        site = replace(
-            site_module.site,
-            name=name,
-            stack=stack,
-            layer=layer,
-            same_as=None if first_name == name else first_name,
-        )
-        yield site_module._replace(site=site)
+    renamed: list[SiteModule] = []
+    for known, site in zip(found, sites, strict=True):
+        name = _site_name(site)
+        first_name = first_names.setdefault(id(known.module), name)
+        site = replace(site, name=name, same_as=None if first_name == name else first_name)
+        renamed.append(known._replace(site=site))
+    return renamed
 
 
-def _site_name(place: tuple[str, int], site: Site) -> str:
-    stack, layer = place
-    return f"{stack}.{layer}.{site.kind}"
+def _site_name(site: Site) -> str:
+    return f"{site.stack}.{site.layer}.{site.kind}"
 
 
-def _stack_before_first(site: Site) -> tuple[str, int]:
-    """Stack named by the path before the first number, or by the full path if it has none; and the
-    layer.
+def _name_stack(site: Site, part: str) -> Site:
+    """The site with its stack named by its path: up to the first number, up to the last number,
+    which becomes the layer, or the full path.
     """
-    parts, numbers = _split_path(site)
-    return "_".join(parts[: numbers[0]] if numbers else parts), site.layer
-
-
-def _stack_before_last(site: Site) -> tuple[str, int]:
-    """Stack named by the path before the last number, which becomes the layer."""
-    parts, numbers = _split_path(site)
-    return (
-        ("_".join(parts[: numbers[-1]]), int(parts[numbers[-1]]))
-        if numbers
-        else ("_".join(parts), site.layer)
-    )
-
-
-def _stack_full_path(site: Site) -> tuple[str, int]:
-    """Stack named by the full path; and the layer."""
-    return "_".join(_split_path(site)[0]), site.layer
-
-
-def _split_path(site: Site) -> tuple[list[str], list[int]]:
     parts = site.path.split(".")
-    return parts, [n for n, part in enumerate(parts) if part.isdigit()]
+    numbers = [n for n, name in enumerate(parts) if name.isdigit()]
+    if part == "first" and numbers:
+        return replace(site, stack="_".join(parts[: numbers[0]]))
+    if part == "last" and numbers:
+        end = numbers[-1]
+        return replace(site, stack="_".join(parts[:end]), layer=int(parts[end]))
+    return replace(site, stack="_".join(parts))

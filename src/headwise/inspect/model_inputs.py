@@ -232,16 +232,17 @@ class ModelInputs:
         rows: list[TokenRow] = []
         for number, ids in enumerate(new_ids):
             row = old_rows[number] if number < len(old_rows) else TokenRow((), ())
-            new_tokens = list(
-                ids[len(row.ids) :] if tuple(ids[: len(row.ids)]) == row.ids and row.ids else ids
+            known = len(row.ids)
+            new = list(ids[known:] if tuple(ids[:known]) == row.ids else ids)
+            end = (len(row.text), len(row.text))
+            rows.append(
+                TokenRow(
+                    (*row.ids, *new),
+                    (*row.words, *map(self.decode_token, new)),
+                    (*row.offsets, *[end] * len(new)) if row.offsets else (),
+                    row.text,
+                )
             )
-            words = (*row.words, *(self.decode_token(token) for token in new_tokens))
-            offsets = (
-                (*row.offsets, *[(len(row.text), len(row.text))] * len(new_tokens))
-                if row.offsets
-                else ()
-            )
-            rows.append(TokenRow((*row.ids, *new_tokens), words, offsets, row.text))
         return tuple(rows)
 
 
@@ -319,38 +320,37 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], steps: int) -> ModelI
     """Inputs from tensors by argument name."""
     is_headwise = isinstance(model, Transformer)
     has_source = is_encoder_decoder(model)
-    first, second = (
-        ("x", "source")
-        if is_headwise
-        else ((IDS if IDS in names else find_ids_argument(model)), DECODER_IDS)
-    )
-    text, source = (first, second) if is_headwise or not has_source else (second, first)
-    values = {name: names.get(key) for name, key in (("text", text), ("source", source))}
-    ids = {
-        name: tensor
-        for name, tensor in values.items()
-        if isinstance(tensor, Tensor) and _is_ids(tensor)
-    }
+    if is_headwise:
+        keys = {"text": "x", "source": "source"}
+    else:
+        first = IDS if IDS in names else find_ids_argument(model)
+        keys = {"text": DECODER_IDS, "source": first} if has_source else {"text": first}
+        if not has_source and DECODER_IDS in names:
+            keys["source"] = DECODER_IDS
+    ids: dict[str, Tensor] = {}
+    for stream, key in keys.items():
+        tensor = names.get(key)
+        if isinstance(tensor, Tensor) and _is_ids(tensor):
+            _check_length(model, tensor.shape[1] + (steps if stream == "text" else 0))
+            ids[stream] = tensor
     rows = {
-        name: tuple(TokenRow(tuple(row), tuple(map(str, row))) for row in tensor.tolist())
-        for name, tensor in ids.items()
+        stream: tuple(TokenRow(tuple(row), tuple(map(str, row))) for row in tensor.tolist())
+        for stream, tensor in ids.items()
     }
-    for name, tensor in ids.items():
-        _check_length(model, tensor.shape[1] + (steps if name == "text" else 0))
-    counts = {name: tensor.shape[1] for name, tensor in ids.items()}
-    if has_source and steps and "text" not in counts:
-        counts["text"] = 1
-    counts_complete = (set(counts) == {"text", "source"} if has_source else bool(counts)) and (
-        is_headwise or names.keys() <= NON_TOKEN_INPUTS
-    )
+    counts: dict[str, int] | None = {stream: ids[stream].shape[1] for stream in ids}
+    if has_source and steps:
+        counts.setdefault("text", 1)
+    is_complete = len(counts) == 2 if has_source else bool(counts)
+    if is_complete and (is_headwise or names.keys() <= NON_TOKEN_INPUTS):
+        counts.setdefault("source", counts.get("text", 0))
+    else:
+        counts = None
     prompt = ids.get("source" if has_source else "text")
     tensors = [tensor for tensor in names.values() if isinstance(tensor, Tensor) and tensor.dim()]
     return ModelInputs(
         *bind_arguments(model, _to_device(get_device(model), names)),
         rows,
-        counts | {"source": counts.get("source", counts.get("text", 0))}
-        if counts_complete
-        else None,
+        counts,
         len(tensors[0]) if tensors else 1,
         has_source,
         prompt.tolist() if prompt is not None else [],
@@ -397,14 +397,11 @@ def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
 def get_max_length(model: nn.Module) -> int | None:
     """Maximum number of tokens of a model; None if it is unlimited or unknown."""
     if isinstance(model, Transformer):
-        return min(
-            (n for stack in model.spec.stacks if (n := max_positions(stack)) is not None),
-            default=None,
-        )
+        limits = map(max_positions, model.spec.stacks)
+        return min((limit for limit in limits if limit is not None), default=None)
     config = getattr(model, "config", None)
-    return next(
-        (n for name in MAX_LENGTH_KEYS if isinstance(n := getattr(config, name, None), int)), None
-    )
+    limits = (getattr(config, name, None) for name in MAX_LENGTH_KEYS)
+    return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
 def _check_length(model: nn.Module, count: int) -> None:
@@ -420,62 +417,77 @@ def _check_length(model: nn.Module, count: int) -> None:
         raise SequenceTooLong(f"{fact}; shorten the text, or lower max_new_tokens")
 
 
+# --- Texts ----------------------------------------------------------------------------------------
+
+
 def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> ModelInputs:
     """Inputs from texts for a headwise model, with the special tokens that its usage defines around
     them.
     """
-    device = next(net.parameters()).device
     _check_has_tokenizer(net)
     encoder_tokenizer, decoder_tokenizer = load_tokenizers(net)
     usage = net.usage
-    text_rows = [
-        _make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind) for text in texts
-    ]
-    for row, text in zip(text_rows, texts, strict=True):
+    rows: list[TokenRow] = []
+    for text in texts:
+        row = _make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind)
         if list(row.ids) != encode_text(net, text):
             raise SpecError(
                 f"the tokens of {text[:40]!r} do not match those of encode_text; give ids"
             )
-    if is_encoder_decoder(net):
+        rows.append(row)
+    ids, tokens = pad_left([row.ids for row in rows], next(net.parameters()).device)
+    padded = tuple(_pad_row(row, ids.shape[1], left=True) for row in rows)
+    has_source = is_encoder_decoder(net)
+    kwargs: dict[str, Any] = {}
+    token_rows = {"source" if has_source else "text": padded}
+    counts = {"text": ids.shape[1], "source": ids.shape[1]}
+    if has_source:
         if not steps:
             raise ValueError(SOURCE_ALONE)
-        start_ids = get_decoder_start_ids(net)
-        text = tuple(
-            TokenRow(start_ids, tuple(decoder_tokenizer.token_text(token) for token in start_ids))
-            for _ in text_rows
-        )
-        ids, _ = pad_left([row.ids for row in text_rows], device)
-        counts = {"text": len(start_ids), "source": ids.shape[1]}
-        rows = {"source": _pad_rows(text_rows, ids), "text": text}
-        return ModelInputs(
-            (),
-            {},
-            rows,
-            counts,
-            len(text_rows),
-            True,
-            [list(row.ids) for row in text_rows],
-            decoder_tokenizer.token_text,
-        )
-    if steps and len({len(row.ids) for row in text_rows}) > 1:
-        raise ValueError(
-            "texts of several lengths cannot be traced together while they go on; trace one at a "
-            "time"
-        )
-    ids, tokens = pad_left([row.ids for row in text_rows], device)
-    count = ids.shape[1]
-    names = {"x": ids} | ({} if tokens is None else {"sequence": tokens})
-    counts = {"text": count, "source": count}
-    prompts = [list(row.ids) for row in text_rows]
+        start = get_decoder_start_ids(net)
+        row = TokenRow(start, tuple(map(decoder_tokenizer.token_text, start)))
+        token_rows["text"] = (row,) * len(rows)
+        counts["text"] = len(start)
+    else:
+        if steps and len({len(row.ids) for row in rows}) > 1:
+            raise ValueError(
+                "texts of several lengths cannot be traced together while they go on; trace one "
+                "at a time"
+            )
+        kwargs = {"x": ids} if tokens is None else {"x": ids, "sequence": tokens}
+    prompts = [list(row.ids) for row in rows]
+    decode = decoder_tokenizer.token_text
+    return ModelInputs((), kwargs, token_rows, counts, len(rows), has_source, prompts, decode)
+
+
+def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
+    """Inputs from texts for a transformers model, with the tokenizer.json next to its weights."""
+    tokenizer = _load_tokenizer(model)
+    rows = [_encode(tokenizer, text) for text in texts]
+    has_source = is_encoder_decoder(model)
+    longest = max(len(row.ids) for row in rows)
+    if not longest:
+        raise ValueError("the text is empty; give at least one token")
+    _check_length(model, longest + (0 if has_source else steps))
+    if has_source and not steps:
+        raise ValueError(SOURCE_ALONE)
+    left = bool(steps) and not has_source  # generated tokens must follow the text directly
+    padded = tuple(_pad_row(row, longest, left) for row in rows)
+    ids = torch.tensor([row.ids for row in padded])
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+    named = {IDS: ids.masked_fill(ids == PAD_ID, pad), "attention_mask": (ids != PAD_ID).long()}
+    arguments = list_arguments(model)
+    if IDS in arguments and "attention_mask" not in arguments and not bool((ids == PAD_ID).any()):
+        del named["attention_mask"]
+    names = _to_device(get_device(model), to_named_tensors(model, named))
     return ModelInputs(
-        (),
-        names,
-        {"text": _pad_rows(text_rows, ids)},
-        counts,
-        len(text_rows),
-        False,
-        prompts,
-        decoder_tokenizer.token_text,
+        *bind_arguments(model, names),
+        {"source" if has_source else "text": padded},
+        {"text": 1 if has_source else longest, "source": longest},
+        len(rows),
+        has_source,
+        [],
+        make_token_decoder(tokenizer),
     )
 
 
@@ -487,28 +499,27 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     if isinstance(model, Transformer):
         _check_has_tokenizer(model)
         encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
-        usage = model.usage
-        keys = ("source", "x")
-        source = _make_surrounded_row(
-            encoder_tokenizer, usage.before, texts["source"], usage.behind
-        )
-        text = _make_surrounded_row(
-            decoder_tokenizer, get_decoder_start_ids(model), texts["text"], ()
-        )
+        before, behind = model.usage.before, model.usage.behind
+        start = get_decoder_start_ids(model)
+        source = _make_surrounded_row(encoder_tokenizer, before, texts["source"], behind)
+        text = _make_surrounded_row(decoder_tokenizer, start, texts["text"], ())
+        source_key, text_key = "source", "x"
     else:
         tokenizer = _load_tokenizer(model)
-        keys = ("input_ids", "decoder_input_ids")
-        start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
+        start_id = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
         source = _encode(tokenizer, texts["source"])
         text = _encode(tokenizer, texts["text"])
-        first = TokenRow((start,), (make_token_decoder(tokenizer)(start),), ((0, 0),))
         text = TokenRow(
-            first.ids + text.ids, first.words + text.words, first.offsets + text.offsets, text.text
+            (start_id, *text.ids),
+            (make_token_decoder(tokenizer)(start_id), *text.words),
+            ((0, 0), *text.offsets),
+            text.text,
         )
-    names = dict(zip(keys, (torch.tensor([source.ids]), torch.tensor([text.ids])), strict=True))
-    rows = {"source": (source,), "text": (text,)}
+        source_key, text_key = IDS, DECODER_IDS
+    names = {source_key: torch.tensor([source.ids]), text_key: torch.tensor([text.ids])}
     counts = {"source": len(source.ids), "text": len(text.ids)}
     _check_length(model, max(counts.values()))
+    rows = {"source": (source,), "text": (text,)}
     return ModelInputs((), _to_device(get_device(model), names), rows, counts, 1, True)
 
 
@@ -526,78 +537,27 @@ def _make_surrounded_row(
     """Token row of a text with special ids before and behind it."""
     ids = tokenizer.ids(text)
     offsets = tokenizer.places(text)
-    strings = [
+    words = [
         text[start:stop] or tokenizer.token_text(token)
         for token, (start, stop) in zip(ids, offsets, strict=True)
     ]
     end = len(text)
     return TokenRow(
         (*before, *ids, *behind),
-        (*map(tokenizer.token_text, before), *strings, *map(tokenizer.token_text, behind)),
+        (*map(tokenizer.token_text, before), *words, *map(tokenizer.token_text, behind)),
         (*[(0, 0)] * len(before), *offsets, *[(end, end)] * len(behind)),
         text,
     )
 
 
-def _pad_rows(rows: Sequence[TokenRow], ids: Tensor) -> tuple[TokenRow, ...]:
-    """Pad rows on the left to the width of `ids`."""
-    padded: list[TokenRow] = []
-    for row in rows:
-        gap = ids.shape[1] - len(row.ids)
-        padded.append(
-            TokenRow(
-                (PAD_ID,) * gap + row.ids,
-                ("",) * gap + row.words,
-                ((0, 0),) * gap + row.offsets,
-                row.text,
-            )
-        )
-    return tuple(padded)
+def _pad_row(row: TokenRow, length: int, left: bool) -> TokenRow:
+    """Pad a row of tokens to a length, on the left or on the right."""
+    gap = length - len(row.ids)
 
+    def pad(values: tuple[Any, ...], fill: Any) -> tuple[Any, ...]:
+        return (fill,) * gap + values if left else values + (fill,) * gap
 
-def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
-    """Inputs from texts for a transformers model, with the tokenizer.json next to its weights."""
-    tokenizer = _load_tokenizer(model)
-    text_rows = [_encode(tokenizer, text) for text in texts]
-    has_source = is_encoder_decoder(model)
-    longest = max(len(row.ids) for row in text_rows)
-    if not longest:
-        raise ValueError("the text is empty; give at least one token")
-    _check_length(model, longest + (0 if has_source else steps))
-    pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
-    left = bool(steps) and not has_source  # generated tokens must follow the text directly
-    gaps = [longest - len(row.ids) for row in text_rows]
-    ids = [_pad(row.ids, [pad] * gap, left) for row, gap in zip(text_rows, gaps, strict=True)]
-    mask_rows = [_pad([1] * (longest - gap), [0] * gap, left) for gap in gaps]
-    named_ids = {IDS: torch.tensor(ids), "attention_mask": torch.tensor(mask_rows)}
-    if (
-        IDS in list_arguments(model)
-        and "attention_mask" not in list_arguments(model)
-        and not any(gaps)
-    ):
-        del named_ids["attention_mask"]
-    names = _to_device(get_device(model), to_named_tensors(model, named_ids))
-    rows = tuple(
-        TokenRow(
-            _pad(row.ids, [PAD_ID] * gap, left),
-            _pad(row.words, [""] * gap, left),
-            _pad(row.offsets, [(0, 0)] * gap, left),
-            row.text,
-        )
-        for row, gap in zip(text_rows, gaps, strict=True)
-    )
-    if has_source and not steps:
-        raise ValueError(SOURCE_ALONE)
-    counts = {"text": 1 if has_source else longest, "source": longest}
-    return ModelInputs(
-        *bind_arguments(model, names),
-        {"source" if has_source else "text": rows},
-        counts,
-        len(rows),
-        has_source,
-        [],
-        make_token_decoder(tokenizer),
-    )
+    return TokenRow(pad(row.ids, PAD_ID), pad(row.words, ""), pad(row.offsets, (0, 0)), row.text)
 
 
 def get_tokenizer_documents(model: nn.Module) -> list[str]:
@@ -624,10 +584,6 @@ def _load_tokenizer(model: nn.Module) -> Tokenizer:
     return tokenizer
 
 
-def _pad(row: Sequence[Any], gap: Sequence[Any], left: bool) -> tuple[Any, ...]:
-    return (*gap, *row) if left else (*row, *gap)
-
-
 def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
     encoding = encode_tokens(tokenizer, text)
     words = tuple(
@@ -643,8 +599,7 @@ def make_token_decoder(tokenizer: Tokenizer) -> TokenDecoder:
     """Return a function that turns an id into text, for models that are not of headwise."""
 
     def decode_token(token_id: int) -> str:
-        return (
-            decode_tokens(tokenizer, [token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
-        )
+        text = decode_tokens(tokenizer, [token_id])
+        return text or tokenizer.id_to_token(token_id) or str(token_id)
 
     return decode_token

@@ -1,0 +1,181 @@
+// The logic of the page without a browser: addresses, messages, pictures, trees, recipes and figures.
+
+import "./stub";
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { redoAblation, showMeasure, toggleAblated, togglePin, undoAblation } from "../../../src/headwise/viewer/web/src/actions";
+import { rampPosition, signedStepTable, stepTable } from "../../../src/headwise/viewer/web/src/canvas/colors";
+import { poolValues } from "../../../src/headwise/viewer/web/src/canvas/heatmap";
+import { makeTree } from "../../../src/headwise/viewer/web/src/components/dendrogram";
+import { formatBytes } from "../../../src/headwise/viewer/web/src/components/export_drawer";
+import { cellSpan, isPooled, shownView, type TileState } from "../../../src/headwise/viewer/web/src/components/head_data";
+import { bandContent, isShownLayer } from "../../../src/headwise/viewer/web/src/components/head_grid";
+import { roundTicks } from "../../../src/headwise/viewer/web/src/components/head_scatter";
+import { moveView, zoomView } from "../../../src/headwise/viewer/web/src/components/matrix";
+import { patchGrid } from "../../../src/headwise/viewer/web/src/components/patch_panel";
+import { tilePairs } from "../../../src/headwise/viewer/web/src/components/token_lines";
+import { isSpecial, visibleToken } from "../../../src/headwise/viewer/web/src/components/tokens";
+import { largest, leaveOut, strongestQuery } from "../../../src/headwise/viewer/web/src/components/voice_lines";
+import { escapeXml } from "../../../src/headwise/viewer/web/src/figures/svg";
+import { chosenTokens, labRequest, loadRecipe, recipeText, toggleToken } from "../../../src/headwise/viewer/web/src/lab_state";
+import { quoteShell, reproduceHead } from "../../../src/headwise/viewer/web/src/reproduction";
+import { decodeMessage, encodeCsv, listPairs, type Site, type ViewDocument } from "../../../src/headwise/viewer/web/src/source";
+import * as state from "../../../src/headwise/viewer/web/src/state";
+import { between, oneOf, readRanges, toNumber, writeRanges } from "../../../src/headwise/viewer/web/src/url_state";
+
+const can = { possible: true, reason: "" };
+const words = ["a", "b,c", '"', "d"];
+
+function makeSite(layer: number, heads: number, kvHeads = heads): Site {
+  return {
+    name: `decoder.${layer}.attention`, stack: "decoder", layer, kind: "attention", heads, kvHeads,
+    kvHeadOfQuery: Array.from({ length: heads }, (_, head) => Math.floor((head * kvHeads) / heads)),
+    prunedHeads: [], queryStream: "text", keyStream: "text", numQueries: 100, numKeys: 100, batch: 1, calls: 1,
+    capture: "queries and keys", hasValues: true, hasOutputs: false, abilities: { observe: can, ablate: can, prune: can, convert: can },
+  };
+}
+
+function open(): void {
+  const row = { ids: [1, 2, 3, 4], words, text: "", offsets: [] };
+  state.doc.value = {
+    version: 1, kind: "model", revision: 1, model: { name: "m" }, streams: { text: [row] }, sites: [makeSite(0, 2), makeSite(1, 4, 2)],
+    measures: [], ablated: [], texts: [], capabilities: { text: can, measure: can, ablate: can, write: can }, fileStem: "headwise-m",
+  } as unknown as ViewDocument;
+}
+
+function makeTile(weights: number[], rows: number, columns: number, scale = 1): TileState {
+  return { view: { q0: 0, q1: rows * 2, k0: 0, k1: columns * 2 }, weights: Uint8Array.from(weights), masked: undefined, rows, columns, scale, isDraft: false };
+}
+
+test("fields of an address take any text", () => {
+  assert.deepEqual(["3", "-1", "x", ""].map(toNumber), [3, 0, 0, 0]);
+  assert.equal(oneOf(["a", "b"])("c"), "a");
+  assert.deepEqual(["0.5", "7", "x"].map(between(0, 1)), [0.5, 1, 0]);
+  assert.deepEqual(writeRanges([5, 3, 4, 9]), ["3-5", "9"]);
+  assert.deepEqual(readRanges(["3-5", "9", "7-2", "x"]), [3, 4, 5, 9, 0]);
+});
+
+test("a message of arrays is read from its header", () => {
+  const header = new TextEncoder().encode(JSON.stringify({ scale: 2, arrays: [{ name: "w", dtype: "f32", shape: [1, 2], offset: 0 }] }).padEnd(84));
+  const bytes = new Uint8Array(4 + 84 + 8);
+  new DataView(bytes.buffer).setUint32(0, 84, true);
+  bytes.set(header, 4);
+  bytes.set(new Uint8Array(Float32Array.of(0.25, 0.75).buffer), 88);
+  const { fields, arrays } = decodeMessage(bytes.buffer);
+  assert.equal(fields["scale"], 2);
+  assert.deepEqual([...arrays["w"]!.data], [0.25, 0.75]);
+});
+
+test("cells of a pooled picture cover all pairs once", () => {
+  const tile = { ...makeTile([], 3, 2), view: { q0: 10, q1: 20, k0: 5, k1: 10 } };
+  const spans = [0, 1, 2].map((row) => cellSpan(tile, row, 1));
+  assert.deepEqual(spans.map(({ q0, q1 }) => [q0, q1]), [[10, 13], [13, 16], [16, 20]]);
+  assert.deepEqual([spans[0]!.k0, spans[0]!.k1], [7, 10]);
+  assert.ok(isPooled(tile));
+  assert.deepEqual([...poolValues(Float32Array.of(1, 3, 2, 5), 0, 4, 2)], [3, 5]);
+  assert.deepEqual(tilePairs(makeTile([0, 255, 51, 0], 2, 2), 0.1).map(({ query, key, weight }) => [query, key, Math.round(weight * 10)]), [[0, 2, 10], [2, 0, 2]]);
+});
+
+test("zoom stays inside the matrix and keeps the middle", () => {
+  open();
+  const item = state.sites.value[0]!;
+  zoomView(item, 4);
+  assert.deepEqual(shownView(item), { q0: 38, q1: 63, k0: 38, k1: 63 });
+  moveView(item, { queries: 20, keys: 20 }, { query: 99, key: 0 });
+  assert.deepEqual(shownView(item), { q0: 80, q1: 100, k0: 0, k1: 20 });
+  assert.match(reproduceHead(item).python, /head_weights\("decoder.0.attention", 0, slice\(80, 100\)\)\[:, 0:20\]/);
+  zoomView(item, 1 / 100);
+  assert.equal(state.matrixView.value, null);
+});
+
+test("colours: scales are monotone, equal at both ends, and signed ones symmetric", () => {
+  for (const scale of state.SCALES) {
+    const steps = [...stepTable(scale)];
+    assert.deepEqual([steps[0], steps[255]], [0, 255]);
+    assert.deepEqual(steps, [...steps].sort((a, b) => a - b));
+    const signed = signedStepTable(scale);
+    assert.ok(Math.abs(signed[128]! - 127.5) <= 0.5);
+    for (const change of [1, 40, 127]) assert.ok(Math.abs(signed[128 + change]! + signed[128 - change]! - 255) <= 1);
+  }
+  assert.equal(rampPosition(0.25, "sqrt"), 0.5);
+  assert.equal(rampPosition(0.01, "log"), 0.5);
+});
+
+test("weights of a query: the largest, without some keys, and the strongest pair", () => {
+  const weights = Float32Array.of(0.5, 0.25, 0.125, 0.125);
+  assert.deepEqual(largest(weights, 2).map(({ index }) => index), [0, 1]);
+  assert.deepEqual([...leaveOut({ to: weights, from: null }, [0]).to!], [0, 0.5, 0.25, 0.25]);
+  assert.equal(strongestQuery(makeTile([255, 0, 0, 9, 255, 3, 0, 20, 255], 3, 3)), 4);
+});
+
+test("tokens are shown with their invisible characters", () => {
+  assert.equal(visibleToken("Ġa\u202eb\n"), "␣a⟨202e⟩b⏎");
+  assert.equal(visibleToken(""), "∅");
+  assert.deepEqual(["[CLS]", "<s>", "<|end|>", "a<b"].map(isSpecial), [true, true, true, false]);
+  assert.equal(escapeXml('<a href="\u0000">'), "&lt;a href=&quot;⟨0⟩&quot;&gt;");
+  assert.equal(quoteShell("a b'c"), `'a b'"'"'c'`);
+});
+
+test("pairs are written as the library writes them", () => {
+  open();
+  const exact = { weights: Float32Array.of(0.5, 0, 0, 0, 0.25, 0.75), queries: 2, keys: 3 };
+  const text = encodeCsv(listPairs(state.doc.value!, { site: 0, head: 1 }, exact, 0.3));
+  assert.equal(text, 'site,head,row,query,key,query_token,key_token,weight\r\ndecoder.0.attention,1,0,0,0,a,a,0.5\r\ndecoder.0.attention,1,0,1,2,"b,c","""",0.75\r\n');
+});
+
+test("a tree has no crossing branches and the heights of its merges", () => {
+  const { order, branches } = makeTree(4, Float32Array.of(0, 2, 0.1, 1, 3, 0.2, 0, 1, 0.9));
+  assert.deepEqual(order, [0, 2, 1, 3]);
+  assert.deepEqual(branches.map(({ height }) => Math.fround(height)), [0.1, 0.2, 0.9].map(Math.fround));
+  assert.deepEqual([branches[2]!.from.x, branches[2]!.to.x], [1, 3]);
+});
+
+test("axes, sizes and patches", () => {
+  assert.deepEqual(roundTicks(0, 1), [0, 0.2, 0.4, 0.6, 0.8, 1]);
+  assert.deepEqual([0, 999, 1500, 2.5e9].map(formatBytes).map((text) => text.split(" ")[0]), ["0", "999", "1.5", "2.5"]);
+  assert.deepEqual(patchGrid(197, 1, 1), { rows: 14, columns: 14, extra: 1 });
+  assert.deepEqual(patchGrid(8, 1, 2), { rows: 2, columns: 4, extra: 0 });
+  assert.equal(patchGrid(7, 1, 1), null);
+});
+
+test("heads are switched off, undone and redone, pinned and named", () => {
+  open();
+  toggleAblated(1, 3, "mean");
+  toggleAblated(0, 0);
+  undoAblation();
+  assert.deepEqual(state.doc.value!.ablated, [{ site: 1, head: 3, mode: "mean", scale: 0 }]);
+  redoAblation();
+  toggleAblated(1, 3);
+  assert.deepEqual(state.doc.value!.ablated.map(({ site, head }) => [site, head]), [[0, 0]]);
+  togglePin(1, 2);
+  assert.deepEqual(state.pinned.value, ["1.2"]);
+  state.setOwnClass(1, 1, "induction");
+  assert.equal(state.classesOf(3)[0]!.name, "induction");
+  state.moveHead(5, 9);
+  assert.deepEqual([state.selectedSite.value, state.selectedHead.value], [1, 3]);
+});
+
+test("the map sorts by a measure, brackets shared keys and folds layers", () => {
+  open();
+  showMeasure("importance", new Map([[0, 1], [1, 2], [2, 5], [3, 4], [4, 3], [5, 6]]));
+  assert.equal(bandContent([1], 4).brackets.length, 2);
+  state.sortHeads.value = "importance";
+  assert.deepEqual(bandContent([0, 1], 4).cells.map(({ head }) => head), [1, 0, 5, 2, 3, 4]);
+  state.layerRange.value = [1, 1];
+  assert.deepEqual([0, 1].map(isShownLayer), [false, true]);
+  state.layerRange.value = [];
+});
+
+test("a recipe is written and read again; one of another model changes nothing", () => {
+  open();
+  toggleAblated(1, 0, "noise");
+  toggleToken("text", 2);
+  const text = recipeText();
+  const asked = JSON.stringify(labRequest());
+  open();
+  chosenTokens.value = {};
+  assert.ok(loadRecipe(text));
+  assert.equal(JSON.stringify(labRequest()), asked);
+  for (const wrong of ["{", '{"version": 2}', text.replace("decoder.1", "decoder.7"), text.replace("noise", "mute")]) assert.equal(loadRecipe(wrong), false);
+  assert.equal(JSON.stringify(labRequest()), asked);
+});
