@@ -78,50 +78,43 @@ def observe_dataset(
     """Run the model over all batches with observers at these heads (default: all); returns one
     observer per site.
     """
-    batches = _list_batches(batches)
-    site_modules = find_attention(model)
-    if not site_modules and isinstance(batches, Sequence) and batches:
-        site_modules = find_attention_in_run(
-            model, prepare_inputs(model, _split_mask(batches[0])[0], 0, tokenizer)
-        )
-    heads_by_site = group_by_site(
-        model,
-        site_modules,
-        [(site_module.site.name, ALL_HEADS) for site_module in site_modules]
-        if heads is None
-        else heads,
+    is_single = isinstance(batches, (Tensor, Mapping, str)) or (
+        isinstance(batches, tuple) and bool(batches) and isinstance(batches[0], Tensor)
     )
+    batches = [batches] if is_single else batches
+    found = find_attention(model)
+    if not found and isinstance(batches, Sequence) and batches:
+        first = prepare_inputs(model, _split_mask(batches[0])[0], 0, tokenizer)
+        found = find_attention_in_run(model, first)
+    refs = heads
+    if refs is None:
+        refs = [(known.site.name, ALL_HEADS) for known in found]
+    heads_by_site = group_by_site(model, found, refs)
     _check_batches(model, batches, heads_by_site)
-    sites = {
-        site_module.site.name: site_module.site
-        for site_module in site_modules
-        if site_module.site.name in heads_by_site
-    }
-    observers = {
-        name: make_observer(name, tuple(site_heads)) for name, site_heads in heads_by_site.items()
-    }
-    for name, site in sites.items():
-        if not site.ablate.possible:
-            raise ValueError(f"{name} cannot be observed: {site.ablate.reason}")
-        if observers[name].needs_call and not site.observe.possible:
-            raise ValueError(f"{name} cannot be observed: {site.observe.reason}")
-    stacks = {site_module.site.stack for site_module in site_modules}
-    has_batches = False
-    with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
+    observers = {name: make_observer(name, tuple(heads_by_site[name])) for name in heads_by_site}
+    stack_of_site: dict[str, str] = {}
+    for known in found:
+        site = known.site
+        if site.name not in observers:
+            continue
+        stack_of_site[site.name] = site.stack
+        needed = [site.ablate, site.observe] if observers[site.name].needs_call else [site.ablate]
+        for ability in needed:
+            if not ability.possible:
+                raise ValueError(f"{site.name} cannot be observed: {ability.reason}")
+    stacks = {known.site.stack for known in found}
+    num_batches = 0
+    with torch.no_grad(), hook_sites(model, found, observers) as hooks:
         for batch in batches:
-            has_batches = True
+            num_batches += 1
             inputs, given_masks = _split_mask(batch)
             arguments = prepare_inputs(model, inputs, 0, tokenizer)
-            masks = (
-                _padding_masks(arguments, stacks)
-                if given_masks is None
-                else _read_masks(given_masks, stacks)
-            )
+            masks = _read_masks(given_masks, stacks, arguments)
             for name, observer in observers.items():
-                observer.token_mask = masks.get(sites[name].stack)
+                observer.token_mask = masks.get(stack_of_site[name])
             model(*arguments.args, **arguments.kwargs)
     hooks.check_all_ran()
-    if not has_batches:
+    if not num_batches:
         raise ValueError("no batches given; give at least one")
     return list(observers.values())
 
@@ -140,27 +133,22 @@ def _check_batches(model: nn.Module, batches: object, heads_by_site: Mapping[str
         )
 
 
-def _list_batches(batches: Any) -> Any:
-    """One input as a list of one batch; several batches unchanged."""
-    is_single = isinstance(batches, (Tensor, Mapping, str)) or (
-        isinstance(batches, tuple) and bool(batches) and isinstance(batches[0], Tensor)
-    )
-    return [batches] if is_single else batches
-
-
 def _split_mask(batch: Any) -> tuple[Any, Any]:
     """The inputs and the mask of a batch that is a pair of both; of a tuple of arguments or texts,
     all and None.
     """
     if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], str):
         return batch, None
-    return (
-        batch if not isinstance(batch[1], Tensor) or batch[1].dtype == torch.bool else (batch, None)
-    )
+    is_argument = isinstance(batch[1], Tensor) and batch[1].dtype != torch.bool
+    return (batch, None) if is_argument else batch
 
 
-def _read_masks(token_masks: object, stacks: set[str]) -> TokenMasks:
-    """Masks given by the caller: one for all stacks, or a mapping by stack."""
+def _read_masks(token_masks: object, stacks: set[str], inputs: ModelInputs) -> TokenMasks:
+    """Masks given by the caller: one for all stacks, or a mapping by stack; without any, those of
+    the padding.
+    """
+    if token_masks is None:
+        return _padding_masks(inputs, stacks)
     masks = token_masks if isinstance(token_masks, Mapping) else dict.fromkeys(stacks, token_masks)
     for stack, mask in masks.items():
         if stack not in stacks:
@@ -225,11 +213,11 @@ def head_means(
     if kind not in MEAN_KINDS:
         raise ValueError(f'kind={kind!r} is unknown; give "overall" or "position"')
     observers = observe_dataset(model, batches, heads, partial(OutputMoments, kind=kind), tokenizer)
-    return {
-        (moments.site, head): moments.mean[..., n, :]
-        for moments in observers
-        for n, head in enumerate(moments.head_indices)
-    }
+    means: dict[HeadRef, Tensor] = {}
+    for moments in observers:
+        for n, head in enumerate(moments.head_indices):
+            means[moments.site, head] = moments.mean[..., n, :]
+    return means
 
 
 def head_noise(
@@ -251,11 +239,11 @@ def head_noise(
     """
     Noise(seed)  # raises if the seed is invalid
     observers = observe_dataset(model, batches, heads, OutputMoments, tokenizer)
-    return {
-        (moments.site, head): Noise(seed, moments.mean[n], moments.std[n])
-        for moments in observers
-        for n, head in enumerate(moments.head_indices)
-    }
+    noise: dict[HeadRef, Noise] = {}
+    for moments in observers:
+        for n, head in enumerate(moments.head_indices):
+            noise[moments.site, head] = Noise(seed, moments.mean[n], moments.std[n])
+    return noise
 
 
 def head_outputs(
@@ -277,11 +265,11 @@ def head_outputs(
     ...     _ = net(torch.tensor([[1, 5, 9]]))
     """
     recorders = observe_dataset(model, [(inputs, {})], heads, OutputRecorder, tokenizer)
-    return {
-        (recorder.site, head): output
-        for recorder in recorders
-        for head, output in recorder.outputs.items()
-    }
+    outputs: dict[HeadRef, Tensor] = {}
+    for recorder in recorders:
+        for head, output in recorder.outputs.items():
+            outputs[recorder.site, head] = output
+    return outputs
 
 
 @dataclass(eq=False)
@@ -383,11 +371,7 @@ def _pad_positions(tensor: Tensor, length: int) -> Tensor:
 
 # --- Mean attention weights by offset -------------------------------------------------------------
 
-TOLERANCE = {
-    torch.float64: 1e-3,
-    torch.float32: 1e-3,
-}  # relative; lower-precision dtypes get the one below
-LOW_PRECISION_TOLERANCE = 0.05
+LOW_PRECISION_TOLERANCE = 0.05  # relative, of outputs of 16 bits; others get 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -470,11 +454,11 @@ def offset_means(
     >>> with hw.patch(net, means):
     ...     _ = net(ids)
     """
-    return {
-        (observer.site, head): OffsetWeights(*observer.mean_weights(head))
-        for observer in observe_dataset(model, batches, heads, OffsetObserver, tokenizer)
-        for head in observer.head_indices
-    }
+    weights: dict[HeadRef, OffsetWeights] = {}
+    for observer in observe_dataset(model, batches, heads, OffsetObserver, tokenizer):
+        for head in observer.head_indices:
+            weights[observer.site, head] = OffsetWeights(*observer.mean_weights(head))
+    return weights
 
 
 @dataclass(eq=False)
@@ -518,18 +502,10 @@ class OffsetObserver(OutputObserver):
         """
         dtype = torch.promote_types(output_BTV.dtype, torch.float32)
         expected_BTV = a_BTS.to(dtype) @ head_values.v_BSV.to(dtype)
-        error = (
-            torch.where(
-                (output_BTV != 0).any(-1, keepdim=True), expected_BTV - output_BTV.to(dtype), 0.0
-            )
-            .abs()
-            .max()
-        )
-        if (
-            not error
-            <= TOLERANCE.get(output_BTV.dtype, LOW_PRECISION_TOLERANCE) * output_BTV.abs().max()
-            or (a_BTS < 0).any()
-        ):
+        counts = (output_BTV != 0).any(-1, keepdim=True)
+        error = torch.where(counts, expected_BTV - output_BTV.to(dtype), 0.0).abs().max()
+        tolerance = 1e-3 if output_BTV.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
+        if not error <= tolerance * output_BTV.abs().max() or (a_BTS < 0).any():
             raise ValueError(
                 f"cannot replace the weights of head {head} of {self.site}: its output is not "
                 "weights @ values; "

@@ -353,9 +353,9 @@ class SiteAdapter(ABC):
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         """Yield the sites of a model that this adapter supports."""
 
-    @abstractmethod
     def patches(self) -> Sequence[SharedPatch]:
         """Patches that must be active for hooks on these modules to run."""
+        return ()
 
     def visible_tensors(self, module: nn.Module) -> str:
         """The tensors that hooks can observe at a module: "scores" (and queries, keys, masks), or

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..models import Transformer
-from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow, Trace
+from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, Trace
 from ..traces.attention_record import Array
 from ..traces.attention_trace import format_bytes
 from .attention_sites import find_attention, find_attention_in_run
@@ -203,17 +203,17 @@ class CallRecorder:
         if call.key_positions is not None:
             order, positions = _key_order(call.key_positions)
             weights = weights[..., order]
-        start, (queries, keys) = self._num_queries(), weights.shape[2:]
+        start = self._num_queries()
+        queries, keys = weights.shape[2:]
         number = len(self.calls)
         self._append(f"weights.{number}", self.store.copy_to_host(weights))
-        default_first = 0 if keys >= start + queries or self.site.kind == "cross" else None
-        first, places = (
-            (default_first, None) if positions is None else self._record_key_positions(positions)
-        )
+        first = 0 if keys >= start + queries or self.site.kind == "cross" else None
+        places = None
+        if positions is not None:
+            first, places = self._record_key_positions(positions)
+        span = (start, start + queries)
         self.calls.append(
-            AttentionCallRecord(
-                (start, start + queries), (0, keys), first, weights=number, places=places
-            )
+            AttentionCallRecord(span, (0, keys), first, weights=number, places=places)
         )
 
     def _record_scores(self, inputs: AttentionInputs) -> None:
@@ -230,18 +230,18 @@ class CallRecorder:
         first_row = self._count("q")
         queries = inputs.q_BTHK.shape[1]
         self._append("q", self.store.copy_to_host(inputs.q_BTHK))
-        grids = tuple(
-            self._record_mask(grid, inputs)
-            for grid in (inputs.bias, inputs.mask)
-            if grid is not None
-        )
+        grids: list[int] = []
+        for grid in (inputs.bias, inputs.mask):
+            if grid is not None:
+                # columns beyond the keys, such as free slots of a cache, are dropped
+                count = inputs.k_BSGK.shape[1]
+                fits = grid.shape[-1] <= count
+                grids.append(self.store.add_mask(grid if fits else grid[..., :count]))
         keys = self._record_keys(inputs, queries)
-        first, places = (
-            (self._first_position(keys, start + queries), None)
-            if positions is None
-            else self._record_key_positions(positions)
-        )
-        causal = inputs.causal and queries > 1
+        if positions is None:
+            first, places = self._first_position(keys, start + queries), None
+        else:
+            first, places = self._record_key_positions(positions)
         self.calls.append(
             AttentionCallRecord(
                 (start, start + queries),
@@ -249,19 +249,12 @@ class CallRecorder:
                 first,
                 inputs.scale,
                 inputs.softcap,
-                causal,
-                grids,
+                inputs.causal and queries > 1,
+                tuple(grids),
                 first_query_row=first_row,
                 places=places,
             )
         )
-
-    def _record_mask(self, grid: Tensor, inputs: AttentionInputs) -> int:
-        """Store a mask and return its index; columns beyond the keys, such as free slots of a
-        cache, are dropped.
-        """
-        keys = inputs.k_BSGK.shape[1]
-        return self.store.add_mask(grid if grid.shape[-1] <= keys else grid[..., :keys])
 
     def _record_keys(self, inputs: AttentionInputs, queries: int) -> tuple[int, int]:
         """Record the new keys of this call, and return the range of all its keys among the recorded
@@ -270,19 +263,14 @@ class CallRecorder:
         k_BSGK = inputs.k_BSGK
         count = inputs.k_BSGK.shape[1]
         num_recorded = self._count("k")
-        for num_new in (0, queries):
-            num_known = count - num_new
-            if (
-                self.calls
-                and 0 < num_known <= num_recorded
-                and self._ends_with(k_BSGK[:, :num_known])
-            ):
+        for num_new in (0, queries, count):
+            known = k_BSGK[:, : count - num_new]
+            fits = self.calls and 0 < known.shape[1] <= num_recorded
+            if num_new == count or (fits and self._ends_with(known)):
                 break
-        else:
-            num_new = count
-        tensors = (
-            {"k": k_BSGK, "v": inputs.v_BSGV} if "v" in self.store.capture.extra else {"k": k_BSGK}
-        )
+        tensors = {"k": k_BSGK}
+        if "v" in self.store.capture.extra:
+            tensors["v"] = inputs.v_BSGV
         for name, tensor in tensors.items():
             if num_new:
                 self._append(name, self.store.copy_to_host(tensor[:, count - num_new :]))
@@ -346,17 +334,12 @@ def _sort_keys(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]
     order, positions = _key_order(inputs.key_positions)
     if torch.equal(order, torch.arange(inputs.k_BSGK.shape[1], device=order.device)):
         return inputs, positions
-    sorted_tensors = {"k_BSGK": inputs.k_BSGK[:, order], "v_BSGV": inputs.v_BSGV[:, order]}
-    sorted_masks = {
-        name: grid[..., order]
-        for name, grid in (("mask", inputs.mask), ("bias", inputs.bias))
-        if grid is not None and grid.shape[-1] > 1
-    }
-    return _replace_inputs(inputs, **sorted_tensors, **sorted_masks), positions
-
-
-def _replace_inputs(inputs: AttentionInputs, **tensors: Tensor) -> AttentionInputs:
-    return AttentionInputs(**{**vars(inputs), **tensors})
+    ordered = {"k_BSGK": inputs.k_BSGK[:, order], "v_BSGV": inputs.v_BSGV[:, order]}
+    for name in ("mask", "bias"):
+        grid: Tensor | None = getattr(inputs, name)
+        if grid is not None and grid.shape[-1] > 1:
+            ordered[name] = grid[..., order]
+    return replace(inputs, **ordered), positions
 
 
 def _concatenate(chunks: Sequence[Array]) -> Array:
@@ -366,84 +349,40 @@ def _concatenate(chunks: Sequence[Array]) -> Array:
 # --- Estimate of the size of a trace, before anything is computed ---------------------------------
 
 
-class CaptureSize(NamedTuple):
-    """Size of a run: batch size, tokens per stream, and tokens to generate."""
-
-    batch_size: int
-    num_tokens: Mapping[str, int]
-    max_new_tokens: int = 0
-
-
 def estimate_bytes(
     sites: Sequence[SiteModule],
     capture: Capture,
     streams: Mapping[str, tuple[str, str]],
-    size: CaptureSize,
+    batch: int,
+    num_tokens: Mapping[str, int],
 ) -> int:
     """Estimate the bytes that a trace of this size takes: queries, keys, requested extras, and
-    masks as bits.
+    masks as bits. `num_tokens` are the tokens of each stream, with those to generate.
 
     Biases are assumed to depend on the offset of key and query only, as position biases do.
     """
-    total = 0
-    mask_bytes = dict[tuple[str, int, int], int]()
-    for site_module in sites:
-        query_stream, key_stream = streams[site_module.site.name]
-        new_tokens = {
-            name: 0 if name == "source" else size.max_new_tokens
-            for name in (query_stream, key_stream)
-        }
-        queries = size.num_tokens[query_stream] + new_tokens[query_stream]
-        keys = size.num_tokens[key_stream] + new_tokens[key_stream]
-        if site_module.adapter.visible_tensors(site_module.module) == "weights":
-            total += (
-                size.batch_size * site_module.site.heads * queries * keys * capture.bytes_per_number
-            )
-        else:
-            total += (
-                size.batch_size
-                * capture.bytes_per_number
-                * _numbers_per_text(site_module.site, capture, queries, keys)
-            )
-            mask_bytes[site_module.site.pattern, queries, keys] = _mask_bytes(
-                site_module.site, queries, keys, size.batch_size
-            )
+    numbers = 0
+    masks: dict[tuple[str, int, int], int] = {}
+    for found in sites:
+        site = found.site
+        queries, keys = (num_tokens[stream] for stream in streams[site.name])
+        width = site.dim if site.spec is None else site.spec.heads.vdim
         if "z" in capture.extra:
-            total += (
-                size.batch_size
-                * capture.bytes_per_number
-                * queries
-                * site_module.site.heads
-                * _head_width(site_module.site)
-            )
-    return total + sum(mask_bytes.values())
-
-
-def _numbers_per_text(site: Site, capture: Capture, queries: int, keys: int) -> int:
-    """Number of elements of the queries and keys of one text, and of the values if they are
-    recorded.
-    """
-    if site.spec is None:
-        heads = site.q
-        kv_heads = site.kv
-        dim = site.dim
-    else:
-        core = site.spec.core_of(site.spec.projection_form(one=False))
-        heads = len(core.key_head_of_query)
-        kv_heads = max(core.key_head_of_query) + 1
-        dim = core.dim
-    return queries * heads * dim + keys * kv_heads * (
-        dim + (_head_width(site) if "v" in capture.extra else 0)
-    )
-
-
-def _mask_bytes(site: Site, queries: int, keys: int, batch: int) -> int:
-    """Bytes of a mask as bits, and of one band of biases per head."""
-    return batch * queries * -(-keys // 8) + 4 * site.q * (queries + keys)
-
-
-def _head_width(site: Site) -> int:
-    return site.spec.heads.vdim if site.spec is not None else site.dim
+            numbers += queries * site.heads * width
+        if found.adapter.visible_tensors(found.module) == "weights":
+            numbers += site.heads * queries * keys
+            continue
+        heads, kv_heads, dim = site.q, site.kv, site.dim
+        if site.spec is not None:
+            core = site.spec.core_of(site.spec.projection_form(one=False))
+            heads = len(core.key_head_of_query)
+            kv_heads = max(core.key_head_of_query) + 1
+            dim = core.dim
+        key_width = dim + width if "v" in capture.extra else dim
+        numbers += queries * heads * dim + keys * kv_heads * key_width
+        bits = batch * queries * -(-keys // 8)
+        masks[site.pattern, queries, keys] = bits + 4 * site.q * (queries + keys)
+    return batch * capture.bytes_per_number * numbers + sum(masks.values())
 
 
 # --- Trace a run of any model ---------------------------------------------------------------------
@@ -476,70 +415,67 @@ def trace(
     (3, 3)
     """
     model_inputs = prepare_inputs(model, inputs, max_new_tokens, tokenizer)
-    all_sites = (
-        find_attention(model) if max_new_tokens else find_attention_in_run(model, model_inputs)
-    )
-    site_modules = _select_sites(model, all_sites, capture)
+    find = find_attention_in_run if not max_new_tokens else lambda model, _: find_attention(model)
+    found = find(model, model_inputs)
+    sites = _select_sites(model, found, capture)
     run = ModelRun(model, model_inputs, max_new_tokens)
-    streams = {
-        site_module.site.name: get_streams(site_module.site, model_inputs.has_source)
-        for site_module in site_modules
-    }
-    size = CaptureSize(
-        model_inputs.batch_size,
-        model_inputs.token_counts or _count_tokens(run, site_modules, streams),
-        max_new_tokens,
-    )
-    expected = estimate_bytes(site_modules, capture, streams, size)
-    log(
-        f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: "
-        f"{_describe_capture(capture, site_modules)}"
-    )
+    streams = {one.site.name: get_streams(one.site, model_inputs.has_source) for one in sites}
+    counts = dict(model_inputs.token_counts or _count_tokens(run, sites, streams))
+    counts["text"] += max_new_tokens
+    expected = estimate_bytes(sites, capture, streams, model_inputs.batch_size, counts)
+    limit = format_bytes(capture.budget)
+    log(f"about {format_bytes(expected)} of {limit}: {_describe_capture(capture, sites)}")
     if expected > capture.budget:
-        limit = format_bytes(capture.budget)
-        fact = (
-            f"cannot record this run: it takes about {format_bytes(expected)}, beyond a budget "
-            f"of {limit}"
-        )
         raise SpecError(
-            f"{fact}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'"
+            f"cannot record this run: it takes about {format_bytes(expected)}, beyond a budget "
+            f"of {limit}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'"
         )
     store = CaptureBuffer(capture)
-    recorders = {
-        site_module.site.name: CallRecorder(site_module.site, store) for site_module in site_modules
+    recorders = {one.site.name: CallRecorder(one.site, store) for one in sites}
+    output = run.run_with_hooks(sites, recorders)
+    rows = dict(model_inputs.token_rows)
+    if max_new_tokens:
+        new_ids = output.tolist() if isinstance(output, Tensor) else output
+        rows["text"] = model_inputs.extend_rows(new_ids)
+    skipped = {
+        one.site.name: one.site.observe.reason
+        for one in find_attention(model)
+        if not one.site.observe.possible
     }
-    output = run.run_with_hooks(site_modules, recorders)
-    traced = _make_trace(
-        model,
-        _rows_with_output(model_inputs, output if max_new_tokens else None),
-        site_modules,
-        recorders,
-        streams,
-    )
-    return replace(traced, images=_read_images(model_inputs, traced))
+    layers: list[AttentionRecord] = []
+    for name, recorder in recorders.items():
+        if recorder.reason or not recorder.calls:
+            skipped[name] = recorder.reason or "it was not called"
+        else:
+            layers.append(recorder.to_layer(streams[name]))
+    if not layers:
+        raise ValueError(f"cannot record any attention layer: {next(iter(skipped.values()))}")
+    description = {
+        "name": get_model_name(model),
+        "class": type(model).__name__,
+        "torch": torch.__version__,
+    }
+    images = _read_images(model_inputs, layers)
+    return Trace(description, rows, tuple(layers), tuple(store.grids), skipped, images=images)
 
 
 MAX_IMAGE_SIDE = 512  # pixels of an image that is kept for pictures
 
 
-def _read_images(model_inputs: ModelInputs, traced: Trace) -> dict[str, Array]:
+def _read_images(model_inputs: ModelInputs, layers: Sequence[AttentionRecord]) -> dict[str, Array]:
     """The images of a model's inputs [B, 1 or 3, height, width] as bytes, by the stream that
     attends to their patches.
 
     The lowest and the highest value of each image become 0 and 255, because the inputs are
     normalised.
     """
-    tensors = [*model_inputs.args, *model_inputs.kwargs.values()]
     images = [
-        one
-        for one in tensors
-        if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 4
+        tensor
+        for tensor in (*model_inputs.args, *model_inputs.kwargs.values())
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() == 4
     ]
-    wordless = [
-        layer.key_stream
-        for layer in traced.layers
-        if layer.key_stream not in model_inputs.token_rows
-    ]
+    streams = [layer.key_stream for layer in layers]
+    wordless = [stream for stream in streams if stream not in model_inputs.token_rows]
     if len(images) != 1 or images[0].shape[1] not in (1, 3) or not wordless:
         return {}
     pixels = images[0].detach().float().cpu()
@@ -549,37 +485,6 @@ def _read_images(model_inputs: ModelInputs, traced: Trace) -> dict[str, Array]:
     high = pixels.amax((1, 2, 3), keepdim=True)
     scaled = (pixels - low) / (high - low).clamp_min(1e-12) * 255
     return {wordless[0]: np.ascontiguousarray(scaled.round().byte().permute(0, 2, 3, 1).numpy())}
-
-
-def _make_trace(
-    model: nn.Module,
-    rows: Mapping[str, tuple[TokenRow, ...]],
-    site_modules: Sequence[SiteModule],
-    recorders: Mapping[str, CallRecorder],
-    streams: Mapping[str, tuple[str, str]],
-) -> Trace:
-    skipped = {
-        site_module.site.name: site_module.site.observe.reason
-        for site_module in find_attention(model)
-        if not site_module.site.observe.possible
-    }
-    for name, recorder in recorders.items():
-        if recorder.reason or not recorder.calls:
-            skipped[name] = recorder.reason or "it was not called"
-    if skipped and recorders.keys() <= skipped.keys():
-        raise ValueError(f"cannot record any attention layer: {next(iter(skipped.values()))}")
-    layers = tuple(
-        recorder.to_layer(streams[name])
-        for name, recorder in recorders.items()
-        if name not in skipped
-    )
-    store = next(iter(recorders.values())).store
-    description = {
-        "name": get_model_name(model),
-        "class": type(model).__name__,
-        "torch": torch.__version__,
-    }
-    return Trace(description, rows, layers, tuple(store.grids), skipped)
 
 
 class TokenCounter:
@@ -593,11 +498,11 @@ class TokenCounter:
     def on_call(self, call: ObservedCall) -> None:
         """Count queries and keys."""
         inputs = call.attention_inputs
-        weights = call.head_weights(0, slice(0, 1)) if inputs is None else None
-        if inputs is not None:
+        if inputs is None:
+            _, queries, keys = call.head_weights(0).shape
+            self.counts = queries, keys
+        else:
             self.counts = inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1]
-        elif weights is not None:
-            self.counts = call.head_weights(0).shape[1], weights.shape[2]
 
     def on_head_outputs(self, z: Tensor) -> None:
         """Leave the outputs unchanged."""
@@ -623,62 +528,34 @@ def _count_tokens(
 def _select_sites(
     model: nn.Module, all_sites: Sequence[SiteModule], capture: Capture
 ) -> list[SiteModule]:
-    """The sites to record; raises if a site named in `capture`, or every site,
-    cannot be observed.
-    """
-    sites = Sites([site_module.site for site_module in all_sites], type(model).__name__)
+    """The sites to record; raises if a site named in `capture`, or every site, cannot be observed."""
+    sites = Sites([one.site for one in all_sites], type(model).__name__)
     if not sites:
         raise ValueError(
             f"{sites.model} has no attention that headwise finds; hw.sites(model, example) finds "
-            "it in a run on "
-            "an example"
+            "it in a run on an example"
         )
     names = {sites.find(which).name for which in capture.sites}
-    selected = [
-        site_module for site_module in all_sites if not names or site_module.site.name in names
-    ]
-    if (
-        names
-        and (
-            unobservable := [
-                site_module for site_module in selected if not site_module.site.observe.possible
-            ]
-        )
-    ) or not any(o.site.observe.possible for o in selected):
-        site = (unobservable if names else selected)[0].site
+    selected = [one for one in all_sites if not names or one.site.name in names]
+    able = [one for one in selected if one.site.observe.possible]
+    if not able or (names and len(able) < len(selected)):
+        site = next(one.site for one in selected if not one.site.observe.possible)
         raise ValueError(f"{site.name} cannot be observed: {site.observe.reason}")
     if model.training:
         raise ValueError(
             "the model is in train mode, where dropout changes the attention weights; call "
             "model.eval() first"
         )
-    return [site_module for site_module in selected if site_module.site.observe.possible]
+    return able
 
 
-def _describe_capture(capture: Capture, site_modules: Sequence[SiteModule]) -> str:
-    names = [
-        "queries",
-        "keys",
-        *({"v": "values", "z": "head outputs"}[name] for name in capture.extra),
-    ]
-    by_weights = sum(
-        site_module.adapter.visible_tensors(site_module.module) == "weights"
-        for site_module in site_modules
-    )
-    description = f"{', '.join(names[:-1])} and {names[-1]} of {len(site_modules)} sites"
-    return (
-        description
-        if not by_weights
-        else f"{description}, for {by_weights} of them the weights themselves"
-    )
-
-
-def _rows_with_output(model_inputs: ModelInputs, output: Any) -> dict[str, tuple[TokenRow, ...]]:
-    """Token rows of all streams, including generated tokens."""
-    if output is None:
-        return dict(model_inputs.token_rows)
-    new_ids = output.tolist() if isinstance(output, Tensor) else output
-    return dict(model_inputs.token_rows) | {"text": model_inputs.extend_rows(new_ids)}
+def _describe_capture(capture: Capture, sites: Sequence[SiteModule]) -> str:
+    extras = {"v": "values", "z": "head outputs"}
+    names = ["queries", "keys", *(extras[name] for name in capture.extra)]
+    description = f"{', '.join(names[:-1])} and {names[-1]} of {len(sites)} sites"
+    visible = [one.adapter.visible_tensors(one.module) for one in sites]
+    count = visible.count("weights")
+    return f"{description}, for {count} of them the weights themselves" if count else description
 
 
 def get_model_name(model: nn.Module) -> str:

@@ -31,7 +31,7 @@ from ..hooks import (
     get_hooks,
     install_hooks,
 )
-from ..method_patches import ForwardFunction, SharedPatch
+from ..method_patches import ForwardFunction
 from ..site import Ability
 from . import module_tracer
 from .declarations import get_declaration
@@ -92,20 +92,13 @@ class TracedAdapter(SiteAdapter):
                 observe = module_tracer.hook_ability(module)
                 reason = edit_place(module).reason
                 ablate = Ability(False, reason) if reason else observe
-                forward = (SeparateHeadsForward if layout.separate_heads else TracedForward)(
-                    module, layout
+                make_forward = SeparateHeadsForward if layout.separate_heads else TracedForward
+                projections = projection_overrides(module, layout.num_heads)
+                overrides = (make_forward(module, layout), *projections)
+                site = make_site(
+                    path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate
                 )
-                yield SiteModule(
-                    make_site(
-                        path, module, sizes, pattern=layout.pattern, observe=observe, ablate=ablate
-                    ),
-                    module,
-                    self,
-                    overrides=(forward, *projection_overrides(module, layout.num_heads)),
-                )
-
-    def patches(self) -> Sequence[SharedPatch]:
-        return ()
+                yield SiteModule(site, module, self, overrides=overrides)
 
 
 class UnclearTraceAdapter(SiteAdapter):
@@ -130,9 +123,6 @@ class UnclearTraceAdapter(SiteAdapter):
                     module,
                     self,
                 )
-
-    def patches(self) -> Sequence[SharedPatch]:
-        return ()
 
 
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ...masking.patterns import Blocks, Causal, Window
 from ..hooks import (
     AttentionHook,
-    HeadValues,
     ObservedCall,
     SiteAdapter,
     SiteModule,
@@ -28,7 +27,7 @@ from ..hooks import (
     get_hooks,
     run_output_hooks,
 )
-from ..method_patches import ForwardFunction, SharedPatch
+from ..method_patches import ForwardFunction
 from ..site import POSSIBLE, Ability, Site
 from . import module_tracer
 from .declarations import AttentionDeclaration, get_declaration, get_input_width
@@ -46,9 +45,9 @@ def describe_pattern(module: nn.Module, kind: str) -> str:
         return "full()"
     config = getattr(module, "config", None)
     causal = is_causal(module)
-    layer_type = _read_layer_type(module, config)
     if causal is None:
         return UNKNOWN_PATTERN
+    layer_type = _read_layer_type(module, config)
     if layer_type == "chunked_attention" and causal:
         return (Causal() & Blocks(_read_int(config, "attention_chunk_size"))).text
     window = _read_window(module, config, layer_type)
@@ -85,16 +84,13 @@ def _read_window(module: nn.Module, config: Any, layer_type: str) -> int:
         return _read_int(config, "window_size")
     code = getattr(unwrap(type(module).forward), "__code__", None)
     mentions_window = code is not None and "sliding_window" in (*code.co_names, *code.co_consts)
-    return (
-        _read_int(config, "sliding_window")
-        if layer_type == "sliding_attention" or (not layer_type and mentions_window)
-        else 0
-    )
+    if layer_type == "sliding_attention" or (not layer_type and mentions_window):
+        return _read_int(config, "sliding_window")
+    return 0
 
 
 def _read_int(holder: Any, name: str) -> int:
-    value = getattr(holder, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    return read_positive_int(holder, (name,))
 
 
 # --- Head sizes and sites of third-party modules --------------------------------------------------
@@ -111,6 +107,7 @@ HEAD_DIM_NAMES = (
     "dim_head",
     "v_head_dim",
 )
+WIDTH_NAMES = ("embed_dim", "all_head_size", "hidden_size", "inner_dim")
 CROSS_ATTENTION_NAME = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
 
@@ -150,13 +147,9 @@ def make_site(
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
     layer = int(parts[numbers[0]]) if numbers else 0
-    kind = (
-        "cross"
-        if getattr(module, "is_cross_attention", False)
-        or CROSS_ATTENTION_NAME.search(parts[-1])
-        or any(CROSS_ATTENTION_NAME.search(part) for part in parts[-2:])
-        else "attention"
-    )
+    is_cross = getattr(module, "is_cross_attention", False)
+    is_cross = is_cross or any(CROSS_ATTENTION_NAME.search(part) for part in parts[-2:])
+    kind = "cross" if is_cross else "attention"
     stack = _stack_name(parts[: numbers[0]] if numbers else parts[:-1], module)
     pattern_text = describe_pattern(module, kind) if pattern is None else pattern
     return Site(
@@ -198,14 +191,16 @@ def read_head_sizes(module: nn.Module) -> HeadSizes:
     """Head sizes from the attributes of a module or its config."""
     config = getattr(module, "config", None)
     q = read_positive_int(module, NUM_HEADS_NAMES) or read_positive_int(config, NUM_HEADS_NAMES)
-    groups = getattr(module, "num_key_value_groups", None)
-    kv = read_positive_int(module, NUM_KV_HEADS_NAMES) or (
-        q // groups if isinstance(groups, int) and groups else 0
-    )
-    dim = read_positive_int(module, HEAD_DIM_NAMES) or read_positive_int(
-        config, ("head_dim", "d_kv")
-    )
-    return HeadSizes(q, kv or q, dim or _derive_head_dim(module, config, q))
+    kv = read_positive_int(module, NUM_KV_HEADS_NAMES)
+    groups = read_positive_int(module, ("num_key_value_groups",))
+    if not kv and groups:
+        kv = q // groups
+    dim = read_positive_int(module, HEAD_DIM_NAMES)
+    dim = dim or read_positive_int(config, ("head_dim", "d_kv"))
+    if not dim and q:
+        width = read_positive_int(module, WIDTH_NAMES)
+        dim = (width or read_positive_int(config, ("hidden_size", "d_model"))) // q
+    return HeadSizes(q, kv or q, dim)
 
 
 def read_positive_int(source: Any, names: tuple[str, ...]) -> int:
@@ -215,13 +210,6 @@ def read_positive_int(source: Any, names: tuple[str, ...]) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return 0
-
-
-def _derive_head_dim(module: nn.Module, config: Any, q: int) -> int:
-    width = read_positive_int(
-        module, ("embed_dim", "all_head_size", "hidden_size", "inner_dim")
-    ) or read_positive_int(config, ("hidden_size", "d_model"))
-    return width // q if q else 0
 
 
 # --- Banded weights of Longformer and LED ---------------------------------------------------------
@@ -327,29 +315,20 @@ class OutputProjectionAdapter(SiteAdapter):
             projection = modules[_projection_path(path, declaration.output_name)]
             declared = declaration.projections
             kv_heads = declared.num_kv_heads if declared is not None else declaration.heads
-            sizes = HeadSizes(
-                declaration.heads, kv_heads, get_input_width(projection) // declaration.heads
+            heads = declaration.heads
+            sizes = HeadSizes(heads, kv_heads, get_input_width(projection) // heads)
+            observe = WEIGHTS_NOT_VISIBLE
+            if _names_softmax(module):
+                observe = module_tracer.hook_ability(module)
+            ablate = module_tracer.hook_ability(projection)
+            site = make_site(path, module, sizes, observe=observe, ablate=ablate)
+            if declared is not None:
+                site = replace(site, prune=POSSIBLE)
+            overrides = (
+                ProjectionForward(projection, heads, projection),
+                AttentionForward(module, projection, heads),
             )
-            observe = (
-                module_tracer.hook_ability(module)
-                if _names_softmax(module)
-                else WEIGHTS_NOT_VISIBLE
-            )
-            site = make_site(
-                path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection)
-            )
-            yield SiteModule(
-                site if declared is None else replace(site, prune=POSSIBLE),
-                projection,
-                self,
-                overrides=(
-                    ProjectionForward(projection, declaration.heads, projection),
-                    AttentionForward(module, projection, declaration.heads),
-                ),
-            )
-
-    def patches(self) -> Sequence[SharedPatch]:
-        return ()
+            yield SiteModule(site, projection, self, overrides=overrides)
 
 
 class UnclearProjectionAdapter(SiteAdapter):
@@ -364,14 +343,8 @@ class UnclearProjectionAdapter(SiteAdapter):
             if guess is not None and guess.reason:
                 impossible = Ability(False, f"{guess.reason}; {BY_A_RUN}")
                 sizes = read_head_sizes(module)
-                yield SiteModule(
-                    make_site(path, module, sizes, observe=impossible, ablate=impossible),
-                    module,
-                    self,
-                )
-
-    def patches(self) -> Sequence[SharedPatch]:
-        return ()
+                site = make_site(path, module, sizes, observe=impossible, ablate=impossible)
+                yield SiteModule(site, module, self)
 
 
 class ProjectionGuess(NamedTuple):
@@ -414,25 +387,15 @@ def _guess_projection(
             reason = f"{name.removeprefix('^')} reads {width} channels, which are not {sizes}"
             continue
         others = [
-            child for child in _find_output_projections(module, width) if not is_within(child, name)
+            other
+            for other, child in module.named_modules()
+            if get_input_width(child) == width
+            and "out" in re.split(r"[._]", other)
+            and not is_within(other, name)
         ]
-        if others:
-            return ProjectionGuess(
-                heads, name, f"it has several output projections ({name}, {', '.join(others)})"
-            )
-        return ProjectionGuess(heads, name)
+        several = f"it has several output projections ({name}, {', '.join(others)})"
+        return ProjectionGuess(heads, name, several if others else "")
     return ProjectionGuess(heads, "", reason)
-
-
-def _find_output_projections(module: nn.Module, width: int) -> list[str]:
-    """Paths of projections with this number of input channels whose names
-    contain the word "out".
-    """
-    return [
-        path
-        for path, child in module.named_modules()
-        if get_input_width(child) == width and "out" in re.split(r"[._]", path)
-    ]
 
 
 def _projection_path(path: str, name: str) -> str:
@@ -441,19 +404,20 @@ def _projection_path(path: str, name: str) -> str:
 
 
 def _names_softmax(module: nn.Module) -> bool:
-    """Whether the code of a module or of its submodules names a softmax function."""
-    codes = [
-        getattr(unwrap(one), "__code__", None)
-        for part in module.modules()
-        for cls in type(part).__mro__
-        if cls.__module__.partition(".")[0] != "torch"
-        for one in vars(cls).values()
-        if callable(one)
-    ]
-    named = any(
-        name in SOFTMAX_NAMES for code in codes if code is not None for name in code.co_names
-    )
-    return named or any(type(part).__name__.lower() in SOFTMAX_NAMES for part in module.modules())
+    """True if the code of a module or of its submodules names a softmax function."""
+    classes: set[type] = set()
+    for part in module.modules():
+        if type(part).__name__.lower() in SOFTMAX_NAMES:
+            return True
+        classes.update(type(part).__mro__)
+    for cls in classes:
+        if cls.__module__.partition(".")[0] == "torch":
+            continue
+        for member in vars(cls).values():
+            code = getattr(unwrap(member), "__code__", None) if callable(member) else None
+            if code is not None and not set(SOFTMAX_NAMES).isdisjoint(code.co_names):
+                return True
+    return False
 
 
 class TraceSession:
@@ -476,47 +440,31 @@ class TraceSession:
         if self.published:
             return
         self.published = True
-        call = next(
-            (
-                traced.call
-                for traced in reversed(self.traced)
-                if traced.call and _equals(traced.z_BTHV, z_BTHV)
-            ),
-            None,
-        )
-        if call is None:
-            call = UnreadableCall(
-                next((traced.reason for traced in self.traced if traced.reason), MISMATCH_REASON)
-            )
+        reasons = [traced.reason for traced in self.traced if traced.reason]
+        call: ObservedCall = UnreadableCall(reasons[0] if reasons else MISMATCH_REASON)
+        for traced in self.traced:
+            if traced.call and _equals(traced.z_BTHV, z_BTHV):
+                call = traced.call
         _send_call(self.observers, call)
 
 
 _TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("trace_session", default=None)
 
 
-class UnreadableCall:
-    """An attention call that was not understood; every query raises with the reason."""
-
-    attention_inputs = key_positions = None
+class UnreadableCall(WeightsOnlyCall):
+    """An attention call that was not understood; every question raises with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Raise ValueError with the reason why the weights cannot be observed."""
-        return self.all_weights(queries)
-
-    def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+    @property
+    def weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Raise ValueError with the reason why the weights cannot be observed."""
         raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
-    def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
+    def head_values(self, head: int) -> Any:
         """Raise ValueError with the reason why the weights cannot be observed."""
-        return self.all_weights(queries)
-
-    def head_values(self, head: int) -> HeadValues:
-        """Raise ValueError with the reason why the weights cannot be observed."""
-        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
+        return self.weights
 
 
 def _send_call(hooks: list[AttentionHook], call: ObservedCall) -> None:
