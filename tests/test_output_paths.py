@@ -22,6 +22,7 @@ import headwise as hw
 from headwise import cli, output_paths
 from headwise.errors import SpecError
 from headwise.output_paths import FileKind, FolderKind, check_output, stage_folder
+from headwise.traces import export_weights, save_trace
 from headwise.traces.import_export import trace_from_weights
 from headwise.viewer.export_files import PageAssets, render_html
 
@@ -58,14 +59,14 @@ def file(name: str, content: bytes | str) -> Callable[[Path], object]:
 
 
 def write_trace(path: Path) -> None:
-    trace_from_weights([[[[[1.0]]]]], ["a"]).save(path)
+    save_trace(trace_from_weights([[[[[1.0]]]]], ["a"]), path)
 
 
 def write_weights(suffix: str) -> Callable[[Path], object]:
     def write(path: Path) -> None:
         path.with_suffix("").mkdir()
         target = path.with_suffix("") / f"a{suffix}"
-        trace_from_weights([[[[[1.0]]]]], ["a"]).export_weights(target)
+        export_weights(trace_from_weights([[[[[1.0]]]]], ["a"]), target)
         target.rename(path)
 
     return write
@@ -369,17 +370,17 @@ def test_every_command_with_an_output_is_in_the_table():
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".npz"])
 def test_weights_are_replaced_by_weights_only(suffix: str, tmp_path: Path):
     trace, path = trace_from_weights([[[[[1.0]]]]], ["a"]), tmp_path / f"a{suffix}"
-    trace.export_weights(path)
+    export_weights(trace, path)
     data = path.read_bytes()
     with pytest.raises(SpecError, match=EXISTS):
-        trace.export_weights(path)
-    trace.export_weights(path, overwrite=True)
+        export_weights(trace, path)
+    export_weights(trace, path, overwrite=True)
     assert path.read_bytes() == data
     path.write_bytes(b"mine")
     with pytest.raises(
         SpecError, match="it is a file, but not a file of attention weights of headwise"
     ):
-        trace.export_weights(path, overwrite=True)
+        export_weights(trace, path, overwrite=True)
     assert path.read_bytes() == b"mine"
 
 

@@ -25,6 +25,7 @@ from headwise.head_analysis.annotated_examples import ExampleReader
 from headwise.head_analysis.head_figures import format_head_table, without_colour
 from headwise.head_analysis.word_alignment import AlignmentScores
 from headwise.models import Transformer
+from headwise.traces import save_trace
 from headwise.training import ConsoleLogger, Recipe, train
 from headwise.viewer.bundled_sample import FOLDER, MEASURES, MODEL, SOURCE, TRACE
 
@@ -85,7 +86,7 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     hw.save(net, MODEL, readme=README)
-    trace.save(TRACE, overwrite=True)
+    save_trace(trace, TRACE, overwrite=True)
     data = {**table.data, "heads": [{"site": head.site, **head.data} for head in table.heads]}
     write_atomically(MEASURES, json.dumps(data, separators=(",", ":")).encode())
     for path in sorted(path for path in FOLDER.rglob("*") if path.is_file()):

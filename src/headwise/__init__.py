@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .inspect.ablation import Noise, Resample, ablate, patch
     from .inspect.adapters.declarations import AttentionSite, declare
     from .inspect.attention_sites import sites
-    from .inspect.dataset_means import head_means, head_noise, head_outputs, offset_means
+    from .inspect.dataset_means import head_means, head_noise, head_outputs
     from .inspect.model_inputs import run_model
     from .inspect.trace_capture import Capture, trace
     from .interfaces.core_types import AuxLosses, CallSize, Probe
@@ -180,7 +180,6 @@ _MODULE_OF_NAME = {
     "head_means": "inspect.dataset_means",
     "head_noise": "inspect.dataset_means",
     "head_outputs": "inspect.dataset_means",
-    "offset_means": "inspect.dataset_means",
     "load": "hub",
     "run_model": "inspect.model_inputs",
     "trace": "inspect.trace_capture",

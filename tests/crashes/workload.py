@@ -16,6 +16,7 @@ from headwise import cli
 from headwise.cli.exit_status import run_guarded
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.demo.sample_tour import TourScale, run_sample_tour
+from headwise.traces import save_trace
 
 GPT = {
     "model_type": "gpt2",
@@ -101,7 +102,7 @@ def make_inputs(folder: Path) -> None:
     (folder / "more").write_text(TEXTS.upper())
     (folder / "study.toml").write_text(STUDY)
     for name, text in (("a", "one two"), ("b", "three")):
-        hw.trace(net, text).save(folder / f"{name}.trace")
+        save_trace(hw.trace(net, text), folder / f"{name}.trace")
 
 
 def list_commands(folder: Path) -> Mapping[str, Command]:

@@ -50,6 +50,7 @@ from headwise.head_analysis.head_table import (
     locate_head,
 )
 from headwise.inspect.trace_capture import trace
+from headwise.traces import save_trace
 from support import handset_heads as handmade
 from support.number_examples import make_examples, small_gpt2
 
@@ -452,7 +453,7 @@ def test_wrong_names_of_heads(name: str, why: str):
 def test_chosen_heads_are_drawn_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     net, text = small_gpt2(), make_examples(1)[0]
     path = tmp_path / "a.trace"
-    trace(net, text.model_inputs, log=lambda _: None).save(path)
+    save_trace(trace(net, text.model_inputs, log=lambda _: None), path)
     assert (
         cli.main(["heads", str(path), "--draw", "L1H2", "L0H0", "--out", str(tmp_path / "drawn")])
         == 0

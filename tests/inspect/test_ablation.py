@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from contextvars import copy_context
 from threading import Thread
 
@@ -333,157 +332,6 @@ def test_noise_has_the_given_scale_and_seed():
     assert not torch.isclose(noise[at], own[at]).any()
 
 
-# --- weights by offset ----------------------------------------------------------------------------
-
-
-def by_offset(a: np.ndarray, v: np.ndarray, counts: np.ndarray, readable: np.ndarray) -> np.ndarray:
-    """z [B, T, V] of one head: mean weights of pairs at one offset, brought over a query's keys to
-    the sum of a row.
-    """
-    sums, pairs, rows = defaultdict(float), defaultdict(int), []
-    batch, count = a.shape[:2]
-    for b, t in np.argwhere(counts):
-        rows.append(a[b, t].sum())
-        for s in np.flatnonzero(readable[b, t]):
-            sums[t - s] += a[b, t, s]
-            pairs[t - s] += 1
-    z = np.zeros((batch, count, v.shape[-1]))
-    for b in range(batch):
-        for t in range(count):
-            keys = [s for s in np.flatnonzero(readable[b, t]) if pairs[t - s]]
-            mean = np.array([sums[t - s] / pairs[t - s] for s in keys])
-            if mean.sum() > 0:
-                z[b, t] = np.mean(rows) * (mean / mean.sum()) @ v[b, keys]
-    return z
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss", "bert", "gpt2", "t5"])
-@torch.no_grad()
-def test_weights_by_offset_of_others(name: str):
-    zoo = ZOO[name]
-    model, inputs = zoo.build(), zoo.inputs()
-    counts = np.ones((2, 11), bool)
-    if name in ("llama", "bert"):
-        padded = torch.arange(11) < torch.tensor([[11], [8]])
-        inputs["attention_mask"] = (padded.flip(1) if name == "llama" else padded).long()
-        counts = inputs["attention_mask"].bool().numpy()
-    values = []
-    layer = {
-        "gpt2": "transformer.h.1.attn.c_attn",
-        "t5": "encoder.block.1.layer.0.SelfAttention.v",
-    }.get(name)
-    layer = layer or next(
-        path
-        for path, _ in model.named_modules()
-        if path.endswith(("1.self_attn.v_proj", "1.attention.self.value"))
-    )
-    with model.get_submodule(layer).register_forward_hook(lambda _, inputs, y: values.append(y)):
-        own = model(**inputs, output_attentions=True)
-    a = (own.encoder_attentions if name == "t5" else own.attentions)[1].double().numpy()
-    v = values[0][..., -32 if name == "gpt2" else 0 :].unflatten(-1, (-1, 8)).double().numpy()
-    readable = _readable(name, counts)
-    site = next(
-        site for site in hw.sites(model) if site.layer == 1 and site.kind == "attention"
-    ).name
-    means = hw.offset_means(model, [inputs], [(site, "all")])
-    with hw.patch(model, means, tokens=torch.tensor(counts)):
-        patched = head_outputs(model, inputs, [(site, "all")])
-    for head in range(4):
-        expected = by_offset(a[:, head], v[:, :, head * v.shape[2] // 4], counts, readable)
-        np.testing.assert_allclose(patched[site, head][counts], expected[counts], atol=2e-5)
-
-
-def _readable(name: str, counts: np.ndarray) -> np.ndarray:
-    """Which pairs [B, T, S] each of these models compares."""
-    t, s = np.indices((11, 11))
-    one = {"bert": t >= 0, "t5": t >= 0, "mistral": (s <= t) & (t - s < 5)}.get(name, s <= t)
-    return one[None] & counts[:, None]
-
-
-@torch.no_grad()
-def check_weights_by_offset(
-    layer: hw.Attention, offsets: list[tuple[int, int]], value_heads: list[int]
-) -> None:
-    """Patched outputs of a layer with a window of 4 against an independent mean; `value_heads` has
-    one for each row.
-    """
-    x = torch.randn(3, 7, 10, dtype=torch.float64)
-    probe = hw.Probe("weights", "v")
-    layer(x, probe=probe)
-    a, v = probe.tensors["weights"].numpy(), probe.tensors["v"].numpy()
-    t, s = np.indices((7, 7))
-    readable = np.broadcast_to((s <= t) & (t - s < 4), (3, 7, 7))
-    means = hw.offset_means(layer, [x], offsets)
-    with hw.patch(layer, means):
-        z = head_outputs(layer, x, list(means))
-    for (_, head), patched in z.items():
-        expected = by_offset(
-            a[:, head], v[:, :, value_heads[head]], np.ones((3, 7), bool), readable
-        )
-        np.testing.assert_allclose(patched, expected, rtol=1e-10)
-
-
-def test_weights_by_offset_of_ours():
-    spec = hw.design(model=10, heads=6, kv=3, dim=4, vdim=5, pattern="window(4)")
-    check_weights_by_offset(cases.layer(spec), [(0, 1), (0, 4)], [0, 0, 1, 1, 2, 2])
-
-
-def test_weights_by_offset_of_a_pruned_layer_that_normalises_all_queries_together():
-    """The pruned layer still has the query and key of every head, but one row of weights for each
-    that is left.
-    """
-    whole = hw.design(
-        model=10, heads=6, dim=4, pattern="window(4)", modifiers=(hw.QKNorm(scope="full"),)
-    )
-    check_weights_by_offset(
-        cases.layer(head_axis_ops.KeptHeads.of(whole, [2, 5]).spec), [(0, 0), (0, 1)], [2, 5]
-    )
-
-
-def test_a_head_that_goes_by_offset_alone_is_left_as_it_is():
-    spec = hw.design(model=10, heads=2, dim=4, pattern="causal()", modifiers=(hw.Alibi(),))
-    layer = cases.layer(spec)
-    with torch.no_grad():
-        layer.weights["project"].first_parameter.zero_()  # no query: the bias alone decides
-        x = torch.randn(3, 7, 10, dtype=torch.float64)
-        whole = layer(x)
-        half = [x[:, :5], x]
-        with hw.patch(layer, hw.offset_means(layer, [x], [(0, 0)])):
-            assert not torch.equal(
-                layer(x), whole
-            )  # rows of a causal layer are of several lengths, and their means mix
-        with hw.patch(
-            layer, hw.offset_means(layer, [(one, _last(one)) for one in half[1:]], [(0, 0)])
-        ):
-            check_close(layer(x), whole)
-
-
-def _last(x: Tensor) -> Tensor:
-    at = torch.zeros(x.shape[:2], dtype=torch.bool)
-    at[:, -1] = True
-    return at
-
-
-def test_sites_without_offset_weights_give_a_reason():
-    x = torch.randn(2, 5, 12)
-    with pytest.raises(ValueError, match="not its values"):
-        hw.offset_means(nn.MultiheadAttention(12, 3).eval(), [{"query": x, "key": x, "value": x}])
-    with pytest.raises(ValueError, match="cannot be observed"):
-        hw.offset_means(nn.Sequential(SelfAttention()).eval(), [x])
-    zoo = ZOO["bart"]
-    with pytest.raises(ValueError, match="has 7 queries and 11 keys"):
-        hw.offset_means(zoo.build(), [zoo.inputs()], [("decoder.0.cross", 1)])
-    layer = cases.layer(hw.design(preset="diff", model=16, heads=4))
-    with pytest.raises(ValueError, match="not weights @ values"):
-        hw.offset_means(layer, [torch.randn(2, 5, 16, dtype=torch.float64)], [(0, 1)])
-    net = gpt()
-    means = hw.offset_means(net, [IDS[:, :3]], [(0, 1)])
-    with pytest.raises(ValueError, match="attends at offset 3"), hw.patch(net, means):
-        net(IDS)
-    with hw.patch(net, means, tokens=[0, 1, 2]):
-        net(IDS)
-
-
 # --- which heads, which tokens, in which order ----------------------------------------------------
 
 
@@ -536,7 +384,6 @@ KINDS = {
     "vector": lambda: {(0, 1): torch.ones(8)},
     "rows": lambda: {(0, 1): hw.Resample(rows=(1, 0))},
     "noise": lambda: {(0, 1): hw.Noise()},
-    "offsets": lambda: hw.offset_means(ZOO["llama"].build(), [ZOO["llama"].inputs()], [(0, 1)]),
 }
 
 

@@ -25,7 +25,7 @@ from headwise.model_spec import (
     OutputHeadSpec,
     StackSpec,
 )
-from headwise.traces import Trace
+from headwise.traces import Trace, save_trace
 from support import layer_cases as cases
 from support.transformers_models import ZOO
 
@@ -77,7 +77,7 @@ def test_rows_are_the_models_own(name: str, tmp_path: Path):
         model = foreign.build("eager")
     recorded: list[str] = []
     trace = hw.trace(model, foreign.inputs(), log=recorded.append)
-    trace.save(tmp_path / "a.trace")
+    save_trace(trace, tmp_path / "a.trace")
     again = hw.load_trace(tmp_path / "a.trace")
     with torch.no_grad():
         result = foreign.build("eager")(**foreign.inputs(), output_attentions=True)

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.traces import trace_file
+from headwise.traces import save_trace, trace_file
 from headwise.traces.record_types import Record
 
 VALUES = {
@@ -163,7 +163,7 @@ def test_thumbnails_have_the_size_of_their_layer(change: tuple[int, ...], tmp_pa
     trace = hw.load_trace(write_changed(tmp_path / "a.trace", lambda document: None))
     layer = trace.layers[0]
     trace = trace.with_thumbnails(size=3)
-    trace.save(tmp_path / "b.trace")
+    save_trace(trace, tmp_path / "b.trace")
     assert hw.load_trace(tmp_path / "b.trace").thumbnails[layer.name].shape == (
         2,
         layer.heads,
@@ -171,7 +171,9 @@ def test_thumbnails_have_the_size_of_their_layer(change: tuple[int, ...], tmp_pa
         3,
     )
     shape = [size + step for size, step in zip((2, layer.heads, 3, 3), change, strict=True)]
-    replace(trace, thumbnails={layer.name: np.zeros(shape, np.uint8)}).save(tmp_path / "c.trace")
+    save_trace(
+        replace(trace, thumbnails={layer.name: np.zeros(shape, np.uint8)}), tmp_path / "c.trace"
+    )
     with pytest.raises(SpecError, match=r"thumbnail\..* has shape .*, not"):
         hw.load_trace(tmp_path / "c.trace")
 
@@ -183,9 +185,9 @@ def test_thumbnails_have_the_size_of_their_layer(change: tuple[int, ...], tmp_pa
 def test_pictures_belong_to_the_trace(name: str, shape: tuple[int, ...], tmp_path: Path):
     trace = hw.load_trace(write_changed(tmp_path / "a.trace", lambda document: None))
     pictures = {name or trace.layers[0].key_stream: np.zeros(shape, np.uint8)}
-    replace(trace, images=pictures).save(tmp_path / "b.trace")
+    save_trace(replace(trace, images=pictures), tmp_path / "b.trace")
     with pytest.raises(SpecError, match="image for each row"):
         hw.load_trace(tmp_path / "b.trace")
-    replace(trace, thumbnails=pictures).save(tmp_path / "c.trace")
+    save_trace(replace(trace, thumbnails=pictures), tmp_path / "c.trace")
     with pytest.raises(SpecError, match="belongs to no layer"):
         hw.load_trace(tmp_path / "c.trace")

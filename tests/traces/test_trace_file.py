@@ -21,6 +21,8 @@ from headwise.traces import (
     PackedMask,
     TokenRow,
     Trace,
+    export_weights,
+    save_trace,
     trace_from_weights,
 )
 from headwise.traces.attention_trace import escape_token, max_pool_weights
@@ -160,7 +162,7 @@ def test_rows_by_hand(head: int):
 
 def test_a_file_round_trips(tmp_path: Path):
     trace = random_trace(HOSTILE).with_thumbnails(2)
-    trace.save(tmp_path / "a.trace")
+    save_trace(trace, tmp_path / "a.trace")
     again = hw.load_trace(tmp_path / "a.trace")
     assert again.streams == trace.streams
     assert again.skipped == trace.skipped
@@ -170,7 +172,7 @@ def test_a_file_round_trips(tmp_path: Path):
 
 
 def test_a_file_opens_without_torch(tmp_path: Path):
-    random_trace().with_thumbnails().save(tmp_path / "a.trace")
+    save_trace(random_trace().with_thumbnails(), tmp_path / "a.trace")
     message = (
         "import sys, headwise; t = headwise.load_trace(sys.argv[1]); t.head_weights(0, 0); "
         "print(t, 'torch' in sys.modules)"
@@ -214,7 +216,7 @@ def _saved() -> str:
         import tempfile
 
         folder = tempfile.mkdtemp(prefix="headwise-trace-")
-        random_trace().save(f"{folder}/a.trace")
+        save_trace(random_trace(), f"{folder}/a.trace")
         _CACHED_FOLDERS.append(f"{folder}/a.trace")
     return _CACHED_FOLDERS[0]
 
@@ -222,7 +224,7 @@ def _saved() -> str:
 def test_other_schemas_and_missing_tensors_are_reported(tmp_path: Path):
     from safetensors.numpy import load_file, save_file
 
-    random_trace().save(tmp_path / "a.trace")
+    save_trace(random_trace(), tmp_path / "a.trace")
     from safetensors import safe_open
 
     with safe_open(tmp_path / "a.trace", "np") as file:
@@ -254,7 +256,7 @@ def test_other_schemas_and_missing_tensors_are_reported(tmp_path: Path):
 
 def test_returned_arrays(tmp_path: Path):
     trace = random_trace(("=a", "b,", "c\n"))
-    trace.export_weights(tmp_path / "a.csv", min_weight=0.2)
+    export_weights(trace, tmp_path / "a.csv", min_weight=0.2)
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     weights = {head: trace.head_weights(0, head) for head in (0, 1)}
@@ -262,14 +264,14 @@ def test_returned_arrays(tmp_path: Path):
     for row in rows:
         assert float(row["weight"]) == weights[int(row["head"])][int(row["query"]), int(row["key"])]
     assert {row["query_token"] for row in rows} == {"=a", "b,", "c\n"}
-    trace.export_weights(tmp_path / "a.json")
+    export_weights(trace, tmp_path / "a.json")
     data = json.loads((tmp_path / "a.json").read_text())["weights"]
     assert len(data) == sum(int((w > 0).sum()) for w in weights.values())
-    trace.export_weights(tmp_path / "a.npz")
+    export_weights(trace, tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz", allow_pickle=False) as recorded:
         np.testing.assert_array_equal(recorded["decoder.0.attention"][0, 1], weights[1])
     with pytest.raises(SpecError, match=r"has none of the suffixes \.csv, \.json, \.npz"):
-        trace.export_weights(tmp_path / "a.txt")
+        export_weights(trace, tmp_path / "a.txt")
 
 
 def test_weights_of_others():

@@ -15,7 +15,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.traces import trace_from_weights
+from headwise.traces import save_trace, trace_from_weights
 from headwise.traces.trace_file import load_trace
 from headwise.viewer.model_actions import name_classes
 from headwise.viewer.model_worker import Job, JobProgress
@@ -39,7 +39,7 @@ def test_the_image_of_a_vision_model_is_kept_and_saved(vit: Any, tmp_path: Path)
     wanted = np.round((pixels[1].numpy().transpose(1, 2, 0) - low) / (high - low) * 255)
     assert trace.images["text"].shape == (2, 28, 28, 3)
     assert np.abs(trace.images["text"][1].astype(float) - wanted).max() <= 1
-    trace.save(tmp_path / "a.trace")
+    save_trace(trace, tmp_path / "a.trace")
     assert np.array_equal(load_trace(tmp_path / "a.trace").images["text"], trace.images["text"])
 
 
@@ -69,9 +69,9 @@ def test_an_image_is_opened_from_a_file(vit: Any, tmp_path: Path):
 def test_classes_are_saved_with_the_trace(tmp_path: Path):
     trace = trace_from_weights([np.full((1, 2, 3, 3), 1 / 3)], ["a", "b", "c"])
     named = replace(trace, classes={(trace.layers[0].name, 1): "previous"})
-    named.save(tmp_path / "a.trace")
+    save_trace(named, tmp_path / "a.trace")
     assert load_trace(tmp_path / "a.trace").classes == {(trace.layers[0].name, 1): "previous"}
-    trace.save(tmp_path / "b.trace")
+    save_trace(trace, tmp_path / "b.trace")
     assert load_trace(tmp_path / "b.trace").classes == {}
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.traces import trace_from_weights
+from headwise.traces import save_trace, trace_from_weights
 from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.comparison_actions import compare_attention, exact_pair, pool_difference
@@ -141,7 +141,7 @@ def test_a_pruned_model_is_compared_head_by_head(tmp_path: Path) -> None:
 def test_traces_are_compared_without_a_model(tmp_path: Path) -> None:
     weights = np.full((1, 2, 3, 3), 1 / 3, np.float32)
     sharp = np.eye(3, dtype=np.float32)[None, None].repeat(2, 1)
-    trace_from_weights([sharp], ["a", "b", "c"]).save(tmp_path / "other.trace")
+    save_trace(trace_from_weights([sharp], ["a", "b", "c"]), tmp_path / "other.trace")
     opened = OpenModel(
         trace_from_weights([weights], ["a", "b", "c"]), other=str(tmp_path / "other.trace")
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import headwise as hw
+from headwise.traces import save_trace
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
 
@@ -83,7 +84,7 @@ def test_another_model_is_compared_by_its_name(page: Any, tmp_path: Path):
     }
     one, other = (hw.build(hw.families.read_model_spec(gpt), seed=seed).eval() for seed in (0, 1))
     ids = torch.arange(9)[None]
-    hw.trace(other, ids, log=lambda _: None).save(tmp_path / "tuned.trace")
+    save_trace(hw.trace(other, ids, log=lambda _: None), tmp_path / "tuned.trace")
     opened = OpenModel(
         hw.trace(one, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None),
         one,

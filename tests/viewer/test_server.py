@@ -16,7 +16,7 @@ import torch
 from starlette.testclient import TestClient
 
 import headwise as hw
-from headwise.traces import load_trace, trace_from_weights
+from headwise.traces import load_trace, save_trace, trace_from_weights
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS
@@ -363,7 +363,7 @@ def test_numbers_out_of_range_are_refused(client: TestClient, path: str):
 
 def test_a_trace_alone_shows_and_changes_nothing(tmp_path: Path):
     weights = np.random.default_rng(0).dirichlet(np.ones(4), (1, 2, 4))
-    trace_from_weights([weights], ["a", "<b>", "c", "d"]).save(tmp_path / "a.trace")
+    save_trace(trace_from_weights([weights], ["a", "<b>", "c", "d"]), tmp_path / "a.trace")
     view = ViewServer(OpenModel(load_trace(tmp_path / "a.trace")), STATIC)
     try:
         client = TestClient(

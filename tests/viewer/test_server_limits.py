@@ -24,7 +24,7 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise.inspect.model_inputs import ModelInputs
-from headwise.traces import Trace
+from headwise.traces import Trace, save_trace
 from headwise.traces.attention_record import TokenRow
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
@@ -439,7 +439,7 @@ def test_a_text_is_counted_before_the_model_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_files_are_served_without_torch_for_a_trace(tmp_path: Path, opened: OpenModel):
     """A trace opens, and a text for it is refused, before torch is imported."""
-    opened.get_trace().save(tmp_path / "a.trace")
+    save_trace(opened.get_trace(), tmp_path / "a.trace")
     program = f"""
 import sys
 from starlette.testclient import TestClient
@@ -529,7 +529,7 @@ def test_a_model_is_loaded_once(opened: OpenModel):
 
 def test_a_trace_that_is_cut_short_is_refused(tmp_path: Path, opened: OpenModel):
     path = tmp_path / "a.trace"
-    opened.get_trace().save(path)
+    save_trace(opened.get_trace(), path)
     whole = path.read_bytes()
     for size in (0, 7, len(whole) // 2, len(whole) - 3):
         path.write_bytes(whole[:size])

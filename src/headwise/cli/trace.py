@@ -229,7 +229,9 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _write(trace: Trace, args: argparse.Namespace) -> None:
+    from ..traces import export_weights, save_trace
+
     if args.out is not None:
-        trace.save(args.out, overwrite=args.overwrite)
+        save_trace(trace, args.out, overwrite=args.overwrite)
     if args.export is not None:
-        trace.export_weights(args.export, min_weight=args.min_weight, overwrite=args.overwrite)
+        export_weights(trace, args.export, min_weight=args.min_weight, overwrite=args.overwrite)

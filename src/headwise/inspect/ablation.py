@@ -14,28 +14,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .attention_sites import find_attention
-from .hooks import ObservedCall, SiteModule, hook_sites
+from .hooks import OutputHook, SiteModule, hook_sites
 from .site import Site, Sites
 
 MAX_SEED = 2**31
 
 
 class HeadCall(NamedTuple):
-    """One head in one forward call: its output [B, T, head_dim], the tokens [B, T] to patch (None:
-    all), and the inputs of the attention for patches with `needs_call`.
+    """One head in one forward call: its output [B, T, head_dim], and the tokens [B, T] to patch
+    (None: all).
     """
 
     site: str
     head: int
     output: Tensor
     token_mask: Tensor | None
-    call: ObservedCall | None
 
     @property
     def patched_vectors(self) -> Tensor:
@@ -54,10 +53,6 @@ PatchFunction = Callable[[HeadCall], Tensor]
 
 class HeadPatch(ABC):
     """Base class of replacements for a head's output."""
-
-    needs_call: ClassVar[bool] = (
-        False  # whether it needs the inputs of the attention (queries, keys, values, mask)
-    )
 
     @abstractmethod
     def make_function(self, site: str, head: int) -> PatchFunction:
@@ -280,21 +275,15 @@ TokenSelection = (
 )  # a mask [B, T], column indices of a call, or None: all tokens
 
 
-class OutputEditor:
+class OutputEditor(OutputHook):
     """Observer that replaces the outputs of some heads of a site, at the given tokens or at all."""
 
     def __init__(self, site: str, patches: Mapping[int, HeadPatch], tokens: TokenSelection) -> None:
         self.site = site
         self.tokens = tokens
-        self.needs_call = any(patch.needs_call for patch in patches.values())
         self.patch_functions = {
             head: patch.make_function(site, head) for head, patch in patches.items()
         }
-        self._call: ObservedCall | None = None
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Keep the inputs of the attention for patches that need them."""
-        self._call = call
 
     def on_head_outputs(self, z: Tensor) -> Tensor:
         """Head outputs [..., heads, head_dim] with the patches applied."""
@@ -302,13 +291,11 @@ class OutputEditor:
         wrong = [head for head in self.patch_functions if head >= count]
         if wrong:
             raise ValueError(f"{self.site} has no head {wrong[0]}; give heads in 0..{count - 1}")
-        call = self._call
-        self._call = None
         edited = z.clone()
         token_mask = make_token_mask(self.site, self.tokens, z)
         for head, patch_function in self.patch_functions.items():
             output = z[..., head, :]
-            patched = patch_function(HeadCall(self.site, head, output, token_mask, call))
+            patched = patch_function(HeadCall(self.site, head, output, token_mask))
             edited[..., head, :] = (
                 patched
                 if token_mask is None
@@ -412,8 +399,7 @@ def patch(
     """Context in which the outputs of these heads are replaced, at `tokens` (default: all).
 
     A value is a vector [head_dim], such as a mean over data; one for each token [B, T, head_dim],
-    such as the outputs for another text; `hw.Resample`, `hw.Noise`, or the weights that
-    `hw.offset_means` returns.
+    such as the outputs for another text; `hw.Resample`, or `hw.Noise`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -449,8 +435,6 @@ def edit_heads(
         site = next(one.site for one in site_modules if one.site.name == name)
         if not site.ablate.possible:
             raise ValueError(f"{name} cannot be ablated: {site.ablate.reason}")
-        if any(patch.needs_call for patch in site_patches.values()) and not site.observe.possible:
-            raise ValueError(f"{name} cannot be observed: {site.observe.reason}")
         editors[name] = OutputEditor(name, site_patches, tokens)
     with hook_sites(model, site_modules, editors) as hooks:
         yield

@@ -1,4 +1,4 @@
-"""Statistics of head outputs and attention weights over a data set, for mean ablation and noise."""
+"""Statistics of head outputs over a data set, for mean ablation and noise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,36 +15,27 @@ from ..errors import suggest
 from ..masking.sequence_info import SequenceInfo
 from .ablation import (
     ALL_HEADS,
-    HeadCall,
-    HeadPatch,
     HeadRef,
     Noise,
-    PatchFunction,
     check_shape,
     group_by_site,
 )
 from .attention_sites import find_attention, find_attention_in_run
-from .hooks import HeadValues, ObservedCall, hook_sites
+from .hooks import OutputHook, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
 
 
 @dataclass(eq=False)
-class OutputObserver(ABC):
+class OutputObserver(OutputHook, ABC):
     """Base class of observers of some heads of a site; `token_mask` marks the tokens of the batch
     that count.
     """
 
-    needs_call = False
     site: str
     head_indices: tuple[int, ...]
     token_mask: Tensor | None = field(default=None, init=False)
-    call: ObservedCall | None = field(default=None, init=False)
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Keep the inputs of the attention until its outputs are known."""
-        self.call = call
 
     def on_head_outputs(self, z: Tensor) -> None:
         """Select the observed heads, and pass their outputs to `observe`."""
@@ -98,10 +89,8 @@ def observe_dataset(
         if site.name not in observers:
             continue
         stack_of_site[site.name] = site.stack
-        needed = [site.ablate, site.observe] if observers[site.name].needs_call else [site.ablate]
-        for ability in needed:
-            if not ability.possible:
-                raise ValueError(f"{site.name} cannot be observed: {ability.reason}")
+        if not site.ablate.possible:
+            raise ValueError(f"{site.name} cannot be observed: {site.ablate.reason}")
     stacks = {known.site.stack for known in found}
     num_batches = 0
     with torch.no_grad(), hook_sites(model, found, observers) as hooks:
@@ -367,209 +356,3 @@ class OutputMoments(OutputObserver):
 
 def _pad_positions(tensor: Tensor, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
-
-
-# --- Mean attention weights by offset -------------------------------------------------------------
-
-LOW_PRECISION_TOLERANCE = 0.05  # relative, of outputs of 16 bits; others get 1e-3
-
-
-@dataclass(frozen=True, eq=False)
-class OffsetWeights(HeadPatch):
-    """Patch that replaces a head's attention weights by weights that depend only on the offset,
-    query minus key.
-
-    `weights[n]` is the mean weight at offset n - max_length + 1 over `pair_counts[n]` pairs. The
-    weights of a query are rescaled to the sum `row_sum` over the keys that it may attend to: one,
-    or less if the head has a sink.
-    """
-
-    needs_call: ClassVar[bool] = True
-    weights: Tensor
-    pair_counts: Tensor
-    row_sum: float
-
-    @property
-    def max_length(self) -> int:
-        """Length of the longest text in the data, in tokens."""
-        return (len(self.weights) + 1) // 2
-
-    def make_function(self, site: str, head: int) -> PatchFunction:
-        return self._output
-
-    def _output(self, head_call: HeadCall) -> Tensor:
-        assert head_call.call is not None
-        output_BTV = head_call.output
-        head_values = head_call.call.head_values(head_call.head)
-        a_BTS = self.weights_at(
-            head_call.site,
-            _allowed_pairs(head_call.site, head_call.call, head_values, output_BTV),
-            head_call.token_mask,
-        )
-        return (a_BTS.to(head_values.v_BSV) @ head_values.v_BSV).to(output_BTV)
-
-    def weights_at(self, site: str, allowed_BTS: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Weights over the allowed keys of each query, float64; raises at an offset without data,
-        if it is patched.
-        """
-        count = allowed_BTS.shape[1]
-        device = allowed_BTS.device
-        offset = _make_offsets(count, device) - count + 1
-        too_far = offset.abs() >= self.max_length
-        index = (offset + self.max_length - 1).clamp(0, len(self.weights) - 1)
-        unknown = allowed_BTS & (too_far | (self.pair_counts.to(device)[index] == 0))
-        if token_mask is not None:
-            unknown = unknown & token_mask[..., None]
-        if unknown.any():
-            missing_offset = int(offset[unknown.any(0)][0])
-            raise ValueError(
-                f"{site} attends at offset {missing_offset}, which does not occur in the data; "
-                "give offset_means longer texts"
-            )
-        a_BTS = torch.where(allowed_BTS, self.weights.to(device)[index], 0.0)
-        total_BT = a_BTS.sum(-1)
-        return a_BTS * torch.where(total_BT > 0, self.row_sum / total_BT, 0.0)[..., None]
-
-
-def offset_means(
-    model: nn.Module,
-    batches: Any,
-    heads: Iterable[HeadRef] | None = None,
-    *,
-    tokenizer: object = None,
-) -> dict[HeadRef, OffsetWeights]:
-    """Mean attention weight of each head at each offset (query minus key) over a data set, for
-    `hw.patch`.
-
-    Batches as in `hw.head_means`; queries that do not count are left out. A head patched with these
-    weights attends by relative position only, so the change shows how much it depends on content.
-
-    >>> import headwise as hw
-    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    >>> ids = torch.tensor([[3, 1, 4]])
-    >>> means = offset_means(net, [ids], [(0, 1)])
-    >>> means["decoder.0.attention", 1].pair_counts.tolist()  # at offsets -2 .. 2
-    [0.0, 0.0, 3.0, 2.0, 1.0]
-    >>> with hw.patch(net, means):
-    ...     _ = net(ids)
-    """
-    weights: dict[HeadRef, OffsetWeights] = {}
-    for observer in observe_dataset(model, batches, heads, OffsetObserver, tokenizer):
-        for head in observer.head_indices:
-            weights[observer.site, head] = OffsetWeights(*observer.mean_weights(head))
-    return weights
-
-
-@dataclass(eq=False)
-class OffsetTotals:
-    """Totals of one head: weights and pairs by offset, sum of all weights, and number of rows."""
-
-    weights: Tensor
-    pair_counts: Tensor
-    row_sum: float = 0.0
-    num_rows: int = 0
-
-
-@dataclass(eq=False)
-class OffsetObserver(OutputObserver):
-    """Observer that sums attention weights by offset."""
-
-    needs_call = True
-    totals: dict[int, OffsetTotals] = field(default_factory=dict)
-
-    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
-        call = self.call
-        self.call = None
-        assert call is not None
-        for n, head in enumerate(self.head_indices):
-            head_values = call.head_values(head)
-            allowed_BTS = _allowed_pairs(self.site, call, head_values, outputs[..., n, :])
-            a_BTS = call.head_weights(head_values.row)
-            self._check_output(
-                head,
-                a_BTS,
-                head_values,
-                torch.where(token_mask[..., None], outputs[..., n, :], 0.0),
-            )
-            self._add(head, a_BTS.double(), allowed_BTS & token_mask[..., None])
-
-    def _check_output(
-        self, head: int, a_BTS: Tensor, head_values: HeadValues, output_BTV: Tensor
-    ) -> None:
-        """Raise unless the head outputs are weights times values, so that other weights give valid
-        outputs.
-        """
-        dtype = torch.promote_types(output_BTV.dtype, torch.float32)
-        expected_BTV = a_BTS.to(dtype) @ head_values.v_BSV.to(dtype)
-        counts = (output_BTV != 0).any(-1, keepdim=True)
-        error = torch.where(counts, expected_BTV - output_BTV.to(dtype), 0.0).abs().max()
-        tolerance = 1e-3 if output_BTV.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
-        if not error <= tolerance * output_BTV.abs().max() or (a_BTS < 0).any():
-            raise ValueError(
-                f"cannot replace the weights of head {head} of {self.site}: its output is not "
-                "weights @ values; "
-                "use hw.head_means"
-            )
-
-    def _add(self, head: int, a_BTS: Tensor, counted_BTS: Tensor) -> None:
-        count = a_BTS.shape[1]
-        index = _make_offsets(count, a_BTS.device).expand_as(counted_BTS)[counted_BTS]
-        weights = torch.bincount(index, a_BTS[counted_BTS], minlength=2 * count - 1).cpu()
-        pairs = torch.bincount(index, minlength=2 * count - 1).double().cpu()
-        old = self.totals.get(head, OffsetTotals(torch.zeros(1).double(), torch.zeros(1).double()))
-        self.totals[head] = OffsetTotals(
-            _add_centred(old.weights, weights),
-            _add_centred(old.pair_counts, pairs),
-            old.row_sum + float(weights.sum()),
-            old.num_rows + int(counted_BTS.any(-1).sum()),
-        )
-
-    def mean_weights(self, head: int) -> tuple[Tensor, Tensor, float]:
-        """Mean weights by offset, pairs by offset, and the mean row sum."""
-        total = self.totals[head]
-        if not total.num_rows:
-            raise ValueError(
-                f"no token of {self.site} counts; give batches with at least one that does"
-            )
-        return (
-            total.weights / total.pair_counts.clamp(min=1),
-            total.pair_counts,
-            total.row_sum / total.num_rows,
-        )
-
-
-def _make_offsets(count: int, device: torch.device) -> Tensor:
-    """Offsets query - key of all pairs of `count` tokens, shifted to start at 0: [count, count]."""
-    positions = torch.arange(count, device=device)
-    return positions[:, None] - positions + count - 1
-
-
-def _add_centred(first: Tensor, second: Tensor) -> Tensor:
-    """Sum of two tensors of odd lengths, aligned at their centres."""
-    short, long = sorted((first, second), key=len)
-    padding = (len(long) - len(short)) // 2
-    return long + torch.nn.functional.pad(short, (padding, padding))
-
-
-def _allowed_pairs(
-    site: str, call: ObservedCall, head_values: HeadValues, output_BTV: Tensor
-) -> Tensor:
-    """Keys that each query of a head may attend to, [B or 1, T, S]; raises if weights by offset are
-    not defined.
-    """
-    queries = output_BTV.shape[1]
-    keys = head_values.v_BSV.shape[1]
-    if output_BTV.dim() != 3 or queries != keys:
-        raise ValueError(
-            f"{site} has {queries} queries and {keys} keys; weights by offset need self-attention "
-            "without a cache"
-        )
-    if head_values.v_BSV.shape[-1] != output_BTV.shape[-1]:
-        widths = output_BTV.shape[-1], head_values.v_BSV.shape[-1]
-        raise ValueError(
-            f"heads of {site} output {widths[0]} channels, but their values have {widths[1]}; "
-            "weights by offset need equal widths"
-        )
-    allowed = call.allowed_pairs()
-    return allowed[:, head_values.row if allowed.shape[1] > 1 else 0].expand(-1, queries, keys)

@@ -277,6 +277,15 @@ class AttentionHook(Protocol):
         ...
 
 
+class OutputHook:
+    """Base class of observers of head outputs alone."""
+
+    needs_call = False
+
+    def on_call(self, call: ObservedCall) -> None:
+        """Ignore the inputs of the attention."""
+
+
 MASK_THRESHOLD = -1e4  # a bias of this or less is treated as a mask
 
 HooksByModule = Mapping[nn.Module, tuple[AttentionHook, ...]]

@@ -23,11 +23,11 @@ In reading order:
 
 from .attention_record import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
-from .import_export import trace_from_weights
+from .import_export import export_weights, trace_from_weights
 from .query_key_map import QueryKeyMap, map_queries_and_keys
 from .token_grouping import TokenGrouping, group_tokens
 from .trace_comparison import TraceComparison, compare_traces
-from .trace_file import load_trace
+from .trace_file import load_trace, save_trace
 
 __all__ = [
     "AttentionCallRecord",
@@ -39,8 +39,10 @@ __all__ = [
     "Trace",
     "TraceComparison",
     "compare_traces",
+    "export_weights",
     "group_tokens",
     "load_trace",
     "map_queries_and_keys",
+    "save_trace",
     "trace_from_weights",
 ]

@@ -4,7 +4,7 @@ masks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,11 +167,17 @@ class AttentionRecord:
     @property
     def num_keys(self) -> int:
         """Number of key positions over all calls."""
-        ends = (
-            positions.stop if isinstance(positions, slice) else int(positions.max(initial=-1)) + 1
-            for positions in map(self._key_positions, self.calls)
-        )
-        return max(ends, default=0)
+        end = 0
+        for call in self.calls:
+            positions = self._key_positions(call)
+            is_range = isinstance(positions, slice)
+            end = max(end, positions.stop if is_range else int(positions.max(initial=-1)) + 1)
+        return end
+
+    @property
+    def recorded(self) -> list[str]:
+        """The kinds of the recorded arrays, such as q and k."""
+        return sorted({name.partition(".")[0] for name in self.arrays})
 
     @property
     def batch_size(self) -> int:
@@ -182,57 +188,53 @@ class AttentionRecord:
         self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]
     ) -> Array:
         """Attention weights of one head for a range of queries, [queries, keys], in float32."""
-        start, stop = queries
-        weights = np.zeros((stop - start, self.num_keys), np.float32)
-        for call in self.calls:
-            first_query = max(start, call.queries[0])
-            end_query = min(stop, call.queries[1])
-            if first_query >= end_query:
-                continue
+        weights = np.zeros((queries[1] - queries[0], self.num_keys), np.float32)
+        for call, rows, start, stop in self._calls_of(queries):
             if call.first is None and call.places is None:
                 raise ValueError(
                     f"cannot compute weights of {self.name}: the key positions of queries "
                     f"{call.queries[0]}..{call.queries[1] - 1} are unknown, because their cache "
-                    "was reordered; trace "
-                    "the whole text in one forward call"
+                    "was reordered; trace the whole text in one forward call"
                 )
-            call_weights = self._call_weights(
-                call, head, row, (first_query - call.queries[0], end_query - call.queries[0]), grids
-            )
-            weights[first_query - start : end_query - start, self._key_positions(call)] = (
-                call_weights
-            )
+            found = self._call_weights(call, head, row, start, stop, grids)
+            weights[rows, self._key_positions(call)] = found
         return weights
 
     def allowed(
         self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]
     ) -> Array:
-        """Whether each query may attend to each key, [queries, keys].
+        """True where a query may attend to a key, [queries, keys].
 
         If only weights were recorded, the pairs with a weight above zero count as allowed.
         """
-        start, stop = queries
-        allowed = np.zeros((stop - start, self.num_keys), bool)
-        for call in self.calls:
-            first_query = max(start, call.queries[0])
-            end_query = min(stop, call.queries[1])
-            if first_query < end_query:
-                own_range = first_query - call.queries[0], end_query - call.queries[0]
-                rows = slice(first_query - start, end_query - start)
-                allowed[rows, self._key_positions(call)] = self._call_allowed(
-                    call, head, row, own_range, grids
-                )
+        allowed = np.zeros((queries[1] - queries[0], self.num_keys), bool)
+        for call, rows, start, stop in self._calls_of(queries):
+            found = self._call_allowed(call, head, row, start, stop, grids)
+            allowed[rows, self._key_positions(call)] = found
         return allowed
+
+    def _calls_of(
+        self, queries: tuple[int, int]
+    ) -> Iterator[tuple[AttentionCallRecord, slice, int, int]]:
+        """The calls with queries of this range: the call, their rows in the range, and the first
+        and the last of them counted from the start of the call.
+        """
+        for call in self.calls:
+            first = max(queries[0], call.queries[0])
+            end = min(queries[1], call.queries[1])
+            if first < end:
+                rows = slice(first - queries[0], end - queries[0])
+                yield call, rows, first - call.queries[0], end - call.queries[0]
 
     def _call_allowed(
         self,
         call: AttentionCallRecord,
         head: int,
         row: int,
-        query_range: tuple[int, int],
+        start: int,
+        stop: int,
         grids: tuple[PackedMask, ...],
     ) -> Array:
-        start, stop = query_range
         if call.weights is not None:
             return self.arrays[f"weights.{call.weights}"][row, head, start:stop] > 0
         num_keys = call.keys[1] - call.keys[0]
@@ -264,23 +266,20 @@ class AttentionRecord:
         call: AttentionCallRecord,
         head: int,
         row: int,
-        query_range: tuple[int, int],
+        start: int,
+        stop: int,
         grids: tuple[PackedMask, ...],
     ) -> Array:
-        start, stop = query_range
         if call.weights is not None:
             return self.arrays[f"weights.{call.weights}"][row, head, start:stop].astype(np.float32)
         num_keys = call.keys[1] - call.keys[0]
-        reach = (
-            min(stop, num_keys) if call.causal else num_keys
-        )  # later keys are masked for all of these queries
-        q = self.arrays["q"][
-            row, call.first_query_row + start : call.first_query_row + stop, head
-        ].astype(np.float32)
-        k = self.arrays["k"][
-            row, call.keys[0] : call.keys[0] + reach, self.kv_head_of_query[head]
-        ].astype(np.float32)
-        scores = q @ k.T
+        # later keys are masked for all of these queries
+        reach = min(stop, num_keys) if call.causal else num_keys
+        first = call.first_query_row
+        kv_head = self.kv_head_of_query[head]
+        q = self.arrays["q"][row, first + start : first + stop, head].astype(np.float32)
+        k = self.arrays["k"][row, call.keys[0] : call.keys[0] + reach, kv_head]
+        scores = q @ k.astype(np.float32).T
         scores *= np.float32(call.scale)
         if call.cap is not None:
             scores = np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))

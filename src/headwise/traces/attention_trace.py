@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,24 +32,23 @@ def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
 
 
 def max_pool_weights(
-    bands: Iterable[tuple[tuple[int, int], Array]], shape: tuple[int, int], size: tuple[int, int]
+    bands: Iterable[tuple[int, int, Array]], shape: tuple[int, int], size: tuple[int, int]
 ) -> Array:
     """A picture of weights, 0..255: each cell is the largest weight in it. The weights come in
     bands of rows.
 
-    >>> max_pool_weights([((0, 2), np.eye(4)[:2]), ((2, 4), np.eye(4)[2:])], (4, 4), (2, 2))
+    >>> max_pool_weights([(0, 2, np.eye(4)[:2]), (2, 4, np.eye(4)[2:])], (4, 4), (2, 2))
     array([[255,   0],
            [  0, 255]], dtype=uint8)
     """
     if min(size) < 1:
         raise ValueError(f"a picture of {size[0]} x {size[1]} has no cells; give at least 1 x 1")
-    height, width = (min(limit, count) for limit, count in zip(size, shape, strict=True))
+    height = min(size[0], shape[0])
+    width = min(size[1], shape[1])
     picture = np.zeros((height, width), np.float32)
-    first_rows, first_columns = (
-        np.arange(cells) * count // cells
-        for cells, count in zip((height, width), shape, strict=True)
-    )
-    for (start, stop), band in bands:
+    first_rows = np.arange(height) * shape[0] // height
+    first_columns = np.arange(width) * shape[1] // width
+    for start, stop, band in bands:
         column_maxima = np.maximum.reduceat(band, first_columns, axis=1)
         cell_rows = np.searchsorted(first_rows, np.arange(start, stop), side="right") - 1
         np.maximum.at(picture, cell_rows, column_maxima)
@@ -144,16 +142,13 @@ class Trace:
                 f"a tile of queries {queries} and keys {keys} is empty; give at least one query "
                 "and one key"
             )
-        bands = (
-            (
-                block,
-                self.head_weights(site, head, slice(start + block[0], start + block[1]), row=row)[
-                    :, left:right
-                ],
-            )
-            for block in query_blocks(stop - start)
-        )
-        return max_pool_weights(bands, (stop - start, right - left), size)
+
+        def read_bands() -> Iterator[tuple[int, int, Array]]:
+            for first, last in query_blocks(stop - start):
+                block = slice(start + first, start + last)
+                yield first, last, self.head_weights(site, head, block, row=row)[:, left:right]
+
+        return max_pool_weights(read_bands(), (stop - start, right - left), size)
 
     def head_output(
         self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
@@ -186,81 +181,48 @@ class Trace:
         """A copy with a thumbnail of every head, so that a viewer can show all heads without
         computing weights.
         """
-        pictures = {
-            layer.name: np.stack(
-                [
-                    np.stack(
-                        [
-                            self.weight_tile(layer.name, head, size=(size, size), row=row)
-                            for head in range(layer.heads)
-                        ]
-                    )
-                    for row in range(layer.batch_size)
-                ]
-            )
-            for layer in self.layers
-        }
+        pictures: dict[str, Array] = {}
+        for layer in self.layers:
+            tiles = [
+                self.weight_tile(layer.name, head, size=(size, size), row=row)
+                for row, head in np.ndindex(layer.batch_size, layer.heads)
+            ]
+            shape = (layer.batch_size, layer.heads, *tiles[0].shape)
+            pictures[layer.name] = np.stack(tiles).reshape(shape)
         return replace(self, thumbnails=pictures)
 
     @property
     def nbytes(self) -> int:
         """Size of all recorded tensors and masks, in bytes."""
-        arrays = [array for layer in self.layers for array in layer.arrays.values()]
-        return sum(array.nbytes for array in [*arrays, *(grid.values for grid in self.grids)])
+        total = sum(grid.values.nbytes for grid in self.grids)
+        for layer in self.layers:
+            total += sum(array.nbytes for array in layer.arrays.values())
+        return total
 
     @property
     def data(self) -> dict[str, Any]:
         """Summary of the trace as plain values, without the tensors."""
+        streams: dict[str, list[int]] = {}
+        for name, rows in self.streams.items():
+            streams[name] = [len(row.ids) for row in rows]
+        sites = [
+            {
+                "name": layer.name,
+                "heads": layer.heads,
+                "queries": layer.num_queries,
+                "keys": layer.num_keys,
+                "calls": len(layer.calls),
+                "kept": layer.recorded,
+            }
+            for layer in self.layers
+        ]
         return {
             "model": dict(self.model),
-            "streams": {
-                name: [len(row.ids) for row in rows] for name, rows in self.streams.items()
-            },
+            "streams": streams,
             "bytes": self.nbytes,
-            "sites": [
-                {
-                    "name": layer.name,
-                    "heads": layer.heads,
-                    "queries": layer.num_queries,
-                    "keys": layer.num_keys,
-                    "calls": len(layer.calls),
-                    "kept": sorted({name.partition(".")[0] for name in layer.arrays}),
-                }
-                for layer in self.layers
-            ],
+            "sites": sites,
             "skipped": dict(self.skipped),
         }
-
-    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the trace to one file that opens without the model and without torch.
-
-        `overwrite` replaces an earlier trace; anything else at this path is refused.
-        """
-        from .trace_file import save_trace
-
-        save_trace(self, path, "overwrite" if overwrite else "refuse")
-
-    def export_weights(
-        self,
-        path: Path | str,
-        *,
-        sites: Iterable[str | int] = (),
-        heads: Sequence[int] = (),
-        min_weight: float = 0.0,
-        overwrite: bool = False,
-    ) -> None:
-        """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json
-        (pairs) or .npz.
-
-        `heads` are the heads of each site (default: all). Pairs whose weight is below `min_weight`
-        are omitted from .csv and .json. `overwrite` replaces an earlier file of weights; anything
-        else at this path is refused.
-        """
-        from .import_export import WeightSelection, export_weights
-
-        layers = [self.get_layer(site) for site in sites] or self.layers
-        existing = "overwrite" if overwrite else "refuse"
-        export_weights(self, path, WeightSelection(layers, heads, min_weight), existing)
 
     def __str__(self) -> str:
         return format_trace(self)
@@ -298,7 +260,7 @@ def format_trace(trace: Trace) -> str:
             lines.append(f"{name}: {len(rows) - 3} more rows")
     name_width = max((len(layer.name) for layer in trace.layers), default=0)
     for layer in trace.layers:
-        recorded = " ".join(sorted({name.partition(".")[0] for name in layer.arrays}))
+        recorded = " ".join(layer.recorded)
         calls = f", {len(layer.calls)} calls" if len(layer.calls) > 1 else ""
         lines.append(
             f"{layer.name.ljust(name_width)}  {pluralise(layer.heads, 'head')}, "
@@ -351,12 +313,12 @@ def aggregate_heads(trace: Trace, sites: Sequence[str], how: str, *, row: int = 
     shape = _common_shape(layers)
     total = np.zeros(shape, np.float64 if how == "mean" else np.float32)
     combine = np.add if how == "mean" else np.maximum
-    heads = [(layer.name, head) for layer in layers for head in range(layer.heads)]
-    for site, head in heads:
-        for start, stop in query_blocks(shape[0]):
-            weights = trace.head_weights(site, head, slice(start, stop), row=row)
-            combine(total[start:stop], weights, out=total[start:stop])
-    count = len(heads) if how == "mean" else 1
+    for layer in layers:
+        for head in range(layer.heads):
+            for start, stop in query_blocks(shape[0]):
+                weights = trace.head_weights(layer.name, head, slice(start, stop), row=row)
+                combine(total[start:stop], weights, out=total[start:stop])
+    count = sum(layer.heads for layer in layers) if how == "mean" else 1
     return (total / count).astype(np.float32)
 
 

@@ -9,7 +9,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import SpecError
 from ..files import write_atomically
-from ..output_paths import Existing, FileKind, check_output
+from ..output_paths import FileKind, check_output
 from .attention_record import Array, AttentionCallRecord, AttentionRecord, TokenRow
 from .attention_trace import Trace, make_token_rows, query_blocks
 
@@ -140,12 +140,12 @@ class WeightSelection(NamedTuple):
 
     def list_heads(self) -> list[tuple[AttentionRecord, int, int]]:
         """Every head of the selection in every row: (layer, row, head)."""
-        return [
-            (layer, row, head)
-            for layer in self.layers
-            for row in range(layer.batch_size)
-            for head in self.heads or range(layer.heads)
-        ]
+        found: list[tuple[AttentionRecord, int, int]] = []
+        for layer in self.layers:
+            heads = self.heads or range(layer.heads)
+            for row in range(layer.batch_size):
+                found += [(layer, row, head) for head in heads]
+        return found
 
 
 NPZ_COMMENT = b"attention weights of headwise"  # of the zip archive; numpy ignores it
@@ -155,10 +155,24 @@ WEIGHT_FILE = FileKind(
 
 
 def export_weights(
-    trace: Trace, path: Path | str, selection: WeightSelection, existing: Existing = "refuse"
+    trace: Trace,
+    path: Path | str,
+    *,
+    sites: Iterable[str | int] = (),
+    heads: Sequence[int] = (),
+    min_weight: float = 0.0,
+    overwrite: bool = False,
 ) -> None:
-    """Write the selected weights in the format that the suffix of `path` names."""
-    path = check_output(path, WEIGHT_FILE, existing)
+    """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json
+    (pairs) or .npz.
+
+    `heads` are the heads of each site (default: all). Pairs whose weight is below `min_weight` are
+    omitted from .csv and .json. `overwrite` replaces an earlier file of weights; anything else at
+    this path is refused.
+    """
+    layers = [trace.get_layer(site) for site in sites] or trace.layers
+    selection = WeightSelection(layers, heads, min_weight)
+    path = check_output(path, WEIGHT_FILE, "overwrite" if overwrite else "refuse")
     write_atomically(path, encode_weights(trace, path.suffix, selection, path.name))
 
 
@@ -244,17 +258,11 @@ def _encode_json_pairs(pairs: Iterator[tuple[Any, ...]]) -> Iterator[bytes]:
 
 def _layer_weights(trace: Trace, layer: AttentionRecord, heads: Sequence[int]) -> Array:
     """The attention weights of some heads of a layer (default: all), [B, heads, queries, keys]."""
-    return np.stack(
-        [
-            np.stack(
-                [
-                    trace.head_weights(layer.name, head, row=row)
-                    for head in heads or range(layer.heads)
-                ]
-            )
-            for row in range(layer.batch_size)
-        ]
-    )
+    rows: list[Array] = []
+    for row in range(layer.batch_size):
+        of_row = [trace.head_weights(layer.name, n, row=row) for n in heads or range(layer.heads)]
+        rows.append(np.stack(of_row))
+    return np.stack(rows)
 
 
 def _weight_pairs(trace: Trace, selection: WeightSelection) -> Iterator[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import SpecError
 from ..files import write_atomically
-from ..output_paths import Existing, FileKind, check_output
+from ..output_paths import FileKind, check_output
 from ..size_limits import MAX_HEADS, MAX_INTEGER, MAX_TRACE_TOKENS, check_size, parse_json
 from .attention_record import (
     PACKING_FORMS,
@@ -46,9 +46,13 @@ REMEDY = "trace again"
 TRACE_FILE = FileKind("trace", (f'{{"__metadata__": {{"{DOCUMENT_KEY}": '.encode(),))
 
 
-def save_trace(trace: Trace, path: Path | str, existing: Existing = "refuse") -> None:
-    """Write a trace atomically."""
-    write_atomically(check_output(path, TRACE_FILE, existing), encode_trace(trace))
+def save_trace(trace: Trace, path: Path | str, *, overwrite: bool = False) -> None:
+    """Write a trace to one file that opens without the model and without torch.
+
+    `overwrite` replaces an earlier trace; anything else at this path is refused.
+    """
+    path = check_output(path, TRACE_FILE, "overwrite" if overwrite else "refuse")
+    write_atomically(path, encode_trace(trace))
 
 
 def encode_trace(trace: Trace) -> list[bytes | memoryview]:
@@ -79,7 +83,7 @@ def load_trace(path: Path | str) -> Trace:
     >>> from headwise.traces import trace_from_weights
     >>> trace = trace_from_weights([np.full((1, 2, 3, 3), 1 / 3)], ["a", "b", "c"])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     trace.save(f"{folder}/a.trace")
+    ...     save_trace(trace, f"{folder}/a.trace")
     ...     load_trace(f"{folder}/a.trace").head_weights(0, 1, slice(0, 1)).round(2)
     array([[0.33, 0.33, 0.33]], dtype=float32)
     """
@@ -161,33 +165,29 @@ def _compute_checksum(document: str, arrays: Mapping[str, Array]) -> str:
 
 
 def _list_arrays(trace: Trace) -> Iterator[tuple[str, Array]]:
+    arrays: dict[str, Array] = {}
     for n, layer in enumerate(trace.layers):
-        yield from (
-            (f"{n}.{name}", np.ascontiguousarray(array)) for name, array in layer.arrays.items()
-        )
-    yield from (
-        (f"grid.{n}", np.ascontiguousarray(grid.values)) for n, grid in enumerate(trace.grids)
-    )
-    yield from (
-        (f"thumbnail.{name}", np.ascontiguousarray(array))
-        for name, array in trace.thumbnails.items()
-    )
-    yield from (
-        (f"image.{name}", np.ascontiguousarray(array)) for name, array in trace.images.items()
-    )
+        arrays |= {f"{n}.{name}": array for name, array in layer.arrays.items()}
+    arrays |= {f"grid.{n}": grid.values for n, grid in enumerate(trace.grids)}
+    arrays |= {f"thumbnail.{name}": array for name, array in trace.thumbnails.items()}
+    arrays |= {f"image.{name}": array for name, array in trace.images.items()}
+    for name, array in arrays.items():
+        yield name, np.ascontiguousarray(array)
 
 
 def _trace_to_dict(trace: Trace) -> dict[str, Any]:
-    layers = [
-        {name: value for name, value in vars(layer).items() if name not in ("arrays", "calls")}
-        | {"calls": [asdict(call) for call in layer.calls]}
-        for layer in trace.layers
-    ]
+    layers: list[dict[str, Any]] = []
+    for layer in trace.layers:
+        fields_of_layer = {name: getattr(layer, name) for name in LAYER_FIELDS}
+        calls = [asdict(call) for call in layer.calls]
+        layers.append({**fields_of_layer, "calls": calls})
     grids = [
         {"form": grid.form, "shape": grid.shape, "low": None if np.isneginf(grid.low) else grid.low}
         for grid in trace.grids
     ]
-    streams = {name: [asdict(row) for row in rows] for name, rows in trace.streams.items()}
+    streams: dict[str, list[dict[str, Any]]] = {}
+    for name, rows in trace.streams.items():
+        streams[name] = [asdict(row) for row in rows]
     return {
         "schema": SCHEMA_VERSION,
         "model": dict(trace.model),
