@@ -82,7 +82,7 @@ def test_a_cell_of_a_picture_is_the_largest_weight_in_it(
     a: np.ndarray, size: tuple[int, int], band: int
 ):
     bands = [
-        ((start, min(len(a), start + band)), a[start : start + band])
+        (start, min(len(a), start + band), a[start : start + band])
         for start in range(0, len(a), band)
     ]
     found = max_pool_weights(bands, a.shape, size)

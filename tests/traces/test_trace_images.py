@@ -85,7 +85,7 @@ def test_classes_of_the_page_stay_with_the_model():
     assert model.describe()["classes"] == [[0, 1, "my own"]]
     for wrong, match in (
         ([[0, 7, "a"]], "no head 7"),
-        ([[0, 1, ""]], "no name of a class"),
+        ([[0, 1, ""]], "not a name of a class"),
         ([[0, "1", "a"]], "list of"),
     ):
         with pytest.raises(ValueError, match=match):
