@@ -4,12 +4,12 @@ The commands `demo`, `view`, `learn`, `train`, `study`, `heads`, `trace`, `prune
 `convert` are modules of these names; the packages `cost` and `run` hold the two largest, and
 `describe` the four that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
 
-`command_parser` makes help texts and errors. `exit_status` turns every error into one line and an
-exit code. `arguments` parses what commands share: specs, presets, folders of models, `--set
-KEY=VALUE` and `--json`. `argument_checks` and `known_names` refuse bad values before a model is
-loaded. `global_options` has what --version --json and --completion of headwise itself print.
-`text_arguments` and `compression_arguments` add the options for texts and for models that are
-written to a folder, `one_text` the options of `heads` for one text.
+The options of a command are a frozen dataclass, from which `options` generates the command line
+and its help. `exit_status` turns every error into one line and an exit code. `arguments` parses what
+commands share: specs, presets, folders of models and `--set KEY=VALUE`. `argument_checks` refuses
+bad files and heads before a model is loaded. `global_options` has what --version --json and
+--completion of headwise itself print. `text_arguments` and `compression_arguments` have the options
+for texts and for models that are written to a folder, `one_text` the views of `heads` for one text.
 
 Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help`
 answers at once.
@@ -26,8 +26,8 @@ from .. import __version__
 from ..errors import suggest
 from ..machine.python_processes import safe_import_path
 from ..translation.terminal_text import wrap
-from .command_parser import LIST_OPTIONS, UsageError
 from .exit_status import open_closed_streams, print_error, run_guarded
+from .options import LIST_OPTIONS, UsageError
 
 # One line per command, in the order of the help.
 COMMANDS = {

@@ -4,24 +4,19 @@ once.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import suggest
-from ..output_paths import Existing, FolderKind, check_output
-from . import known_names
 from .arguments import DESCRIPTION_SUFFIXES, PRESETS, is_manifest_or_config, read_description_keys
-from .command_parser import UsageError
+from .options import UsageError
 
 CONFIG_FILE = "config.json"
 
 
-def check_model_path(name: str) -> None:
+def check_model_path(_: str, name: str) -> None:
     """Raise unless `name` is a folder with a model, or a file that may hold one; specs and presets
     have no weights.
     """
@@ -54,10 +49,8 @@ def check_model_path(name: str) -> None:
         raise UsageError(f"{name} is no model; give the folder of one{where}")
 
 
-def check_input_file(option: str, name: str | None) -> None:
-    """Raise unless a file of texts or settings exists and can be read; None is no file."""
-    if name is None:
-        return
+def check_input_file(option: str, name: str) -> None:
+    """Raise unless a file of texts or settings exists and can be read."""
     path = Path(name)
     where = f" for {option}" if option.startswith("-") else ""  # else a positional argument
     if path.is_dir():
@@ -70,59 +63,10 @@ def check_input_file(option: str, name: str | None) -> None:
         raise UsageError(f"{option} {name} is empty; give a file with text")
 
 
-def check_tokenizer(name: str | None) -> None:
+def check_tokenizer(option: str, name: str) -> None:
     """Raise unless --tokenizer is a file, or "bytes"."""
-    if name != "bytes" and name is not None and not Path(name).is_file():
-        raise UsageError(
-            f"there is no file {name!r} for --tokenizer; give a tokenizer.json, or bytes"
-        )
-
-
-def check_output_folder(path: str, kind: str, existing: Existing) -> None:
-    """Raise SpecError if a folder of this kind may not be written; the writer also checks names of
-    single files.
-    """
-    check_output(path, FolderKind(kind, known_names.OUTPUT_FOLDERS[kind]), existing)
-
-
-def check_suffix(option: str, name: str | None, suffixes: Sequence[str]) -> None:
-    """Raise unless a file to write has one of these suffixes."""
-    if name is not None and Path(name).suffix.lower() not in suffixes:
-        raise UsageError(
-            f"{option} {name} has none of the suffixes {', '.join(suffixes)}; give one of these"
-        )
-
-
-def check_choice(option: str, value: str | None, choices: Iterable[str]) -> None:
-    """Raise for an unknown name, with the most similar one; None is no choice."""
-    if value is not None and value not in (names := list(choices)):
-        raise UsageError(f"{option} {value!r} is unknown; {suggest(value, names)}")
-
-
-def check_minimum(option: str, value: float | None, minimum: float) -> None:
-    """Raise for a number below `minimum`, or one that is not finite; None is no number."""
-    if value is not None and not (minimum <= value < math.inf):
-        raise UsageError(f"{option} {value:g} is too small; give {minimum:g} or more")
-
-
-def check_engine(args: argparse.Namespace) -> None:
-    """Raise for the address of a Ray cluster that is not used."""
-    if args.address and args.engine != "ray":
-        raise UsageError(
-            f"--address {args.address} belongs to --engine ray; give both, or leave it out"
-        )
-
-
-def check_positive(option: str, value: float | None) -> None:
-    """Raise for a number that is not above 0; None is no number."""
-    if value is not None and not (0 < value < math.inf):
-        raise UsageError(f"{option} {value:g} is out of range; give a number above 0")
-
-
-def check_share(option: str, value: float | None) -> None:
-    """Raise unless a number is above 0 and at most 1; None is no number."""
-    if value is not None and not 0 < value <= 1:
-        raise UsageError(f"{option} {value:g} is no share; give a number above 0, and at most 1")
+    if name != "bytes" and not Path(name).is_file():
+        raise UsageError(f"there is no file {name!r} for {option}; give a tokenizer.json, or bytes")
 
 
 # --- Heads that the config.json of a model has ----------------------------------------------------
@@ -221,13 +165,12 @@ def check_text_model(model: str, option: str, remedy: str) -> None:
         raise UsageError(f"{model} reads images, and {option} gives text; {remedy}")
 
 
-def check_groups_of_config(model: str, kv: int | None) -> None:
+def check_groups_of_config(model: str, kv: int) -> None:
     """Raise if a config.json shows that the key-value heads of a model cannot be pooled to `kv`
     equal groups.
     """
-    check_minimum("--kv", kv, 1)
     counts = read_head_counts(model)
-    if kv is None or counts is None or counts.kv is None or counts.kv % kv == 0:
+    if counts is None or counts.kv is None or counts.kv % kv == 0:
         return
     divisors = [count for count in range(1, counts.kv + 1) if counts.kv % count == 0]
     raise UsageError(

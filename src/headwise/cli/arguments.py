@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import suggest
 from ..escaping import escape_page
-from ..learn.language import LANGUAGES, SAMPLE
-from .command_parser import UsageError
+from ..learn.language import SAMPLE
+from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
@@ -104,17 +104,34 @@ def print_title(text: str) -> None:
     print_page(f"\x1b[1m{text}\x1b[0m\n" if supports_style() else text + "\n")
 
 
-def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a spec and change it."""
-    parser.add_argument(
-        "spec", nargs="?", metavar="SPEC", help="a .toml or .json file, a preset, or - for stdin"
-    )
-    parser.add_argument("--preset", metavar="NAME", help="one of " + ", ".join(PRESETS))
-    parser.add_argument("--model", type=int, metavar="WIDTH", help="model width of the preset")
-    parser.add_argument(
-        "--heads", type=int, metavar="COUNT", help="number of query heads of the preset"
-    )
-    add_set_argument(parser)
+@options
+class SpecOptions(Options):
+    """Options that name a spec and change it.
+
+    SPEC  a .toml or .json file, a preset, or - for stdin
+    --preset NAME  one of mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking,
+        diff, diff2, entmax, linear, performer, longformer, longformer_dilated,
+        streaming_retrieval, bigbird, kha, average
+    --model WIDTH  model width of the preset
+    --heads COUNT  number of query heads of the preset
+    --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable
+    """
+
+    names = {"--set": "changes"}
+    spec: str | None = None
+    preset: str | None = None
+    model: int | None = None
+    heads: int | None = None
+    changes: tuple[str, ...] = ()
+
+    def refuse_changes(self, remedy: str) -> None:
+        """Refuse options for one spec if `spec` is a whole model."""
+        for name in ("changes", "model", "heads"):
+            if name in self.given:
+                raise UsageError(
+                    f"{self.given[name]} is for one spec, and {self.spec} describes a whole model; "
+                    f"{remedy}"
+                )
 
 
 def add_set_argument(
@@ -134,19 +151,10 @@ def add_json_argument(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_engine_arguments(parser: argparse._ActionsContainer, meaning: str) -> None:
-    """Add `--engine` and `--address`; `check_engine` in `argument_checks` checks them."""
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help=meaning)
-    parser.add_argument(
-        "--address", default="", metavar="HOST:PORT", help="Ray cluster (default: start one here)"
-    )
-
-
-def add_language_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--lang`, which chooses between English and Chinese texts."""
-    parser.add_argument(
-        "--lang", choices=LANGUAGES, help="language of the texts (default: the locale's)"
-    )
+def check_engine(engine: str, address: str) -> None:
+    """Refuse the address of a Ray cluster that is not used."""
+    if address and engine != "ray":
+        raise UsageError(f"--address {address} belongs to --engine ray; give both, or leave it out")
 
 
 def terminal_language(option: str | None) -> str:
@@ -174,12 +182,12 @@ def add_overwrite_argument(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def existing_mode(args: argparse.Namespace) -> Existing:
+def existing_mode(args: Any) -> Existing:
     """How `check_output` treats an earlier output, by --overwrite."""
     return "overwrite" if args.overwrite else "refuse"
 
 
-def parse_spec(args: argparse.Namespace) -> AttentionSpec:
+def parse_spec(args: Any) -> AttentionSpec:
     """Return the spec named by SPEC or --preset, after every --set."""
     if (args.spec is None) == (args.preset is None):
         raise UsageError(
@@ -367,6 +375,17 @@ def parse_bytes(text: str) -> int:
     return count
 
 
+def parse_assignments(changes: Sequence[str], example: str) -> dict[str, Any]:
+    """Return the keys and values of `--set`, each as KEY=VALUE."""
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set {change!r} is not KEY=VALUE; write it as in {example}")
+        values[key.strip()] = parse_value(text)
+    return values
+
+
 def to_json(data: Any) -> str:
     """Serialise to JSON in ASCII, so that any output encoding can carry it."""
     return json.dumps(data, indent=2)
@@ -550,20 +569,11 @@ def read_description_keys(path: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def format_model_page(model: ModelSpec, args: argparse.Namespace) -> str:
+def format_model_page(model: ModelSpec, args: Any) -> str:
     """Format a model in the requested form: as TOML, as JSON, or as a table of its tensors."""
     from ..model_spec import ModelTable, to_dict, to_toml
 
-    for option, value in (
-        ("--set", args.changes),
-        ("--model", args.model),
-        ("--heads", args.heads),
-    ):
-        if value:
-            raise UsageError(
-                f"{option} is for one spec, and {args.spec} describes a whole model; change the "
-                "file"
-            )
+    args.refuse_changes("change the file")
     if args.toml:
         return to_toml(model).rstrip()
     return (

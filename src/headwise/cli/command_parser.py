@@ -11,16 +11,11 @@ from typing import Any, NoReturn
 
 from ..errors import suggest
 from ..translation.terminal_text import TERMINAL_WIDTH, wrap
+from .options import LIST_OPTIONS, PART_FILES, UsageError
 
 HELP_COLUMN = 24  # column in which the explanations start
 COMMANDS_WITHOUT_PARTS = ("demo", "learn")  # read no spec or model of the user
-LIST_OPTIONS = "--list-options"  # for scripts of global_options; no help text names it
-PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
 ONE_OR_MORE = (argparse.ONE_OR_MORE, argparse.ZERO_OR_MORE)
-
-
-class UsageError(ValueError):
-    """Invalid arguments or input; printed as one line, exit code 2."""
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

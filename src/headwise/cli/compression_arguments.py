@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import textwrap
@@ -13,33 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output_paths import check_output, stage_folder
+from ..output_paths import FolderKind, check_output, stage_folder
 from ..progress import ProgressReporter
-from . import known_names
-from .argument_checks import (
-    check_choice,
-    check_input_file,
-    check_minimum,
-    check_model_path,
-    check_output_folder,
-    check_positive,
-)
-from .arguments import (
-    add_json_argument,
-    add_overwrite_argument,
-    add_set_argument,
-    existing_mode,
-    print_page,
-    to_json,
-)
-from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
-from .text_arguments import (
-    add_text_arguments,
-    attach_named_tokenizer,
-    check_text_arguments,
-    parse_task,
-    read_examples,
-)
+from ..translation.terminal_text import TERMINAL_WIDTH
+from .argument_checks import check_model_path
+from .arguments import existing_mode, print_page, to_json
+from .options import AtLeastTwo, Count, InputFile, Positive, UsageError, options
+from .text_arguments import TextOptions, attach_named_tokenizer, parse_task, read_examples
 
 if TYPE_CHECKING:
     from ..data import Task
@@ -54,103 +33,78 @@ if TYPE_CHECKING:
 LEARNING_RATE, BATCH_SIZE = 1e-3, 64
 
 
-def add_compression_arguments(parser: CommandParser) -> None:
-    """Add the options for the model, texts, output folder, retraining, and
-    measurements of speed.
+@options
+class SurgeryOptions(TextOptions):
+    """Options for the texts, the output folder and the measure of quality.
+
+    --out DIR  write the new model, or the report, to this folder
+    --overwrite  replace an earlier output of this command
+    --set KEY=VALUE  set a field of the task; repeatable
+    --json  print one JSON document instead of text
+
+    measure of quality:
+    --objective NAME  next-token, translation, label or drift (default: chosen by the model)
+    --seed INT  random seed
     """
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--uptrain",
-        type=int,
-        metavar="STEPS",
-        help="steps of retraining by distillation (default: none)",
-    )
-    learn = parser.add_expert_group(
-        "retraining by distillation from the original model (--uptrain)"
-    )
-    learn.add_argument(
-        "--distill-data",
-        metavar="FILE",
-        help="texts for --uptrain (default: those that heads are chosen by)",
-    )
-    learn.add_argument(
-        "--distill-examples",
-        type=int,
-        default=2000,
-        metavar="COUNT",
-        help="task examples for --uptrain",
-    )
-    learn.add_argument(
-        "--lr", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})"
-    )
-    timing = parser.add_expert_group("measurements in the proof")
-    timing.add_argument(
-        "--length",
-        type=int,
-        metavar="COUNT",
-        help="tokens per text in the tables of speed and of cost (default: at most 256 and 512)",
-    )
-    timing.add_argument(
-        "--seconds",
-        type=float,
-        default=10.0,
-        metavar="NUMBER",
-        help="time limit for measuring speed",
-    )
+
+    names = {"--set": "changes"}
+    choices = {"objective": "head_analysis.objectives:OBJECTIVES"}
+    out: str
+    overwrite: bool = False
+    changes: tuple[str, ...] = ()
+    json: bool = False
+    objective: str | None = None
+    seed: int = 0
+
+    @property
+    def output_kind(self) -> FolderKind:
+        """The kind of folder that the command writes."""
+        from ..surgery.hf_export.model_folder import COMPRESSED_MODEL
+
+        return COMPRESSED_MODEL
+
+    def check(self) -> None:
+        """Refuse what cannot work before the model is loaded."""
+        if Path(self.model.partition(":")[0]).suffix == ".py":
+            is_conversion = "kv" in vars(self)
+            call = "convert_module(model, 2" if is_conversion else "prune_module(model, [(0, 1)]"
+            raise UsageError(
+                f"{self.model} is Python code, and this command reads folders with models; for an "
+                f"nn.Module of your own, call headwise.{call}, example) in Python, and name your "
+                "parts with --import"
+            )
+        check_model_path("MODEL", self.model)
+        self.check_texts()
+        if self.changes and self.task is None:
+            raise UsageError(
+                f"--set {self.changes[0]} sets a field of a task; add --task NAME, or leave it out"
+            )
+        check_output(self.out, self.output_kind, existing_mode(self))
 
 
-def add_model_arguments(parser: CommandParser, written: str = "the new model") -> None:
-    """Add the options for the model, texts, and the output folder; `written` is what the command
-    writes there.
+@options
+class CompressionOptions(SurgeryOptions):
+    """Options for retraining, and for measurements of speed.
+
+    --uptrain STEPS  steps of retraining by distillation (default: none)
+
+    retraining by distillation from the original model (--uptrain):
+    --distill-data FILE  texts for --uptrain (default: those that heads are chosen by)
+    --distill-examples COUNT  task examples for --uptrain
+    --lr NUMBER  peak learning rate (default: 0.001)
+
+    measurements in the proof:
+    --length COUNT  tokens per text in the tables of speed and of cost (default: at most 256 and
+        512)
+    --seconds NUMBER  time limit for measuring speed
     """
-    parser.add_argument("model", metavar="MODEL", help="a folder of headwise or transformers")
-    parser.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help=f"write {written} to this folder",
-    )
-    add_overwrite_argument(parser)
-    task = "use and score examples of this task"
-    add_text_arguments(parser, task, "read the texts of parsed sentences")
-    add_set_argument(parser, "set a field of the task; repeatable")
-    measurement = parser.add_expert_group("measure of quality")
-    measurement.add_argument(
-        "--objective",
-        metavar="NAME",
-        help="next-token, translation, label or drift (default: chosen by the model)",
-    )
-    measurement.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
-    add_json_argument(parser)
 
-
-def check_compression_arguments(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before the model is loaded."""
-    if Path(args.model.partition(":")[0]).suffix == ".py":
-        function, change = ("convert_module", "2") if "kv" in args else ("prune_module", "[(0, 1)]")
-        raise UsageError(
-            f"{args.model} is Python code, and this command reads folders with models; for an "
-            "nn.Module of your own, "
-            f"call headwise.{function}(model, {change}, example) in Python, and name your parts "
-            "with --import"
-        )
-    check_model_path(args.model)
-    check_text_arguments(args)
-    is_sweep = "sweep" in args and args.sweep
-    kind = "report of pruning curves" if is_sweep else "pruned or converted model"
-    check_output_folder(args.out, kind, existing_mode(args))
-    if args.changes and args.task is None:
-        raise UsageError(
-            f"--set {args.changes[0]} sets a field of a task; add --task NAME, or leave it out"
-        )
-    check_choice("--objective", args.objective, known_names.OBJECTIVES)
-    if "seconds" in args:
-        check_minimum("--uptrain", args.uptrain, 1)
-        check_input_file("--distill-data", args.distill_data)
-        check_minimum("--distill-examples", args.distill_examples, 2)
-        check_positive("--lr", args.lr)
-        check_minimum("--length", args.length, 1)
-        check_positive("--seconds", args.seconds)
+    uptrain: Count | None = None
+    distill_data: InputFile | None = None
+    distill_examples: AtLeastTwo = 2000
+    lr: Positive | None = None
+    length: Count | None = None
+    seconds: Positive = 10.0
 
 
 @dataclass
@@ -159,7 +113,7 @@ class CompressionRun:
     its report.
     """
 
-    args: argparse.Namespace
+    args: Any
     net: Transformer
     selection_examples: list[Example]
     proof_examples: list[Example]
@@ -168,19 +122,11 @@ class CompressionRun:
     report_progress: ProgressReporter = field(default_factory=ProgressReporter)
 
     @staticmethod
-    def from_args(args: argparse.Namespace) -> CompressionRun:
-        """Check all arguments, then read the model and the texts; nothing is written."""
-        check_compression_arguments(args)
+    def from_options(args: SurgeryOptions) -> CompressionRun:
+        """Read the model and the texts; nothing is written."""
         task = None if args.task is None else parse_task(args, args.changes)
         from ..hub.pretrained_models import load
-        from ..surgery.curve_report import CURVES_FOLDER
-        from ..surgery.hf_export.model_folder import COMPRESSED_MODEL
 
-        check_output(
-            args.out,
-            CURVES_FOLDER if "sweep" in args and args.sweep else COMPRESSED_MODEL,
-            existing_mode(args),
-        )
         model = load(Path(args.model))
         attach_named_tokenizer(model, args)
         examples, reading_notes = read_examples(model, args, task)
@@ -193,7 +139,7 @@ class CompressionRun:
         """
         from ..surgery.model_and_texts import split_examples
 
-        is_retrained = "uptrain" in self.args and self.args.uptrain is not None
+        is_retrained = vars(self.args).get("uptrain") is not None
         has_own_texts = self.task is not None or (
             is_retrained and self.args.distill_data is not None
         )
@@ -326,19 +272,19 @@ class CompressionRun:
         )
 
 
-def _timing_pace(args: argparse.Namespace) -> TimingOptions:
+def _timing_pace(args: Any) -> TimingOptions:
     from ..surgery.verification.efficiency import TimingOptions
 
     return TimingOptions(length=args.length, seconds=args.seconds)
 
 
-def _check_model(net: Transformer, args: argparse.Namespace, example: Example) -> None:
+def _check_model(net: Transformer, args: Any, example: Example) -> None:
     """Raise now the errors that `prove` would raise only after the model has been written."""
     from ..head_analysis.objectives import choose_objective
     from ..surgery.verification.efficiency import fit_lengths
 
     choose_objective(net, args.objective, example)
-    if "seconds" in args:
+    if "seconds" in vars(args):
         fit_lengths(net, _timing_pace(args))
 
 

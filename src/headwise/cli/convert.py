@@ -4,23 +4,12 @@ it.
 
 from __future__ import annotations
 
-import argparse
 import re
 from typing import TYPE_CHECKING
 
-from . import known_names
-from .argument_checks import (
-    check_choice,
-    check_groups_of_config,
-    check_minimum,
-    check_routing_of_config,
-)
-from .command_parser import CommandParser, UsageError
-from .compression_arguments import (
-    CompressionRun,
-    add_compression_arguments,
-    check_compression_arguments,
-)
+from .argument_checks import check_groups_of_config, check_routing_of_config
+from .compression_arguments import CompressionOptions, CompressionRun
+from .options import Count, UsageError, check_minimum, options
 
 if TYPE_CHECKING:
     from ..surgery import AttentionConversion
@@ -29,13 +18,76 @@ CONVERSION_FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIV
 FORM = re.compile(r"mha|latent|collaborative=(?P<width>\d+)|routed=(?P<always>\d+),(?P<active>\d+)")
 
 
+@options
+class ConvertOptions(CompressionOptions):
+    """Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, latent,
+    collaborative, routed): give one of --kv and --to. Writes the model to a new folder, with a
+    proof of what was saved and what was lost.
+
+    --kv COUNT  pool to this many key-value heads in every layer
+    --to FORM  rewrite exactly as mha or latent; or convert to collaborative=WIDTH or
+        routed=ALWAYS,ACTIVE
+    --align [SIDE=both]  align heads before pooling, within the model's symmetries: both (also
+        without SIDE), keys or values
+    --grouping KIND  heads to pool: consecutive, or similar (with the most similar values)
+
+    details of the conversion:
+    --score KIND  similarity for --grouping similar: distance or cosine
+    --where KIND  attention layers to convert: all, self or cross
+    --by METHOD  importance method for --to routed
+
+    examples:
+    headwise convert path/to/model --kv 2 --align --data texts.txt --out smaller
+    headwise convert path/to/model --to latent --data texts.txt --out latent
+    """
+
+    command = "convert"
+    choices = {
+        "align": "surgery.conversion:ALIGN_SIDES",
+        "grouping": "surgery.conversion:GROUPINGS",
+        "score": "surgery.head_alignment:SIMILARITY_KINDS",
+        "where": "surgery.conversion:ATTENTION_KINDS",
+        "by": "surgery.head_selection:RANKING_METHODS",
+    }
+    kv: Count | None = None
+    to: str | None = None
+    align: str = "none"
+    grouping: str = "consecutive"
+    score: str = "distance"
+    where: str = "all"
+    by: str = "best"
+
+    def check(self) -> None:
+        """Refuse a target that the model cannot have."""
+        super().check()
+        if (self.kv is None) == (self.to is None):
+            raise UsageError(
+                "give exactly one target: --kv COUNT, or --to with one of "
+                f"{', '.join(CONVERSION_FORMS)}"
+            )
+        if self.kv is not None:
+            check_groups_of_config(self.model, self.kv)
+            return
+        if self.align != "none" or self.grouping != "consecutive":
+            raise UsageError(
+                f"--align and --grouping apply to --kv only; leave them out with --to {self.to}"
+            )
+        match = FORM.fullmatch(self.to or "")
+        if match is None:
+            raise UsageError(
+                f"--to {self.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}"
+            )
+        if match["width"]:
+            check_minimum("--to collaborative", int(match["width"]))
+        if match["active"]:
+            check_routing_of_config(self.model, int(match["always"]), int(match["active"]))
+
+
 def main(argv: list[str]) -> int:
     """Convert the attention layers, retrain if asked, write the model and its proof."""
-    args = _parser().parse_args(argv)
-    check_compression_arguments(args)
-    check_groups_of_config(args.model, args.kv)
+    args = ConvertOptions.parse(argv)
     conversion = _parse_conversion(args)
-    run = CompressionRun.from_args(args)
+    run = CompressionRun.from_options(args)
     run.split_texts(conversion.text_uses)
     from ..surgery.conversion import convert
     from ..surgery.pruning_plan import fingerprint_model
@@ -48,95 +100,14 @@ def main(argv: list[str]) -> int:
     return run.write_and_verify(model, conversion.summary, record, **result.proof_options)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "convert",
-        "Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, "
-        "latent, collaborative, "
-        "routed). Writes the model to a new folder, with a proof of what was saved and what was "
-        "lost.",
-        "headwise convert path/to/model --kv 2 --align --data texts.txt --out smaller",
-        "headwise convert path/to/model --to latent --data texts.txt --out latent",
-    )
-    add_compression_arguments(parser)
-    target = parser.add_argument_group("target (exactly one)")
-    target.add_argument(
-        "--kv", type=int, metavar="COUNT", help="pool to this many key-value heads in every layer"
-    )
-    target.add_argument(
-        "--to",
-        metavar="FORM",
-        help="rewrite exactly as mha or latent; or convert to " + " or ".join(CONVERSION_FORMS[2:]),
-    )
-    pooling = parser.add_argument_group("pooling")
-    pooling.add_argument(
-        "--align",
-        nargs="?",
-        const="both",
-        default="none",
-        metavar="SIDE",
-        help=(
-            "align heads first, within the model's symmetries: both (also without SIDE), keys or "
-            "values"
-        ),
-    )
-    pooling.add_argument(
-        "--grouping",
-        default="consecutive",
-        metavar="KIND",
-        help="heads to pool: consecutive, or similar (with the most similar values)",
-    )
-    expert = parser.add_expert_group("details of the conversion")
-    expert.add_argument(
-        "--score",
-        default="distance",
-        metavar="KIND",
-        help="similarity for --grouping similar: distance or cosine",
-    )
-    expert.add_argument(
-        "--where",
-        default="all",
-        metavar="KIND",
-        help="attention layers to convert: all, self or cross",
-    )
-    expert.add_argument(
-        "--by", default="best", metavar="METHOD", help="importance method for --to routed"
-    )
-    return parser
-
-
-def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
+def _parse_conversion(args: ConvertOptions) -> AttentionConversion:
     """Return the conversion that the options ask for."""
-    for option, value, names in (
-        ("--align", args.align, known_names.ALIGN_SIDES),
-        ("--grouping", args.grouping, known_names.GROUPINGS),
-        ("--score", args.score, known_names.SIMILARITY_KINDS),
-        ("--where", args.where, known_names.ATTENTION_KINDS),
-        ("--by", args.by, known_names.RANKING_METHODS),
-    ):
-        check_choice(option, value, names)
-    if (args.kv is None) == (args.to is None):
-        raise UsageError(
-            "give exactly one target: --kv COUNT, or --to with one of "
-            f"{', '.join(CONVERSION_FORMS)}"
-        )
-    if args.to is not None and (args.align != "none" or args.grouping != "consecutive"):
-        raise UsageError(
-            f"--align and --grouping apply to --kv only; leave them out with --to {args.to}"
-        )
-    match = FORM.fullmatch(args.to or "mha")
-    if match is None:
-        raise UsageError(
-            f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}"
-        )
-    if match["width"]:
-        check_minimum("--to collaborative", int(match["width"]), 1)
-    if match["active"]:
-        check_routing_of_config(args.model, int(match["always"]), int(match["active"]))
     from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     if args.kv is not None:
         return Pool(args.kv, args.align, args.grouping, args.score, args.seed)
+    match = FORM.fullmatch(args.to or "")
+    assert match is not None
     if match["width"]:
         return ToCollaborative(int(match["width"]))
     if match["active"]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
     DESCRIPTION_SUFFIXES,
-    add_json_argument,
-    add_spec_arguments,
+    SpecOptions,
     format_model_page,
     load_model_description,
     parse_spec,
@@ -17,7 +16,7 @@ from .arguments import (
     resolve_target,
     to_json,
 )
-from .command_parser import CommandParser, UsageError
+from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
     from ..inspect.attention_sites import Sites
@@ -26,32 +25,34 @@ if TYPE_CHECKING:
 MASK_TOKENS = 16  # enough to recognise every pattern, small enough for a terminal
 
 
+@options
+class DescriptionOptions(SpecOptions):
+    """Print a spec: its TOML, parameters by name, FLOPs, cache size, and mask. For a whole model (a
+    folder, a config.json or a TOML file), print a table of its tensors.
+
+    --tokens COUNT  tokens in the mask and in the FLOPs
+    --toml  print only the spec, as a file for cost, train, why, walk, sites
+    --json  print one JSON document instead of text
+
+    examples:
+    headwise spec gqa --set heads.kv=4 --set pattern='window(5) | first(2)'
+    headwise spec path/to/config.json
+    """
+
+    command = "spec"
+    tokens: int = MASK_TOKENS
+    toml: bool = False
+    json: bool = False
+
+    def check(self) -> None:
+        """Refuse two forms of output."""
+        if self.toml and self.json:
+            raise UsageError("--json and --toml exclude each other; leave one out")
+
+
 def spec_main(argv: list[str]) -> int:
     """Print one spec, or a whole model."""
-    parser = CommandParser(
-        "spec",
-        "Print a spec: its TOML, parameters by name, FLOPs, cache size, and mask. For a whole "
-        "model (a folder, a "
-        "config.json or a TOML file), print a table of its tensors.",
-        "headwise spec gqa --set heads.kv=4 --set pattern='window(5) | first(2)'",
-        "headwise spec path/to/config.json",
-    )
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=MASK_TOKENS,
-        metavar="COUNT",
-        help="tokens in the mask and in the FLOPs",
-    )
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument(
-        "--toml",
-        action="store_true",
-        help="print only the spec, as a file for cost, train, why, walk and sites",
-    )
-    add_json_argument(forms)
-    args = parser.parse_args(argv)
+    args = DescriptionOptions.parse(argv)
     if (model := load_model_description(args.spec)) is not None and args.preset is None:
         print_page(format_model_page(model, args))
         return 0
@@ -176,37 +177,35 @@ def _format_saved(retention: dict[str, Any]) -> str:
     )
 
 
+@options
+class WalkOptions(SpecOptions):
+    """Run a layer once on random input and list the steps of attention by number, with the shapes of
+    queries, keys and values, and whether a step copies or makes a view.
+
+    --layer PLACE  attention of a model, as in decoder.3.cross (default: first)
+    --batch COUNT  batch size
+    --tokens COUNT  tokens per sequence
+    --source COUNT  cross-attention to this many source tokens (default: self-attention)
+    --ops  every tensor operation by part, with strides
+    --json  print one JSON document instead of text
+
+    examples:
+    headwise walk mha --batch 5 --tokens 10
+    headwise walk transformer-base --layer decoder.0.cross --ops
+    """
+
+    command = "walk"
+    layer: str | None = None
+    batch: int = 5
+    tokens: int = 10
+    source: int | None = None
+    ops: bool = False
+    json: bool = False
+
+
 def walk_main(argv: list[str]) -> int:
     """Run a layer once on random input and print its tensor operations."""
-    parser = CommandParser(
-        "walk",
-        "Run a layer once on random input and list the steps of attention by number, with the "
-        "shapes of queries, keys "
-        "and values, and whether a step copies or makes a view.",
-        "headwise walk mha --batch 5 --tokens 10",
-        "headwise walk transformer-base --layer decoder.0.cross --ops",
-    )
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--layer",
-        metavar="PLACE",
-        help="attention of a model, as in decoder.3.cross (default: first)",
-    )
-    parser.add_argument("--batch", type=int, default=5, metavar="COUNT", help="batch size")
-    parser.add_argument(
-        "--tokens", type=int, default=10, metavar="COUNT", help="tokens per sequence"
-    )
-    parser.add_argument(
-        "--source",
-        type=int,
-        metavar="COUNT",
-        help="cross-attention to a source of this many tokens (default: self-attention)",
-    )
-    parser.add_argument(
-        "--ops", action="store_true", help="every tensor operation by part, with strides"
-    )
-    add_json_argument(parser)
-    args = parser.parse_args(argv)
+    args = WalkOptions.parse(argv)
     place, spec = _parse_layer(args)
     from ..nn.op_trace import AttentionSteps, walk
 
@@ -218,7 +217,7 @@ def walk_main(argv: list[str]) -> int:
     return 0
 
 
-def _parse_layer(args: argparse.Namespace) -> tuple[str, AttentionSpec]:
+def _parse_layer(args: WalkOptions) -> tuple[str, AttentionSpec]:
     """The attention that --layer names in a model, or its first one, with its place; "" and the
     spec of a layer.
     """
@@ -227,15 +226,7 @@ def _parse_layer(args: argparse.Namespace) -> tuple[str, AttentionSpec]:
         if args.layer is not None:
             raise UsageError(f"--layer {args.layer} is for models; leave it out")
         return "", parse_spec(args)
-    for option, value in (
-        ("--set", args.changes),
-        ("--model", args.model),
-        ("--heads", args.heads),
-    ):
-        if value:
-            raise UsageError(
-                f"{option} is for one spec, and {args.spec} describes a whole model; leave it out"
-            )
+    args.refuse_changes("leave it out")
     from ..costs.workload import select_layer
     from ..spec.attention_spec import AttentionSpec
 
@@ -250,24 +241,28 @@ def _parse_layer(args: argparse.Namespace) -> tuple[str, AttentionSpec]:
     return place, spec
 
 
+@options
+class SitesOptions(Options):
+    """List every attention layer of a model: its path, number of heads and attention pattern, and
+    whether its heads can be traced, ablated, pruned and converted, with the reason if not. A
+    description without weights works.
+
+    MODEL  a headwise or transformers folder, a .toml or .json file, or a preset
+    --json  print one JSON document instead of text
+
+    examples:
+    headwise sites runs/dates
+    headwise sites path/to/model --json
+    """
+
+    command = "sites"
+    model: str
+    json: bool = False
+
+
 def sites_main(argv: list[str]) -> int:
     """Print the table of attention layers."""
-    parser = CommandParser(
-        "sites",
-        "List every attention layer of a model: its path, number of heads and attention pattern, "
-        "and whether its heads "
-        "can be traced, ablated, pruned and converted, with the reason if not. A description "
-        "without weights works.",
-        "headwise sites runs/dates",
-        "headwise sites path/to/model --json",
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a headwise or transformers folder, a .toml or .json file, or a preset",
-    )
-    add_json_argument(parser)
-    args = parser.parse_args(argv)
+    args = SitesOptions.parse(argv)
     table = _list_sites(args.model)
     print_page(to_json(table.to_dict) if args.json else str(table))
     return 0
@@ -295,44 +290,36 @@ def _list_sites(name: str) -> Sites:
         return sites(Attention(target) if isinstance(target, AttentionSpec) else build(target))
 
 
+@options
+class WhyOptions(SpecOptions):
+    """Show which backend would run a spec, and why the others would not. Runs nothing and needs no
+    device.
+
+    --want RESULT  intermediate result that must be available, such as weights; repeatable
+    --device NAME  cpu, cuda, ...
+    --dtype NAME  float32, bf16, fp16 or float64
+    --tokens COUNT  queries per sequence: a number, many, or one (decoding from a cache)
+    --when STATE  assume grad (gradients are enabled), training, mask (a tensor passed as mask=),
+        paged (a paged KV cache), or packed (several sequences per row); repeatable
+    --json  print one JSON document instead of text
+
+    examples:
+    headwise why gqa --device cuda --dtype bf16 --want weights
+    headwise why mla --tokens one --when paged
+    """
+
+    command = "why"
+    want: tuple[str, ...] = ()
+    device: str = "cpu"
+    dtype: str = "float32"
+    tokens: str = "many"
+    when: tuple[str, ...] = ()
+    json: bool = False
+
+
 def why_main(argv: list[str]) -> int:
     """Print the chosen backend, and for each other one its reasons to refuse."""
-    parser = CommandParser(
-        "why",
-        "Show which backend would run a spec, and why the others would not. Runs nothing and "
-        "needs no device.",
-        "headwise why gqa --device cuda --dtype bf16 --want weights",
-        "headwise why mla --tokens one --when paged",
-    )
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--want",
-        action="append",
-        default=[],
-        metavar="RESULT",
-        help="intermediate result that must be available, such as weights; repeatable",
-    )
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda, ...")
-    parser.add_argument(
-        "--dtype", default="float32", metavar="NAME", help="float32, bf16, fp16 or float64"
-    )
-    parser.add_argument(
-        "--tokens",
-        default="many",
-        metavar="COUNT",
-        help="queries per sequence: a number, many, or one (decoding from a cache)",
-    )
-    parser.add_argument(
-        "--when",
-        action="append",
-        default=[],
-        metavar="STATE",
-        help="assume grad (gradients are enabled), training, mask (a tensor passed as mask=), "
-        "paged (a paged KV "
-        "cache), or packed (several sequences per row); repeatable",
-    )
-    add_json_argument(parser)
-    args = parser.parse_args(argv)
+    args = WhyOptions.parse(argv)
     spec = parse_spec(args)
     from ..backends.backend_report import why
 
@@ -348,6 +335,6 @@ def why_main(argv: list[str]) -> int:
     return 0
 
 
-def _split_options(options: list[str]) -> list[str]:
+def _split_options(options: Sequence[str]) -> list[str]:
     """Split values joined by commas."""
     return [word for option in options for word in option.split(",") if word]

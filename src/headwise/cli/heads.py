@@ -4,7 +4,6 @@ and a baseline.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,34 +14,28 @@ from typing import TYPE_CHECKING, Any
 from ..output_paths import check_output
 from ..progress import ProgressReporter
 from ..translation.terminal_text import wrap
-from . import known_names
-from .argument_checks import (
-    check_choice,
-    check_engine,
-    check_heads_of_config,
-    check_input_file,
-    check_model_path,
-    check_output_folder,
-    check_positive,
-)
+from .argument_checks import check_heads_of_config, check_input_file, check_model_path
 from .arguments import (
-    add_engine_arguments,
-    add_json_argument,
-    add_overwrite_argument,
+    check_engine,
     existing_mode,
     print_note,
     print_page,
     supports_style,
     to_json,
 )
-from .command_parser import CommandParser, UsageError
-from .one_text import ONE_TEXT_OPTIONS, add_one_text_arguments, check_one_text, show_one_text
-from .text_arguments import (
-    add_text_arguments,
-    attach_named_tokenizer,
-    check_text_arguments,
-    read_examples,
+from .one_text import check_one_text, show_one_text
+from .options import (
+    Count,
+    InputFiles,
+    ModelFolder,
+    Positive,
+    UsageError,
+    Words,
+    check_choice,
+    help_entries,
+    options,
 )
+from .text_arguments import TextOptions, attach_named_tokenizer, read_examples
 
 if TYPE_CHECKING:
     from ..head_analysis.annotated_examples import Example
@@ -51,6 +44,198 @@ if TYPE_CHECKING:
 
 
 TRACE_SUFFIX = ".trace"
+
+
+@options
+class HeadsOptions(TextOptions):
+    """Measure what every head of a model attends to over texts or images, compare it with chance, and
+    classify the heads, with confidence intervals.
+
+    --images PATH  images of a vision model: a folder, or an .npy
+    --sort MEASURE  list heads by this measure, largest first
+    --importance METHOD  estimate head importance: leave-one-out, michel or shapley
+    --redundancy  measure how similar heads are, compared with chance
+    --random-baseline  also measure a randomly initialised copy of the model
+    --out DIR  write the table and figures (SVG, PNG) to this folder
+    --draw HEAD  with --out, also draw these heads on the first text, such as L3H2 or SITE:HEAD;
+        the model may then be a .trace file
+    --overwrite  replace an earlier output of this command
+    --json  print one JSON document instead of text
+    --text TEXT  show the heads over this text alone; see --show in --help-all
+
+    one text (--text):
+    --show VIEW  weights, norms (weights times the length of values after W_O), rollout, logits
+        (what heads add to a logit) or points (queries and keys of a head on a plane) (default:
+        weights)
+    --target TEXT  target text, for an encoder-decoder model
+    --head HEAD  show weights, norms or points of this head, such as L3H2
+    --over HOW  without --head, mean, max, min or sum over heads and layers (default: mean)
+    --position INDEX  position whose logit --show logits explains (default: the last)
+    --token ID  token id to explain (default: the likeliest token)
+    --top COUNT  keys to list for each query (default: 3)
+    --compare-text TEXT  compare the weights of every head with this text
+    --compare-model MODEL  compare with another checkpoint on the same text
+
+    weights and hidden states:
+    --circuits  copying score of each head, and the norms of its slice of W_O and of W_V W_O
+    --spectra  number of dimensions in which the heads of each layer compare tokens, beside
+        Gaussian matrices
+    --collapse  how much the states of a text's tokens differ before and after all layers
+
+    details of the measurement:
+    --align SOURCE TARGET GOLD  read parallel lines, and word alignments as in 0-0 1-2 2?3
+    --criteria NAME  definitions of the head classes: ours, untested (ours without the test),
+        clark or voita
+    --engine NAME  where texts are measured: local: in this process; ray: on a cluster of several
+        machines
+    --address HOST:PORT  Ray cluster (default: start one here)
+    --seed INT  random seed
+    --budget SECONDS  time limit for --importance (default: no limit)
+    --normalise-layers  with --importance, divide the scores of each layer by their l2 norm
+    --pair SITE:HEAD  with --out, draw these two heads over each other (default: the most global
+        and the most local)
+
+    examples:
+    headwise heads path/to/model --data texts.txt --importance michel
+    headwise heads path/to/model --text 'The cat sat.' --show norms
+    """
+
+    command = "heads"
+    names = {"--align": "align_files"}
+    choices = {
+        "importance": "head_analysis.head_importance:IMPORTANCE_METHODS",
+        "show": "weights norms rollout logits points",
+        "over": "head_analysis.attention_maps:AGGREGATIONS",
+        "criteria": "head_analysis.head_classes:CLASSIFIERS",
+        "engine": "local ray",
+    }
+    images: str | None = None
+    sort: str | None = None
+    importance: str | None = None
+    redundancy: bool = False
+    random_baseline: bool = False
+    out: str | None = None
+    draw: Words = ()
+    overwrite: bool = False
+    json: bool = False
+    text: str | None = None
+    show: str | None = None
+    target: str | None = None
+    head: str | None = None
+    over: str | None = None
+    position: int | None = None
+    token: int | None = None
+    top: Count | None = None
+    compare_text: str | None = None
+    compare_model: ModelFolder | None = None
+    circuits: bool = False
+    spectra: bool = False
+    collapse: bool = False
+    align_files: InputFiles = ()
+    criteria: str = "ours"
+    engine: str = "local"
+    address: str = ""
+    seed: int = 0
+    budget: Positive | None = None
+    normalise_layers: bool = False
+    pair: Words = ()
+
+    @property
+    def text_sources(self) -> dict[str, bool]:
+        """The options that name texts or images, and whether they are given."""
+        more = {"--align": bool(self.align_files), "--images": self.images is not None}
+        return super().text_sources | more
+
+    def check(self) -> None:
+        """Refuse what cannot work before the model is loaded."""
+        entries = help_entries(HeadsOptions)
+        one_text = {name for name, entry in entries.items() if entry.group == "one text (--text)"}
+        if self.model.endswith(TRACE_SUFFIX):
+            self._check_trace()
+        elif self.text is not None:
+            shared = ("model", "text", "tokenizer", "json")
+            for name, flag in self.given.items():
+                if name not in shared and name not in one_text:
+                    raise UsageError(
+                        f"{flag} needs many texts, and --text gives one; leave one of them out"
+                    )
+            check_one_text(self)
+        else:
+            check_model_path("MODEL", self.model)
+            for name, flag in self.given.items():
+                if name in one_text:
+                    raise UsageError(f"{flag} is for one text; add --text TEXT")
+            self._check_many_texts()
+            self._check_drawing()
+
+    def _check_many_texts(self) -> None:
+        self.check_texts()
+        if self.images is not None:
+            self._check_images()
+        if self.answer_after and self.importance is None:
+            raise UsageError(
+                "--answer-after limits the loss of --importance; add --importance METHOD"
+            )
+        if self.normalise_layers and self.importance is None:
+            raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
+        if self.sort is not None and self.data is not None:  # other texts have further measures
+            check_choice("--sort", self.sort, self._list_measures())
+        if _parse_head_pair(self.pair) and self.out is None:
+            raise UsageError("--pair needs a folder for the figure; add --out DIR")
+        check_engine(self.engine, self.address)
+        if self.engine == "ray" and self.data is None and self.images is None:
+            raise UsageError(
+                "--engine ray measures texts and images without dependencies and alignments; "
+                "leave it out"
+            )
+
+    def _check_images(self) -> None:
+        """Refuse options that need texts."""
+        if self.criteria in ("clark", "voita"):
+            raise UsageError(
+                f"--criteria {self.criteria} is defined on texts; leave it out with --images"
+            )
+        if self.importance is not None:
+            raise UsageError(
+                "--importance needs texts or labels, and --images has neither; leave it out"
+            )
+        if self.tokenizer is not None:
+            raise UsageError("--tokenizer is for texts; leave it out with --images")
+
+    def _list_measures(self) -> list[str]:
+        """The measures of texts without annotations."""
+        from ..head_analysis.head_metrics import HEAD_METRICS
+        from ..head_analysis.literature_metrics import LITERATURE_METRICS
+
+        published = [name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")]
+        return [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
+
+    def _check_drawing(self) -> None:
+        from ..head_analysis.head_table import HEAD_NAME, check_head_name
+
+        for name in self.draw:
+            check_head_name(name)
+            match = HEAD_NAME.fullmatch(name)
+            if match and match[1] == "L":
+                check_heads_of_config(self.model, name, int(match[2]), [int(match[3])])
+        if self.draw and self.out is None:
+            raise UsageError("--draw needs a folder for the figures; add --out DIR")
+        if self.out is not None:
+            from ..head_analysis.head_report import HEAD_REPORT
+
+            check_output(self.out, HEAD_REPORT, existing_mode(self))
+
+    def _check_trace(self) -> None:
+        """Refuse everything but drawing heads of a trace."""
+        self._check_drawing()
+        check_input_file("MODEL", self.model)
+        if not self.draw:
+            raise UsageError(
+                f"{self.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR"
+            )
+        for name, flag in self.given.items():
+            if name not in ("model", "draw", "out", "overwrite"):
+                raise UsageError(f"{flag} needs a model, but {self.model} is a trace; leave it out")
 
 
 @dataclass
@@ -80,30 +265,11 @@ class ExtraAnalyses:
         } | self.weights
 
 
-def add_extra_arguments(parser: CommandParser) -> None:
-    """Add --importance, --redundancy and --random-baseline."""
-    parser.add_argument(
-        "--importance",
-        metavar="METHOD",
-        help="estimate head importance: leave-one-out, michel or shapley",
-    )
-    parser.add_argument(
-        "--redundancy",
-        action="store_true",
-        help="measure how similar heads are, compared with chance",
-    )
-    parser.add_argument(
-        "--random-baseline",
-        action="store_true",
-        help="also measure a randomly initialised copy of the model",
-    )
-
-
 def run_extras(
     model: Any,
     table: HeadTable,
     examples: Sequence[Example],
-    args: argparse.Namespace,
+    args: HeadsOptions,
     measure: Callable[[Any], HeadTable],
     report: ProgressReporter,
 ) -> tuple[HeadTable, ExtraAnalyses]:
@@ -138,7 +304,7 @@ def run_extras(
 
 
 def _describe_weights(
-    model: Any, examples: Sequence[Example], args: argparse.Namespace, extras: ExtraAnalyses
+    model: Any, examples: Sequence[Example], args: HeadsOptions, extras: ExtraAnalyses
 ) -> None:
     """Run --circuits, --spectra and --collapse."""
     from ..head_analysis import circuit_summary, rank_analysis
@@ -158,7 +324,7 @@ def _describe_weights(
 
 
 def _measure_importance(
-    model: Any, examples: Sequence[Example], args: argparse.Namespace, report: ProgressReporter
+    model: Any, examples: Sequence[Example], args: Any, report: ProgressReporter
 ) -> ImportanceResult:
     from ..head_analysis.head_importance import estimate_importance
     from ..head_analysis.importance_methods import ImportanceOptions
@@ -222,14 +388,11 @@ def format_extras(extras: ExtraAnalyses) -> str:
 
 def main(argv: list[str]) -> int:
     """Measure and classify the heads of a model, print the table, and write figures if asked."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = HeadsOptions.parse(argv)
     if args.model.endswith(TRACE_SUFFIX):
-        return _draw_from_trace(args, parser)
+        return _draw_from_trace(args)
     if args.text is not None:
-        check_one_text(args, parser)
         return show_one_text(args)
-    _check_arguments(args, parser)
     from ..hub.pretrained_models import load_original
     from ..inspect.attention_sites import sites
 
@@ -260,7 +423,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read_examples(
-    model: Any, args: argparse.Namespace
+    model: Any, args: HeadsOptions
 ) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
     """The texts or images that the options name, notes on what was skipped, and the sites to
     measure (empty: all).
@@ -274,212 +437,14 @@ def _read_examples(
     return images.examples, (*images.notes, NOT_FOR_IMAGES), images.sites
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "heads",
-        "Measure what every head of a model attends to over texts or images, compare it with "
-        "chance, and classify the "
-        "heads, with confidence intervals.",
-        "headwise heads path/to/model --data texts.txt --importance michel",
-        "headwise heads path/to/model --text 'The cat sat.' --show norms",
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a headwise or transformers folder; with --draw also a .trace file",
-    )
-    add_text_arguments(
-        parser,
-        "use examples of a task with known alignments: dates",
-        "read parsed sentences, and measure their dependency relations",
-    )
-    parser.add_argument(
-        "--images", metavar="PATH", help="images of a vision model: a folder, or an .npy"
-    )
-    parser.add_argument(
-        "--sort", metavar="MEASURE", help="list heads by this measure, largest first"
-    )
-    add_extra_arguments(parser)
-    parser.add_argument(
-        "--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder"
-    )
-    parser.add_argument(
-        "--draw",
-        nargs="+",
-        default=[],
-        metavar="HEAD",
-        help="with --out, also draw these heads on the first text, such as L3H2 or SITE:HEAD",
-    )
-    add_overwrite_argument(parser)
-    add_json_argument(parser)
-    add_one_text_arguments(parser)
-    _add_expert_arguments(parser)
-    return parser
-
-
-def _add_expert_arguments(parser: CommandParser) -> None:
-    weights = parser.add_expert_group("weights and hidden states")
-    weights.add_argument(
-        "--circuits",
-        action="store_true",
-        help="copying score of each head, and the norms of its slice of W_O and of W_V W_O",
-    )
-    weights.add_argument(
-        "--spectra",
-        action="store_true",
-        help=(
-            "number of dimensions in which the heads of each layer compare tokens, beside "
-            "Gaussian matrices"
-        ),
-    )
-    weights.add_argument(
-        "--collapse",
-        action="store_true",
-        help="how much the states of a text's tokens differ before and after all layers",
-    )
-    expert = parser.add_expert_group("details of the measurement")
-    expert.add_argument(
-        "--align",
-        dest="align_files",
-        nargs=3,
-        metavar=("SOURCE", "TARGET", "GOLD"),
-        help="read parallel lines, and word alignments as in 0-0 1-2 2?3",
-    )
-    expert.add_argument(
-        "--criteria",
-        default="ours",
-        metavar="NAME",
-        help=(
-            "definitions of the head classes: ours, untested (ours without the test), clark or "
-            "voita"
-        ),
-    )
-    add_engine_arguments(
-        expert,
-        "where texts are measured: local: in this process; ray: on a cluster of several machines",
-    )
-    expert.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
-    expert.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="time limit for --importance (default: no limit)",
-    )
-    expert.add_argument(
-        "--normalise-layers",
-        action="store_true",
-        help="with --importance, divide the scores of each layer by their l2 norm",
-    )
-    expert.add_argument(
-        "--pair",
-        nargs="*",
-        default=[],
-        metavar="SITE:HEAD",
-        help=(
-            "with --out, draw these two heads over each other (default: the most global and the "
-            "most local)"
-        ),
-    )
-
-
-def _check_arguments(args: argparse.Namespace, parser: CommandParser) -> None:
-    check_model_path(args.model)
-    if alone := [
-        name for name in ONE_TEXT_OPTIONS if getattr(args, name) != parser.get_default(name)
-    ]:
-        raise UsageError(f"--{alone[0].replace('_', '-')} is for one text; add --text TEXT")
-    check_text_arguments(args)
-    if args.images is not None:
-        _check_image_arguments(args)
-    if args.answer_after and args.importance is None:
-        raise UsageError("--answer-after limits the loss of --importance; add --importance METHOD")
-    if args.normalise_layers and args.importance is None:
-        raise UsageError("--normalise-layers needs scores to divide; add --importance METHOD")
-    check_choice("--importance", args.importance, known_names.IMPORTANCE_METHODS)
-    check_choice("--criteria", args.criteria, known_names.CRITERIA)
-    if (
-        args.conllu is args.align_files is args.task is args.images is None
-    ):  # these have further measures
-        check_choice("--sort", args.sort, _list_measures(args))
-    check_positive("--budget", args.budget)
-    if _parse_head_pair(args.pair) and args.out is None:
-        raise UsageError("--pair needs a folder for the figure; add --out DIR")
-    _check_engine(args)
-    _check_drawing(args)
-
-
-def _check_engine(args: argparse.Namespace) -> None:
-    check_engine(args)
-    if args.engine == "ray" and not args.conllu is args.align_files is args.task is None:
-        raise UsageError(
-            "--engine ray measures texts and images without dependencies and alignments; leave it "
-            "out"
-        )
-
-
-def _check_image_arguments(args: argparse.Namespace) -> None:
-    """Raise if an option is given that needs texts."""
-    if args.criteria in ("clark", "voita"):
-        raise UsageError(
-            f"--criteria {args.criteria} is defined on texts; leave it out with --images"
-        )
-    if args.importance is not None:
-        raise UsageError(
-            "--importance needs texts or labels, and --images has neither; leave it out"
-        )
-    if args.tokenizer is not None:
-        raise UsageError("--tokenizer is for texts; leave it out with --images")
-
-
-def _list_measures(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the measures of texts without annotations."""
-    published = [
-        name for name in known_names.LITERATURE_MEASURES if name.startswith(f"{args.criteria} ")
-    ]
-    return (
-        *known_names.MEASURES,
-        *published,
-        *(() if args.importance is None else ("importance",)),
-    )
-
-
-def _check_drawing(args: argparse.Namespace) -> None:
-    """Check --draw and --out."""
-    from ..head_analysis.head_table import HEAD_NAME, check_head_name
-
-    for name in args.draw:
-        check_head_name(name)
-        if (match := HEAD_NAME.fullmatch(name)) and match[1] == "L":
-            check_heads_of_config(args.model, name, int(match[2]), [int(match[3])])
-    if args.draw and args.out is None:
-        raise UsageError("--draw needs a folder for the figures; add --out DIR")
-    if args.out is not None:
-        check_output_folder(args.out, "report of heads", existing_mode(args))
-        from ..head_analysis.head_report import HEAD_REPORT
-
-        check_output(args.out, HEAD_REPORT, existing_mode(args))
-
-
-def _locate_drawn_heads(args: argparse.Namespace, layers: Sequence[Any]) -> list[tuple[str, int]]:
+def _locate_drawn_heads(args: HeadsOptions, layers: Sequence[Any]) -> list[tuple[str, int]]:
     from ..head_analysis.head_table import locate_head
 
     return [locate_head(name, layers) for name in args.draw]
 
 
-def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
+def _draw_from_trace(args: Any) -> int:
     """Draw heads of a trace, which needs neither the model nor texts."""
-    _check_drawing(args)
-    check_input_file("MODEL", args.model)
-    if not args.draw:
-        raise UsageError(
-            f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR"
-        )
-    unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]
-    if unused := [name for name in unused if name not in ("model", "draw", "out", "overwrite")]:
-        raise UsageError(
-            f"--{unused[0].replace('_', '-')} needs a model, but {args.model} is a trace; leave "
-            "it out"
-        )
     from ..head_analysis.head_report import draw_traced_heads
     from ..traces import load_trace
 
@@ -494,7 +459,7 @@ def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
     return 0
 
 
-def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:
+def _parse_head_pair(names: Sequence[str]) -> list[tuple[str, int]]:
     """Parse --pair: two heads as (site, head), or an empty list."""
     parts = [name.rpartition(":") for name in names]
     if len(names) not in (0, 2) or not all(site and head.isdecimal() for site, _, head in parts):
@@ -509,7 +474,7 @@ def _measure_model(
     model: Any,
     *,
     examples: Sequence[Example],
-    args: argparse.Namespace,
+    args: HeadsOptions,
     report: ProgressReporter,
     site_names: tuple[str, ...] = (),
 ) -> HeadTable:
@@ -527,7 +492,7 @@ def _measure_model(
 
         options = options._replace(engine=RayHeads(args.address))
     convention = "clark" if args.criteria == "clark" else "ours"
-    has_links = args.align_files is not None or args.task is not None
+    has_links = bool(args.align_files) or args.task is not None
     collectors = (
         [DependencyScores(convention=convention)]
         if args.conllu is not None
@@ -547,7 +512,7 @@ def _measure_model(
     return replace(table, texts=table.texts.replace("text", kind))
 
 
-def _format_table(table: HeadTable, args: argparse.Namespace) -> str:
+def _format_table(table: HeadTable, args: HeadsOptions) -> str:
     from ..head_analysis.head_figures import format_head_table, with_ansi_colour, without_colour
     from ..head_analysis.measure_tables import format_head_ranking
 

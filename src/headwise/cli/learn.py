@@ -4,30 +4,55 @@ and claim is run.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..output_paths import stage_folder
 from .arguments import (
-    add_json_argument,
-    add_language_argument,
-    add_overwrite_argument,
     existing_mode,
     print_note,
     print_page,
     terminal_language,
     to_json,
 )
-from .command_parser import CommandParser
+from .options import Options, options
 
 if TYPE_CHECKING:
     from ..learn.catalogue import Entry, Result
 
 
+@options
+class LearnOptions(Options):
+    """Walk the five source documents on attention. Every formula, table, figure, listing and claim is
+    quoted and run: the numbers, whether it holds, and why.
+
+    TOPIC  a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)
+    --list  list every entry with its state; run nothing
+    --lang {en,zh}  language of the texts (default: the locale's)
+    --html DIR  write one page for each document, with figures
+    --overwrite  replace an earlier output of this command
+    --json  print one JSON document instead of text
+
+    examples:
+    headwise learn 003
+    headwise learn softmax-scale --lang zh
+    """
+
+    command = "learn"
+    imports_parts = False
+    names = {"TOPIC": "what"}
+    choices = {"lang": "en zh"}
+    what: str | None = None
+    list: bool = False
+    lang: str | None = None
+    html: str | None = None
+    overwrite: bool = False
+    json: bool = False
+
+
 def main(argv: list[str]) -> int:
     """Run the entries of a document or topic, each printed as soon as it is computed."""
-    args = _parser().parse_args(argv)
+    args = LearnOptions.parse(argv)
     language = terminal_language(args.lang)
     from ..learn.catalogue import MODULES, find_entries, load_documents
     from ..learn.entry_text import format_entry, format_list, format_overview
@@ -55,34 +80,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "learn",
-        "Walk the five source documents on attention. Every formula, table, figure, listing and "
-        "claim is quoted and "
-        "run: the numbers, whether it holds, and why.",
-        "headwise learn 003",
-        "headwise learn softmax-scale --lang zh",
-    )
-    parser.add_argument(
-        "what",
-        nargs="?",
-        metavar="TOPIC",
-        help="a document 000 to 004, a topic, an entry (003-2.1) or a row (C1.4)",
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="list every entry with its state; run nothing"
-    )
-    add_language_argument(parser)
-    parser.add_argument(
-        "--html", metavar="DIR", help="write one page for each document, with figures"
-    )
-    add_overwrite_argument(parser)
-    add_json_argument(parser)
-    return parser
-
-
-def _write_pages(args: argparse.Namespace, language: str) -> int:
+def _write_pages(args: Any, language: str) -> int:
     from ..learn.catalogue import find_entries, load_documents
     from ..learn.document_page import DOCUMENT_PAGES, font_note, write_document_page
     from ..learn.entry_text import Words

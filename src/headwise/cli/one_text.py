@@ -4,132 +4,54 @@ comparison.
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
-from . import known_names
-from .argument_checks import check_choice, check_model_path, check_text_model, check_tokenizer
+from .argument_checks import check_model_path, check_text_model
 from .arguments import print_page, to_json
-from .command_parser import CommandParser, UsageError
+from .options import UsageError
 from .text_arguments import attach_named_tokenizer
 
 if TYPE_CHECKING:
     from ..head_analysis.attention_maps import AttentionMaps
     from ..traces import Trace
+    from .heads import HeadsOptions
 
 VIEWS = ("weights", "norms", "rollout", "logits", "points")
-ONE_TEXT_OPTIONS = (
-    "target",
-    "show",
-    "head",
-    "over",
-    "position",
-    "token",
-    "top",
-    "compare_text",
-    "compare_model",
-)
-OPTIONS = ("model", "text", "tokenizer", "json", *ONE_TEXT_OPTIONS)
+MATRICES = ("weights", "norms")
+USES = {  # views that an option is for, by its field
+    "head": (*MATRICES, "points"),
+    "over": MATRICES,
+    "top": (*MATRICES, "rollout"),
+    "position": ("logits",),
+    "token": ("logits",),
+}
 
 
-def add_one_text_arguments(parser: CommandParser) -> None:
-    """Add the options for one text."""
-    parser.add_argument(
-        "--text",
-        metavar="TEXT",
-        help="show the heads over this text alone; see --show in --help-all",
-    )
-    group = parser.add_expert_group("one text (--text)")
-    group.add_argument(
-        "--show",
-        metavar="VIEW",
-        help="weights, norms (weights times the length of values after W_O), rollout, logits "
-        "(what heads add to a "
-        "logit) or points (queries and keys of a head on a plane) (default: weights)",
-    )
-    group.add_argument("--target", metavar="TEXT", help="target text, for an encoder-decoder model")
-    group.add_argument(
-        "--head", metavar="HEAD", help="show weights, norms or points of this head, such as L3H2"
-    )
-    group.add_argument(
-        "--over",
-        metavar="HOW",
-        help="without --head, mean, max, min or sum over heads and layers (default: mean)",
-    )
-    group.add_argument(
-        "--position",
-        type=int,
-        metavar="INDEX",
-        help="position whose logit --show logits explains (default: the last)",
-    )
-    group.add_argument(
-        "--token", type=int, metavar="ID", help="token id to explain (default: the likeliest token)"
-    )
-    group.add_argument(
-        "--top", type=int, metavar="COUNT", help="keys to list for each query (default: 3)"
-    )
-    group.add_argument(
-        "--compare-text", metavar="TEXT", help="compare the weights of every head with this text"
-    )
-    group.add_argument(
-        "--compare-model", metavar="MODEL", help="compare with another checkpoint on the same text"
-    )
-
-
-def check_one_text(args: argparse.Namespace, parser: CommandParser) -> None:
+def check_one_text(args: HeadsOptions) -> None:
     """Refuse what cannot work before the model is loaded."""
     from ..head_analysis.head_table import check_head_name
 
-    unused = [
-        name
-        for name in vars(args)
-        if name not in OPTIONS and getattr(args, name) != parser.get_default(name)
-    ]
-    if unused:
-        option = {"align_files": "align"}.get(unused[0], unused[0].replace("_", "-"))
-        raise UsageError(
-            f"--{option} needs many texts, and --text gives one; leave one of them out"
-        )
-    check_model_path(args.model)
+    check_model_path("MODEL", args.model)
     check_text_model(args.model, "--text", "give --images PATH")
-    check_tokenizer(args.tokenizer)
-    check_choice("--show", args.show, VIEWS)
-    check_choice("--over", args.over, known_names.AGGREGATIONS)
     is_comparison = args.compare_text is not None or args.compare_model is not None
     if is_comparison and args.show is not None:
         raise UsageError(
             "--show and a comparison are two views; leave out --show, or --compare-text, "
             "--compare-model"
         )
-    if args.compare_model is not None:
-        check_model_path(args.compare_model)
     if args.head is not None:
         check_head_name(args.head)
     if args.show == "points" and args.head is None:
         raise UsageError("--show points needs a head; add --head L3H2, for example")
-    _check_uses(args, "comparison" if is_comparison else args.show or "weights")
-    if args.top is not None and args.top < 1:
-        raise UsageError(f"--top {args.top} is too small; give 1 or more")
-
-
-def _check_uses(args: argparse.Namespace, view: str) -> None:
-    """Refuse options that this view does not use."""
-    matrices = ("weights", "norms")
-    uses = {
-        "head": (*matrices, "points"),
-        "over": matrices,
-        "top": (*matrices, "rollout"),
-        "position": ("logits",),
-        "token": ("logits",),
-    }
-    for name, views in uses.items():
+    view = "comparison" if is_comparison else args.show or "weights"
+    for name, views in USES.items():
         if getattr(args, name) is not None and view not in views:
             raise UsageError(f"--{name} belongs to --show {' or '.join(views)}; leave it out")
     if args.head is not None and args.over is not None:
         raise UsageError("--over combines heads, and --head shows one; leave one of them out")
 
 
-def show_one_text(args: argparse.Namespace) -> int:
+def show_one_text(args: Any) -> int:
     """Print the view that the options name."""
     model = _load(args.model, args)
     if args.compare_text is not None or args.compare_model is not None:
@@ -149,7 +71,7 @@ def show_one_text(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(name: str, args: argparse.Namespace) -> Any:
+def _load(name: str, args: Any) -> Any:
     from ..hub.pretrained_models import load_original
     from ..inspect.model_inputs import is_encoder_decoder
 
@@ -162,11 +84,11 @@ def _load(name: str, args: argparse.Namespace) -> Any:
     return model
 
 
-def _inputs(args: argparse.Namespace, text: str) -> Any:
+def _inputs(args: Any, text: str) -> Any:
     return text if args.target is None else {"source": text, "text": args.target}
 
 
-def _make_matrix(model: Any, args: argparse.Namespace) -> Any:
+def _make_matrix(model: Any, args: Any) -> Any:
     from ..head_analysis.attention_maps import compute_attention_maps
 
     maps = compute_attention_maps(model, _inputs(args, args.text))
@@ -192,13 +114,13 @@ def _one_head(maps: AttentionMaps, model: Any, name: str, quantity: str, top: in
     return maps.table(matrix[head], f"{quantity} of {site} head {head}", site, top=top)
 
 
-def _trace(model: Any, args: argparse.Namespace, text: str) -> Trace:
+def _trace(model: Any, args: Any, text: str) -> Trace:
     from ..inspect.trace_capture import trace
 
     return trace(model, _inputs(args, text), max_new_tokens=0)
 
 
-def _map_points(model: Any, args: argparse.Namespace) -> Any:
+def _map_points(model: Any, args: Any) -> Any:
     from ..head_analysis.head_table import locate_head
     from ..traces import map_queries_and_keys
 
@@ -207,7 +129,7 @@ def _map_points(model: Any, args: argparse.Namespace) -> Any:
     return map_queries_and_keys(captured, site, head)
 
 
-def _compare(model: Any, args: argparse.Namespace) -> Any:
+def _compare(model: Any, args: Any) -> Any:
     from ..traces import compare_traces
 
     other = model if args.compare_model is None else _load(args.compare_model, args)

@@ -4,26 +4,29 @@ ratios.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..output_paths import check_output
-from . import known_names
-from .argument_checks import (
-    check_choice,
-    check_heads_of_config,
-    check_minimum,
-    check_positive,
-    check_share,
-)
+from ..output_paths import FolderKind, check_output
+from .argument_checks import check_heads_of_config
 from .arguments import existing_mode, print_page, to_json
-from .command_parser import CommandParser, UsageError
-from .compression_arguments import CompressionRun, add_compression_arguments, add_model_arguments
+from .compression_arguments import CompressionOptions, CompressionRun, SurgeryOptions
+from .options import (
+    AtLeastTwo,
+    Count,
+    Natural,
+    Positive,
+    UsageError,
+    Words,
+    check_choice,
+    check_share,
+    options,
+)
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -31,16 +34,108 @@ if TYPE_CHECKING:
     from ..surgery.l0_gates import GateTrainingOptions
     from ..surgery.pruning_curves import SweepOptions
 
-SELECTION_OPTIONS = ("keep", "heads", "drop", "clusters", "budget", "plan")
+
+@options
+class PruneOptions(CompressionOptions):
+    """Remove attention heads from a model, chosen by one of --keep, --heads, --budget and others.
+    Writes the smaller model to a new folder, with a proof that it equals the model with these heads
+    ablated, what was saved, and what was lost. With --sweep it writes pruning curves instead:
+    headwise prune --sweep --help.
+
+    --keep SHARE  keep the most important heads: a share (0.5) or number (4) of each layer
+    --heads LAYER:HEADS  remove these heads, as in 0:1,3 decoder.2.cross:0
+    --budget KIND=LIMIT  remove the least important heads until parameters=0.8, cache=0.5,
+        time=0.7, or a rise of loss=0.05
+    --by METHOD  importance method to rank heads, or random
+    --per SCOPE  scope of --keep: layer, stack or model
+    --sweep  write pruning curves: headwise prune --sweep --help
+
+    other ways to choose the heads to remove:
+    --drop CLASS  remove heads that have only these classes
+    --clusters  keep one head of each cluster of similar heads
+    --plan FOLDER  repeat the pruning recorded in this folder
+
+    details of the ranking:
+    --unit KIND  unit of removal: head, group (all query heads of a key-value head) or auto
+    --min-heads COUNT  heads to keep in every layer (default: 1 with --keep, 0 with --budget)
+    --sample COUNT  texts to estimate importance with (default: all)
+    --rerank-every COUNT  with --budget, estimate importance again after removing this many heads
+        (default: never)
+    --state FILE  with --budget, save progress to this file and resume from it (default: not
+        saved)
+    --gates STEPS  train an L0 gate on each head for this many steps; --keep is the share of all
+        heads (default: no gates)
+    --fold KIND  replace removed heads by none, mean (their mean output), or bias
+
+    examples:
+    headwise prune path/to/model --keep 0.5 --data texts.txt --out smaller
+    headwise prune path/to/model --heads 0:1,3 --data texts.txt --out smaller
+    """
+
+    command = "prune"
+    choices = {
+        "by": "surgery.head_selection:RANKING_METHODS",
+        "per": "surgery.head_selection:KEEP_SCOPES",
+        "unit": "surgery.pruning_plan:UNIT_KINDS",
+        "fold": "surgery.pruning:FOLD_MODES",
+    }
+    keep: str | None = None
+    heads: Words = ()
+    budget: str | None = None
+    by: str = "best"
+    per: str = "layer"
+    sweep: bool = False
+    drop: Words = ()
+    clusters: bool = False
+    plan: str | None = None
+    unit: str = "auto"
+    min_heads: Natural | None = None
+    sample: AtLeastTwo | None = None
+    rerank_every: Count | None = None
+    state: str | None = None
+    gates: Count | None = None
+    fold: str = "none"
+
+    def check(self) -> None:
+        """Refuse anything but one way of choosing heads, and heads that the model lacks."""
+        super().check()
+        ways = ("keep", "heads", "drop", "clusters", "budget", "plan")
+        chosen = [f"--{name}" for name in ways if getattr(self, name)]
+        if len(chosen) != 1:
+            conflict = f", not both {chosen[0]} and {chosen[1]}" if len(chosen) > 1 else ""
+            listed = ", ".join(f"--{name}" for name in ways)
+            raise UsageError(f"choose heads by exactly one of {listed}{conflict}")
+        if self.keep is not None:
+            _parse_fraction(self.keep)
+        for name in self.heads:
+            layer, heads = _split_heads(name)
+            number = int(layer) if layer.isdecimal() else None
+            check_heads_of_config(self.model, name, number, heads)
+        if self.budget is not None:
+            _parse_budget(self.budget)
+        if self.plan is not None and not Path(self.plan).exists():
+            raise UsageError(
+                f"there is no folder {self.plan!r} for --plan; give a folder that headwise prune "
+                "wrote"
+            )
+        if self.gates is not None and not self.keep:
+            raise UsageError("--gates needs --keep for the number of heads that stay; give both")
+        for name in ("rerank_every", "state"):
+            if name in self.given and not self.budget:
+                flag = self.given[name]
+                raise UsageError(f"{flag} needs --budget; add --budget, or leave out {flag}")
+        if self.state is not None:
+            from ..surgery.head_selection import STATE_FILE
+
+            check_output(self.state, STATE_FILE, "continue")
 
 
 def main(argv: list[str]) -> int:
     """Choose heads, remove them, write the model and its proof."""
     if "--sweep" in argv:
         return sweep_main(argv)
-    args = _parser().parse_args(argv)
-    _check_selection(args)
-    run = CompressionRun.from_args(args)
+    args = PruneOptions.parse(argv)
+    run = CompressionRun.from_options(args)
     from ..surgery.pruning import list_text_uses, prune
     from ..surgery.pruning_plan import fingerprint_model
 
@@ -54,160 +149,7 @@ def main(argv: list[str]) -> int:
     return run.write_and_verify(model, result.plan.summary, record, **result.proof_options)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "prune",
-        "Remove attention heads from a model. Writes the smaller model to a new folder, with a "
-        "proof that it equals "
-        "the model with these heads ablated, what was saved, and what was lost.",
-        "headwise prune path/to/model --keep 0.5 --data texts.txt --out smaller",
-        "headwise prune path/to/model --heads 0:1,3 --data texts.txt --out smaller",
-    )
-    add_compression_arguments(parser)
-    selection = parser.add_argument_group("heads to remove (exactly one)")
-    selection.add_argument(
-        "--keep",
-        metavar="SHARE",
-        help="keep the most important heads: a share (0.5) or number (4) of each layer",
-    )
-    selection.add_argument(
-        "--heads",
-        nargs="+",
-        metavar="LAYER:HEADS",
-        help="remove these heads, as in 0:1,3 decoder.2.cross:0",
-    )
-    selection.add_argument(
-        "--budget",
-        metavar="KIND=LIMIT",
-        help=(
-            "remove the least important heads until parameters=0.8, cache=0.5, time=0.7, or a "
-            "rise of loss=0.05"
-        ),
-    )
-    selection.add_argument(
-        "--sweep", action="store_true", help="write pruning curves: headwise prune --sweep --help"
-    )
-    other = parser.add_expert_group("other ways to choose the heads to remove")
-    other.add_argument(
-        "--drop", nargs="+", metavar="CLASS", help="remove heads that have only these classes"
-    )
-    other.add_argument(
-        "--clusters", action="store_true", help="keep one head of each cluster of similar heads"
-    )
-    other.add_argument(
-        "--plan", metavar="FOLDER", help="repeat the pruning recorded in this folder"
-    )
-    _add_ranking_arguments(parser)
-    return parser
-
-
-def _add_ranking_arguments(parser: CommandParser) -> None:
-    everyday = parser.add_argument_group("ranking of heads")
-    everyday.add_argument(
-        "--by", default="best", metavar="METHOD", help="importance method, or random"
-    )
-    everyday.add_argument(
-        "--per", default="layer", metavar="SCOPE", help="scope of --keep: layer, stack or model"
-    )
-    ranking = parser.add_expert_group("details of the ranking")
-    add_unit_argument(ranking)
-    ranking.add_argument(
-        "--min-heads",
-        type=int,
-        metavar="COUNT",
-        help="heads to keep in every layer (default: 1 with --keep, 0 with --budget)",
-    )
-    ranking.add_argument(
-        "--sample",
-        type=int,
-        metavar="COUNT",
-        help="texts to estimate importance with (default: all)",
-    )
-    ranking.add_argument(
-        "--rerank-every",
-        type=int,
-        metavar="COUNT",
-        help=(
-            "with --budget, estimate importance again after removing this many heads (default: "
-            "never)"
-        ),
-    )
-    ranking.add_argument(
-        "--state",
-        metavar="FILE",
-        help="with --budget, save progress to this file and resume from it (default: not saved)",
-    )
-    ranking.add_argument(
-        "--gates",
-        type=int,
-        metavar="STEPS",
-        help=(
-            "train an L0 gate on each head for this many steps; --keep is the share of all heads "
-            "(default: no gates)"
-        ),
-    )
-    ranking.add_argument(
-        "--fold",
-        default="none",
-        metavar="KIND",
-        help="replace removed heads by none, mean (their mean output), or bias",
-    )
-
-
-def add_unit_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--unit`."""
-    parser.add_argument(
-        "--unit",
-        default="auto",
-        metavar="KIND",
-        help="unit of removal: head, group (all query heads of a key-value head) or auto",
-    )
-
-
-def _check_selection(args: argparse.Namespace) -> None:
-    selected = [name for name in SELECTION_OPTIONS if getattr(args, name)]
-    if len(selected) != 1:
-        conflict = f", not both --{selected[0]} and --{selected[1]}" if len(selected) > 1 else ""
-        raise UsageError(
-            "choose heads by exactly one of "
-            f"{', '.join(f'--{name}' for name in SELECTION_OPTIONS)}{conflict}"
-        )
-    if args.keep is not None:
-        _parse_fraction(args.keep)
-    for name in args.heads or ():
-        layer, heads = _split_heads(name)
-        check_heads_of_config(args.model, name, int(layer) if layer.isdecimal() else None, heads)
-    if args.budget is not None:
-        _parse_budget(args.budget)
-    if args.plan is not None and not Path(args.plan).exists():
-        raise UsageError(
-            f"there is no folder {args.plan!r} for --plan; give a folder that headwise prune wrote"
-        )
-    if args.gates is not None and not args.keep:
-        raise UsageError("--gates needs --keep for the number of heads that stay; give both")
-    for option, value in (("--rerank-every", args.rerank_every), ("--state", args.state)):
-        if value is not None and not args.budget:
-            raise UsageError(f"{option} needs --budget; add --budget, or leave out {option}")
-    check_choice("--by", args.by, known_names.RANKING_METHODS)
-    check_choice("--per", args.per, known_names.KEEP_SCOPES)
-    check_choice("--fold", args.fold, known_names.FOLD_MODES)
-    check_minimum("--rerank-every", args.rerank_every, 1)
-    if args.state is not None:
-        from ..surgery.head_selection import STATE_FILE
-
-        check_output(args.state, STATE_FILE, "continue")
-    _check_removal(args)
-
-
-def _check_removal(args: argparse.Namespace) -> None:
-    """Check the options that --sweep has too."""
-    check_choice("--unit", args.unit, known_names.UNIT_KINDS)
-    check_minimum("--min-heads", args.min_heads, 0)
-    check_minimum("--sample", args.sample, 2)
-    check_minimum("--gates", args.gates, 1)
-
-
-def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
+def _selection(args: Any, run: CompressionRun) -> HeadSelection:
     """Return the library objects that the options describe."""
     from ..surgery import (
         DropClasses,
@@ -249,7 +191,7 @@ def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
     return _stopping_budget(args, ranking) if args.budget else _load_plan(args, run)
 
 
-def _stopping_budget(args: argparse.Namespace, ranking: HeadRanking) -> HeadSelection:
+def _stopping_budget(args: Any, ranking: HeadRanking) -> HeadSelection:
     from ..surgery import PruneToBudget, PruningBudget
 
     budget = PruningBudget(*_parse_budget(args.budget))
@@ -266,7 +208,7 @@ def _parse_budget(text: str) -> tuple[str, float]:
         raise UsageError(
             f"--budget {text} is not a budget; write KIND=LIMIT, as in cache=0.5"
         ) from None
-    check_choice("--budget", kind, known_names.BUDGET_KINDS)
+    check_choice("--budget", kind, ["surgery.head_selection:BUDGET_KINDS"])
     if (
         not 0 <= number < math.inf
         or (number == 0 and kind != "loss")
@@ -285,7 +227,7 @@ def _parse_budget(text: str) -> tuple[str, float]:
     return kind, number
 
 
-def _load_plan(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
+def _load_plan(args: Any, run: CompressionRun) -> HeadSelection:
     """Return the selection recorded in heads.json of another folder, which must come from this
     model.
     """
@@ -321,7 +263,7 @@ def _parse_fraction(text: str) -> float | int:
     return amount
 
 
-def _parse_heads(net: Transformer, names: list[str]) -> list[tuple[str, int]]:
+def _parse_heads(net: Transformer, names: Sequence[str]) -> list[tuple[str, int]]:
     """Parse --heads, each LAYER:HEADS; return (site, head) pairs."""
     from ..inspect.attention_sites import sites
 
@@ -348,14 +290,76 @@ def _split_heads(name: str) -> tuple[str, list[int]]:
 GATE_BATCH_SIZE = 16  # texts per training step of the gates
 
 
+@options
+class SweepCommandOptions(SurgeryOptions):
+    """Remove more and more heads of a model, in several orders, and measure its quality. Writes
+    numbers, figures and a report to a new folder. Retrains nothing and writes no model.
+
+    --sweep  measure quality against the number of remaining heads
+    --by ORDER  orders to compare: importance methods, random, gates; the report compares the
+        first with the others (default: leave-one-out, michel where the loss has a gradient,
+        random)
+    --points SHARES  shares of heads to keep, as in 0.75,0.5,0.25 (default: 0.9, 0.8, ... 0.1)
+    --parts PART  prune in all, encoder, decoder or cross attention (default: each of them)
+    --max-loss-rise LOSS  largest acceptable rise of the loss
+
+    details of the sweep:
+    --random-orders COUNT  samples of the random order
+    --gates STEPS  add the order of L0 gates, trained for this many steps (default: no gates)
+    --answers ORDER  orders whose pruned models also generate text, for BLEU or the scores of the
+        task (default: none)
+    --sample COUNT  texts to estimate importance with (default: all)
+    --unit KIND  unit of removal: head, group (all query heads of a key-value head) or auto
+    --min-heads COUNT  heads to keep in every attention layer
+
+    examples:
+    headwise prune MODEL --sweep --data texts.txt --out curves
+    headwise prune MODEL --sweep --by michel random --task dates --out curves
+    """
+
+    command = "prune --sweep"
+    choices = {
+        "by": "surgery.pruning_curves:REMOVAL_ORDERS",
+        "answers": "surgery.pruning_curves:REMOVAL_ORDERS",
+        "unit": "surgery.pruning_plan:UNIT_KINDS",
+    }
+    sweep: bool = False
+    by: Words = ()
+    points: str = ""
+    parts: Words = ()
+    max_loss_rise: Positive = 0.1
+    random_orders: Count = 5
+    gates: Count | None = None
+    answers: Words = ()
+    sample: AtLeastTwo | None = None
+    unit: str = "auto"
+    min_heads: Natural = 0
+
+    @property
+    def output_kind(self) -> FolderKind:
+        """The kind of folder that the command writes."""
+        from ..surgery.curve_report import CURVES_FOLDER
+
+        return CURVES_FOLDER
+
+    def check(self) -> None:
+        """Refuse shares and orders that cannot be."""
+        super().check()
+        for point in _parse_fractions(self.points):
+            check_share("--points", point)
+        for flag, orders in (("--by", self.by), ("--answers", self.answers)):
+            if "gates" in orders and self.gates is None:
+                raise UsageError(
+                    f"{flag} gates needs the steps that gates are trained for; add --gates STEPS"
+                )
+
+
 def sweep_main(argv: list[str]) -> int:
     """Measure quality against the number of remaining heads, for several orders of removal; write
     curves, no model.
     """
-    args = _sweep_parser().parse_args(argv)
-    points = _parse_fractions(args.points)
-    _check_sweep(args, points)
-    run = CompressionRun.from_args(args)
+    args = SweepCommandOptions.parse(argv)
+    run = CompressionRun.from_options(args)
     run.split_texts(("heads were chosen",))
     from ..surgery.curve_report import render_terminal, to_report_data, write_report
     from ..surgery.pruning_curves import run_sweep
@@ -364,7 +368,7 @@ def sweep_main(argv: list[str]) -> int:
         run.net,
         run.selection_examples,
         run.proof_examples,
-        _sweep_config(args, run, points),
+        _sweep_config(args, run),
         run.report_progress,
     )
     command = shlex.join(["headwise", "prune", *argv])
@@ -382,86 +386,6 @@ def sweep_main(argv: list[str]) -> int:
     return 0
 
 
-def _sweep_parser() -> CommandParser:
-    parser = CommandParser(
-        "prune --sweep",
-        "Remove more and more heads of a model, in several orders, and measure its quality. "
-        "Writes numbers, figures "
-        "and a report to a new folder. Retrains nothing and writes no model.",
-        "headwise prune MODEL --sweep --data texts.txt --out curves",
-        "headwise prune MODEL --sweep --by michel random --task dates --out curves",
-    )
-    add_model_arguments(parser, "the numbers, figures and report")
-    sweep = parser.add_argument_group("sweep")
-    sweep.add_argument(
-        "--sweep", action="store_true", help="measure quality against the number of remaining heads"
-    )
-    sweep.add_argument(
-        "--by",
-        nargs="+",
-        default=[],
-        metavar="ORDER",
-        help="orders to compare: importance methods, random, gates; the report compares the first "
-        "with the others "
-        "(default: leave-one-out, michel where the loss has a gradient, random)",
-    )
-    sweep.add_argument(
-        "--points",
-        default="",
-        metavar="SHARES",
-        help="shares of heads to keep, as in 0.75,0.5,0.25 (default: 0.9, 0.8, ... 0.1)",
-    )
-    sweep.add_argument(
-        "--parts",
-        nargs="+",
-        default=[],
-        metavar="PART",
-        help="prune in all, encoder, decoder or cross attention (default: each of them)",
-    )
-    sweep.add_argument(
-        "--max-loss-rise",
-        type=float,
-        default=0.1,
-        metavar="LOSS",
-        help="largest acceptable rise of the loss",
-    )
-    expert = parser.add_expert_group("details of the sweep")
-    expert.add_argument(
-        "--random-orders", type=int, default=5, metavar="COUNT", help="samples of the random order"
-    )
-    expert.add_argument(
-        "--gates",
-        type=int,
-        metavar="STEPS",
-        help="add the order of L0 gates, trained for this many steps (default: no gates)",
-    )
-    expert.add_argument(
-        "--answers",
-        nargs="+",
-        default=[],
-        metavar="ORDER",
-        help=(
-            "orders whose pruned models also generate text, for BLEU or the scores of the task "
-            "(default: none)"
-        ),
-    )
-    expert.add_argument(
-        "--sample",
-        type=int,
-        metavar="COUNT",
-        help="texts to estimate importance with (default: all)",
-    )
-    add_unit_argument(expert)
-    expert.add_argument(
-        "--min-heads",
-        type=int,
-        default=0,
-        metavar="COUNT",
-        help="heads to keep in every attention layer",
-    )
-    return parser
-
-
 def _parse_fractions(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(fraction) for fraction in text.split(",")) if text else ()
@@ -471,30 +395,13 @@ def _parse_fractions(text: str) -> tuple[float, ...]:
         ) from None
 
 
-def _check_sweep(args: argparse.Namespace, points: tuple[float, ...]) -> None:
-    for point in points:
-        check_share("--points", point)
-    for option, orders in (("--by", args.by), ("--answers", args.answers)):
-        for order in orders:
-            check_choice(option, order, known_names.REMOVAL_ORDERS)
-            if order == "gates" and args.gates is None:
-                raise UsageError(
-                    f"{option} gates needs the steps that gates are trained for; add --gates STEPS"
-                )
-    check_positive("--max-loss-rise", args.max_loss_rise)
-    check_minimum("--random-orders", args.random_orders, 1)
-    _check_removal(args)
-
-
-def _sweep_config(
-    args: argparse.Namespace, run: CompressionRun, points: tuple[float, ...]
-) -> SweepOptions:
+def _sweep_config(args: SweepCommandOptions, run: CompressionRun) -> SweepOptions:
     """Return the library objects that the options describe."""
     from ..surgery.pruning_curves import DEFAULT_SHARES, SweepOptions
 
     return SweepOptions(
         orders=tuple(args.by),
-        shares=points or DEFAULT_SHARES,
+        shares=_parse_fractions(args.points) or DEFAULT_SHARES,
         parts=tuple(args.parts),
         objective=args.objective,
         num_examples=args.sample,
@@ -509,7 +416,7 @@ def _sweep_config(
     )
 
 
-def _gate_training(args: argparse.Namespace, run: CompressionRun) -> GateTrainingOptions:
+def _gate_training(args: Any, run: CompressionRun) -> GateTrainingOptions:
     """Return options for training gates on the frozen model with half of the heads open; heads are
     ranked by how likely their gates are to be open.
     """

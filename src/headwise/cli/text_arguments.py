@@ -4,87 +4,81 @@ sentences, or a task.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import known_names
-from .argument_checks import check_choice, check_input_file, check_text_model, check_tokenizer
-from .arguments import parse_value
-from .command_parser import CommandParser, UsageError
+from .argument_checks import check_text_model
+from .arguments import parse_assignments
+from .options import InputFile, Options, TokenizerFile, UsageError, options
 
 if TYPE_CHECKING:
     from ..data import Task
     from ..head_analysis.annotated_examples import Example
 
 DEFAULT_EXAMPLES = 200  # task examples without --limit
-TEXT_SOURCES = ("data", "conllu", "align_files", "task", "images")
 
 
-def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
-    """Add the options that name texts; `task` and `conllu` are the help texts of these options."""
-    parser.add_argument(
-        "--data", metavar="FILE", help="texts, one per line; a tab separates source, target"
-    )
-    parser.add_argument("--task", metavar="NAME", help=task)
-    parser.add_argument(
-        "--limit",
-        type=int,
-        metavar="COUNT",
-        help=f"use at most this many texts (default: all, {DEFAULT_EXAMPLES} of a task)",
-    )
-    other = parser.add_expert_group("other texts")
-    other.add_argument("--conllu", metavar="FILE", help=conllu)
-    other.add_argument(
-        "--answer-after",
-        default="",
-        metavar="TEXT",
-        help="with --data, score only what a decoder predicts after the last TEXT of each line, "
-        "such as 'A:' "
-        "(default: all)",
-    )
-    add_tokenizer_argument(other)
+@options
+class TextOptions(Options):
+    """Options for the model and the texts that `heads`, `prune` and `convert` read.
+
+    MODEL  a folder of headwise or transformers
+    --data FILE  texts, one per line; a tab separates source, target
+    --task NAME  use examples of a task, such as dates
+    --limit COUNT  use at most this many texts (default: all, 200 of a task)
+
+    other texts:
+    --conllu FILE  read parsed sentences; heads also measures their dependency relations
+    --answer-after TEXT  with --data, score only what a decoder predicts after the last TEXT of
+        each line, such as 'A:' (default: all)
+    --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
+        model's)
+    """
+
+    choices = {"task": "data:TASKS"}
+    model: str
+    data: InputFile | None = None
+    task: str | None = None
+    limit: int | None = None
+    conllu: InputFile | None = None
+    answer_after: str = ""
+    tokenizer: TokenizerFile | None = None
+
+    @property
+    def text_sources(self) -> dict[str, bool]:
+        """The options that name texts, and whether they are given."""
+        return {
+            "--data": self.data is not None,
+            "--conllu": self.conllu is not None,
+            "--task": self.task is not None,
+        }
+
+    def check_texts(self) -> None:
+        """Refuse anything but one source of texts, and a model of another kind."""
+        given = [name for name, is_given in self.text_sources.items() if is_given]
+        if len(given) != 1:
+            sources = ["--data FILE", "--conllu FILE"]
+            if "--align" in self.text_sources:
+                sources += ["--align SOURCE TARGET GOLD", "--images PATH"]
+            raise UsageError(
+                f"give exactly one source of texts: {', '.join(sources)}, or --task dates"
+            )
+        if self.answer_after and self.data is None:
+            raise UsageError(
+                f"--answer-after {self.answer_after!r} needs lines of text; give them with --data "
+                "FILE"
+            )
+        if self.limit is not None and self.limit < 2:
+            raise UsageError(
+                f"--limit {self.limit} is too few for a confidence interval; give at least 2"
+            )
+        if given[0] != "--images":
+            has_images = "--images" in self.text_sources
+            remedy = "use hw.prune or hw.convert with batches of pixels"
+            check_text_model(self.model, given[0], "give --images PATH" if has_images else remedy)
 
 
-def add_tokenizer_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--tokenizer`."""
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="tokenizer of a model without one: a tokenizer.json, or bytes (default: the model's)",
-    )
-
-
-def check_text_arguments(args: argparse.Namespace) -> None:
-    """Raise unless exactly one source of texts is given and exists, with a sensible --limit."""
-    options = vars(args)
-    if sum(options.get(name) is not None for name in TEXT_SOURCES) != 1:
-        links = ["--align SOURCE TARGET GOLD", "--images PATH"] if "align_files" in options else []
-        sources = ", ".join(["--data FILE", "--conllu FILE", *links])
-        raise UsageError(f"give exactly one source of texts: {sources}, or --task dates")
-    if args.answer_after and args.data is None:
-        raise UsageError(
-            f"--answer-after {args.answer_after!r} needs lines of text; give them with --data FILE"
-        )
-    if args.limit is not None and args.limit < 2:
-        raise UsageError(
-            f"--limit {args.limit} is too few for a confidence interval; give at least 2"
-        )
-    for name in (name for name in TEXT_SOURCES[:4] if options.get(name) is not None):
-        images = (
-            "give --images PATH"
-            if "images" in options
-            else "use hw.prune or hw.convert with batches of pixels"
-        )
-        check_text_model(args.model, f"--{name.removesuffix('_files')}", images)
-    check_input_file("--data", args.data)
-    check_input_file("--conllu", args.conllu)
-    for name in options.get("align_files") or ():
-        check_input_file("--align", name)
-    check_choice("--task", args.task, (*known_names.TASKS, *known_names.FILE_TASKS))
-    check_tokenizer(args.tokenizer)
-
-
-def attach_named_tokenizer(model: Any, args: argparse.Namespace) -> None:
+def attach_named_tokenizer(model: Any, args: TextOptions) -> None:
     """Attach the tokenizer named by --tokenizer, if any, to the model."""
     if args.tokenizer is not None:
         from ..hub.tokenizer_files import attach_tokenizer
@@ -92,23 +86,15 @@ def attach_named_tokenizer(model: Any, args: argparse.Namespace) -> None:
         attach_tokenizer(model, args.tokenizer)
 
 
-def parse_task(args: argparse.Namespace, changes: list[str]) -> Task:
+def parse_task(args: Any, changes: Sequence[str]) -> Task:
     """Return the task named by --task, with its fields set by `changes`, each as KEY=VALUE."""
     from ..data import make_task
 
-    fields: dict[str, Any] = {}
-    for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals or not key:
-            raise UsageError(
-                f"--set {change!r} is not KEY=VALUE; name a field of the task and its value"
-            )
-        fields[key] = parse_value(text)
-    return make_task(args.task, **fields)
+    return make_task(args.task, **parse_assignments(changes, "--set digits=3"))
 
 
 def read_examples(
-    model: Any, args: argparse.Namespace, task: Task | None = None
+    model: Any, args: Any, task: Task | None = None
 ) -> tuple[list[Example], tuple[str, ...]]:
     """Read the texts that the options name; return them with notes on texts that were skipped.
 
@@ -122,7 +108,7 @@ def read_examples(
         reader = annotated_examples.examples_from_sentences(model, sentences, args.limit)
     elif task is not None:
         reader = annotated_examples.examples_from_task(model, task, args.limit or DEFAULT_EXAMPLES)
-    elif vars(args).get("align_files") is not None:
+    elif vars(args).get("align_files"):
         reader = _read_aligned_pairs(model, args)
     elif args.task is not None:
         from ..data import make_task as make_task_by_name
@@ -143,7 +129,7 @@ def read_examples(
     return examples, reader.notes
 
 
-def _read_aligned_pairs(model: Any, args: argparse.Namespace) -> Any:
+def _read_aligned_pairs(model: Any, args: Any) -> Any:
     from ..head_analysis import annotated_examples
 
     source, target, gold = (annotated_examples.read_lines(path) for path in args.align_files)

@@ -2,170 +2,146 @@
 
 from __future__ import annotations
 
-import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import read_text_file
 from ..output_paths import check_output
-from . import known_names
-from .argument_checks import (
+from .argument_checks import check_input_file, check_model_path
+from .arguments import existing_mode, parse_bytes, print_note, print_page, to_json
+from .options import (
+    Count,
+    InputFile,
+    Natural,
+    Options,
+    TokenizerFile,
+    UsageError,
     check_choice,
-    check_input_file,
-    check_model_path,
-    check_suffix,
-    check_tokenizer,
+    options,
 )
-from .arguments import (
-    add_json_argument,
-    add_overwrite_argument,
-    existing_mode,
-    parse_bytes,
-    print_note,
-    print_page,
-    to_json,
-)
-from .command_parser import CommandParser, UsageError
-from .text_arguments import add_tokenizer_argument
 
 if TYPE_CHECKING:
     from ..traces import Trace
 
 TRACE_SUFFIX = ".trace"
 MAX_NEW_TOKENS = 64  # default of --new-tokens for encoder-decoder models
-CAPTURE_OPTIONS = (
-    "text",
-    "data",
-    "out",
-    "new_tokens",
-    "record",
-    "sites",
-    "budget",
-    "precision",
-    "tokenizer",
-    "limit",
-    "thumbnails",
-)
+
+
+@options
+class TraceOptions(Options):
+    """Record the queries and keys of every head while a model reads a text, in one file that opens
+    without the model and from which all attention weights can be recomputed. For a .trace file,
+    print what it contains.
+
+    MODEL  a folder with a model, or a .trace file
+    --text TEXT  input text; repeatable
+    --target TEXT  target text, for an encoder-decoder model
+    --data FILE  a file with one text per line, or an image
+    --limit COUNT  use at most this many lines of --data (default: 8)
+    --out FILE  write the trace to this file
+    --new-tokens COUNT  generate this many tokens and trace every step (default: 64; 0 for
+        decoder-only models)
+    --export FILE  write attention weights to a .csv, .json or .npz file
+    --min-weight WEIGHT  with --export, leave out smaller weights
+    --overwrite  replace an earlier output of this command
+    --json  print one JSON document instead of text
+
+    details of the recording:
+    --record v,z  also record v (values) and z (head outputs)
+    --sites A,B  record only these layers or site names (default: all)
+    --budget MEMORY  memory limit for the trace (default: 1 GB)
+    --precision KIND  own (that of the model) or half (16 bits)
+    --thumbnails CELLS  size of the thumbnail of each head; 0 for none (default: 64)
+    --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
+        model's)
+
+    examples:
+    headwise trace runs/dates --text '<zh>20 November 2026' --out dates.trace
+    headwise trace dates.trace --export weights.csv --min-weight 0.01
+    """
+
+    command = "trace"
+    choices = {"precision": "inspect.trace_capture:PRECISIONS"}
+    model: str
+    text: tuple[str, ...] = ()
+    target: str | None = None
+    data: InputFile | None = None
+    limit: Count | None = None
+    out: str | None = None
+    new_tokens: Natural | None = None
+    export: str | None = None
+    min_weight: float = 0.0
+    overwrite: bool = False
+    json: bool = False
+    record: str = ""
+    sites: str = ""
+    budget: str | None = None
+    precision: str = "own"
+    thumbnails: Natural | None = None
+    tokenizer: TokenizerFile | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot work before anything is loaded."""
+        from ..traces.import_export import EXPORT_SUFFIXES, WEIGHT_FILE
+        from ..traces.trace_file import TRACE_FILE
+
+        if not self.min_weight >= 0:
+            raise UsageError(f"--min-weight {self.min_weight} is not a weight; give 0 or more")
+        if self.out is not None:
+            check_output(self.out, TRACE_FILE, existing_mode(self))
+        if self.export is not None:
+            check_output(self.export, WEIGHT_FILE, existing_mode(self))
+            if Path(self.export).suffix.lower() not in EXPORT_SUFFIXES:
+                raise UsageError(
+                    f"--export {self.export} has none of the suffixes "
+                    f"{', '.join(EXPORT_SUFFIXES)}; give one of these"
+                )
+        if self.model.endswith(TRACE_SUFFIX):
+            self._check_opening()
+        else:
+            self._check_recording()
+
+    def _check_opening(self) -> None:
+        allowed = ("model", "target", "export", "min_weight", "overwrite", "json")
+        unused = [name for field, name in self.given.items() if field not in allowed]
+        if unused:
+            raise UsageError(
+                f"{unused[0]} applies when recording, but {self.model} is a trace; leave it out"
+            )
+        check_input_file("MODEL", self.model)
+
+    def _check_recording(self) -> None:
+        if bool(self.text) == (self.data is not None):
+            raise UsageError("give exactly one input: --text TEXT, or --data FILE")
+        if self.out is None and self.export is None:
+            raise UsageError("give an output file: --out FILE.trace, or --export FILE.csv")
+        check_model_path("MODEL", self.model)
+        if self.target is not None and len(self.text) != 1:
+            raise UsageError("--target needs exactly one --text; give one")
+        for name in filter(None, self.record.split(",")):
+            check_choice("--record", name, ["inspect.trace_capture:EXTRA_TENSORS"])
 
 
 def main(argv: list[str]) -> int:
     """Record a trace, or open one; optionally export its weights, and print a summary."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not args.min_weight >= 0:
-        raise UsageError(f"--min-weight {args.min_weight} is not a weight; give 0 or more")
-    _check_outputs(args)
-    check_suffix("--export", args.export, known_names.EXPORT_SUFFIXES)
+    args = TraceOptions.parse(argv)
     if args.model.endswith(TRACE_SUFFIX):
-        if unused := [
-            name for name in CAPTURE_OPTIONS if getattr(args, name) != parser.get_default(name)
-        ]:
-            raise UsageError(
-                f"--{unused[0].replace('_', '-')} applies when recording, but {args.model} is a "
-                "trace; leave it out"
-            )
-        check_input_file("MODEL", args.model)
         from ..traces import load_trace
 
         trace = load_trace(args.model)
     else:
         trace = _capture_trace(args)
-    _write(trace, args)
+    from ..traces import export_weights, save_trace
+
+    if args.out is not None:
+        save_trace(trace, args.out, overwrite=args.overwrite)
+    if args.export is not None:
+        export_weights(trace, args.export, min_weight=args.min_weight, overwrite=args.overwrite)
     print_page(to_json(trace.data) if args.json else str(trace))
     return 0
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "trace",
-        "Record the queries and keys of every head while a model reads a text, in one file that "
-        "opens without the "
-        "model and from which all attention weights can be recomputed. For a .trace file, print "
-        "what it contains.",
-        "headwise trace runs/dates --text '<zh>20 November 2026' --out dates.trace",
-        "headwise trace dates.trace --export weights.csv --min-weight 0.01",
-    )
-    parser.add_argument("model", metavar="MODEL", help="a folder with a model, or a .trace file")
-    parser.add_argument("--text", action="append", metavar="TEXT", help="input text; repeatable")
-    parser.add_argument(
-        "--target", metavar="TEXT", help="target text, for an encoder-decoder model"
-    )
-    parser.add_argument("--data", metavar="FILE", help="a file with one text per line, or an image")
-    parser.add_argument(
-        "--limit",
-        type=int,
-        metavar="COUNT",
-        help="use at most this many lines of --data (default: 8)",
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the trace to this file")
-    parser.add_argument(
-        "--new-tokens",
-        type=int,
-        metavar="COUNT",
-        help=(
-            f"generate this many tokens and trace every step (default: {MAX_NEW_TOKENS}; 0 for "
-            "decoder-only models)"
-        ),
-    )
-    parser.add_argument(
-        "--export", metavar="FILE", help="write attention weights to a .csv, .json or .npz file"
-    )
-    parser.add_argument(
-        "--min-weight",
-        type=float,
-        default=0.0,
-        metavar="WEIGHT",
-        help="with --export, leave out smaller weights",
-    )
-    add_overwrite_argument(parser)
-    add_json_argument(parser)
-    expert = parser.add_expert_group("details of the recording")
-    expert.add_argument(
-        "--record", default="", metavar="v,z", help="also record v (values) and z (head outputs)"
-    )
-    expert.add_argument(
-        "--sites",
-        default="",
-        metavar="A,B",
-        help="record only these layers or site names (default: all)",
-    )
-    expert.add_argument(
-        "--budget", metavar="MEMORY", help="memory limit for the trace (default: 1 GB)"
-    )
-    expert.add_argument(
-        "--precision",
-        default="own",
-        metavar="KIND",
-        help="own (that of the model) or half (16 bits)",
-    )
-    expert.add_argument(
-        "--thumbnails",
-        type=int,
-        metavar="CELLS",
-        help="size of the thumbnail of each head; 0 for none (default: 64)",
-    )
-    add_tokenizer_argument(expert)
-    return parser
-
-
-def _capture_trace(args: argparse.Namespace) -> Trace:
-    if (args.text is None) == (args.data is None):
-        raise UsageError("give exactly one input: --text TEXT, or --data FILE")
-    if args.out is None and args.export is None:
-        raise UsageError("give an output file: --out FILE.trace, or --export FILE.csv")
-    for name, minimum in (("limit", 1), ("new_tokens", 0), ("thumbnails", 0)):
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {value} is too small; give {minimum} or more"
-            )
-    check_model_path(args.model)
-    check_input_file("--data", args.data)
-    check_tokenizer(args.tokenizer)
-    if args.target is not None and (args.text is None or len(args.text) != 1):
-        raise UsageError("--target needs exactly one --text; give one")
-    check_choice("--precision", args.precision, known_names.TRACE_PRECISIONS)
-    for name in filter(None, args.record.split(",")):
-        check_choice("--record", name, known_names.TRACE_EXTRA_TENSORS)
+def _capture_trace(args: TraceOptions) -> Trace:
     from ..inspect.trace_capture import Capture, trace
 
     budget = {"budget": parse_bytes(args.budget)} if args.budget else {}
@@ -178,7 +154,7 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
     return captured.with_thumbnails(cells) if cells and args.out else captured
 
 
-def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
+def _capture_inputs(args: TraceOptions) -> tuple[Any, Any, int]:
     """Return the model, its inputs, and the number of tokens to generate."""
     from ..hub.pretrained_models import load_original
     from ..inspect.model_inputs import is_encoder_decoder
@@ -206,32 +182,12 @@ def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
     steps = (
         args.new_tokens if args.new_tokens is not None else MAX_NEW_TOKENS if encoder_decoder else 0
     )
-    return model, args.text or _read_lines(args), steps
+    return model, list(args.text) or _read_lines(args), steps
 
 
-def _read_lines(args: argparse.Namespace) -> list[str]:
+def _read_lines(args: Any) -> list[str]:
     """Return the first lines of --data that are not empty."""
     lines = [line for line in read_text_file(args.data).splitlines() if line.strip()]
     if not lines:
         raise UsageError(f"{args.data} has no text; give at least one line")
     return lines[: 8 if args.limit is None else args.limit]
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Refuse paths that may not be written, before anything is loaded."""
-    from ..traces.import_export import WEIGHT_FILE
-    from ..traces.trace_file import TRACE_FILE
-
-    if args.out is not None:
-        check_output(args.out, TRACE_FILE, existing_mode(args))
-    if args.export is not None:
-        check_output(args.export, WEIGHT_FILE, existing_mode(args))
-
-
-def _write(trace: Trace, args: argparse.Namespace) -> None:
-    from ..traces import export_weights, save_trace
-
-    if args.out is not None:
-        save_trace(trace, args.out, overwrite=args.overwrite)
-    if args.export is not None:
-        export_weights(trace, args.export, min_weight=args.min_weight, overwrite=args.overwrite)

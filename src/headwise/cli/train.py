@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError, pluralise, suggest
-from . import known_names
-from .argument_checks import (
-    check_choice,
-    check_input_file,
-    check_minimum,
-    check_model_path,
-    check_output_folder,
-    check_positive,
-)
+from ..output_paths import check_output
+from .argument_checks import check_model_path
 from .arguments import (
     BAD_INPUT,
     DESCRIPTION_SUFFIXES,
     PRESETS,
-    add_json_argument,
-    add_set_argument,
     is_published_model,
-    parse_value,
+    parse_assignments,
     print_note,
     print_page,
     resolve_target,
     to_json,
 )
-from .command_parser import CommandParser, UsageError
+from .options import Count, InputFile, Options, Positive, UsageError, options
 
 if TYPE_CHECKING:
     from ..data import Task
@@ -44,71 +34,98 @@ if TYPE_CHECKING:
     from ..training import Recipe
 
 
-class RecipeOption(NamedTuple):
-    """An option that sets a field of the recipe: its type, help text, and the
-    recipe's own default.
+@options
+class TrainOptions(Options):
+    """Train a model on a built-in task, or on the text, sentence pairs, images or numbers in a file or
+    folder. Writes the model, its scores and checkpoints to a folder; a run can be killed and
+    resumed at any time.
+
+    TASK  a built-in task, a file, or a folder
+    --data PATH  a file, a folder, or stdlib (the source code of Python's standard library)
+    --out DIR  write the model and checkpoints to this folder
+    --model MODEL  a model (.toml, config.json, gpt2), another attention for the task's model (a
+        preset, or a .toml of headwise spec), gru-fixed, gru-additive or gru-dot, or weights to
+        continue from (a folder)
+    --recipe FILE  a .toml with training options; command-line options override it
+    --steps COUNT  optimizer steps (default: 1000)
+    --batch COUNT  examples per step (default: 128)
+    --lr RATE  peak learning rate (default: 0.002)
+    --seed INT  random seed of initial weights and dropout (default: 0)
+    --device NAME  auto, cpu, cuda, cuda:1, ... (default: auto)
+    --sample-every STEPS  print generated texts every this many steps; 0 never; needs --sample
+        (default: 0)
+    --set KEY=VALUE  set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd;
+        repeatable
+    --sample TEXT  text that --sample-every continues; repeatable
+    --resume  continue the run in this folder; given training options, such as more --steps, apply
+        from there on
+    --json  print one JSON document instead of text
+
+    execution and logging:
+    --optimiser NAME  adamw, muon or sgd (default: adamw)
+    --schedule NAME  constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)
+    --precision NAME  fp32, bf16, or auto, which measures which is faster (default: auto)
+    --compile WHEN  torch.compile: on, off, or auto, which tries it where it may help (default:
+        auto)
+    --rows KIND  padded, packed (several texts per row), or auto, which measures both (default:
+        auto)
+    --parallelism AXES  work per rank, as in data=2,shards=2; auto is data parallelism (default:
+        auto)
+    --logger NAME  also log to tensorboard
+
+    examples:
+    headwise train dates --out runs/dates --steps 600
+    headwise train --data texts.txt --model gqa --out runs/texts
     """
 
-    field: str
-    type: type
-    metavar: str
-    help: str
+    command = "train"
+    names = {"TASK": "what", "--set": "changes", "--sample": "samples", "--logger": "loggers"}
+    choices = {"loggers": "training.loggers:LOGGERS"}
+    what: str | None = None
+    data: str | None = None
+    out: str
+    model: str | None = None
+    recipe: InputFile | None = None
+    steps: Count | None = None
+    batch: Count | None = None
+    lr: Positive | None = None
+    seed: int | None = None
+    device: str | None = None
+    sample_every: int | None = None
+    changes: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+    resume: bool = False
+    json: bool = False
+    optimiser: str | None = None
+    schedule: str | None = None
+    precision: str | None = None
+    compile: str | None = None
+    rows: str | None = None
+    parallelism: str | None = None
+    loggers: tuple[str, ...] = ()
+
+    @property
+    def recipe_fields(self) -> dict[str, Any]:
+        """The fields of the recipe that options set."""
+        values = {name: getattr(self, name) for name in RECIPE_FIELDS}
+        given = {name: value for name, value in values.items() if value is not None}
+        return given | ({"sample_prompts": list(self.samples)} if self.samples else {})
+
+    def check(self) -> None:
+        """Refuse what cannot work before data or a model is loaded."""
+        from ..models.save_load import MODEL_FOLDER
+
+        check_output(self.out, MODEL_FOLDER, "continue")
+        _check_data(self.what, self.data)
+        path = Path(self.model or "")
+        if self.model is not None and path.exists() and path.suffix not in DESCRIPTION_SUFFIXES:
+            check_model_path("--model", self.model)
 
 
-# Options by name. The defaults are repeated here so that --help need not import torch; a test
-# compares them.
-EVERYDAY_OPTIONS = {
-    "steps": RecipeOption("steps", int, "COUNT", "optimizer steps (default: 1000)"),
-    "batch": RecipeOption("batch", int, "COUNT", "examples per step (default: 128)"),
-    "lr": RecipeOption("lr", float, "RATE", "peak learning rate (default: 0.002)"),
-    "seed": RecipeOption(
-        "seed", int, "INT", "random seed of initial weights and dropout (default: 0)"
-    ),
-    "device": RecipeOption("device", str, "NAME", "auto, cpu, cuda, cuda:1, ... (default: auto)"),
-    "sample-every": RecipeOption(
-        "sample_every",
-        int,
-        "STEPS",
-        "print generated texts every this many steps; 0 never; needs --sample (default: 0)",
-    ),
-}
-EXPERT_OPTIONS = {
-    "optimiser": RecipeOption("optimiser", str, "NAME", "adamw, muon or sgd (default: adamw)"),
-    "schedule": RecipeOption(
-        "schedule",
-        str,
-        "NAME",
-        "constant, cosine, inverse-sqrt, one-cycle or wsd (default: one-cycle)",
-    ),
-    "precision": RecipeOption(
-        "precision",
-        str,
-        "NAME",
-        "fp32, bf16, or auto, which measures which is faster (default: auto)",
-    ),
-    "compile": RecipeOption(
-        "compile",
-        str,
-        "WHEN",
-        "torch.compile: on, off, or auto, which tries it where it may help (default: auto)",
-    ),
-    "rows": RecipeOption(
-        "rows",
-        str,
-        "KIND",
-        "padded, packed (several texts per row), or auto, which measures both (default: auto)",
-    ),
-    "parallelism": RecipeOption(
-        "parallelism",
-        str,
-        "AXES",
-        "work per rank, as in data=2,shards=2; auto is data parallelism (default: auto)",
-    ),
-}
-CHECKPOINT_FOLDER, MANIFEST_FILE = (
-    "checkpoint",
-    "headwise.toml",
-)  # a test compares them with those of the library
+RECIPE_FIELDS = (
+    *("steps", "batch", "lr", "seed", "device", "sample_every"),
+    *("optimiser", "schedule", "precision", "compile", "rows", "parallelism"),
+)
 RESUME_HINT = "run the same command with --resume to continue"
 MAX_TEXT_BYTES = 2**20  # largest recipe file that is read
 # Conventions of the memory of training by optimiser; that of Muon counts one moment for all
@@ -137,8 +154,7 @@ def main(argv: list[str]) -> int:
 
 
 def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
-    args = _parser().parse_args(argv)
-    _check_arguments(args)
+    args = TrainOptions.parse(argv)
     if launch.is_leader and not args.resume:
         _check_no_run(Path(args.out))
     changes = _parse_changes(args.changes)
@@ -159,21 +175,6 @@ def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
         print_page(to_json(data) if args.json else _format_result(data, args.out))
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before data or a model is loaded."""
-    check_input_file("--recipe", args.recipe)
-    for name in args.loggers:
-        check_choice("--logger", name, known_names.LOGGERS)
-    for name in ("steps", "batch"):
-        check_minimum(f"--{name}", getattr(args, name), 1)
-    check_positive("--lr", args.lr)
-    check_output_folder(args.out, "model or training run", "continue")
-    _check_data(args.what, args.data)
-    path = Path(args.model or "")
-    if args.model is not None and path.exists() and path.suffix not in DESCRIPTION_SUFFIXES:
-        check_model_path(args.model)
-
-
 def _check_data(name: str | None, data: str | None) -> None:
     """Refuse a task that does not exist, and data that does not."""
     if data is not None:
@@ -181,14 +182,20 @@ def _check_data(name: str | None, data: str | None) -> None:
             raise UsageError(
                 f"there is no file or folder {data!r} for --data; give one that exists"
             )
-    elif name is None:
-        raise UsageError(
-            f"give something to train on: {', '.join(known_names.TASKS)}, or a file or folder"
-        )
-    elif name not in known_names.TASKS and not _may_be_data(name):
-        raise UsageError(
-            f"there is no task, file or folder {name!r}; {suggest(name, known_names.TASKS)}"
-        )
+        return
+    tasks = _list_tasks()
+    if name is None:
+        raise UsageError(f"give something to train on: {', '.join(tasks)}, or a file or folder")
+    if name not in tasks and not _may_be_data(name):
+        raise UsageError(f"there is no task, file or folder {name!r}; {suggest(name, tasks)}")
+
+
+def _list_tasks() -> list[str]:
+    """The built-in tasks, without those that read files."""
+    from ..data import TASKS
+    from ..data.file_task import FileTask
+
+    return [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
 
 
 def _may_be_data(name: str) -> bool:
@@ -202,6 +209,9 @@ def _check_no_run(folder: Path) -> None:
     """Refuse a folder that holds a run or a model; the library checks it again under the folder's
     lock.
     """
+    from ..model_spec.serialization import MANIFEST_FILE
+    from ..training.training_run import CHECKPOINT_FOLDER
+
     if (folder / CHECKPOINT_FOLDER).is_dir() and any((folder / CHECKPOINT_FOLDER).iterdir()):
         raise UsageError(f"{folder} holds a run; continue it with --resume, or give another folder")
     if (folder / MANIFEST_FILE).exists():
@@ -210,115 +220,28 @@ def _check_no_run(folder: Path) -> None:
         )
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "train",
-        "Train a model on a built-in task, or on the text, sentence pairs, images or numbers in a "
-        "file or folder. "
-        "Writes the model, its scores and checkpoints to a folder; a run can be killed and "
-        "resumed at any time.",
-        "headwise train dates --out runs/dates --steps 600",
-        "headwise train --data texts.txt --model gqa --out runs/texts",
-    )
-    parser.add_argument(
-        "what", nargs="?", metavar="TASK", help="a built-in task, a file, or a folder"
-    )
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="a file, a folder, or stdlib (the source code of Python's standard library)",
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="write the model and checkpoints to this folder"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="a model (.toml, config.json, gpt2), another attention for the task's model (a "
-        "preset, or a .toml of "
-        "headwise spec), gru-fixed, gru-additive or gru-dot, or weights to continue from (a "
-        "folder)",
-    )
-    parser.add_argument(
-        "--recipe",
-        metavar="FILE",
-        help="a .toml with training options; command-line options override it",
-    )
-    _add_recipe_options(parser, EVERYDAY_OPTIONS)
-    add_set_argument(
-        parser,
-        "set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable",
-    )
-    parser.add_argument(
-        "--sample",
-        dest="samples",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text that --sample-every continues; repeatable",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help=(
-            "continue the run in this folder; given training options, such as more --steps, "
-            "apply from there on"
-        ),
-    )
-    add_json_argument(parser)
-    expert = parser.add_expert_group("execution and logging")
-    _add_recipe_options(expert, EXPERT_OPTIONS)
-    expert.add_argument(
-        "--logger",
-        dest="loggers",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also log to tensorboard",
-    )
-    return parser
-
-
-def _add_recipe_options(
-    parser: argparse._ActionsContainer, options: Mapping[str, RecipeOption]
-) -> None:
-    for name, option in options.items():
-        parser.add_argument(f"--{name}", type=option.type, metavar=option.metavar, help=option.help)
-
-
-def _parse_changes(assignments: list[str]) -> dict[str, dict[str, Any]]:
+def _parse_changes(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Parse --set into changes of the task and of the recipe."""
     changes: dict[str, dict[str, Any]] = {"task": {}, "recipe": {}}
-    for change in assignments:
-        path, equals, text = change.partition("=")
-        table, _, key = path.strip().partition(".")
-        if not equals or table not in changes or not key:
+    example = "--set task.KEY=VALUE, or recipe.KEY=VALUE"
+    for path, value in parse_assignments(assignments, example).items():
+        table, _, key = path.partition(".")
+        if table not in changes or not key:
             raise UsageError(
-                f"--set {change!r} is not a field of the task or recipe; write task.KEY=VALUE or "
+                f"--set {path} is not a field of the task or recipe; write task.KEY=VALUE or "
                 "recipe.KEY=VALUE"
             )
-        changes[table][key] = parse_value(text)
+        changes[table][key] = value
     return changes
 
 
-def _make_recipe(args: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe:
+def _make_recipe(args: TrainOptions, changes: Mapping[str, Any]) -> Recipe:
     from ..training.recipe import from_dict, from_toml
     from ..training.run_setup import read_run_recipe
 
     base = read_run_recipe(args.out) if args.resume else None
     base = from_toml(_read_text(args.recipe), base) if args.recipe else base
-    values = {
-        option.field: getattr(args, _dest(name))
-        for name, option in (EVERYDAY_OPTIONS | EXPERT_OPTIONS).items()
-    }
-    options = {name: value for name, value in values.items() if value is not None}
-    options |= {"sample_prompts": args.samples} if args.samples else {}
-    return from_dict({**changes, **options}, base)
-
-
-def _dest(option: str) -> str:
-    """The attribute that argparse gives to an option."""
-    return option.replace("-", "_")
+    return from_dict({**changes, **args.recipe_fields}, base)
 
 
 def _read_text(name: str) -> str:
@@ -333,17 +256,15 @@ def _read_text(name: str) -> str:
 
 def _make_task(name: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
     """Return the built-in task of this name, or a task that reads the data."""
-    from ..data import TASKS, make_task, open_data
-    from ..data.file_task import FileTask
+    from ..data import make_task, open_data
 
     fields = {
         key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()
     }
-    task_names = [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
     if data is not None:
         return open_data(f"{name}:{data}" if name else data, fields)
     assert name is not None  # because _check_arguments has refused it
-    return make_task(name, **fields) if name in task_names else open_data(name, fields)
+    return make_task(name, **fields) if name in _list_tasks() else open_data(name, fields)
 
 
 def _with_model_tokenizer(task: Task, model: str) -> Task:
@@ -404,7 +325,10 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     A model of the literature gets the vocabulary of the task.
     """
     path = Path(name)
-    if name in known_names.NETWORKS:
+    from ..data.synthetic_task import NETWORKS
+
+    networks = [network for network in NETWORKS if network != "transformer"]
+    if name in networks:
         from ..studies.variant_models import resize_model
 
         return resize_model(task, {"network": name})
@@ -412,7 +336,7 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
     if name not in PRESETS and not is_published and not path.exists():
         from ..families import PUBLISHED_MODELS
 
-        model_names = [*PRESETS, *known_names.NETWORKS, *PUBLISHED_MODELS]
+        model_names = [*PRESETS, *networks, *PUBLISHED_MODELS]
         raise UsageError(
             f"there is no preset, file or folder {name!r}; {suggest(name, model_names)}"
         )

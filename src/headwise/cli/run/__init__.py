@@ -6,65 +6,131 @@ text, classify or fill in masks, of `requests` with --requests. `inputs` reads l
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ...files import read_text_file
-from ..argument_checks import (
-    check_choice,
-    check_input_file,
-    check_minimum,
-    check_model_path,
-    check_positive,
-    check_share,
-    check_tokenizer,
+from ..arguments import parse_bytes
+from ..options import (
+    Count,
+    InputFile,
+    ModelFolder,
+    Natural,
+    NotNegative,
+    Options,
+    Positive,
+    Share,
+    TokenizerFile,
+    UsageError,
+    options,
 )
-from ..arguments import add_json_argument, parse_bytes
-from ..command_parser import CommandParser, UsageError
-from ..known_names import COMPILE_MODES
-from ..text_arguments import add_tokenizer_argument
 
 if TYPE_CHECKING:
     from ...models import Transformer
 
-# Options that set fields of hw.DecodingConfig: type, metavar and help text.
-EVERYDAY_DECODING: dict[str, tuple[type, str, str]] = {
-    "top-k": (
-        int,
-        "K",
-        "sample from the K likeliest tokens; for classes and masks, print the K likeliest",
-    ),
-    "top-p": (
-        float,
-        "SHARE",
-        "nucleus sampling: sample from the likeliest tokens with this total probability",
-    ),
-    "beams": (int, "COUNT", "beam search with this many beams (default: 1)"),
-}
-EXPERT_DECODING: dict[str, tuple[type, str, str]] = {
-    "min-p": (float, "SHARE", "sample from tokens at least this share as likely as the likeliest"),
-    "repetition": (
-        float,
-        "PENALTY",
-        "penalty for tokens that were generated before; 1 is none (default: 1)",
-    ),
-    "length-penalty": (
-        float,
-        "POWER",
-        "divide the score of a beam by its length to this power (default: 1)",
-    ),
-    "best": (int, "COUNT", "print this many of the beams, with their scores (default: 1)"),
-    "window": (int, "TOKENS", "use only the last tokens of the context (default: all)"),
-    "compile": (
-        str,
-        "WHEN",
-        "compile the decode step: off, on, or auto if it is faster (default: off)",
-    ),
-}
-DECODING_OPTIONS = EVERYDAY_DECODING | EXPERT_DECODING
-# Options that apply to every kind of model, by their argparse names.
+
+@options
+class RunOptions(Options):
+    """Run a trained model: continue or translate a text, classify a text or an image, or fill in each
+    [MASK]. Without TEXT, answers every line of stdin with one line, in order.
+
+    MODEL  a folder with a model
+    TEXT  a text, or an image file: .png, .jpg, .pgm or .npy (default: lines of stdin)
+    --max-new-tokens COUNT  generate at most this many tokens (default: 64)
+    --temperature T  sampling temperature; 0 takes the likeliest token (default: 0)
+    --top-k K  sample from the K likeliest tokens; for classes and masks, print the K likeliest
+    --top-p SHARE  nucleus sampling: sample from the likeliest tokens with this total probability
+    --beams COUNT  beam search with this many beams (default: 1)
+    --stop TEXT  stop before this text; repeatable
+    --seed INT  random seed; line n samples from stream n of it (default: a random seed)
+    --batch COUNT  lines per batch
+    --device NAME  auto, cpu, cuda, cuda:1, ...
+    --json  print one JSON document instead of text
+
+    details of decoding:
+    --min-p SHARE  sample from tokens at least this share as likely as the likeliest
+    --repetition PENALTY  penalty for tokens that were generated before; 1 is none (default: 1)
+    --length-penalty POWER  divide the score of a beam by its length to this power (default: 1)
+    --best COUNT  print this many of the beams, with their scores (default: 1)
+    --window TOKENS  use only the last tokens of the context (default: all)
+    --compile WHEN  compile the decode step: off, on, or auto if it is faster (default: off)
+    --logprobs K  print every token with its log-probability and the K likeliest
+    --tokenizer FILE  tokenizer of a model without one: a tokenizer.json, or bytes (default: the
+        model's)
+
+    scores of translations:
+    --score REF  print BLEU and chrF against the lines of this file
+    --score-tokenize NAME  sacreBLEU tokenizer for --score: 13a, zh, char or intl (default: by the
+        script of REF)
+
+    continuous batching:
+    --requests FILE  serve the requests in this file together, one per line, as {"prompt": "Once",
+        "max_new_tokens": 9}
+    --budget MEMORY  KV cache size for --requests (default: 1 GiB)
+    --rows COUNT  most concurrent requests (default: 64)
+    --chunk TOKENS  most prompt tokens per step (default: 256)
+
+    examples:
+    headwise run runs/dates '<zh>20 November 2026'
+    headwise run runs/dates --beams 4 < sentences.txt
+    """
+
+    command = "run"
+    choices = {"compile": "generation.decoding_config:COMPILE_MODES"}
+    model: ModelFolder
+    text: str | None = None
+    max_new_tokens: Count | None = None
+    temperature: NotNegative | None = None
+    top_k: Count | None = None
+    top_p: Share | None = None
+    beams: Count | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    batch: Count = 32
+    device: str = "auto"
+    json: bool = False
+    min_p: Share | None = None
+    repetition: Positive | None = None
+    length_penalty: float | None = None
+    best: Count | None = None
+    window: Count | None = None
+    compile: str | None = None
+    logprobs: Natural | None = None
+    tokenizer: TokenizerFile | None = None
+    score: InputFile | None = None
+    score_tokenize: str | None = None
+    requests: InputFile | None = None
+    budget: str | None = None
+    rows: Count | None = None
+    chunk: Count | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot work before the model is loaded."""
+        if self.requests is None:
+            for name in ("budget", "rows", "chunk"):
+                if name in self.given:
+                    raise UsageError(
+                        f"--{name} applies to --requests only; add --requests FILE, or leave it out"
+                    )
+        elif self.logprobs is not None:
+            raise UsageError("--logprobs does not support --requests; leave one out")
+        if (self.best or 1) > (self.beams or 1):
+            raise UsageError(
+                f"--best {self.best} is more than --beams {self.beams or 1}; give --beams "
+                f"{self.best}"
+            )
+        if self.score_tokenize is not None and self.score is None:
+            raise UsageError("--score-tokenize needs --score; add --score REF")
+        if self.budget is not None:
+            parse_bytes(self.budget)
+
+
+# Options that set fields of hw.DecodingConfig.
+DECODING_FIELDS = (
+    *("top_k", "top_p", "beams", "min_p", "repetition", "length_penalty"),
+    *("best", "window", "compile"),
+)
+# Options that apply to every kind of model, by their fields.
 COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
 ANSWER_FUNCTIONS = {  # module and function by kind
     "texts": ("answers", "answer"),
@@ -72,54 +138,19 @@ ANSWER_FUNCTIONS = {  # module and function by kind
     "classes": ("answers", "answer_classes"),
     "masks": ("answers", "answer_masks"),
 }
-SERVING_OPTIONS = ("budget", "rows", "chunk")
 
 
 def main(argv: list[str]) -> int:
     """Run the model on TEXT or on every input line; return 2 if a line failed."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    _check_arguments(args)
+    args = RunOptions.parse(argv)
     model = load_model(args)
     kind = task_kind(model)
     if kind != "texts":
-        _check_unused(args, parser, model, kind)
+        _check_unused(args, model, kind)
     elif args.requests is not None:
         kind = "requests"
     module, function = ANSWER_FUNCTIONS[kind]
     return getattr(import_module(f"{__name__}.{module}"), function)(model, args)
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before the model is loaded."""
-    if args.requests is None and (
-        unused := [name for name in SERVING_OPTIONS if getattr(args, name) is not None]
-    ):
-        raise UsageError(
-            f"--{unused[0]} applies to --requests only; add --requests FILE, or leave it out"
-        )
-    check_model_path(args.model)
-    for name in ("batch", "max_new_tokens", "top_k", "beams", "best", "window", "rows", "chunk"):
-        check_minimum(f"--{name.replace('_', '-')}", getattr(args, name), 1)
-    check_minimum("--temperature", args.temperature, 0)
-    check_share("--top-p", args.top_p)
-    check_share("--min-p", args.min_p)
-    check_positive("--repetition", args.repetition)
-    if (args.best or 1) > (args.beams or 1):
-        raise UsageError(
-            f"--best {args.best} is more than --beams {args.beams or 1}; give --beams {args.best}"
-        )
-    check_choice("--compile", args.compile, COMPILE_MODES)
-    check_input_file("--score", args.score)
-    check_minimum("--logprobs", args.logprobs, 0)
-    if args.logprobs is not None and args.requests is not None:
-        raise UsageError("--logprobs does not support --requests; leave one out")
-    check_input_file("--requests", args.requests)
-    check_tokenizer(args.tokenizer)
-    if args.score_tokenize is not None and args.score is None:
-        raise UsageError("--score-tokenize needs --score; add --score REF")
-    if args.budget is not None:
-        parse_bytes(args.budget)
 
 
 def task_kind(model: Transformer) -> str:
@@ -138,98 +169,7 @@ def task_kind(model: Transformer) -> str:
     return "masks" if spec.kind == "encoder" else "texts"
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "run",
-        "Run a trained model: continue or translate a text, classify a text or an image, or fill "
-        "in each [MASK]. "
-        "Without TEXT, answers every line of stdin with one line, in order.",
-        "headwise run runs/dates '<zh>20 November 2026'",
-        "headwise run runs/dates --beams 4 < sentences.txt",
-    )
-    parser.add_argument("model", metavar="MODEL", help="a folder with a model")
-    parser.add_argument(
-        "text",
-        nargs="?",
-        metavar="TEXT",
-        help="a text, or an image file: .png, .jpg, .pgm or .npy (default: lines of stdin)",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        metavar="COUNT",
-        help="generate at most this many tokens (default: 64)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="sampling temperature; 0 takes the likeliest token (default: 0)",
-    )
-    _add_decoding_options(parser, EVERYDAY_DECODING)
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="stop before this text; repeatable"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="INT",
-        help="random seed; line n samples from stream n of it (default: a random seed)",
-    )
-    parser.add_argument("--batch", type=int, default=32, metavar="COUNT", help="lines per batch")
-    parser.add_argument(
-        "--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ..."
-    )
-    add_json_argument(parser)
-    expert = parser.add_expert_group("details of decoding")
-    _add_decoding_options(expert, EXPERT_DECODING)
-    expert.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="K",
-        help="print every token with its log-probability and the K likeliest",
-    )
-    add_tokenizer_argument(expert)
-    scores = parser.add_expert_group("scores of translations")
-    scores.add_argument(
-        "--score", metavar="REF", help="print BLEU and chrF against the lines of this file"
-    )
-    scores.add_argument(
-        "--score-tokenize",
-        metavar="NAME",
-        help=(
-            "sacreBLEU tokenizer for --score: 13a, zh, char or intl (default: by the script of REF)"
-        ),
-    )
-    serving = parser.add_expert_group("continuous batching")
-    serving.add_argument(
-        "--requests",
-        metavar="FILE",
-        help=(
-            'serve the requests in this file together, one per line, as {"prompt": "Once", '
-            '"max_new_tokens": 9}'
-        ),
-    )
-    serving.add_argument(
-        "--budget", metavar="MEMORY", help="KV cache size for --requests (default: 1 GiB)"
-    )
-    serving.add_argument(
-        "--rows", type=int, metavar="COUNT", help="most concurrent requests (default: 64)"
-    )
-    serving.add_argument(
-        "--chunk", type=int, metavar="TOKENS", help="most prompt tokens per step (default: 256)"
-    )
-    return parser
-
-
-def _add_decoding_options(
-    parser: argparse._ActionsContainer, options: Mapping[str, tuple[type, str, str]]
-) -> None:
-    for name, (kind, metavar, help_text) in options.items():
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=help_text)
-
-
-def load_model(args: argparse.Namespace) -> Transformer:
+def load_model(args: RunOptions) -> Transformer:
     """Load the model onto its device, with the tokenizer of --tokenizer."""
     import headwise as hw
 
@@ -251,26 +191,17 @@ def attach_tokenizer(model: Transformer, name: str) -> None:
     """Attach the tokenizer in a file, or the byte tokenizer for "bytes", to a model."""
     from dataclasses import replace
 
-    model.usage = replace(model.usage, tokenizer=_tokenizer_document(name), source_tokenizer=None)
-
-
-def _tokenizer_document(name: str) -> str:
-    """Return the tokenizer.json text of a file, or of the byte tokenizer."""
     from ...data.vocabulary import ByteVocabulary
 
-    if name == "bytes":
-        return ByteVocabulary().document
-    return read_text_file(name)
+    document = ByteVocabulary().document if name == "bytes" else read_text_file(name)
+    model.usage = replace(model.usage, tokenizer=document, source_tokenizer=None)
 
 
-def _check_unused(
-    args: argparse.Namespace, parser: argparse.ArgumentParser, model: Transformer, kind: str
-) -> None:
+def _check_unused(args: RunOptions, model: Transformer, kind: str) -> None:
     """Raise if options for text generation are given to a model that does not generate text."""
-    for name, value in vars(args).items():
-        if name not in COMMON_OPTIONS and value != parser.get_default(name):
-            output = {"classes": "classifies", "masks": "fills in masks"}[kind]
+    output = {"classes": "classifies", "masks": "fills in masks"}[kind]
+    for name, flag in args.given.items():
+        if name not in COMMON_OPTIONS:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for text generation, but {model.spec.name} "
-                f"{output}; leave it out"
+                f"{flag} is for text generation, but {model.spec.name} {output}; leave it out"
             )

@@ -4,7 +4,6 @@ classes of texts, images or utterances; and masked tokens.
 
 from __future__ import annotations
 
-import argparse
 import re
 import secrets
 import sys
@@ -33,14 +32,14 @@ from ...generation.text_output import TokenScore, load_tokenizers, score_tokens
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
 from ..arguments import print_note, print_page, to_json
-from ..command_parser import UsageError
-from . import DECODING_OPTIONS
+from ..options import UsageError
+from . import DECODING_FIELDS
 from .inputs import InputLine, InputLines, make_input_reader
 
 DEFAULT_NEW_TOKENS = 64  # default of --max-new-tokens
 
 
-def answer(model: Transformer, args: argparse.Namespace) -> int:
+def answer(model: Transformer, args: Any) -> int:
     """Generate for TEXT, printed as it is decoded, or for every line of stdin."""
     decoding, max_new_tokens = parse_decoding(args), parse_length(args)
     notices = CompileNotices()
@@ -68,17 +67,14 @@ def answer(model: Transformer, args: argparse.Namespace) -> int:
     return 2 if lines.num_failed else 0
 
 
-def parse_decoding(args: argparse.Namespace) -> DecodingConfig:
+def parse_decoding(args: Any) -> DecodingConfig:
     """Return the decoding configuration that the options describe."""
-    options = {
-        name: getattr(args, name)
-        for name in (option.replace("-", "_") for option in DECODING_OPTIONS)
-    }
+    options = {name: getattr(args, name) for name in DECODING_FIELDS}
     chosen = {name: value for name, value in options.items() if value is not None}
-    return DecodingConfig(**chosen, stop=tuple(args.stop or ()))
+    return DecodingConfig(**chosen, stop=args.stop)
 
 
-def parse_length(args: argparse.Namespace) -> int:
+def parse_length(args: Any) -> int:
     """Return --max-new-tokens or its default."""
     return DEFAULT_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
 
@@ -339,7 +335,7 @@ BAR_WIDTH = 40  # columns of a bar for probability 1
 MAX_TOKENS_SHOWN = 5  # tokens printed for each mask
 
 
-def answer_classes(model: Transformer, args: argparse.Namespace) -> int:
+def answer_classes(model: Transformer, args: Any) -> int:
     """Print the likeliest classes of TEXT with their probabilities, or one line for each line of
     stdin.
     """
@@ -394,7 +390,7 @@ def _classes_to_dict(model: Transformer, lines: Sequence[InputLine[Any]]) -> dic
     return {"model": model.spec.name, "answers": rows}
 
 
-def answer_masks(model: Transformer, args: argparse.Namespace) -> int:
+def answer_masks(model: Transformer, args: Any) -> int:
     """Print the likeliest tokens for each mask of TEXT, or every line of stdin with its masks
     filled in.
     """

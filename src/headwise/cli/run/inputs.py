@@ -24,8 +24,8 @@ from ...generation.prompts import encode_text
 from ...generation.single_pass import scale_inputs
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ..command_parser import UsageError
 from ..exit_status import print_error
+from ..options import UsageError
 
 MAX_LINE_BYTES = 2**20  # longest line that is accepted
 InputT = TypeVar("InputT")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
 from ...serving import BatchingConfig, Engine, RequestStream
 from ..arguments import parse_bytes, print_note, print_page, to_json
-from ..command_parser import UsageError
+from ..options import UsageError
 from .answers import CompileNotices, parse_decoding, parse_length
 from .inputs import MAX_LINE_BYTES
 
@@ -33,7 +32,7 @@ REQUEST_KEYS = (
 UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end", "compile")
 
 
-def answer(model: Transformer, args: argparse.Namespace) -> int:
+def answer(model: Transformer, args: Any) -> int:
     """Serve every request; return 2 if one failed."""
     defaults = RequestDefaults(
         parse_length(args),
@@ -131,7 +130,7 @@ def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:
     return {"line": number, **text, "ids": stream.ids, "ended": stream.ended, **seconds}
 
 
-def _check_request_options(args: argparse.Namespace, defaults: RequestDefaults) -> None:
+def _check_request_options(args: Any, defaults: RequestDefaults) -> None:
     """Raise on options that do not work with --requests."""
     if args.text is not None or args.score is not None:
         option = "TEXT" if args.text is not None else "--score"

@@ -1,0 +1,431 @@
+"""Options of a command as one frozen dataclass, from which the command line is generated.
+
+The docstring of a class is the help of its command: a description, a line `--flag VALUE  meaning`
+for every field (continued below, further in), and examples. Fields have types and defaults. A field
+`top_k` is the option `--top-k`. Options below a heading are for experts: only `--help-all` shows
+them. Types and `choices` say which values are refused, as soon as an object is made.
+
+>>> @options
+... class Example(Options):
+...     '''Say what the options are.
+...
+...     --top-k K  sample from the K likeliest
+...     --kind KIND  one or two
+...     '''
+...
+...     command = "example"
+...     choices = {"kind": "one two"}
+...     top_k: Count | None = None
+...     kind: str = "one"
+>>> Example.parse(["--top-k", "3"]).top_k
+3
+>>> Example(top_k=0)
+Traceback (most recent call last):
+headwise.cli.options.UsageError: --top-k 0 is too small; give 1 or more
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, dataclass_transform
+
+from ..errors import suggest
+from ..translation.terminal_text import TERMINAL_WIDTH, wrap
+
+HELP_COLUMN = 24  # column in which the explanations start
+LIST_OPTIONS = "--list-options"  # for scripts of completion; no help text names it
+PART_FILES = "part_files"  # where the parser keeps --import until it has imported the files
+IMPORT_LINES = """
+parts of your own:
+--import FILE.py  run this Python file first, which defines parts that specs and models use;
+    repeatable
+"""
+
+# Types of fields; each refuses some values (`CHECKS`).
+Count = AtLeastTwo = Natural = int
+Positive = Share = NotNegative = float
+InputFile = ModelFolder = TokenizerFile = str
+InputFiles = Words = tuple[str, ...]  # several words after one option; other tuples are repeatable
+
+
+class UsageError(ValueError):
+    """Invalid arguments or input; printed as one line, exit code 2."""
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def options(cls: type) -> Any:
+    """Make a class of options a frozen dataclass whose arguments have names."""
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+@options
+class Options:
+    """Base class of the options of a command."""
+
+    command: ClassVar[str]
+    names: ClassVar[Mapping[str, str]] = {}  # fields of options with other names
+    choices: ClassVar[Mapping[str, str]] = {}  # names that fields accept; "module:NAMES" is lazy
+    imports_parts: ClassVar[bool] = True  # False if the command reads no spec or model of the user
+
+    def __post_init__(self) -> None:
+        choices = _collect(type(self), "choices")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None or value == each.default:
+                continue
+            flag = help_entries(type(self))[each.name].flag
+            for item in value if isinstance(value, tuple) else (value,):
+                check = CHECKS.get(_kind(each))
+                if check is not None:
+                    check(flag, item)
+                if each.name in choices:
+                    check_choice(flag, item, choices[each.name].split())
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options that do not go together."""
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The options that differ from their defaults: names of fields, with those of options."""
+        flags = help_entries(type(self))
+        return {
+            each.name: flags[each.name].flag
+            for each in fields(self)
+            if getattr(self, each.name) != each.default
+        }
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Self:
+        """Return the options that the words of a command line give."""
+        return cls(**vars(CommandParser(cls).parse_args(argv)))
+
+
+def _collect(cls: type[Options], name: str) -> dict[str, str]:
+    """Return the tables of this name of a class and its bases as one."""
+    table: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        table |= vars(base).get(name, {})
+    return table
+
+
+# --- Help texts -----------------------------------------------------------------------------------
+
+
+class HelpEntry(NamedTuple):
+    """What a docstring says about an option: `--flag METAVAR  text`, below a heading or ""."""
+
+    flag: str
+    metavar: str
+    text: str
+    group: str
+
+
+@cache
+def help_entries(cls: type[Options]) -> dict[str, HelpEntry]:
+    """Return the entries of a class and its bases, by field."""
+    names = _collect(cls, "names")
+    entries: dict[str, HelpEntry] = {}
+    for base in reversed(cls.__mro__):
+        if not issubclass(base, Options):
+            continue
+        for entry in parse_entries(_docstring_parts(base)[1]):
+            name = entry.flag.lstrip("-").lower().replace("-", "_")
+            entries[names.get(entry.flag, name)] = entry
+    return entries
+
+
+def _docstring_parts(cls: type) -> tuple[str, str, list[str]]:
+    """Return the description of a docstring, the lines on options, and the examples."""
+    text, _, examples = (inspect.cleandoc(cls.__doc__ or "")).partition("\n\nexamples:\n")
+    description, _, lines = text.partition("\n\n")
+    return " ".join(description.split()), lines, examples.splitlines()
+
+
+def parse_entries(text: str) -> list[HelpEntry]:
+    """Return the entries in lines of a docstring.
+
+    >>> parse_entries("--a N  one\\n    two\\n\\nmore:\\n--b  three")[1]
+    HelpEntry(flag='--b', metavar='', text='three', group='more')
+    """
+    entries: list[HelpEntry] = []
+    group = ""
+    for line in text.splitlines():
+        if line.startswith(" "):
+            last = entries[-1]
+            entries[-1] = last._replace(text=f"{last.text} {line.strip()}")
+        elif line.endswith(":") and "  " not in line:
+            group = line[:-1]
+        elif line:
+            term, _, help_text = line.partition("  ")
+            flag, _, metavar = term.partition(" ")
+            entries.append(HelpEntry(flag, metavar, help_text.strip(), group))
+    return entries
+
+
+# --- Checks of one value --------------------------------------------------------------------------
+
+
+def check_minimum(flag: str, value: float, minimum: float = 1) -> None:
+    """Refuse a number below `minimum`, or one that is not finite."""
+    if not minimum <= value < math.inf:
+        raise UsageError(f"{flag} {value:g} is too small; give {minimum:g} or more")
+
+
+def check_positive(flag: str, value: float) -> None:
+    """Refuse a number that is not above 0."""
+    if not 0 < value < math.inf:
+        raise UsageError(f"{flag} {value:g} is out of range; give a number above 0")
+
+
+def check_share(flag: str, value: float) -> None:
+    """Refuse a number that is not above 0 and at most 1."""
+    if not 0 < value <= 1:
+        raise UsageError(f"{flag} {value:g} is no share; give a number above 0, and at most 1")
+
+
+def check_choice(flag: str, value: str, names: Sequence[str]) -> None:
+    """Refuse an unknown name, with the most similar one.
+
+    A name such as "surgery.conversion:GROUPINGS" stands for the names in this constant of headwise,
+    which is imported only if the option is given.
+    """
+    known: list[str] = []
+    for name in names:
+        module, colon, constant = name.partition(":")
+        if colon:
+            known += getattr(import_module(f"headwise.{module}"), constant)
+        else:
+            known.append(name)
+    if value not in known:
+        raise UsageError(f"{flag} {value!r} is unknown; {suggest(value, known)}")
+
+
+def _lazy_check(name: str) -> Callable[[str, Any], None]:
+    """Return a check of `argument_checks`, which imports this module."""
+
+    def check(flag: str, value: Any) -> None:
+        getattr(import_module("headwise.cli.argument_checks"), name)(flag, value)
+
+    return check
+
+
+CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "Count": check_minimum,
+    "AtLeastTwo": partial(check_minimum, minimum=2),
+    "Natural": partial(check_minimum, minimum=0),
+    "NotNegative": partial(check_minimum, minimum=0),
+    "Positive": check_positive,
+    "Share": check_share,
+    "InputFile": _lazy_check("check_input_file"),
+    "InputFiles": _lazy_check("check_input_file"),
+    "ModelFolder": _lazy_check("check_model_path"),
+    "TokenizerFile": _lazy_check("check_tokenizer"),
+}
+
+
+# --- The parser -----------------------------------------------------------------------------------
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=HELP_COLUMN)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs in ("+", "*") and isinstance(action.metavar, str):
+            return f"{action.metavar} ..."
+        return super()._format_args(action, default_metavar)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of the options of one command; errors are raised as `UsageError`.
+
+    Without `expert`, it has the everyday options alone, which `--help` shows.
+    """
+
+    def __init__(self, options: type[Options], *, expert: bool = True) -> None:
+        description, _, examples = _docstring_parts(options)
+        super().__init__(
+            prog=f"headwise {options.command}",
+            description="\n".join(wrap(description, TERMINAL_WIDTH - 2)),
+            epilog="\n  ".join(["examples:", *examples]),
+            formatter_class=_HelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        self.options = options
+        self._positionals.title = "arguments"
+        self.add_argument("-h", "--help", action="store_true", help="show this help")
+        if expert:
+            help_all = "show this help with all options"
+            self.add_argument("--help-all", action="store_true", help=help_all)
+        entries = help_entries(options)
+        groups: dict[str, Any] = {"": self}
+        for each in fields(options):
+            entry = entries[each.name]
+            if expert or not entry.group:
+                if entry.group not in groups:
+                    groups[entry.group] = self.add_argument_group(entry.group)
+                _add_field(groups[entry.group], each, entry)
+        if options.imports_parts and expert:
+            (entry,) = parse_entries(IMPORT_LINES)
+            self.add_argument_group(entry.group).add_argument(
+                entry.flag,
+                dest=PART_FILES,
+                action="append",
+                metavar=entry.metavar,
+                help=entry.text,
+            )
+        self.usage = " ".join([self.prog, *self._required_words(), "[OPTIONS]"])
+
+    def _required_words(self) -> list[str]:
+        """Return the positional and required arguments, as the usage line shows them."""
+        forms = {None: "{}", "?": "[{}]", "*": "[{} ...]"}
+        words = [
+            forms[action.nargs].format(action.metavar) for action in self._get_positional_actions()
+        ]
+        required = [action for action in self._get_optional_actions() if action.required]
+        return words + [self._with_metavar(action.option_strings[-1]) for action in required]
+
+    def format_everyday_help(self) -> str:
+        """Return the help with everyday options; its last line names `--help-all`."""
+        parser = CommandParser(self.options, expert=False)
+        count = len(self._actions) - len(parser._actions) - 1  # --help-all is one of them
+        more = f"{count} more option{'s' * (count > 1)}" if count else "every option"
+        return f"{parser.format_help()}\n{self.prog} --help-all lists {more}\n"
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse the arguments; raise `UsageError` for an option that does not exist, with the most
+        similar one.
+        """
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.reject_unknown(unknown)
+        return parsed
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse the arguments, import the files of `--import`, and return the others with those
+        that are unknown.
+        """
+        words = list(args or ())
+        if words == [LIST_OPTIONS]:
+            print("\n".join(name for action in self._actions for name in action.option_strings))
+            self.exit()
+        before = words[: words.index("--")] if "--" in words else words
+        for word in before:
+            if word in ("-h", "--help", "--help-all"):
+                is_all = word == "--help-all"
+                print(self.format_help() if is_all else self.format_everyday_help(), end="")
+                self.exit()
+        parsed, unknown = super().parse_known_args(words, namespace)
+        for name, value in vars(parsed).items():
+            if isinstance(value, list) and name != PART_FILES:
+                setattr(parsed, name, tuple(value))
+        for name in vars(parsed).pop(PART_FILES, []):
+            from .. import parts  # noqa: F401 - registers headwise's own parts first, so that their names are taken
+            from ..interfaces.external_parts import import_part_file
+
+            import_part_file(name)
+        return parsed, unknown
+
+    def reject_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise `UsageError` for arguments that the command does not have."""
+        option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+        names = [name for action in self._actions for name in action.option_strings]
+        if option is None:
+            remedy = "leave it out"
+            if "--text" in names:
+                remedy = f"leave it out, or give a text as --text {unknown[0]!r}"
+            self.error(f"unexpected argument {unknown[0]!r}; {remedy}")
+        hint = suggest(option, names)
+        is_similar = hint.startswith("did you mean")
+        self.error(f"there is no option {option}" + (f"; {hint}" if is_similar else ""))
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError` for a fault that argparse found: the option, the fault, a remedy."""
+        required = "the following arguments are required: "
+        if message.startswith(required):
+            names = message.removeprefix(required).split(", ")
+            listed = ", ".join(map(self._with_metavar, names))
+            message = f"missing {listed}; add {'it' if len(names) == 1 else 'them'}"
+        elif match := re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL):
+            message = self._describe_fault(match[1].split("/")[-1], match[2])
+        joint = " See" if message.endswith("?") else "; see"
+        raise UsageError(f"{message}{joint} {self.prog} --help")
+
+    def _describe_fault(self, option: str, fault: str) -> str:
+        if fault.startswith("expected"):
+            return f"{option} needs a value; write {self._with_metavar(option)}"
+        if match := re.fullmatch(r"ignored explicit argument (.*)", fault, re.DOTALL):
+            return f"{option} takes no value, got {match[1]}; leave the value out"
+        return f"{option} {fault}"
+
+    def _with_metavar(self, name: str) -> str:
+        """Return an option with its value, as in "--out DIR"; a positional argument as it is."""
+        action = next((action for action in self._actions if name in action.option_strings), None)
+        if action is None:
+            return name
+        metavar = action.metavar or ""
+        return f"{name} {metavar if isinstance(metavar, str) else ' '.join(metavar)}"
+
+
+def _kind(each: Field[Any]) -> str:
+    """Return the name of the type of a field, without None."""
+    return str(each.type).removesuffix(" | None")
+
+
+def _add_field(group: Any, each: Field[Any], entry: HelpEntry) -> None:
+    """Add the option or argument of a field to a parser or one of its groups."""
+    kind = _kind(each)
+    is_off = each.default is False or each.default in (None, "", (), MISSING)
+    text = entry.text.replace("%", "%%")
+    if not is_off and "(default:" not in text:
+        text = f"{text} (default: {each.default})"
+    is_required = each.default is MISSING
+    if kind == "bool":
+        group.add_argument(entry.flag, dest=each.name, action="store_true", help=text)
+        return
+    if not entry.flag.startswith("-"):
+        nargs = "*" if kind.startswith("tuple") else None if is_required else "?"
+        group.add_argument(each.name, metavar=entry.flag, help=text, nargs=nargs)
+        return
+    words = tuple(entry.metavar.split())
+    settings: dict[str, Any] = {"metavar": words[0] if len(words) == 1 else words}
+    if kind in ("Words", "InputFiles"):
+        settings["nargs"] = len(words) if len(words) > 1 else "+"
+    elif kind.startswith("tuple"):
+        settings["action"] = "append"
+    elif entry.metavar.startswith("["):  # [SIDE=both]: the option alone means both
+        metavar, _, const = entry.metavar.strip("[]").partition("=")
+        settings |= {"metavar": metavar, "nargs": "?", "const": const}
+    settings["type"] = NUMBER_TYPES.get(kind, str)
+    group.add_argument(entry.flag, dest=each.name, help=text, required=is_required, **settings)
+
+
+def _number_parser(kind: Callable[[str], int | float], expected: str) -> Callable[[str], Any]:
+    def parse(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"needs {expected}, got {text!r}") from None
+
+    return parse
+
+
+WHOLE_NUMBER = _number_parser(int, "a whole number")
+NUMBER = _number_parser(float, "a number")
+NUMBER_TYPES = {
+    **dict.fromkeys(("int", "Count", "AtLeastTwo", "Natural"), WHOLE_NUMBER),
+    **dict.fromkeys(("float", "Positive", "Share", "NotNegative"), NUMBER),
+}
