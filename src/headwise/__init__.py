@@ -28,8 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .cache import KVCache
     from .costs.activations import layer_activation_memory
     from .costs.cost_report import Workload, cost
-    from .costs.cost_vs_length import find_crossovers
-    from .costs.published_formulas import check_formulas
+    from .costs.formula_checks import check_formulas
     from .costs.roofline import Device
     from .costs.size_matching import match_size
     from .costs.training_memory import ActivationSettings, activation_memory
@@ -215,13 +214,12 @@ _MODULE_OF_NAME = {
     "convert_to_collaborative": "parts.collaborative",
     "Workload": "costs.cost_report",
     "cost": "costs.cost_report",
-    "find_crossovers": "costs.cost_vs_length",
     "match_size": "costs.size_matching",
     "Device": "costs.roofline",
     "ActivationSettings": "costs.training_memory",
     "layer_activation_memory": "costs.activations",
     "activation_memory": "costs.training_memory",
-    "check_formulas": "costs.published_formulas",
+    "check_formulas": "costs.formula_checks",
     "check_part": "part_checks",
     "fold_bias": "surgery.weight_folding",
     "fold_qk_transforms": "surgery.weight_folding",

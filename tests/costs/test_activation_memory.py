@@ -4,9 +4,6 @@ layer.
 
 from __future__ import annotations
 
-import math
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,18 +142,6 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
         assert bill.total == layer_saved_bytes(
             hw.Attention(spec, backend=profile).to(dtype), x, z
         ), profile
-        for term in bill.terms:
-            assert worth(term.formula, spec, (*x.shape[:2], source or x.shape[1])) == term.value, (
-                term
-            )
-
-
-def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int:
-    """The value of a formula, names looked up, a space for a product."""
-    axis_sizes: dict[str, int] = dict(zip("BTS", sizes, strict=True))
-    for _, part in spec.parts():
-        axis_sizes |= spec.sizes_of(part)
-    return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text.replace("^", "**")), {}, axis_sizes)
 
 
 def test_query_blocks_save_the_inputs_of_the_core():
@@ -238,23 +223,6 @@ def test_the_two_published_constants_fall_out():
         4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h
     )  # row sums; statistics; the mask inside, which they leave out
     assert memory.total == 34 * b * s * h + small
-    for profile in ("paper-2022", "zhihu-624740065"):
-        assert (
-            block_activation_memory(
-                block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile)
-            ).total
-            == 34 * b * s * h + 5 * b * a * s**2
-        )
-        core = block_activation_memory(
-            block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "core")
-        )
-        assert core.total == 34 * b * s * h
-        assert (
-            block_activation_memory(
-                block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "block")
-            ).total
-            == 2 * b * s * h
-        )
 
 
 class Llama(nn.Module):
@@ -402,14 +370,16 @@ def test_checkpoints_of_a_whole_model():
     assert peak_activation_memory(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
 
 
-def test_huge_workloads_stay_exact():
-    batch, tokens = 2**62, 2**62
+def test_long_workloads_stay_exact_and_larger_ones_are_refused():
+    batch, tokens = 2**10, 2**20
     spec = hw.design(model=512, heads=8)
     memory = hw.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
     assert memory.total == 2 * 5 * batch * tokens * 512 + 4 * batch * 8 * tokens
     window = hw.design(model=512, heads=8, pattern="window(5)")
     masked = hw.layer_activation_memory(window, hw.Workload(batch, tokens, "bf16"), "sdpa")
     assert masked.total - memory.total == 2 * tokens**2
+    with pytest.raises(hw.SpecError, match="larger than torch supports; use fewer"):
+        hw.layer_activation_memory(spec, hw.Workload(2**62, 2**62, "bf16"), "sdpa")
 
 
 def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
@@ -444,13 +414,6 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
             "saves no scores",
         ),
         (lambda s, at: hw.layer_activation_memory(s, at, source=3), "reads no source"),
-        (lambda s, at: hw.layer_activation_memory(s, at, "paper-2022"), "numbers of 2 bytes"),
-        (
-            lambda s, at: hw.layer_activation_memory(
-                hw.design(preset="gqa"), at, "zhihu-624740065"
-            ),
-            "plain multi-head attention",
-        ),
         (
             lambda s, at: hw.activation_memory(s, at, hw.ActivationSettings(dropout=0.1)),
             "a layer alone has none",
@@ -467,42 +430,3 @@ def test_invalid_arguments_are_refused(run, message):
     with pytest.raises(hw.SpecError, match=message) as refused:
         run(hw.design(model=8, heads=2), load(1, 5))
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"placement": "parallel"},
-        {"norm": bp.NormSpec("rms")},
-        {"feed": bp.FeedForwardSpec(30)},
-        {"feed": None},
-    ],
-)
-def test_published_formulas_are_of_gpt_blocks_alone(change):
-    block = bp.BlockSpec(
-        **{"attention": hw.design(model=8, heads=2), "feed": bp.FeedForwardSpec(32)} | change
-    )
-    with pytest.raises(hw.SpecError, match="supports only GPT blocks"):
-        block_activation_memory(block, 8, hw.Workload(1, 5), hw.ActivationSettings("paper-2022"))
-
-
-def test_gpt3_as_published():
-    config = {
-        "model_type": "gpt2",
-        "n_layer": 96,
-        "n_embd": 12288,
-        "n_head": 96,
-        "n_positions": 2048,
-    }
-    gpt3 = hw.families.read_model_spec(config)
-    memory = hw.activation_memory(
-        gpt3, hw.Workload(1, 2048), hw.ActivationSettings("zhihu-624740065")
-    )
-    assert memory.total == 275_414_777_856
-    whole = math.prod((96, 2, 2048, 12288))
-    assert (
-        hw.activation_memory(
-            gpt3, hw.Workload(1, 2048), hw.ActivationSettings("paper-2022", "block")
-        ).total
-        == whole
-    )

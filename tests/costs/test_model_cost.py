@@ -16,8 +16,8 @@ from torch.utils import flop_counter
 import headwise as hw
 from headwise import backends, cli, costs, families, model_spec
 from headwise.backends.query_blocks import split_queries, sum_block_pairs
+from headwise.costs.components import list_components
 from headwise.costs.cost_report import CostEstimate, estimate_cost
-from headwise.costs.flops import list_components
 from headwise.costs.parameter_counts import parameter_terms
 from headwise.costs.published_formulas import FORMULA_SOURCES, compare_formulas
 from headwise.costs.symbolic_int import SymbolicInt

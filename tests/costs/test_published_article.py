@@ -7,7 +7,7 @@ import json
 import pytest
 
 from headwise import cli
-from headwise.costs.published_article import ArticleRow, ArticleTable, flops_per_trained_token
+from headwise.costs.published_formulas import ArticleRow, ArticleTable, flops_per_trained_token
 from headwise.families import read_model_spec
 
 DAY = 86_400
@@ -80,7 +80,6 @@ def test_memory_is_that_of_the_article(rows: dict[tuple[str, str], ArticleRow]):
     by_quantity = {row.quantity: row for row in table.rows if row.model == "GPT-3"}
     activations = by_quantity["bytes, activations of 2,048 tokens"]
     assert activations.article == 275_414_777_856
-    assert "275,414,777,856" in activations.explanation
     cache = by_quantity["bytes, KV cache of 64 rows of 512 + 32"]
     assert (cache.article, cache.article - cache.headwise) == (
         164_282_499_072,
@@ -103,7 +102,7 @@ def test_the_command_prints_one_table(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["cost", "--article", "624740065"]) == 0
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 80
-    assert page.count("article             headwise") == 2
+    assert " ".join(page.split()).count("article headwise") == 2
     assert cli.main(["cost", "--article", "624740065", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [row["model"] for row in document["rows"]].count("GPT-3") == 8

@@ -17,12 +17,9 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.backends import dense, sdpa
 from headwise.backends.core_interface import CoreInputs
-from headwise.costs import flops as flop_formulas, published_formulas
-from headwise.costs.training_memory import (
-    fused_backward_flops,
-    layer_recompute_flops,
-    recompute_flops,
-)
+from headwise.costs import flops as flop_formulas, formula_checks
+from headwise.costs.formula_checks import fused_backward_flops
+from headwise.costs.training_memory import recompute_flops
 from support import layer_cases as cases
 
 CHANGED = "torch's counter has changed here; see whether auditing.FUSED and docs are still needed"
@@ -45,7 +42,7 @@ def heads(*shape: int) -> Tensor:
 def test_torch_counts_the_fused_cpu_kernel_as_zero():
     q = heads(B, N, S, K)
     assert flops(lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()) == 0, CHANGED
-    assert not set(published_formulas.FUSED_FLOPS) & set(flop_registry), CHANGED
+    assert not set(formula_checks.FUSED_FLOPS) & set(flop_registry), CHANGED
 
 
 def test_torch_counts_no_causal_mask():
@@ -99,8 +96,8 @@ def test_the_fused_kernel_is_counted(g, causal):
     n, t = 4, S if causal else 11
     q, k, v = heads(B, n, S, K), heads(B, g, t, K), heads(B, g, t, K)
     run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=True)
-    assert flops(run, published_formulas.flop_counter()) == 2 * B * n * S * t * 2 * K
-    both = flops(lambda: run().sum().backward(), published_formulas.flop_counter())
+    assert flops(run, formula_checks.flop_counter()) == 2 * B * n * S * t * 2 * K
+    both = flops(lambda: run().sum().backward(), formula_checks.flop_counter())
     assert both == 2 * B * n * S * t * (2 * K + 3 * K + 2 * K)
 
 
@@ -116,22 +113,22 @@ def test_the_fused_kernel_is_counted(g, causal):
 def test_a_product_without_a_formula_is_an_error(run, name):
     a, x = torch.randn(S, S), torch.randn(S)
     with pytest.raises(
-        published_formulas.UncountedOperation, match=f"{name} multiplies but has no formula"
+        formula_checks.UncountedOperation, match=f"{name} multiplies but has no formula"
     ):
-        flops(partial(run, a, x), published_formulas.flop_counter())
+        flops(partial(run, a, x), formula_checks.flop_counter())
 
 
 def test_fast_paths_are_errors_and_other_names_are_not():
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with (
         torch.no_grad(),
-        pytest.raises(published_formulas.UncountedOperation, match="transformer_encoder_layer"),
+        pytest.raises(formula_checks.UncountedOperation, match="transformer_encoder_layer"),
     ):
-        flops(lambda: encoder(torch.randn(B, S, 8)), published_formulas.flop_counter())
+        flops(lambda: encoder(torch.randn(B, S, 8)), formula_checks.flop_counter())
     x = torch.randn(B, S, 8)
     flops(
         lambda: F.layer_norm(F.gelu(x), (8,)).softmax(-1).cumsum(1).norm(),
-        published_formulas.flop_counter(),
+        formula_checks.flop_counter(),
     )
 
 
@@ -143,7 +140,7 @@ def test_an_audit_runs_under_the_guard(monkeypatch):
         return plain(*args)
 
     monkeypatch.setattr(dense, "attend", attend)
-    with pytest.raises(published_formulas.UncountedOperation, match=r"aten\.mv"):
+    with pytest.raises(formula_checks.UncountedOperation, match=r"aten\.mv"):
         hw.check_formulas(hw.design(model=8, heads=2))
 
 
@@ -152,7 +149,7 @@ def test_gradients_under_the_fused_kernel(preset):
     spec = hw.design(preset=preset, model=32, heads=4)
     x = torch.randn(B, S, 32, requires_grad=True)
     layer, work = hw.Attention(spec, backend="sdpa"), hw.CallSize(B, S, S, S)
-    with published_formulas.flop_counter() as counted:
+    with formula_checks.flop_counter() as counted:
         y = layer(x)
         ahead = counted.get_total_flops()
         y.sum().backward()
@@ -197,7 +194,7 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
     layer = hw.Attention(spec, backend="dense")
     with (
         FlopCounterMode(display=False) as counted,
-        published_formulas.SavedTensorRecorder.for_module(layer) as watch,
+        formula_checks.SavedTensorRecorder.for_module(layer) as watch,
     ):
         y = (
             layer(x, source=z)
@@ -224,9 +221,10 @@ def test_checkpoints_recompute_and_save_the_counted_amounts(name, kind, monkeypa
         if kind == "core":
             patch.setattr(dense, "attend", partial(again, dense.attend))
         done, values = more(spec, kind)
-    assert layer_recompute_flops(spec, work_of(spec), kind).total == done
     source = None if spec.source is None else cases.SOURCE
     load = hw.Workload(cases.BATCH, cases.TOKENS, "fp32", "cpu")
+    settings = hw.ActivationSettings(checkpoint=kind, source=source)
+    assert recompute_flops(spec, load, settings).total == done
     assert (
         hw.layer_activation_memory(spec, load, "dense", checkpoint=kind, source=source).total
         == values
@@ -236,9 +234,9 @@ def test_checkpoints_recompute_and_save_the_counted_amounts(name, kind, monkeypa
 def test_a_reading_behind_the_values_is_refused():
     spec = next(cases.EXAMPLES[name] for name in cases.EXAMPLES if name == "Shaw0")
     with pytest.raises(hw.SpecError, match="runs after the values are read"):
-        layer_recompute_flops(spec, work_of(spec), "core")
+        recompute_flops(spec, hw.Workload(), hw.ActivationSettings(checkpoint="core"))
     with pytest.raises(hw.SpecError, match="did you mean 'block'"):
-        layer_recompute_flops(spec, work_of(spec), "blck")
+        recompute_flops(spec, hw.Workload(), hw.ActivationSettings(checkpoint="blck"))
 
 
 class Block(nn.Module):

@@ -155,12 +155,12 @@ def test_training_is_reported_only_on_request(capsys):
     assert (code, "training" in json.loads(out)) == (0, False)
 
 
-def test_the_page_shows_every_step_with_its_formula(capsys):
+def test_the_page_shows_every_step(capsys):
     code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--activations")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "mha: in training, flash-cuda, nothing recomputed" in out
-    assert "logsumexp = 4 B T q = 1,024" in out
+    assert "logsumexp 1,024" in " ".join(out.split())
     assert "dcmha: in training, chunked, nothing recomputed" in out
 
 
@@ -197,7 +197,7 @@ def test_the_document_has_the_same_numbers(capsys, checkpoint):
         (("--dropout", "1.5"), "dropout must be at least 0 and less than 1, got 1.5"),
         (("--dropout", "nan"), "less than 1, got nan"),
         (("--dropout", "0.1"), "a layer alone has none"),
-        (("--profile", "paper-2022"), "plain multi-head attention"),
+        (("--profile", "paper-2022"), "there is no profile"),
     ],
 )
 def test_invalid_arguments_give_one_line(capsys, argv, message):

@@ -94,7 +94,6 @@ cost gqa --operations --generate 64
 cost gpt2.json --context 32 --generate 8
 cost llama-3-8b gpt-oss-20b
 cost gqa mla --match kv
-cost mha linear --crossovers
 cost mha --complexity
 cost gqa --terms
 cost gpt2.json --activations --context 32

@@ -6,6 +6,4 @@ ACTIVATION_PROFILES = (
     "bf16_matmul",
     "sdpa",
     "flash-cuda",
-    "paper-2022",
-    "zhihu-624740065",
 )

@@ -2,26 +2,20 @@
 
 In reading order:
 
-- `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the
-  formula of every
-  number, `pairs_per_head` sums over heads with different patterns), `parameter_counts` counts
-  parameters, `weight_storage` gives the bytes of weights as stored, quantised ones with their
-  scales, and `roofline` turns FLOPs and bytes into a lower bound of the time on a device whose
-  memory holds them;
-- `cost_report` collects this in the tables of `hw.cost` and `headwise cost`; `cost_vs_length` finds
-  the lengths at
-  which one spec becomes cheaper than another; `cost_plots` draws charts and writes CSV;
-  `size_matching` finds sizes of equal cost;
+- `flops` counts parameters, FLOPs and cached values term by term (`symbolic_int` keeps the formula
+  of every number, `pairs_per_head` sums over heads with different patterns), `weight_storage` gives
+  the bytes of weights as stored, and `roofline` the least time of an operation on a device;
+- `components` is the one walk over a spec or model, and gives all that a component costs;
+- `workload` describes forward calls; `cost_report` makes the estimates of `hw.cost` and
+  `headwise cost`, `cost_plots` their figures and CSV, `size_matching` sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
-- `complexity`, `published_formulas` and `published_article` compare with the literature and with a
-  small layer that
-  is run; `layer_reach` measures the receptive field and the gradients by distance of such layers.
+- `formula_checks` compares every formula with a small layer that is run, `published_formulas` and
+  `complexity` with the literature; `layer_reach` measures receptive fields and gradients.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from ..cache import split_by_retention
 from ..errors import SpecError
@@ -29,8 +23,7 @@ from ..interfaces.core_types import CallSize
 from ..masking.patterns import count_pairs_by_head
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
-from .flops import CostTerm
-from .pairs_per_head import pairs_over_heads
+from .flops import CostTerm, forward_flops, list_products
 
 __all__ = [
     "CostTerm",
@@ -132,11 +125,7 @@ def required_flops(spec: AttentionSpec, work: CallSize) -> int:
     """FLOPs that the spec requires: projections, and the core over the query-key pairs that the
     pattern allows.
     """
-    spec = replace(spec, project=spec.projection_form(work.queries == 1))
-    scores, values = pairs_over_heads(spec, work)
-    return _flops_outside_core(spec, work) + 2 * work.batch * (
-        scores * spec.core.score_dim + values * spec.core.vdim
-    )
+    return forward_flops(spec, work).total
 
 
 def counted_flops(spec: AttentionSpec, work: CallSize) -> int:
@@ -148,17 +137,9 @@ def counted_flops(spec: AttentionSpec, work: CallSize) -> int:
 
 def executed_flops(spec: AttentionSpec, work: CallSize, core_flops: int) -> int:
     """FLOPs that a backend executes, given those that it executes in the core."""
-    return _flops_outside_core(spec, work) + core_flops
-
-
-def _flops_outside_core(spec: AttentionSpec, work: CallSize) -> int:
-    total = 0
-    for _, part in spec.parts():
-        sizes = spec.sizes_of(part)
-        for param in part.params(spec).values():
-            total += 2 * param.layout.numel(sizes) * work.tokens(param.applied)
-        total += part.flops(spec, work)
-    return total
+    products = list_products(spec, work)
+    outside = sum(one.flops for one in products if not one.name.startswith("core"))
+    return int(outside) + core_flops
 
 
 def self_attention_work(

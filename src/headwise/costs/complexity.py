@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,11 +22,11 @@ from ..backends.linear_attention import CHUNK_SIZE
 from ..errors import SpecError
 from ..nn.attention import Attention
 from ..presets import design
+from ..report.data import Column, Table
+from ..report.numbers import format_count, format_seconds
 from ..spec.attention_spec import AttentionSpec
-from ..translation.terminal_text import pad, pad_left, wrap
 from . import count_parameters
-from .cost_report import format_count, format_seconds
-from .cost_vs_length import MAX_TOKENS, find_ranges, prefill_flops
+from .cost_report import estimate_cost
 from .roofline import accelerator_type, time_run
 from .symbolic_int import SymbolicInt, formula
 from .workload import Workload
@@ -33,19 +34,16 @@ from .workload import Workload
 # Common misunderstandings, which the printed table corrects.
 NOTES = (
     "Self-attention has a constant number of sequential operations and a constant path length, "
-    "but not constant work: "
-    "4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four "
-    "projections, which a table "
-    "of orders leaves out.",
+    "but not constant work: 4 n^2 d for scores and values, the larger share beyond n = 2 d, and "
+    "8 n d^2 for four projections, which a table of orders leaves out.",
     "The order does not decide which layer is cheaper: a GRU with 12 n d^2 costs more than "
-    "self-attention up to n = d, "
-    "a plain recurrent layer never does.",
+    "self-attention up to n = d, a plain recurrent layer never does.",
     "A convolution is computed at all positions in parallel, like attention; a longer range costs "
     "depth, not time.",
     "A recurrent layer can read any distance in principle; the limit is how often its gradient is "
     "multiplied.",
 )
-TABLE_HEADER = ("", "parameters", "FLOPs", "serial", "path", "   order", "crossover")
+MAX_TOKENS = 2**40
 
 
 @dataclass(frozen=True)
@@ -114,14 +112,11 @@ class ComplexityTable:
         linear 8 n d^2 + sums over tokens 8 1 131
         recurrent 4 n d^2 1000 1000 1
         """
-        cached: dict[int, int] = {}
+        attention = LAYER_KINDS["self-attention"]
 
+        @cache
         def attention_flops(tokens: int) -> int:
-            if tokens not in cached:
-                cached[tokens] = LAYER_KINDS["self-attention"].flops(
-                    sizes, SymbolicInt.of(tokens, "n")
-                )
-            return cached[tokens]
+            return attention.flops(sizes, SymbolicInt.of(tokens, "n"))
 
         layers = [kind.layer(name, sizes, attention_flops) for name, kind in LAYER_KINDS.items()]
         return ComplexityTable(sizes, tuple(layers))
@@ -135,37 +130,26 @@ class ComplexityTable:
             "notes": list(NOTES),
         }
 
-    def __str__(self) -> str:
+    @property
+    def items(self) -> list[Table]:
+        """The table with its notes."""
+        sizes = self.sizes
         title = (
-            "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = "
-            "{window:,}, h = {heads:,}"
+            f"One layer of width d = {sizes.model:,}, n = {sizes.tokens:,} tokens, "
+            f"k = {sizes.kernel:,}, r = {sizes.window:,}, h = {sizes.heads:,}"
         )
-        lines = [*wrap(title.format(**asdict(self.sizes))), "", _format_row(*TABLE_HEADER)]
+        names = ("params", "FLOPs", "serial", "path")
+        columns = ["", *(Column(name, format_count) for name in names), "order", "crossover"]
+        rows: list[list[Any]] = []
         for layer in self.layers:
-            cells = [
-                format_count(size)
-                for size in (layer.parameters, layer.flops, layer.serial, layer.path)
-            ]
             crossover = "never" if layer.dearer is None else f"n={layer.dearer:,}"
-            if layer is self.layers[0]:
-                crossover = ""
-            lines.append(_format_row(layer.name, *cells, f"   {layer.order}", crossover))
+            cells = [layer.name, layer.parameters, layer.flops, layer.serial, layer.path]
+            rows.append([*cells, layer.order, crossover if rows else ""])
         legend = (
             "Serial: sequential operations. Path: layers, or time steps, from the first token to "
-            "the last. Crossover: "
-            "the length from which self-attention costs more than this layer."
+            "the last. Crossover: the length from which self-attention costs more than this layer."
         )
-        lines.append("")
-        for note in (legend, *NOTES):
-            lines += wrap(note)
-        return "\n".join(lines)
-
-
-def _format_row(name: str, *cells: str) -> str:
-    widths = (19, 10, 10, 8, 8, 16, 9)
-    alignments = ("<", ">", ">", ">", ">", "<", ">")
-    columns = zip((name, *cells), alignments, widths, strict=True)
-    return "".join(f"{cell:{alignment}{width}}" for cell, alignment, width in columns).rstrip()
+        return [Table(title, columns, rows, (legend, *NOTES))]
 
 
 @dataclass(frozen=True)
@@ -184,8 +168,8 @@ class _LayerKind:
         self, name: str, sizes: LayerSizes, attention_flops: Callable[[int], int]
     ) -> LayerComplexity:
         flops = self.flops(sizes, SymbolicInt.of(sizes.tokens, "n"))
-        dearer = find_ranges(
-            lambda n: attention_flops(n) > self.flops(sizes, SymbolicInt.of(n, "n")), MAX_TOKENS
+        dearer = _first_length_where(
+            lambda n: attention_flops(n) > self.flops(sizes, SymbolicInt.of(n, "n"))
         )
         return LayerComplexity(
             name=name,
@@ -195,8 +179,30 @@ class _LayerKind:
             order=self.order,
             serial=self.sequential_steps(sizes),
             path=self.path_length(sizes),
-            dearer=dearer[-1].first if dearer and dearer[-1].last is None else None,
+            dearer=dearer,
         )
+
+
+def _first_length_where(holds: Callable[[int], bool]) -> int | None:
+    """Return the length from which a condition holds; None if it does not hold at the greatest.
+
+    All lengths up to 16 are tried, then powers of two and the lengths halfway between.
+    """
+    lengths = list(range(1, 17))
+    while lengths[-1] < MAX_TOKENS:
+        size = 2 ** (lengths[-1].bit_length() - 1)
+        lengths.append(3 * size // 2 if lengths[-1] == size else 2 * size)
+    if not holds(MAX_TOKENS):
+        return None
+    low = next((length for length in reversed(lengths) if not holds(length)), 0)
+    high = next(length for length in lengths if length > low)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def attention_specs(sizes: LayerSizes) -> dict[str, AttentionSpec]:
@@ -222,7 +228,8 @@ def _attention_kind(
     path: Callable[[LayerSizes], int],
 ) -> _LayerKind:
     def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
-        required = prefill_flops(attention_specs(sizes)[name], Workload(context=int(n)))
+        spec = attention_specs(sizes)[name]
+        required = estimate_cost(spec, Workload(context=int(n))).prefill_flops.total
         return SymbolicInt.of(required, text.format(r=sizes.window), loose="sum")
 
     return _LayerKind(
@@ -354,18 +361,20 @@ class ScalingMeasurement:
         ]
         return {"width": self.width, "lengths": self.lengths, "layers": rows}
 
-    def __str__(self) -> str:
-        lines = [
-            f"Measured on this machine ({accelerator_type()}), one row, width {self.width}:",
-            f"time at {self.lengths[0]} tokens, and factor for each doubling of the length",
-            "",
-            f"{'':<20}" + "".join(pad_left(f"{length:,} tokens", 15) for length in self.lengths),
-        ]
+    @property
+    def items(self) -> list[Table]:
+        """The times at the first length, and the factor for each doubling of it."""
+        title = (
+            f"Measured on this machine ({accelerator_type()}), one row, width {self.width}: time "
+            f"at {self.lengths[0]} tokens, and factor for each doubling of the length"
+        )
+        headers = [Column(f"{length:,} tokens", align="right") for length in self.lengths]
         factors = self.growth_factors
-        for name, seconds in self.layers.items():
-            cells = [format_seconds(seconds[0]), *(f"x {factor:.1f}" for factor in factors[name])]
-            lines.append(pad(name, 20) + "".join(f"{cell:>15}" for cell in cells))
-        return "\n".join(lines)
+        rows = [
+            [name, format_seconds(seconds[0]), *(f"x {factor:.1f}" for factor in factors[name])]
+            for name, seconds in self.layers.items()
+        ]
+        return [Table(title, ["", *headers], rows)]
 
 
 def measure_scaling(

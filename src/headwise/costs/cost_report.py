@@ -1,81 +1,157 @@
-"""Cost estimates of layers and models before they run: parameters, FLOPs, bytes and time; as text
-and JSON.
-"""
+"""Cost estimates of layers and models before they run: parameters, FLOPs, bytes and time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from ..errors import SpecError, pluralise, suggest
 from ..model_spec import ModelSpec
+from ..report.data import Column, Table
+from ..report.numbers import format_count, format_seconds
+from ..report.render import to_text
 from ..spec.attention_spec import AttentionSpec
-from ..translation.terminal_text import TERMINAL_WIDTH, pad, pad_left, wrap
 from . import cache_bytes
-from .flops import (
+from .components import (
     AttentionComponent,
-    CostBreakdown,
+    ExecutionFormats,
     ExecutionTarget,
     ForwardCall,
-    ModelComponent,
     SpecOrModel,
-    cached_numbers,
+    list_attentions,
     list_components,
-)
-from .parameter_counts import active_parameters, parameter_terms
-from .roofline import (
-    Device,
-    ExecutionFormats,
-    MemoryShortfall,
-    RooflineOperation,
-    dtype_bytes,
-    find_shortfall,
     list_operations,
-    merge_operations,
 )
+from .flops import CostBreakdown, cached_numbers
+from .parameter_counts import active_parameters, parameter_terms
+from .roofline import Device, MemoryShortfall, RooflineOperation, find_shortfall, merge_operations
 from .symbolic_int import SymbolicInt
 from .training_memory import ActivationSettings, activation_memory
-from .weight_storage import total_weight_bytes
-from .workload import (
-    Workload,
-    counted_flops_by_call,
-    executed_flops_by_call,
-    image_tokens,
-    list_assumptions,
-    list_calls,
-)
+from .weight_storage import dtype_bytes, total_weight_bytes
+from .workload import CallsByPhase, Workload, image_tokens, list_assumptions, list_calls
 
-__all__ = ["CostEstimate", "Workload", "estimate_cost"]
+__all__ = ["CostEstimate", "CostReport", "Workload", "cost", "estimate_cost"]
+
+CALL_LABELS = {
+    "prefill": "prefill",
+    "backward": "backward",
+    "decode": "decode step",
+    "prompt": "prompt",
+    "steps": "decode steps",
+}
+Totals = dict[str, int | None]
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Cost of one layer or model under one workload.
+    """Cost of one layer or model under one workload, computed when it is asked for.
 
-    `flops_by_call` has the required FLOPs term by term, `executed_flops` and `counted_flops` the
-    totals that a backend executes and that torch's `FlopCounterMode` counts in the same calls.
-    `cache_numbers` are the values cached per token (for a recurrent layer, its whole state),
-    `source_cache_numbers` those per token of a source sequence. `cache_bytes_per_token` is what one
-    more token adds while no window is full; None if it adds nothing.
+    `calls` has the components and the forward call of each phase: "prefill", "decode" (one step at
+    full context) for a causal spec, "prompt" and "steps" if tokens are generated.
     """
 
     name: str
     spec_or_model: SpecOrModel
     workload: Workload
-    full_call: ForwardCall
-    parameters: CostBreakdown
-    active_parameters: int
-    flops_by_call: Mapping[str, CostBreakdown]
-    executed_flops: Mapping[str, int | None]
-    counted_flops: Mapping[str, int | None]
-    cache_numbers: CostBreakdown
-    source_cache_numbers: CostBreakdown
-    cache_bytes_per_token: int | None
-    cache_bytes: int
-    operations: Mapping[str, tuple[RooflineOperation, ...]]
-    notes: tuple[str, ...] = ()
+    calls: CallsByPhase
+
+    @property
+    def full_call(self) -> ForwardCall:
+        """The forward call over all tokens."""
+        return self.calls["prefill"][1]
+
+    @property
+    def device(self) -> Device:
+        """The device of the workload."""
+        return Device.from_name(self.workload.device)
+
+    @cached_property
+    def parameters(self) -> CostBreakdown:
+        """Trainable parameters, one term per tensor."""
+        return parameter_terms(self.spec_or_model)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that are active for one token."""
+        return active_parameters(self.spec_or_model)
+
+    @cached_property
+    def active_parameters_without_embeddings(self) -> int:
+        """`active_parameters` without the embedding tables that are only looked up."""
+        return active_parameters(self.spec_or_model, embeddings=False)
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Bytes of the parameters as they are stored: quantised, or in the precision of the
+        workload.
+        """
+        return total_weight_bytes(self.spec_or_model, self.workload.storage(self.spec_or_model))
+
+    @cached_property
+    def flops_by_call(self) -> Mapping[str, CostBreakdown]:
+        """Required FLOPs of each call, term by term; those of the backward pass of prefill count
+        each product once for each factor that needs a gradient.
+        """
+        breakdowns: dict[str, CostBreakdown] = {}
+        for phase in self.calls:
+            breakdowns[phase] = self._required_breakdown(phase)
+            if phase == "prefill":
+                breakdowns["backward"] = self._required_breakdown(phase, backward=True)
+        return breakdowns
+
+    def _required_breakdown(self, phase: str, backward: bool = False) -> CostBreakdown:
+        components, call = self.calls[phase]
+        items: list[tuple[str, int, int]] = []
+        for component in components:
+            for product in component.required_products(call):
+                flops = product.flops * (product.num_grad_factors if backward else 1)
+                items.append((_qualify(component.name, product.name), flops, component.times))
+        return CostBreakdown.from_repeated_items(items)
+
+    @property
+    def required_flops(self) -> Totals:
+        """Required FLOPs of every call."""
+        return _add_generation(
+            {call: breakdown.total for call, breakdown in self.flops_by_call.items()}
+        )
+
+    @cached_property
+    def executed_flops(self) -> Totals:
+        """FLOPs of every call that backends execute."""
+        target = ExecutionTarget(self.device.kind, self.workload.dtype)
+        totals: Totals = {}
+        for phase, (components, call) in self.calls.items():
+            totals[phase] = sum(one.times * one.executed_flops(call, target) for one in components)
+            if phase == "prefill":
+                totals["backward"] = sum(
+                    one.times * one.executed_backward_flops(call, target) for one in components
+                )
+        return _add_generation(totals)
+
+    @cached_property
+    def counted_flops(self) -> Totals:
+        """FLOPs of every call that `FlopCounterMode` counts; None for a call without a dense
+        form.
+        """
+        totals: Totals = {}
+        for phase, (components, call) in self.calls.items():
+            forward: int | None = 0
+            backward: int | None = 0
+            for component in components:
+                products = component.counted_products(call)
+                if products is None or forward is None or backward is None:
+                    forward = backward = None
+                    continue
+                forward += component.times * sum(one.flops for one in products)
+                backward += component.times * sum(
+                    one.num_grad_factors * one.flops for one in products
+                )
+            totals[phase] = forward
+            if phase == "prefill":
+                totals["backward"] = backward
+        return _add_generation(totals)
 
     @property
     def prefill_flops(self) -> CostBreakdown:
@@ -94,51 +170,94 @@ class CostEstimate:
         """
         return self.flops_by_call.get("decode")
 
+    # --- Cache and memory ---
+
     @property
     def has_cache(self) -> bool:
         """True if tokens are decoded with a cache."""
-        return "decode" in self.flops_by_call or "steps" in self.flops_by_call
+        return "decode" in self.calls or "steps" in self.calls
+
+    def _cached_layers(self, role: str) -> list[AttentionComponent]:
+        attentions: list[AttentionComponent] = []
+        for component in self.calls["prefill"][0] if self.has_cache else ():
+            is_decoder = not component.before_last_stack
+            if isinstance(component, AttentionComponent) and is_decoder and component.role == role:
+                attentions.append(component)
+        return attentions
+
+    @cached_property
+    def cache_numbers(self) -> CostBreakdown:
+        """Values cached per token; for a recurrent layer, its whole state."""
+        return _cached_values(self._cached_layers("attention"))
+
+    @cached_property
+    def source_cache_numbers(self) -> CostBreakdown:
+        """Values cached per token of a source sequence."""
+        return _cached_values(self._cached_layers("cross"))
 
     @property
-    def required_flops(self) -> dict[str, int | None]:
-        """Required FLOPs of every call."""
-        return _add_generation_total(
-            {call: breakdown.total for call, breakdown in self.flops_by_call.items()}
-        )
+    def cache_bytes_per_token(self) -> int | None:
+        """Bytes that one more token adds while no window is full; None if it adds nothing."""
+        growing = [one for one in self._cached_layers("attention") if not one.spec.is_recurrent]
+        return _cached_values(growing).total * dtype_bytes(self.workload.dtype) or None
 
     @property
     def source_cache_bytes_per_token(self) -> int | None:
         """Bytes that each token of the source adds to the cache; None if nothing reads a source."""
         return self.source_cache_numbers.total * dtype_bytes(self.workload.dtype) or None
 
+    @cached_property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache for all tokens; windowed patterns have ring buffers."""
+        lengths = {"attention": self.workload.cached_tokens, "cross": self.full_call.source}
+        total = 0
+        for role, tokens in lengths.items():
+            for component in self._cached_layers(role):
+                total += component.times * cache_bytes(
+                    component.spec,
+                    batch=self.workload.batch,
+                    capacity=tokens,
+                    bytes_per_number=dtype_bytes(self.workload.dtype),
+                )
+        return total
+
     @property
-    def attention_specs(self) -> dict[str, AttentionSpec]:
-        """The distinct attention specs, each under the name of the first layer that has it."""
-        first_with_spec: dict[AttentionSpec, AttentionComponent] = {}
-        for component in reversed(list_components(self.spec_or_model)):
-            if isinstance(component, AttentionComponent):
-                first_with_spec[component.spec] = component
-        return {
-            component.name or self.name: spec
-            for spec, component in reversed(first_with_spec.items())
-        }
+    def activation_bytes(self) -> int | None:
+        """Bytes saved for the backward pass with the default settings; None if these do not support
+        the workload.
+        """
+        settings = ActivationSettings(source=self.workload.source)
+        try:
+            return activation_memory(self.spec_or_model, self.workload, settings).total
+        except SpecError:
+            return None
+
+    def shortfall(self, phase: str) -> MemoryShortfall | None:
+        """By how much the device is too small for a phase: prefill needs the weights, a decode step
+        also the cache.
+        """
+        needed = self.weights_bytes
+        contents = "weights"
+        if phase == "decode" and self.cache_bytes:
+            needed += self.cache_bytes
+            contents = "weights and cache"
+        return find_shortfall(CALL_LABELS[phase], contents, needed, self.device)
+
+    # --- Least times ---
+
+    @cached_property
+    def operations(self) -> Mapping[str, tuple[RooflineOperation, ...]]:
+        """Operations of prefill and of a decode step, with their least times on the device."""
+        storage = self.workload.storage(self.spec_or_model)
+        formats = ExecutionFormats(self.device, self.workload.dtype, storage)
+        phases = [phase for phase in ("prefill", "decode") if phase in self.calls]
+        return {phase: list_operations(*self.calls[phase], formats) for phase in phases}
 
     def seconds(self, phase: str) -> float | None:
         """Lower bound of the time of a phase: the sum over its operations; None if the device
         cannot hold it.
         """
         return None if self.shortfall(phase) else self.total_operation(phase).seconds
-
-    def shortfall(self, phase: str) -> MemoryShortfall | None:
-        """By how much the device is too small for a phase: prefill needs the weights, a decode step
-        also the cache.
-        """
-        decodes = phase == "decode"
-        contents = "weights and cache" if decodes and self.cache_bytes else "weights"
-        needed = self.weights_bytes + (self.cache_bytes if decodes else 0)
-        return find_shortfall(
-            CALL_LABELS[phase], contents, needed, Device.from_name(self.workload.device)
-        )
 
     def total_operation(self, phase: str) -> RooflineOperation:
         """Sum of all operations of a phase."""
@@ -149,52 +268,49 @@ class CostEstimate:
         """Attention cores of a decode step, or of prefill if there is none; all operations if there
         is no attention.
         """
-        phase = "decode" if self.decode_flops is not None else "prefill"
-        cores = [
-            operation for operation in self.operations[phase] if operation.name.endswith("core")
-        ]
-        return merge_operations("core", cores or self.operations[phase])
+        operations = self.operations["decode" if "decode" in self.calls else "prefill"]
+        cores = [operation for operation in operations if operation.name.endswith("core")]
+        return merge_operations("core", cores or operations)
 
     @property
-    def weights_bytes(self) -> int:
-        """Bytes of the parameters as they are stored: quantised, or in the precision of the
-        workload.
-        """
-        return total_weight_bytes(self.spec_or_model, self.workload.storage(self.spec_or_model))
+    def attention_specs(self) -> dict[str, AttentionSpec]:
+        """The distinct attention specs, each under the name of the first layer that has it."""
+        names: dict[AttentionSpec, str] = {}
+        for component in list_attentions(self.spec_or_model):
+            names.setdefault(component.spec, component.name or self.name)
+        return {name: spec for spec, name in names.items()}
 
     @property
-    def active_parameters_without_embeddings(self) -> int:
-        """`active_parameters` without the embedding tables that are only looked up."""
-        return active_parameters(self.spec_or_model, embeddings=False)
+    def notes(self) -> tuple[str, ...]:
+        """What the estimate leaves out or approximates."""
+        return tuple(list_assumptions(self.spec_or_model))
 
     @property
-    def activation_bytes(self) -> int | None:
-        """Bytes saved for the backward pass with the default settings; None if these do not support
-        the workload.
-        """
-        try:
-            return activation_memory(
-                self.spec_or_model, self.workload, ActivationSettings(source=self.workload.source)
-            ).total
-        except SpecError:
-            return None
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The estimate as plain values that can be written as JSON."""
-        breakdowns = {
+    def breakdowns(self) -> dict[str, CostBreakdown]:
+        """All sums of terms, by name."""
+        return {
             "parameters": self.parameters,
             **self.flops_by_call,
             "cache": self.cache_numbers,
             "source_cache": self.source_cache_numbers,
         }
-        operations = {
-            phase: [
-                {**vars(operation), "intensity": operation.intensity}
-                for operation in operations_of_phase
-            ]
-            for phase, operations_of_phase in self.operations.items()
-        }
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The estimate as plain values that can be written as JSON."""
+        operations: dict[str, Any] = {}
+        seconds: dict[str, float | None] = {}
+        missing: dict[str, int] = {}
+        devices = [1]
+        for phase, of_phase in self.operations.items():
+            operations[phase] = [{**vars(one), "intensity": one.intensity} for one in of_phase]
+            seconds[phase] = self.seconds(phase)
+            shortfall = self.shortfall(phase)
+            missing[phase] = shortfall.missing_bytes if shortfall else 0
+            devices += [shortfall.min_devices] if shortfall else []
+        terms: list[dict[str, Any]] = []
+        for name, breakdown in self.breakdowns.items():
+            terms += [{"breakdown": name, **term._asdict()} for term in breakdown.terms]
         return {
             "name": self.name,
             "params": self.parameters.total,
@@ -202,30 +318,20 @@ class CostEstimate:
             "active_params_without_embeddings": self.active_parameters_without_embeddings,
             "weights_bytes": self.weights_bytes,
             "flops": self.required_flops,
-            "executed_flops": dict(self.executed_flops),
-            "counted_flops": dict(self.counted_flops),
+            "executed_flops": self.executed_flops,
+            "counted_flops": self.counted_flops,
             "kv_bytes_per_token": self.cache_bytes_per_token,
             "kv_bytes_per_source_token": self.source_cache_bytes_per_token,
             "kv_bytes": self.cache_bytes,
             "activation_bytes": self.activation_bytes,
-            "seconds": {phase: self.seconds(phase) for phase in self.operations},
-            "missing_bytes": {
-                phase: shortfall.missing_bytes if (shortfall := self.shortfall(phase)) else 0
-                for phase in self.operations
-            },
-            "devices": max(
-                shortfall.min_devices if (shortfall := self.shortfall(phase)) else 1
-                for phase in self.operations
-            ),
+            "seconds": seconds,
+            "missing_bytes": missing,
+            "devices": max(devices),
             "intensity": self.core_operation.intensity,
             "bound": self.core_operation.bound,
             "operations": operations,
             "notes": list(self.notes),
-            "terms": [
-                {"breakdown": name, **term._asdict()}
-                for name, breakdown in breakdowns.items()
-                for term in breakdown.terms
-            ],
+            "terms": terms,
         }
 
 
@@ -242,128 +348,48 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
     ... )  # bytes per token; 4 query heads per key head
     (4096, 3.9995117783473697)
     """
-    components, workload = list_components(spec_or_model), workload.fitted_to([spec_or_model])
-    calls = list_calls(spec_or_model, components, workload, name)
-    cached = [
-        component
-        for component in components
-        if isinstance(component, AttentionComponent)
-        and not component.before_last_stack
-        and ("decode" in calls or "steps" in calls)
-    ]
-    self_attention = [component for component in cached if component.role == "attention"]
-    cross_attention = [component for component in cached if component.role == "cross"]
-    non_recurrent = [component for component in self_attention if not component.spec.is_recurrent]
-    breakdowns = {phase: _required_breakdown(*call) for phase, call in calls.items()}
-    target = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
-    prefill = calls["prefill"]
-    formats = ExecutionFormats(
-        Device.from_name(workload.device), workload.dtype, workload.storage(spec_or_model)
-    )
-    return CostEstimate(
-        name=name,
-        spec_or_model=spec_or_model,
-        workload=workload,
-        full_call=prefill[1],
-        parameters=parameter_terms(spec_or_model),
-        active_parameters=active_parameters(spec_or_model),
-        flops_by_call={
-            "prefill": breakdowns.pop("prefill"),
-            "backward": _gradient_breakdown(*prefill),
-            **breakdowns,
-        },
-        executed_flops=_add_generation_total(executed_flops_by_call(calls, target)),
-        counted_flops=_add_generation_total(counted_flops_by_call(calls)),
-        cache_numbers=_cache_numbers_of(self_attention),
-        source_cache_numbers=_cache_numbers_of(cross_attention),
-        cache_bytes_per_token=_cache_numbers_of(non_recurrent).total * dtype_bytes(workload.dtype)
-        or None,
-        cache_bytes=_cache_bytes_of(self_attention, workload, workload.cached_tokens)
-        + _cache_bytes_of(cross_attention, workload, prefill[1].source),
-        operations={
-            phase: list_operations(*calls[phase], formats)
-            for phase in ("prefill", "decode")
-            if phase in calls
-        },
-        notes=tuple(list_assumptions(spec_or_model)),
-    )
+    workload = workload.fitted_to([spec_or_model])
+    calls = list_calls(spec_or_model, list_components(spec_or_model), workload, name)
+    return CostEstimate(name, spec_or_model, workload, calls)
 
 
-def _add_generation_total(totals: Mapping[str, int | None]) -> dict[str, int | None]:
+def _add_generation(totals: Totals) -> Totals:
     """Add "generate", the sum of the prompt and the decode steps, if there are any."""
     if "steps" not in totals:
-        return dict(totals)
-    prompt, steps = totals.get("prompt"), totals.get("steps")
+        return totals
+    prompt = totals["prompt"]
+    steps = totals["steps"]
     return {**totals, "generate": None if prompt is None or steps is None else prompt + steps}
 
 
-def _required_breakdown(components: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
-    """Required FLOPs of a forward call."""
-    return CostBreakdown.from_repeated_items(
-        (_qualified_name(component.name, product.name), product.flops, component.times)
-        for component in components
-        for product in component.required_products(call)
-    )
-
-
-def _gradient_breakdown(components: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
-    """Required FLOPs of a backward pass: each product counts once for each factor that needs a
-    gradient.
-    """
-    return CostBreakdown.from_repeated_items(
-        (
-            _qualified_name(component.name, product.name),
-            product.num_grad_factors * product.flops,
-            component.times,
-        )
-        for component in components
-        for product in component.required_products(call)
-    )
-
-
-def _qualified_name(owner: str, name: str) -> str:
+def _qualify(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
-def _cache_numbers_of(components: Iterable[AttentionComponent]) -> CostBreakdown:
+def _cached_values(components: Iterable[AttentionComponent]) -> CostBreakdown:
     """Values that attention layers cache per token."""
-    return CostBreakdown.from_repeated_items(
-        (
-            _qualified_name(component.name, term.name),
-            SymbolicInt.of(term.value, term.formula),
-            component.times,
-        )
-        for component in components
-        for term in cached_numbers(component.spec).terms
-    )
-
-
-def _cache_bytes_of(
-    components: Iterable[AttentionComponent], workload: Workload, tokens: int
-) -> int:
-    """Bytes of the caches for this number of tokens; windowed patterns have ring buffers."""
-    number_bytes = dtype_bytes(workload.dtype)
-    return sum(
-        component.times
-        * cache_bytes(
-            component.spec, batch=workload.batch, capacity=tokens, bytes_per_number=number_bytes
-        )
-        for component in components
-    )
+    items: list[tuple[str, int, int]] = []
+    for component in components:
+        for term in cached_numbers(component.spec).terms:
+            value = SymbolicInt.of(term.value, term.formula)
+            items.append((_qualify(component.name, term.name), value, component.times))
+    return CostBreakdown.from_repeated_items(items)
 
 
 # --- The report: estimates side by side -----------------------------------------------------------
 
-NAME_WIDTH, COLUMN_WIDTH = 25, 11  # characters of a row's name, and of each spec's number
-CALL_LABELS = {
-    "prefill": "prefill",
-    "backward": "backward",
-    "decode": "decode step",
-    "prompt": "prompt",
-    "steps": "decode steps",
-}
-UNIT_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+MAX_COLUMNS = 5  # estimates side by side; others follow below
 FORMAT_VERSION = 1  # of the JSON document
+FOOTNOTE = (
+    "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer "
+    "would choose; counted: by torch's FlopCounterMode, all pairs. Times are lower bounds: peak "
+    "FLOP/s or bandwidth, fully overlapped. k, M, G, T, P are powers of 1000."
+)
+TERMS_LEGEND = (
+    "In formulas: B rows, T queries, S keys that a row attends to, new tokens whose keys and "
+    "values are computed, pairs of a query and a key that the pattern allows in a row; other names "
+    "are sizes of the spec, such as q and dim."
+)
 
 
 @dataclass(frozen=True)
@@ -385,24 +411,80 @@ class CostReport:
         return by_name[name]
 
     def __str__(self) -> str:
-        return "\n".join(_format_table(self.estimates))
+        return "\n\n".join(map(to_text, self.items))
 
     @property
-    def terms(self) -> str:
-        """All terms of parameters, FLOPs and cache, with the formula of each, as text."""
-        return "\n".join(_format_terms(self.estimates)).lstrip("\n")
+    def items(self) -> list[str | Table]:
+        """A table of the estimates side by side, between a heading and notes."""
+        items: list[str | Table] = [_describe_workload(self.estimates)]
+        rows: list[tuple[str, list[str]]] = []
+        for label, cell, is_optional in TABLE_ROWS:
+            cells = [cell(estimate) for estimate in self.estimates]
+            if not is_optional or set(cells) != {"-"}:
+                rows.append((label, cells))
+        for start in range(0, len(self.estimates), MAX_COLUMNS):
+            end = start + MAX_COLUMNS
+            names = [one.name[-COLUMN_WIDTH:] for one in self.estimates[start:end]]
+            columns = [Column(""), *(Column(name, align="right") for name in names)]
+            shown = [(label, *cells[start:end]) for label, cells in rows]
+            items.append(Table("", columns, shown))
+        for estimate in self.estimates:
+            shortfalls = filter(None, map(estimate.shortfall, estimate.operations))
+            notes = [*estimate.notes, *map(str, list(shortfalls)[-1:])]
+            items += [f"{estimate.name}: {note}" for note in notes]
+        return [*items, FOOTNOTE]
 
     @property
-    def operations(self) -> str:
-        """Table of the operations: FLOPs, bytes moved, lower bound of the time, and limiting
-        resource, as text.
+    def terms(self) -> list[str | list[str]]:
+        """All terms of parameters, FLOPs and cache, with the formula of each."""
+        items: list[str | list[str]] = [TERMS_LEGEND]
+        for estimate in self.estimates:
+            for name, breakdown in estimate.breakdowns.items():
+                label = f"{CALL_LABELS[name]} FLOPs" if name in CALL_LABELS else BREAKDOWNS[name]
+                if breakdown.terms:
+                    items.append(f"{estimate.name}: {label}, {breakdown.total:,}")
+                    items.append(
+                        [f"{name} = {formula} = {n:,}" for name, formula, n in breakdown.terms]
+                    )
+        return items
+
+    @property
+    def operations(self) -> list[Table]:
+        """A table of operations for each estimate and phase: FLOPs, bytes moved, lower bound of the
+        time, and limiting resource.
         """
-        return "\n".join(_format_operations(self.estimates)).lstrip("\n")
+        columns = (
+            "",
+            Column("FLOPs", format_count),
+            Column("bytes", format_count),
+            Column("FLOPs/byte", "{:.1f}".format),
+            Column("least time", align="right"),
+            "bound by",
+        )
+        tables: list[Table] = []
+        for estimate in self.estimates:
+            for phase, operations in estimate.operations.items():
+                total = estimate.total_operation(phase)
+                rows = [
+                    (
+                        one.name,
+                        one.flops,
+                        one.moved,
+                        one.intensity,
+                        format_seconds(one.seconds),
+                        one.bound,
+                    )
+                    for one in (*operations, total)
+                ]
+                time = "too large" if estimate.shortfall(phase) else rows[-1][4]
+                rows[-1] = ("total", *rows[-1][1:4], time, total.bound)
+                tables.append(Table(f"{estimate.name}: {CALL_LABELS[phase]}", columns, rows))
+        return tables
 
     @property
     def data(self) -> dict[str, Any]:
         """The report as plain values: {"version", "device", "workload", "rows"}."""
-        workload = asdict(self.estimates[0].workload) if self.estimates else {"device": None}
+        workload = asdict(self.estimates[0].workload)
         return {
             "version": FORMAT_VERSION,
             "device": workload["device"],
@@ -428,10 +510,10 @@ def cost(
     {'gqa': 4096, 'mla': 1152}
     """
     named: Any = spec_or_model
-    if isinstance(spec_or_model, AttentionSpec | ModelSpec):
-        named = {
-            spec_or_model.name if isinstance(spec_or_model, ModelSpec) else "spec": spec_or_model
-        }
+    if isinstance(spec_or_model, ModelSpec):
+        named = {spec_or_model.name: spec_or_model}
+    elif isinstance(spec_or_model, AttentionSpec):
+        named = {"spec": spec_or_model}
     is_valid = isinstance(named, Mapping) and all(
         isinstance(spec, AttentionSpec | ModelSpec) for spec in named.values()
     )
@@ -442,65 +524,23 @@ def cost(
     return CostReport(tuple(estimate_cost(spec, workload, name) for name, spec in named.items()))
 
 
-def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
-    """Lines of the table; estimates that do not fit side by side into a terminal follow below."""
-    lines = _format_header(estimates)
-    rows = [
-        (name, cell)
-        for name, cell in TABLE_ROWS
-        if name not in OPTIONAL_ROWS or any(cell(estimate) != "-" for estimate in estimates)
-    ]
-    max_columns = (TERMINAL_WIDTH - NAME_WIDTH) // COLUMN_WIDTH
-    for start in range(0, len(estimates), max_columns):
-        group = estimates[start : start + max_columns]
-        width = COLUMN_WIDTH
-        if len(estimates) < max_columns:
-            width = min((TERMINAL_WIDTH - NAME_WIDTH) // len(group), 2 * COLUMN_WIDTH)
-        lines += ["", _format_row("", [estimate.name[-width + 1 :] for estimate in group], width)]
-        lines += [
-            _format_row(name.rstrip("."), [cell(estimate) for estimate in group], width)
-            for name, cell in rows
-        ]
-    lines.append("")
-    notes = [f"{estimate.name}: {note}" for estimate in estimates for note in _list_notes(estimate)]
-    for note in notes:
-        lines += wrap(note)
-    if notes:
-        lines.append("")
-    return lines + wrap(FOOTNOTE)
-
-
-def _list_notes(estimate: CostEstimate) -> Iterator[str]:
-    """Yield the notes of an estimate, and one if the device cannot hold the
-    larger of its phases.
-    """
-    shortfalls = [
-        shortfall for phase in estimate.operations if (shortfall := estimate.shortfall(phase))
-    ]
-    yield from estimate.notes
-    yield from (str(shortfall) for shortfall in shortfalls[-1:])
-
-
-def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
-    """Lines that describe the workload, and the models if there are any."""
+def _describe_workload(estimates: Sequence[CostEstimate]) -> str:
+    """Describe the workload, and the models if there are any."""
     workload = estimates[0].workload
-    rows, tokens = pluralise(workload.batch, "row"), pluralise(workload.context, "token")
+    tokens = pluralise(workload.context, "token")
     tokens += f" and {workload.generate:,} generated" if workload.generate else ""
-    header = (
-        f"{rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
-    )
+    text = f"{pluralise(workload.batch, 'row')} of {tokens}, {workload.dtype}"
+    text += f", {estimates[0].device.description}"
     if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
-        return wrap(f"one layer, {header}")
-    lines = wrap(header)
-    for estimate in estimates:
-        lines += wrap(f"{estimate.name}: {_describe_estimate(estimate)}")
-    return lines
+        return f"one layer, {text}"
+    return "; ".join([text, *(f"{one.name}: {_describe_target(one)}" for one in estimates)])
 
 
-def _describe_estimate(estimate: CostEstimate) -> str:
-    if isinstance(estimate.spec_or_model, AttentionSpec):
+def _describe_target(estimate: CostEstimate) -> str:
+    model = estimate.spec_or_model
+    if isinstance(model, AttentionSpec):
         return "one layer"
-    model, call = estimate.spec_or_model, estimate.full_call
+    call = estimate.full_call
     layers = " + ".join(str(len(stack.layers)) for stack in model.stacks)
     tokens = f", {call.tokens:,} tokens per image" if image_tokens(model)[-1] else ""
     source = f", {call.source:,} source tokens" if len(model.stacks) > 1 else ""
@@ -508,37 +548,40 @@ def _describe_estimate(estimate: CostEstimate) -> str:
 
 
 Cell = Callable[[CostEstimate], str]
+Row = tuple[str, Cell, bool]  # label, cell, and True if it is left out where nothing has a number
 
 
-def _flops_rows(call: str) -> Iterator[tuple[str, Cell]]:
+def _count(number: int | None) -> str:
+    return "-" if number is None else format_count(number)
+
+
+def _flops_rows(call: str, is_optional: bool = False) -> list[Row]:
     """The FLOP rows of one call: required, executed, counted."""
-    labels = {
-        "required_flops": f"{call}, FLOPs required",
-        "executed_flops": "  executed" + "." * len(call),
-        "counted_flops": "  counted" + "." * len(call),
-    }
-    for attribute, label in labels.items():
-
-        def cell(estimate: CostEstimate, attribute: str = attribute) -> str:
-            number = getattr(estimate, attribute).get(call)
-            return "-" if number is None else format_count(number)
-
-        yield label, cell
+    return [
+        (
+            f"{call}, FLOPs required",
+            lambda estimate: _count(estimate.required_flops.get(call)),
+            is_optional,
+        ),
+        ("  executed", lambda estimate: _count(estimate.executed_flops.get(call)), is_optional),
+        ("  counted", lambda estimate: _count(estimate.counted_flops.get(call)), is_optional),
+    ]
 
 
-def _time_rows(phase: str) -> Iterator[tuple[str, Cell]]:
+def _time_rows(phase: str) -> list[Row]:
     """The rows of the time that a phase takes."""
 
     def seconds(estimate: CostEstimate) -> str:
-        time = estimate.seconds(phase) if phase in estimate.operations else math.inf
-        return "too large" if time is None else "-" if time == math.inf else format_seconds(time)
+        if phase not in estimate.operations:
+            return "-"
+        time = estimate.seconds(phase)
+        return "too large" if time is None else format_seconds(time)
 
     def bound(estimate: CostEstimate) -> str:
         is_timed = phase in estimate.operations and estimate.shortfall(phase) is None
         return estimate.total_operation(phase).bound if is_timed else "-"
 
-    yield f"{phase}, least time", seconds
-    yield "  bound by" + "." * len(phase), bound
+    return [(f"{phase}, least time", seconds, False), ("  bound by", bound, False)]
 
 
 def _cache_per_token_cell(estimate: CostEstimate) -> str:
@@ -549,147 +592,46 @@ def _cache_per_token_cell(estimate: CostEstimate) -> str:
     return format_count(estimate.cache_bytes_per_token or 0)
 
 
+def _cache_cell(estimate: CostEstimate) -> str:
+    return format_count(estimate.cache_bytes) if estimate.has_cache else "-"
+
+
 def _active_cell(estimate: CostEstimate, number: int) -> str:
     return "-" if estimate.active_parameters == estimate.parameters.total else format_count(number)
 
 
-# Trailing dots distinguish rows with equal labels and are not printed.
-TABLE_ROWS: list[tuple[str, Cell]] = [
-    ("parameters", lambda estimate: format_count(estimate.parameters.total)),
-    ("  active per token", lambda estimate: _active_cell(estimate, estimate.active_parameters)),
+def _core_cell(estimate: CostEstimate, text: Callable[[RooflineOperation], str]) -> str:
+    return text(estimate.core_operation) if "decode" in estimate.calls else "-"
+
+
+COLUMN_WIDTH = 10  # characters of a name at the head of a column
+BREAKDOWNS = {
+    "parameters": "parameters",
+    "cache": "cached values per token",
+    "source_cache": "cached values per source token",
+}
+TABLE_ROWS: list[Row] = [
+    ("parameters", lambda one: format_count(one.parameters.total), False),
+    ("  active per token", lambda one: _active_cell(one, one.active_parameters), True),
     (
         "    without embeddings",
-        lambda estimate: _active_cell(estimate, estimate.active_parameters_without_embeddings),
+        lambda one: _active_cell(one, one.active_parameters_without_embeddings),
+        True,
     ),
-    ("weights, bytes", lambda estimate: format_count(estimate.weights_bytes)),
-    *(row for call in ("prefill", "backward", "decode", "generate") for row in _flops_rows(call)),
-    ("cache, bytes per token", _cache_per_token_cell),
-    (
-        "  per source token",
-        lambda estimate: (
-            format_count(estimate.source_cache_bytes_per_token)
-            if estimate.source_cache_bytes_per_token
-            else "-"
-        ),
-    ),
-    (
-        "cache, total bytes",
-        lambda estimate: format_count(estimate.cache_bytes) if estimate.has_cache else "-",
-    ),
-    *(row for phase in ("prefill", "decode") for row in _time_rows(phase)),
+    ("weights, bytes", lambda one: format_count(one.weights_bytes), False),
+    *_flops_rows("prefill"),
+    *_flops_rows("backward"),
+    *_flops_rows("decode"),
+    *_flops_rows("generate", is_optional=True),
+    ("cache, bytes per token", _cache_per_token_cell, False),
+    ("  per source token", lambda one: _count(one.source_cache_bytes_per_token), True),
+    ("cache, total bytes", _cache_cell, False),
+    *_time_rows("prefill"),
+    *_time_rows("decode"),
     (
         "  core, FLOPs per byte",
-        lambda estimate: (
-            f"{estimate.core_operation.intensity:.1f}" if estimate.decode_flops else "-"
-        ),
+        lambda one: _core_cell(one, lambda core: f"{core.intensity:.1f}"),
+        False,
     ),
-    (
-        "  core bound by",
-        lambda estimate: estimate.core_operation.bound if estimate.decode_flops else "-",
-    ),
+    ("  core bound by", lambda one: _core_cell(one, lambda core: core.bound), False),
 ]
-# Rows that are left out if no estimate has the number.
-OPTIONAL_ROWS = {name for name, _ in [*TABLE_ROWS[1:3], *_flops_rows("generate")]} | {
-    "  per source token"
-}
-FOOTNOTE = (
-    "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer "
-    "would choose; counted: "
-    "by torch's FlopCounterMode, all pairs. Times are lower bounds: peak FLOP/s or bandwidth, "
-    "fully overlapped. "
-    "k, M, G, T, P are powers of 1000."
-)
-
-
-def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
-    """Lines of one table for each estimate and phase."""
-    headers = ("FLOPs", "bytes", "FLOPs/byte", "least time", "bound by")
-    for estimate in estimates:
-        for phase, operations in estimate.operations.items():
-            title = f"{estimate.name}: {CALL_LABELS[phase]}"
-            yield ""
-            yield pad(title, NAME_WIDTH) + "".join(
-                pad_left(header, COLUMN_WIDTH) for header in headers
-            )
-            for operation in (*operations, estimate.total_operation(phase)):
-                label = "total" if operation.name == phase else operation.name
-                is_untimed = operation.name == phase and estimate.shortfall(phase) is not None
-                cells = [
-                    format_count(operation.flops),
-                    format_count(operation.moved),
-                    f"{operation.intensity:.1f}",
-                    "too large" if is_untimed else format_seconds(operation.seconds),
-                    operation.bound,
-                ]
-                yield _format_row(f"  {label}", cells, COLUMN_WIDTH)
-
-
-TERMS_LEGEND = (
-    "In formulas: B rows, T queries, S keys that a row attends to, new tokens whose keys and "
-    "values are computed, "
-    "pairs of a query and a key that the pattern allows in a row; other names are sizes of the "
-    "spec, such as q and dim."
-)
-
-
-def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
-    """Lines with the legend, and every term of every breakdown."""
-    lines = wrap(TERMS_LEGEND)
-    for estimate in estimates:
-        breakdowns = {
-            "parameters": estimate.parameters,
-            **{
-                f"{CALL_LABELS[call]} FLOPs": breakdown
-                for call, breakdown in estimate.flops_by_call.items()
-            },
-            "cached values per token": estimate.cache_numbers,
-            "cached values per source token": estimate.source_cache_numbers,
-        }
-        for name, breakdown in breakdowns.items():
-            if not breakdown.terms:
-                continue
-            lines += ["", f"{estimate.name}: {name}, {breakdown.total:,}"]
-            for term in breakdown.terms:
-                lines += wrap(
-                    f"{term.name} = {term.formula} = {term.value:,}",
-                    TERMINAL_WIDTH - 2,
-                    indent="  ",
-                    hanging="      ",
-                )
-    return lines
-
-
-def format_count(number: int) -> str:
-    """Format a whole number with three significant digits or more and a unit prefix.
-
-    >>> (
-    ...     format_count(67108864),
-    ...     format_count(999),
-    ...     format_count(2 * 10**15),
-    ...     format_count(2345 * 10**27),
-    ... )
-    ('67.11 M', '999', '2.00 P', '2.34e30')
-    """
-    if number < 10_000:
-        return f"{number:,}"
-    digits = str(number)
-    power = (len(digits) - 1) // 3
-    if power >= len(UNIT_PREFIXES):
-        return f"{digits[0]}.{digits[1:3]}e{len(digits) - 1}"
-    return f"{number / 1000**power:.2f} {UNIT_PREFIXES[power]}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a time with a suitable unit.
-
-    >>> format_seconds(0.00012), format_seconds(3.5)
-    ('120.0 us', '3.50 s')
-    """
-    for scale, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1), (1e-6, "us", 1)):
-        if seconds >= scale:
-            return f"{seconds / scale:.{digits}f} {unit}"
-    return f"{seconds / 1e-9:.1f} ns"
-
-
-def _format_row(name: str, cells: Sequence[str], width: int) -> str:
-    return (pad(name, NAME_WIDTH) + "".join(pad_left(cell, width) for cell in cells)).rstrip()

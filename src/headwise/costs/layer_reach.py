@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..nn.attention import Attention
 from ..presets import design
-from ..translation.terminal_text import pad, pad_left, wrap
+from ..report.data import Column, Table
 
 MAX_REACH_TOKENS = 512  # a convolution stacks up to half as many layers
 DISTANCES = (1, 8, 32)
@@ -66,37 +66,30 @@ class LayerReachTable:
             "layers": [asdict(layer) for layer in self.layers],
         }
 
-    def __str__(self) -> str:
-        names = [layer.name for layer in self.layers]
-        lines = [
-            *wrap(
-                f"Reach of random layers, differentiated in float64: {self.tokens} tokens, width "
-                f"{WIDTH}, "
-                f"convolution of {KERNEL} tokens"
-            ),
-            "",
-            f"{'':<32}" + "".join(pad_left(name, 12) for name in names),
-        ]
-        for title, cells in self._rows():
-            lines.append(pad(title, 32) + "".join(pad_left(cell, 12) for cell in cells))
-        return "\n".join(lines)
+    @property
+    def items(self) -> list[Table]:
+        """A row for each measure, a column for each layer."""
+        title = (
+            f"Reach of random layers, differentiated in float64: {self.tokens} tokens, width "
+            f"{WIDTH}, convolution of {KERNEL} tokens"
+        )
+        measures: dict[str, Callable[[LayerReach], str]] = {
+            "receptive field, tokens": lambda layer: f"{layer.receptive_field:,}",
+            "layers from first token to last": lambda layer: f"{layer.layers:,}",
+            "longest chain of operations": lambda layer: f"{layer.chain:,}",
+            **{f"gradient, {n} tokens back": _gradient_cell(n) for n in DISTANCES},
+            "error of shifted tokens": lambda layer: f"{layer.shift:.0e}",
+            "error of permuted tokens": lambda layer: f"{layer.permutation:.0e}",
+            "parameters": lambda layer: f"{layer.parameters:,}",
+            "bytes read of earlier tokens": lambda layer: f"{layer.state_bytes:,}",
+        }
+        rows = [[name, *map(cell, self.layers)] for name, cell in measures.items()]
+        columns = [Column(layer.name, align="right") for layer in self.layers]
+        return [Table(title, ["", *columns], rows)]
 
-    def _rows(self) -> list[tuple[str, list[str]]]:
-        rows = [
-            ("receptive field, tokens", [f"{layer.receptive_field:,}" for layer in self.layers]),
-            ("layers from first token to last", [f"{layer.layers:,}" for layer in self.layers]),
-            ("longest chain of operations", [f"{layer.chain:,}" for layer in self.layers]),
-        ]
-        for distance in self.layers[0].gradients:
-            cells = [f"{layer.gradients[distance]:.1e}" for layer in self.layers]
-            rows.append((f"gradient, {distance} tokens back", cells))
-        return [
-            *rows,
-            ("error of shifted tokens", [f"{layer.shift:.0e}" for layer in self.layers]),
-            ("error of permuted tokens", [f"{layer.permutation:.0e}" for layer in self.layers]),
-            ("parameters", [f"{layer.parameters:,}" for layer in self.layers]),
-            ("bytes read of earlier tokens", [f"{layer.state_bytes:,}" for layer in self.layers]),
-        ]
+
+def _gradient_cell(distance: int) -> Callable[[LayerReach], str]:
+    return lambda layer: f"{layer.gradients[distance]:.1e}"
 
 
 def measure_layer_reach(tokens: int = 64) -> LayerReachTable:

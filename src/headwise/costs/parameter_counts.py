@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from ..model_spec import ModelSpec, WeightSpec
 from ..spec.attention_spec import AttentionSpec
-from .flops import CostBreakdown, SpecOrModel, attention_parameters
+from .components import SpecOrModel
+from .flops import CostBreakdown, attention_parameters
 from .symbolic_int import SymbolicInt
 
 

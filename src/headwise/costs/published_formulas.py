@@ -1,32 +1,21 @@
-"""Published cost formulas beside headwise's numbers, and a check of both against a small layer that
-runs.
-"""
+"""Published cost formulas and the numbers of a published article, beside those of headwise."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-from .. import costs
-from ..backends import CallSignature, sdpa
 from ..errors import SpecError, suggest
-from ..interfaces.core_types import CallSize
-from ..nn.attention import Attention
+from ..families import read_model_spec
+from ..model_spec import ModelSpec
+from ..report.data import Column, Table
 from ..spec.attention_spec import AttentionSpec
-from . import flops
-from .activations import fused_unsupported_reason, is_fused_on_cpu, layer_activation_memory
-from .cost_report import CostEstimate, Workload
-from .roofline import dtype_bytes
-from .saved_tensors import SavedTensorRecorder
-from .training_memory import OptimiserMemory, fused_backward_flops
+from .cost_report import CostEstimate, estimate_cost
+from .roofline import Device
+from .training_memory import ActivationSettings, OptimiserMemory, recompute_flops
+from .weight_storage import dtype_bytes
+from .workload import Workload
 
 
 class FormulaSizes(NamedTuple):
@@ -60,14 +49,12 @@ class PublishedFormula(NamedTuple):
 
 @dataclass(frozen=True)
 class FormulaSource:
-    """Formulas of one source; `scope` is "block" if they need whole blocks, "layer" if they apply
-    to any attention.
-    """
+    """Formulas of one source; `needs_blocks` is false if they apply to any attention layer."""
 
     name: str
     source: str
     formulas: tuple[PublishedFormula, ...]
-    scope: str = "block"
+    needs_blocks: bool = True
 
     @staticmethod
     def from_name(name: str) -> FormulaSource:
@@ -100,47 +87,44 @@ def compare_formulas(
     devices.
     """
     sizes = _formula_sizes(estimate, source, tensor_parallel)
-    for row in source.formulas:
-        published, value = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
-        explanation = "equal" if published == value else row.difference
+    for quantity, formula, evaluate, difference in source.formulas:
+        published = evaluate(sizes)
+        value = HEADWISE_VALUES[quantity](estimate)
+        explanation = "equal" if published == value else difference
         yield FormulaComparison(
-            estimate.name, source.name, row.quantity, row.formula, published, value, explanation
+            estimate.name, source.name, quantity, formula, published, value, explanation
         )
 
 
 def _formula_sizes(
     estimate: CostEstimate, source: FormulaSource, tensor_parallel: int
 ) -> FormulaSizes:
-    model, workload = estimate.spec_or_model, estimate.workload
+    model = estimate.spec_or_model
+    name = estimate.name
     if type(tensor_parallel) is not int or tensor_parallel < 1:
         raise SpecError(
             f"the number of tensor-parallel devices must be at least 1, got {tensor_parallel!r}"
         )
     if isinstance(model, AttentionSpec):
-        if source.scope == "block":
-            fact = (
-                f"the formulas of {source.name} are of whole blocks, and {estimate.name} is "
-                "one attention layer"
-            )
-            raise SpecError(f"{fact}; name a model")
-        specs, num_layers, width, vocabulary = [model], 1, model.model, 0
+        if source.needs_blocks:
+            fact = f"the formulas of {source.name} are of whole blocks, and {name} is"
+            raise SpecError(f"{fact} one attention layer; name a model")
+        specs = [model]
+        num_layers = 1
+        width = model.model
+        vocabulary = 0
     else:
         if len(model.stacks) > 1:
-            fact = (
-                f"the formulas of {source.name} are of one stack, and {estimate.name} has "
-                f"{len(model.stacks)}"
-            )
-            raise SpecError(f"{fact}; name a decoder")
+            fact = f"the formulas of {source.name} are of one stack, and {name} has"
+            raise SpecError(f"{fact} {len(model.stacks)}; name a decoder")
         stack = next(iter(model.stacks))
-        specs = [
-            block.attention_specs["attention"]
-            for block in stack.layers
-            if "attention" in block.attention_specs
-        ]
-        num_layers, width = len(stack.layers), stack.model
+        attentions = (block.attention_specs.get("attention") for block in stack.layers)
+        specs = [spec for spec in attentions if spec]
+        num_layers = len(stack.layers)
+        width = stack.model
         vocabulary = stack.embedding.tokens if stack.embedding else 0
     if not specs:
-        fact = f"the formulas of {source.name} need attention heads, and {estimate.name} has none"
+        fact = f"the formulas of {source.name} need attention heads, and {name} has none"
         raise SpecError(f"{fact}; name a model with attention")
     return FormulaSizes(
         l=num_layers,
@@ -148,9 +132,9 @@ def _formula_sizes(
         a=specs[0].heads.q,
         d=specs[0].core.dim,
         V=vocabulary,
-        b=workload.batch,
+        b=estimate.workload.batch,
         s=estimate.full_call.tokens,
-        n=workload.generate,
+        n=estimate.workload.generate,
         N=estimate.parameters.total,
         t=tensor_parallel,
     )
@@ -158,13 +142,13 @@ def _formula_sizes(
 
 def _attention_parameters(estimate: CostEstimate) -> int:
     is_layer = isinstance(estimate.spec_or_model, AttentionSpec)
-    return sum(
-        term.value for term in estimate.parameters.terms if is_layer or ".attention." in term.name
-    )
+    terms = estimate.parameters.terms
+    return sum(term.value for term in terms if is_layer or ".attention." in term.name)
 
 
 def _training_flops(estimate: CostEstimate) -> int | None:
-    forward, backward = estimate.counted_flops["prefill"], estimate.counted_flops["backward"]
+    forward = estimate.counted_flops["prefill"]
+    backward = estimate.counted_flops["backward"]
     return None if forward is None or backward is None else forward + backward
 
 
@@ -184,33 +168,43 @@ HEADWISE_VALUES: dict[str, Callable[[CostEstimate], int | None]] = {
     ),
 }
 
-_GPT_ASSUMPTIONS = (
-    "the formula assumes a feed-forward of 4 h, biases, and a key head for every head"
-)
-_TABLE_ASSUMPTIONS = f"{_GPT_ASSUMPTIONS}; it leaves out positions and the final norm"
-_MASK_ASSUMPTIONS = (
-    "the formula assumes 2 bytes per number, dropout with masks of 1 byte, and saved scores, "
-    "which fused attention "
-    "does not save"
-)
-_SIX_N_ASSUMPTIONS = "6 N counts embedding tables, which are only looked up, and leaves out scores"
 
+# --- The formulas of each source ------------------------------------------------------------------
 
-def _ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)
+GPT = "the formula assumes a feed-forward of 4 h, biases, and a key head for every head"
+MASKS = (
+    "the formula assumes 2 bytes per number, dropout with masks of 1 byte, and saved scores, which "
+    "fused attention does not save"
+)
+SIX_N = "6 N counts embedding tables, which are only looked up, and leaves out scores"
 
 
 def _forward_flops(m: FormulaSizes) -> int:
     return m.l * (24 * m.b * m.s * m.h**2 + 4 * m.b * m.s**2 * m.h) + 2 * m.b * m.s * m.h * m.V
 
 
-def _score_flops(m: FormulaSizes) -> int:
-    return 5 * m.a * m.b * m.s**2
+def activation_formula(
+    m: FormulaSizes, whole: int, divided: int = 0, scores: int = 0, devices: int = 1
+) -> int:
+    """Bytes of l layers: `whole` for each channel and token on every device, and `divided` for each
+    channel, `scores` for each weight among several devices.
+    """
+    channels = m.l * m.b * m.s * m.h
+    shared = divided * channels + scores * m.l * m.a * m.b * m.s**2
+    return whole * channels - (-shared // devices)
 
 
-def _hidden_state_bytes(m: FormulaSizes, bytes_per_channel: int) -> int:
-    """Bytes of all layers with this number of bytes per channel and token."""
-    return m.l * bytes_per_channel * m.b * m.s * m.h
+def _activations(
+    text: str, whole: int, divided: int = 0, scores: int = 0, parallel: bool = False
+) -> PublishedFormula:
+    def evaluate(m: FormulaSizes) -> int:
+        return activation_formula(m, whole, divided, scores, m.t if parallel else 1)
+
+    return PublishedFormula("activation bytes", text, evaluate, MASKS)
+
+
+def _rule_of_thumb(text: str, per_channel: int, difference: str) -> PublishedFormula:
+    return _activations(text, per_channel)._replace(difference=difference)
 
 
 ZHIHU = FormulaSource(
@@ -221,17 +215,12 @@ ZHIHU = FormulaSource(
             "parameters",
             "l (12 h^2 + 13 h) + V h",
             lambda m: m.l * (12 * m.h**2 + 13 * m.h) + m.V * m.h,
-            _TABLE_ASSUMPTIONS,
+            f"{GPT}; it leaves out positions and the final norm",
         ),
         PublishedFormula(
-            "forward FLOPs",
-            "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V",
-            _forward_flops,
-            _GPT_ASSUMPTIONS,
+            "forward FLOPs", "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V", _forward_flops, GPT
         ),
-        PublishedFormula(
-            "training FLOPs", "3 x forward", lambda m: 3 * _forward_flops(m), _GPT_ASSUMPTIONS
-        ),
+        PublishedFormula("training FLOPs", "3 x forward", lambda m: 3 * _forward_flops(m), GPT),
         PublishedFormula("weight bytes", "2 N", lambda m: 2 * m.N, "16 bits per parameter"),
         PublishedFormula(
             "optimiser bytes",
@@ -239,12 +228,7 @@ ZHIHU = FormulaSource(
             lambda m: 20 * m.N,
             "it has gradients in 16 and in 32 bits; headwise assumes ZeRO's 16 bytes",
         ),
-        PublishedFormula(
-            "activation bytes",
-            "l (34 b s h + 5 b s^2 a)",
-            lambda m: _hidden_state_bytes(m, 34) + m.l * _score_flops(m),
-            _MASK_ASSUMPTIONS,
-        ),
+        _activations("l (34 b s h + 5 b s^2 a)", 34, scores=5),
         PublishedFormula(
             "cache bytes",
             "4 b l h (s + n)",
@@ -265,40 +249,26 @@ SEEDS = FormulaSource(
             "the formula assumes no biases, a key head for every head, and a d = h",
         ),
     ),
-    scope="layer",
+    needs_blocks=False,
 )
 PAPER = FormulaSource(
     "paper-2022",
-    "Korthikanti and others, 2205.05198: bytes on each of t devices",
+    "Korthikanti and others, 2205.05198: bytes on each of t = 8 devices",
     (
         PublishedFormula(
             "training FLOPs",
             "72 b l s h^2 (1 + s / 6 h + V / 12 h l)",
             lambda m: 3 * _forward_flops(m),
-            f"{_GPT_ASSUMPTIONS}; it leaves out recomputation",
+            f"{GPT}; it leaves out recomputation",
         ),
-        *(
-            PublishedFormula("activation bytes", formula, evaluate, _MASK_ASSUMPTIONS)
-            for formula, evaluate in {
-                "s b h l (34 + 5 a s / h)": lambda m: (
-                    _hidden_state_bytes(m, 34) + m.l * _score_flops(m)
-                ),
-                "s b h l (10 + 24/t + 5 a s / h t), tensor parallel": lambda m: (
-                    _hidden_state_bytes(m, 10)
-                    + _ceil_div(_hidden_state_bytes(m, 24) + m.l * _score_flops(m), m.t)
-                ),
-                "s b h l (34 + 5 a s / h) / t, tensor and sequence parallel": lambda m: _ceil_div(
-                    _hidden_state_bytes(m, 34) + m.l * _score_flops(m), m.t
-                ),
-                "s b h l (10 + 24/t), tensor parallel, cores recomputed": lambda m: (
-                    _hidden_state_bytes(m, 10) + _ceil_div(_hidden_state_bytes(m, 24), m.t)
-                ),
-                "34 s b h l / t, tensor and sequence parallel, cores recomputed": lambda m: (
-                    _ceil_div(_hidden_state_bytes(m, 34), m.t)
-                ),
-                "2 s b h l, blocks recomputed": lambda m: _hidden_state_bytes(m, 2),
-            }.items()
+        _activations("s b h l (34 + 5 a s / h)", 34, scores=5),
+        _activations("s b h l (10 + 24/t + 5 a s / h t), tensor parallel", 10, 24, 5, True),
+        _activations("s b h l (34 + 5 a s / h) / t, tensor and sequence parallel", 0, 34, 5, True),
+        _activations("s b h l (10 + 24/t), tensor parallel, cores recomputed", 10, 24, 0, True),
+        _activations(
+            "34 s b h l / t, tensor and sequence parallel, cores recomputed", 0, 34, 0, True
         ),
+        _activations("2 s b h l, blocks recomputed", 2),
     ),
 )
 PALM = FormulaSource(
@@ -312,254 +282,269 @@ PALM = FormulaSource(
             "6 N counts biases, norms and embedding tables like matrix products",
         ),
     ),
-    scope="layer",
+    needs_blocks=False,
 )
 SCALING = FormulaSource(
     "scaling-book",
     "jax-ml.github.io/scaling-book: rules of thumb for short sequences",
     (
-        PublishedFormula(
-            "training FLOPs", "6 N b s", lambda m: 6 * m.N * m.b * m.s, _SIX_N_ASSUMPTIONS
-        ),
+        PublishedFormula("training FLOPs", "6 N b s", lambda m: 6 * m.N * m.b * m.s, SIX_N),
         PublishedFormula(
             "training FLOPs",
             "8 N b s, blocks recomputed",
             lambda m: 8 * m.N * m.b * m.s,
-            f"{_SIX_N_ASSUMPTIONS}; it includes a second forward pass",
+            f"{SIX_N}; it includes a second forward pass",
         ),
-        PublishedFormula(
-            "activation bytes",
-            "20 tensors of b s h per layer",
-            lambda m: _hidden_state_bytes(m, 40),
-            "a rule of thumb",
-        ),
-        PublishedFormula(
-            "activation bytes",
+        _rule_of_thumb("20 tensors of b s h per layer", 40, "a rule of thumb"),
+        _rule_of_thumb(
             "7 tensors of b s h per layer, matrix products saved",
-            lambda m: _hidden_state_bytes(m, 14),
+            14,
             "everything else is recomputed",
         ),
-        PublishedFormula(
-            "activation bytes",
-            "1 tensor of b s h per layer, blocks recomputed",
-            lambda m: _hidden_state_bytes(m, 2),
-            "everything is recomputed",
+        _rule_of_thumb(
+            "1 tensor of b s h per layer, blocks recomputed", 2, "everything is recomputed"
         ),
     ),
 )
-FORMULA_SOURCES: dict[str, FormulaSource] = {
-    source.name: source for source in (ZHIHU, SEEDS, PAPER, PALM, SCALING)
-}
+FORMULA_SOURCES = {source.name: source for source in (ZHIHU, SEEDS, PAPER, PALM, SCALING)}
 
-# --- Checks against measurements ------------------------------------------------------------------
 
-BATCH, TOKENS = 2, 11
-PRODUCT_OPERATION = re.compile(
-    r"attention|transformer|(^|_)(mm|bmm|addmm|baddbmm|addbmm|matmul|mv|addmv|dot|vdot|ger|addr|linear|bilinear"
-    r"|convolution)(_|$)"
+# --- A published article: GPT-3 and LLaMA-65B -----------------------------------------------------
+
+SECONDS_PER_DAY = 86_400
+LONG_INTEGER = 10**18  # larger numbers are printed in scientific notation
+ARTICLE = "624740065"
+ARTICLE_SOURCE = (
+    "zhuanlan.zhihu.com/p/624740065, on the parameters, FLOPs, memory and training time of "
+    "decoder-only models: l layers of width h with a heads, a vocabulary of V tokens, b rows of s "
+    "tokens and n generated ones"
 )
 
 
-class UncountedOperation(ValueError):
-    """An operation multiplies matrices, but neither torch nor this module has a FLOP formula for
-    it.
+class ArticleRow(NamedTuple):
+    """One number of the article, that of headwise, and the reason of the difference."""
+
+    model: str
+    quantity: str
+    formula: str
+    article: float
+    headwise: float
+    explanation: str
+
+
+class TrainingRun(NamedTuple):
+    """A training run of the article: tokens, parameters, GPUs, their peak FLOP/s, and the
+    utilisation.
     """
 
+    tokens: float
+    parameters: float
+    gpus: int
+    peak_flops: float
+    utilisation: float
 
-def _sdpa_forward_flops(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
-) -> int:
-    batch, heads, queries, dim = q
-    return 2 * batch * heads * queries * k[-2] * (dim + v[-1])
+    def days(self, flops_per_token: float) -> float:
+        """Days of the run: FLOPs / (GPUs x peak FLOP/s x utilisation).
+
+        The article counts 8 FLOPs for each token and parameter: a forward pass, a backward pass of
+        twice as many FLOPs, and the forward pass that recomputes activations. GPT-3 takes 34 days
+        on 1,024 A100:
+
+        >>> round(GPT3_RUN.days(8 * GPT3_RUN.parameters), 1)
+        33.8
+        """
+        flops_per_second = self.gpus * self.peak_flops * self.utilisation
+        return self.tokens * flops_per_token / flops_per_second / SECONDS_PER_DAY
 
 
-def _backward_flops(
-    grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
-) -> int:
-    """FLOPs of recomputed scores and of gradients of queries, keys (3 dim), weights and values (2
-    vdim).
+GPT3_RUN = TrainingRun(300e9, 175e9, 1024, 312e12, 0.45)
+LLAMA_RUN = TrainingRun(1.4e12, 65e9, 2048, 624e12, 0.3)
+
+
+def flops_per_trained_token(model: ModelSpec, length: int) -> float:
+    """FLOPs that torch counts per token in training with recomputed blocks, for rows of this
+    length.
     """
-    batch, heads, queries, dim = q
-    return 2 * batch * heads * queries * k[-2] * (3 * dim + 2 * v[-1])
+    workload = Workload(context=length)
+    trained = _training_flops(estimate_cost(model, workload)) or 0
+    recomputed = recompute_flops(model, workload, ActivationSettings(checkpoint="block")).total
+    return (trained + recomputed) / length
 
 
-_ATEN = torch.ops.aten
-# Operations that torch's counter has no formula for: the CPU's flash attention and its backward
-# pass.
-FUSED_FLOPS: dict[Any, Callable[..., int]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _sdpa_forward_flops,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
-}
-
-
-class UncountedGuard(TorchDispatchMode):
-    """Raises an error for operations that look like a matrix product but have no FLOP formula.
-
-    Counting such an operation as zero would look like a saving.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        packet = func._overloadpacket
-        if (
-            PRODUCT_OPERATION.search(packet.__name__)
-            and packet not in flop_registry
-            and packet not in FUSED_FLOPS
-        ):
-            raise UncountedOperation(
-                f"{packet} multiplies but has no formula; add one to "
-                "headwise.costs.published_formulas.FUSED_FLOPS"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def flop_counter() -> Iterator[FlopCounterMode]:
-    """torch's `FlopCounterMode` extended by the CPU's flash attention; it raises an error for
-    uncounted products.
-
-    >>> import torch.nn.functional as F
-    >>> q = torch.randn(1, 2, 5, 8)
-    >>> with flop_counter() as counter:
-    ...     _ = F.scaled_dot_product_attention(q, q, q)
-    >>> counter.get_total_flops()  # 2 products of 5 x 5 x 8 for each of 2 heads
-    1600
-    """
-    missing = {
-        packet: formula for packet, formula in FUSED_FLOPS.items() if packet not in flop_registry
+def list_gpt3_rows() -> Iterator[ArticleRow]:
+    """Yield the rows of GPT-3: 96 layers of width 12,288 with 96 heads."""
+    model = read_model_spec("gpt3")
+    length = 2048
+    m = FormulaSizes(96, 12_288, 96, 128, 50_257, 1, length, 0, 0, 1)
+    cost = estimate_cost(model, Workload(context=length))
+    parameters = cost.parameters.total
+    counted = cost.counted_flops["prefill"] or 0
+    products = 12 * m.l * m.h**2
+    run = GPT3_RUN
+    yield ArticleRow(
+        "GPT-3",
+        "parameters",
+        "12 l h^2",
+        products,
+        parameters,
+        f"the article leaves out {parameters - products:,}: biases and norms l 13 h + 2 h, and "
+        "tables of tokens and positions",
+    )
+    yield ArticleRow(
+        "GPT-3",
+        "FLOPs, forward pass of 2,048 tokens",
+        "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V",
+        _forward_flops(m),
+        counted,
+        "equal; the article calls it a training iteration, which has three times as many. Causal "
+        f"attention requires {cost.required_flops['prefill']:,}, because half of the pairs are not "
+        "allowed",
+    )
+    yield ArticleRow(
+        "GPT-3",
+        "FLOPs, training on 300 G tokens",
+        "6 x tokens x parameters",
+        6 * run.tokens * run.parameters,
+        (_training_flops(cost) or 0) / length * run.tokens,
+        "the article counts parameters of tables, which are looked up, and leaves out scores, s h "
+        "per layer and token",
+    )
+    yield ArticleRow(
+        "GPT-3",
+        "days, training on 1,024 A100",
+        "8 x tokens x parameters / (GPUs x peak x 0.45)",
+        run.days(8 * run.parameters),
+        run.days(flops_per_trained_token(model, length)),
+        "headwise counts the products of one step with recomputed blocks instead of 8 per "
+        "parameter",
+    )
+    state = {
+        name: OptimiserMemory.from_name(name).bytes_per_parameter
+        for name in ("zhihu-624740065", "zero")
     }
-    with UncountedGuard(), FlopCounterMode(display=False, custom_mapping=missing) as counter:
-        yield counter
+    yield ArticleRow(
+        "GPT-3",
+        "bytes, training state",
+        "20 x parameters",
+        state["zhihu-624740065"] * run.parameters,
+        state["zero"] * parameters,
+        "the article keeps gradients in 16 and in 32 bits; headwise counts ZeRO's 16 bytes per "
+        "parameter",
+    )
+    yield ArticleRow(
+        "GPT-3",
+        "bytes, weights for inference",
+        "2 x parameters",
+        2 * run.parameters,
+        cost.weights_bytes,
+        "the article rounds the parameters to 175 G",
+    )
+    yield ArticleRow(
+        "GPT-3",
+        "bytes, activations of 2,048 tokens",
+        "l (34 b s h + 5 b s^2 a)",
+        activation_formula(m, 34, scores=5),
+        cost.activation_bytes or 0,
+        "headwise counts fused attention without dropout, which saves no scores",
+    )
+    batch = 64
+    served = estimate_cost(model, Workload(batch, 512, generate=32))
+    yield ArticleRow(
+        "GPT-3",
+        "bytes, KV cache of 64 rows of 512 + 32",
+        "4 b l h (s + n)",
+        4 * batch * m.l * m.h * (512 + 32),
+        served.cache_bytes,
+        "the last generated token is never read again, so headwise does not cache it",
+    )
 
 
-class FormulaCheck(NamedTuple):
-    """One quantity: its name, the value of the formula, and the measured value."""
+def list_llama_rows() -> Iterator[ArticleRow]:
+    """Yield the rows of LLaMA-65B: 80 layers of width 8,192."""
+    model = read_model_spec("llama-65b")
+    layers = 80
+    width = 8192
+    length = 2048
+    feed = layers * (3 * width * 22_016 - 8 * width**2)
+    tables = 2 * 32_000 * width
+    run = LLAMA_RUN
+    dense = run._replace(peak_flops=Device.from_name("a100").flops["bf16"])
+    measured_days = run.tokens / 380 / run.gpus / SECONDS_PER_DAY
+    yield ArticleRow(
+        "LLaMA-65B",
+        "parameters",
+        "12 l h^2",
+        12 * layers * width**2,
+        estimate_cost(model, Workload(context=length)).parameters.total,
+        f"the three matrices of h x 22,016 in each layer have {feed:,} more than 8 l h^2 together; "
+        f"embedding and head have {tables:,}, and norms l 2 h + h",
+    )
+    yield ArticleRow(
+        "LLaMA-65B",
+        "days, training on 2,048 A100",
+        "8 x tokens x parameters / (GPUs x peak x 0.3)",
+        run.days(8 * run.parameters),
+        dense.days(flops_per_trained_token(model, length)),
+        "the article's peak of 624 TFLOP/s is that of sparse matrices, twice that of dense ones, "
+        "which headwise uses; 21 days need 0.6 of the dense peak. The paper measured 380 tokens "
+        f"per second and GPU (2302.13971), or {measured_days:.1f} days, without recomputing all "
+        "activations",
+    )
 
-    what: str
-    formula: int
-    measured: int
+
+@dataclass(frozen=True)
+class ArticleTable:
+    """All rows of an article."""
+
+    name: str
+    source: str
+    rows: tuple[ArticleRow, ...]
+
+    @staticmethod
+    def from_name(name: str) -> ArticleTable:
+        """Compute the table of the article with this name, which is the number in its address."""
+        if name != ARTICLE:
+            raise SpecError(f"there is no article {name!r}; {suggest(name, [ARTICLE])}")
+        return ArticleTable(name, ARTICLE_SOURCE, (*list_gpt3_rows(), *list_llama_rows()))
 
     @property
-    def holds(self) -> bool:
-        """Whether the two values are exactly equal."""
-        return self.formula == self.measured
+    def data(self) -> dict[str, Any]:
+        """The table as plain values."""
+        return {
+            "article": self.name,
+            "source": self.source,
+            "rows": [row._asdict() for row in self.rows],
+        }
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """A table for each model."""
+        return [
+            Table(
+                f"{model} in {self.source}" if model == self.rows[0].model else model,
+                (
+                    "",
+                    Column("article", format_article_number),
+                    Column("headwise", format_article_number),
+                ),
+                [row[1:2] + row[3:5] for row in self.rows if row.model == model],
+                [
+                    f"{row.quantity} = {row.formula}: {row.explanation}"
+                    for row in self.rows
+                    if row.model == model
+                ],
+            )
+            for model in dict.fromkeys(row.model for row in self.rows)
+        ]
 
 
-def check_formulas(spec: AttentionSpec) -> list[FormulaCheck]:
-    """Compare every formula with a small layer of this spec: parameters, FLOPs, saved tensors and
-    cache.
+def format_article_number(number: float) -> str:
+    """Format counts as integers with commas, very large ones in scientific notation, and days with
+    one digit.
 
-    The layer runs with the dense backend, whose operations torch's counter sees one by one, and
-    with `sdpa` if that supports the spec.
-
-    >>> import headwise as hw
-    >>> all(check.holds for check in check_formulas(hw.design(preset="mla")))
-    True
+    >>> [format_article_number(number) for number in (173946175488, 3.15e23, 33.8118)]
+    ['173,946,175,488', '3.150e+23', '33.8']
     """
-    spec = shrink_spec(spec)
-    layer = Attention(spec, backend="dense")
-    checks = [
-        FormulaCheck(
-            "parameters", costs.count_parameters(spec), sum(p.numel() for p in layer.parameters())
-        ),
-        FormulaCheck(
-            "constants", costs.count_constants(spec), sum(b.numel() for b in layer.buffers())
-        ),
-        *_check_training_step(spec, layer, "dense"),
-    ]
-    if not fused_unsupported_reason(spec):
-        checks += _check_training_step(spec, Attention(spec, backend="sdpa"), "sdpa")
-    if spec.pattern.tokens_before_decode == 0 and spec.source is None:
-        checks += _check_decoding(spec)
-    return checks
-
-
-def shrink_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec with the smallest head dimensions that its parts allow, and a model dimension
-    of at most 24.
-    """
-    heads = spec.heads
-    for dim in (4, 8, 16, 32, 64):
-        try:
-            small_heads = replace(heads, dim=dim, vdim=max(1, heads.vdim * dim // heads.dim))
-            for _, part in spec.parts():
-                small_heads = part.widen_heads(small_heads)
-            source = spec.source and min(spec.source, 20)
-            return replace(spec, model=min(spec.model, 24), heads=small_heads, source=source)
-        except SpecError:
-            continue
-    return spec
-
-
-def _check_training_step(
-    spec: AttentionSpec, layer: Attention, profile: str
-) -> Iterator[FormulaCheck]:
-    """Run one training step; check the FLOPs of both passes and the bytes saved between them."""
-    x, source = _inputs(spec)
-    keys = TOKENS if source is None else TOKENS + 2
-    work = CallSize(BATCH, TOKENS, keys, keys)
-    with flop_counter() as counter, SavedTensorRecorder.for_module(layer) as recorder:
-        y = layer(x, source=source)
-        measured_forward = counter.get_total_flops()
-        y.sum().backward()
-    forward, backward = _expected_flops(spec, work, profile)
-    saved = layer_activation_memory(
-        spec,
-        Workload(BATCH, TOKENS, "fp32", "cpu"),
-        profile,
-        source=None if source is None else keys,
-    )
-    suffix = "" if profile == "dense" else f", {profile}"
-    yield FormulaCheck(f"forward FLOPs{suffix}", forward, measured_forward)
-    yield FormulaCheck(
-        f"backward FLOPs{suffix}", backward, counter.get_total_flops() - measured_forward
-    )
-    yield FormulaCheck(f"saved bytes{suffix}", saved.total, recorder.total_bytes)
-
-
-def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    x = torch.randn(BATCH, TOKENS, spec.model, requires_grad=True)
-    if spec.source is None:
-        return x, None
-    return x, torch.randn(BATCH, TOKENS + 2, spec.source, requires_grad=True)
-
-
-def _expected_flops(spec: AttentionSpec, work: CallSize, profile: str) -> tuple[int, int]:
-    """FLOPs of the forward and backward pass by formula; with `sdpa`, an attention sink is one more
-    key.
-    """
-    if profile == "dense":
-        return flops.forward_flops(spec, work).total, flops.backward_flops(spec, work).total
-    signature = CallSignature(
-        spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True
-    )
-    forward = costs.executed_flops(spec, work, sdpa.executed_flops(signature, work))
-    sink_flops = forward - flops.forward_flops(spec, work).total
-    if is_fused_on_cpu(spec, "fp32"):
-        return forward, fused_backward_flops(spec, work).total
-    return forward, flops.backward_flops(spec, work).total + 2 * sink_flops
-
-
-def _check_decoding(spec: AttentionSpec) -> Iterator[FormulaCheck]:
-    """Decode token by token; check the bytes of the cache and the FLOPs of the last step."""
-    layer, x = Attention(spec), torch.randn(BATCH, 1, spec.model)
-    cache = layer.cache(batch=BATCH, capacity=TOKENS)
-    yield FormulaCheck(
-        "cache bytes", costs.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes
-    )
-    if spec.is_recurrent:
-        return  # updates of a recurrent state are elementwise, which torch's counter does not count
-    layer.backend_name = "dense"
-    with torch.no_grad(), flop_counter() as counter:
-        for _ in range(TOKENS):
-            before = counter.get_total_flops()
-            layer(x, cache=cache)
-    first, last = spec.pattern.retention
-    slots = TOKENS if last is None else min(TOKENS, first + last)
-    step = flops.forward_flops(spec, CallSize(BATCH, 1, 1, slots)).total
-    yield FormulaCheck("decode step FLOPs", step, counter.get_total_flops() - before)
+    if number >= LONG_INTEGER:
+        return f"{number:.3e}"
+    return f"{int(number):,}" if number == int(number) else f"{number:,.1f}"

@@ -12,23 +12,22 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import SpecError, suggest
 from ..files import write_atomically
-from ..interfaces.core_types import CallSize
 from ..kernels.compilation import compile_when_called
 from ..machine.capabilities import available_memory, this_machine, user_cache_folder
 from ..ops.linear import linear
-from .flops import AttentionComponent, ForwardCall, ModelComponent, cached_numbers
-from .weight_storage import DTYPE_BYTES, FP8, WeightStorage
+from .flops import TORCH_DTYPES
+from .weight_storage import DTYPE_BYTES, FP8
 
 THIS_MACHINE = "here"
 HARDWARE_TABLE = tomllib.loads(files("headwise.costs").joinpath("hardware.toml").read_text())
@@ -98,17 +97,6 @@ class Device:
         return "compute" if flops / self.flops[dtype] >= moved / self.bandwidth else "memory"
 
 
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one number of a format that matrix products are computed in.
-
-    >>> dtype_bytes("bf16")
-    2
-    """
-    if dtype not in DTYPE_BYTES:
-        raise SpecError(f"dtype={dtype!r} is unknown; {suggest(dtype, DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
-
-
 # --- Measuring the machine that runs this ---------------------------------------------------------
 
 MEASURE_SECONDS = 0.25  # time limit of one measurement; there are about ten
@@ -120,7 +108,6 @@ MATRIX_SIZES = (
     8192,
 )  # measured in this order until the next one would exceed MEASURE_SECONDS
 COPY_BYTES = 2**28  # larger than the caches of processors
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AGE_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
 _MEASURED_DEVICES: dict[
     str, Device
@@ -321,8 +308,6 @@ def synchronize_device() -> None:
 
 # --- The roofline ---------------------------------------------------------------------------------
 
-OPERATION_LABELS = {"feed": "feed-forward"}  # roles whose label differs from the role
-
 
 @dataclass(frozen=True)
 class RooflineOperation:
@@ -342,46 +327,6 @@ class RooflineOperation:
         return self.flops / self.moved if self.moved else 0.0
 
 
-class LayerOperation(NamedTuple):
-    """One operation of one layer, the number of layers that have it, and the format of its
-    products.
-    """
-
-    name: str
-    flops: int
-    bytes_moved: int
-    num_layers: int
-    dtype: str
-
-
-class ExecutionFormats(NamedTuple):
-    """The device of a call, the format of its products, and those of its weights."""
-
-    device: Device
-    dtype: str
-    storage: WeightStorage
-
-
-def list_operations(
-    components: Iterable[ModelComponent], call: ForwardCall, formats: ExecutionFormats
-) -> tuple[RooflineOperation, ...]:
-    """List the operations of a call on a device; operations of the same name are summed over the
-    layers.
-    """
-    layer_operations = [
-        operation
-        for component in components
-        for operation in _component_operations(component, call, formats)
-        if operation.flops or operation.bytes_moved
-    ]
-    by_name: dict[str, list[LayerOperation]] = {}
-    for operation in layer_operations:
-        by_name.setdefault(operation.name, []).append(operation)
-    return tuple(
-        _combine_layers(name, operations, formats.device) for name, operations in by_name.items()
-    )
-
-
 def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> RooflineOperation:
     """Sum operations that run one after another; the sum is bound by the resource that limits most
     of its time.
@@ -398,79 +343,6 @@ def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> Roof
         sum(operation.seconds for operation in operations),
         max(seconds_by_bound, key=seconds_by_bound.__getitem__),
     )
-
-
-def _combine_layers(
-    name: str, operations: list[LayerOperation], device: Device
-) -> RooflineOperation:
-    return merge_operations(
-        name,
-        [
-            RooflineOperation(
-                name,
-                operation.num_layers * operation.flops,
-                operation.num_layers * operation.bytes_moved,
-                operation.num_layers
-                * device.min_seconds(operation.flops, operation.bytes_moved, operation.dtype),
-                device.limiting_resource(operation.flops, operation.bytes_moved, operation.dtype),
-            )
-            for operation in operations
-        ],
-    )
-
-
-def _component_operations(
-    component: ModelComponent, call: ForwardCall, formats: ExecutionFormats
-) -> Iterator[LayerOperation]:
-    """Yield the operations of one layer: projections and core of an attention layer, or one for
-    other components.
-    """
-    device, dtype, storage = formats
-    number_bytes = dtype_bytes(dtype)
-    if not isinstance(component, AttentionComponent):
-        flops = sum(product.flops for product in component.required_products(call))
-        label = OPERATION_LABELS.get(component.role, component.role)
-        moved = component.weight_bytes_read(call, storage) + number_bytes * component.values_moved(
-            call
-        )
-        product_dtype = storage.product_dtype(component.weights, dtype, device)
-        yield LayerOperation(label, flops, moved, component.times, product_dtype)
-        return
-    work, spec = component.work(call), component.spec
-    products = list(component.required_products(call))
-    core_flops = sum(product.flops for product in products if product.name.startswith("core"))
-    projection_flops = sum(product.flops for product in products) - core_flops
-    source_numbers = work.new_tokens * spec.source if spec.source else 0
-    input_output_numbers = work.batch * (work.queries * 2 * spec.model + source_numbers)
-    weights = component.weights_read(call)
-    moved = storage.total_bytes(weights) + number_bytes * input_output_numbers
-    product_dtype = storage.product_dtype(weights, dtype, device)
-    yield LayerOperation(
-        f"{component.role} projections", projection_flops, moved, component.times, product_dtype
-    )
-    query_output_numbers = work.queries * (
-        spec.num_core_heads * spec.core.dim + len(spec.score_head_of_row) * spec.core.vdim
-    )
-    cached_bytes = _cached_bytes_read(component, work, call, number_bytes)
-    moved = work.batch * (cached_bytes + number_bytes * query_output_numbers)
-    yield LayerOperation(f"{component.role} core", core_flops, moved, component.times, dtype)
-
-
-def _cached_bytes_read(
-    component: AttentionComponent, work: CallSize, call: ForwardCall, number_bytes: int
-) -> int:
-    """Bytes of keys and values that one row reads, each token once; a recurrent state is read and
-    written per step.
-    """
-    spec, heads = component.spec, component.spec.heads
-    cached = cached_numbers(spec).total
-    if spec.is_recurrent and call.mode == "steps":
-        return 2 * cached * max(number_bytes, 4) * work.queries
-    per_token = (
-        heads.kv * heads.dim + heads.num_value_heads * heads.vdim if spec.is_recurrent else cached
-    )
-    reads = component.key_reads(call)
-    return sum(reads) * number_bytes * per_token // len(reads)
 
 
 # --- Memory of a device ---------------------------------------------------------------------------

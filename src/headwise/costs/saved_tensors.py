@@ -1,17 +1,14 @@
-"""Record the tensors that autograd saves for the backward pass, and infer formulas of their sizes.
+"""Record the tensors that autograd saves for the backward pass.
 
 `SavedTensorRecorder` lists the saved tensors of a run, each storage once. `record_meta_run` does so
-for a layer on meta tensors, as if it ran on a CPU or on CUDA. `infer_formulas` turns two runs of
-different sizes into a formula per step.
+for a layer on meta tensors, as if it ran on a CPU or on CUDA.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,31 +21,22 @@ from .. import backends
 from ..interfaces import Part
 from ..nn.attention import Attention
 from ..spec.attention_spec import AttentionSpec
-from .symbolic_int import SymbolicInt
+from .flops import TORCH_DTYPES
 
 BACKENDS_PREFIX = f"{backends.__name__}."
 
 
 @dataclass
 class SavedTensor:
-    """One saved storage: the step that saved it, its dtype, shape and bytes.
+    """One saved storage: the step that saved it and its bytes.
 
     `in_core` is true if only the attention core saved it, that is, a backend between q, k, v and
     the head outputs.
     """
 
     step: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     nbytes: int
-    in_core: bool
-
-    @staticmethod
-    def from_tensor(tensor: Tensor, step: str, core: bool = False) -> SavedTensor:
-        """Describe the whole storage of a tensor, even if the tensor is a view of a part."""
-        return SavedTensor(
-            step, tensor.dtype, _storage_shape(tensor), tensor.untyped_storage().nbytes(), core
-        )
+    in_core: bool = False
 
 
 class SavedTensorRecorder:
@@ -112,7 +100,7 @@ class SavedTensorRecorder:
             self.saved[address].in_core &= in_core
             return tensor
         self._alive.append(tensor)
-        self.saved[address] = SavedTensor.from_tensor(tensor, step, in_core)
+        self.saved[address] = SavedTensor(step, tensor.untyped_storage().nbytes(), in_core)
         return tensor
 
     def tensors_by_step(self) -> list[SavedTensor]:
@@ -133,7 +121,7 @@ class SavedTensorRecorder:
         return [
             *outside.values(),
             *(
-                SavedTensor.from_tensor(tensor, "core.inputs")
+                SavedTensor("core.inputs", tensor.untyped_storage().nbytes())
                 for address, tensor in inputs.items()
                 if address not in outside and address not in self._owned
             ),
@@ -177,21 +165,8 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _storage_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of the tensor, or of its base if that fills the storage; otherwise the
-    number of elements.
-    """
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    base = tensor._base
-    for candidate in (tensor, *(() if base is None else (base,))):
-        if candidate.numel() == count:
-            return tuple(candidate.shape)
-    return (count,)
-
-
 # --- Running a layer on meta tensors --------------------------------------------------------------
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -363,177 +338,3 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 _CUDA_REPLACEMENTS: dict[Any, Callable[..., Any]] = {F.rms_norm: _rms_norm, F.dropout: _dropout}
-
-# --- Inferring formulas from two runs of different sizes ------------------------------------------
-
-# Powers of (rows, tokens, source tokens) that the size of one axis may contain, if several axes are
-# merged into one.
-SIZE_POWERS = sorted(product((0, 1), (0, 1, 2), (0, 1, 2)), key=sum)
-HEAD_AXES = ("q", "kv", "v", "out", "row")  # axes that count heads
-WIDTH_AXES = ("model", "dim", "vdim", "source")  # names that are preferred for a last axis
-
-BytesByStep = dict[str, int]  # bytes by the step that saves them, as symbolic integers
-
-
-class SymbolicAxes:
-    """The sizes of a call by letter (B rows, T queries, S source tokens), and those of a spec by
-    the axis.
-    """
-
-    def __init__(self, spec: AttentionSpec, sizes: CallSizes) -> None:
-        source, letter = (sizes.tokens, "T") if spec.source is None else (sizes.source, "S")
-        self.sizes = CallSizes(
-            SymbolicInt.of(sizes.batch, "B"),
-            SymbolicInt.of(sizes.tokens, "T"),
-            SymbolicInt.of(source, letter),
-        )
-        self.names = dict(_named_axis_sizes(spec))
-
-    def infer_width(self, size: int, is_last: bool, has_rows: bool) -> list[int]:
-        """Return the factors, one or two named axes, of a size that does not depend on the call; or
-        the size itself.
-        """
-        if is_last:
-            # A last axis counts heads only in tensors that also have an axis of rows, such as
-            # gates.
-            widths = [*WIDTH_AXES, *(name for name in self.names if name not in HEAD_AXES)]
-            order = [*widths, *(HEAD_AXES if has_rows else ())]
-        else:
-            order = [*HEAD_AXES, *self.names]
-        candidates = {name: self.names[name] for name in order if name in self.names}
-        for axis_size in candidates.values():
-            if axis_size == size != 1:
-                return [axis_size]
-        for head_axis, axis in product(HEAD_AXES, candidates):
-            pair = [self.names[name] for name in (head_axis, axis) if name in self.names]
-            if len(pair) == 2 and pair[0] * pair[1] == size and 1 not in pair:
-                return pair
-        return [size]
-
-    def infer_factors(
-        self, saved: SavedTensor, other: SavedTensor, sizes: tuple[CallSizes, CallSizes]
-    ) -> list[int] | None:
-        """Return the factors of the bytes of a tensor, given the same tensor of a second run; None
-        if there are none.
-
-        `sizes` are the sizes of the two calls. An axis depends on the batch, on tokens, or on
-        neither, as its two sizes show.
-        """
-        if len(saved.shape) != len(other.shape) or saved.dtype != other.dtype:
-            return None
-        factors, has_rows = [saved.dtype.itemsize], False
-        pairs = [pair for pair in zip(saved.shape, other.shape, strict=True) if pair != (1, 1)]
-        for n, pair in enumerate(pairs, 1):
-            axis_factors = self._axis_factors(
-                pair, sizes, is_last=n == len(pairs), has_rows=has_rows
-            )
-            if axis_factors is None:
-                return None
-            factors += axis_factors
-            has_rows = has_rows or self.sizes.batch in axis_factors
-        return factors
-
-    def _axis_factors(
-        self,
-        pair: tuple[int, int],
-        sizes: tuple[CallSizes, CallSizes],
-        *,
-        is_last: bool,
-        has_rows: bool,
-    ) -> list[int] | None:
-        """Return the factors of one axis, whose sizes in the two runs are `pair`."""
-        for powers in SIZE_POWERS:
-            first, second = (_product_of_powers(call_sizes, powers) for call_sizes in sizes)
-            if pair[0] * second == pair[1] * first and pair[0] % first == 0:
-                letters = [
-                    size
-                    for size, times in zip(self.sizes, powers, strict=True)
-                    for _ in range(times)
-                ]
-                return letters + self.infer_width(pair[0] // first, is_last, has_rows)
-        for n in (1, 2):  # some tokens more than the call has, such as an attention sink
-            extra = pair[0] - sizes[0][n]
-            if extra == pair[1] - sizes[1][n]:
-                return [self.sizes[n] + extra]
-        return None
-
-
-def _named_axis_sizes(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
-    """Yield every axis of a spec with its size, and concatenated axes with the
-    sum of their sizes.
-    """
-    for _, part in spec.parts():
-        sizes = spec.sizes_of(part)
-        yield from ((name, SymbolicInt.of(size, name)) for name, size in sizes.items() if size > 1)
-        layouts = [
-            *(param.layout for param in part.params(spec).values()),
-            *part.kv_entry_layouts(spec).values(),
-        ]
-        for axis in (axis for layout in layouts for axis in layout.axes if "|" in axis):
-            size = sum(sizes[name] for name in axis.split("|"))
-            yield axis, SymbolicInt.of(size, axis.replace("|", " + "), loose="sum")
-
-
-def _product_of_powers(sizes: CallSizes, powers: Sequence[int]) -> int:
-    total = 1
-    for size, times in zip(sizes, powers, strict=True):
-        total *= size**times
-    return total
-
-
-def infer_formulas(
-    tensors: Sequence[SavedTensor],
-    others: Sequence[SavedTensor],
-    axes: SymbolicAxes,
-    sizes: tuple[CallSizes, CallSizes],
-) -> BytesByStep | None:
-    """Infer the bytes of every step from two runs, as symbolic integers; None if the runs save
-    different tensors.
-    """
-    if [saved.step for saved in tensors] != [other.step for other in others]:
-        return None
-    sums: dict[str, dict[tuple[str, ...], int]] = {}
-    for saved, other in zip(tensors, others, strict=True):
-        factors = axes.infer_factors(saved, other, sizes)
-        if factors is None:
-            return None
-        terms, value = sums.setdefault(saved.step, {}), _symbolic_product(factors)
-        key = tuple(sorted(factor.text for factor in factors if isinstance(factor, SymbolicInt)))
-        terms[key] = terms[key] + value if key in terms else value
-    return {step: _symbolic_sum(list(terms.values())) for step, terms in sums.items()}
-
-
-def _symbolic_product(factors: Sequence[int]) -> int:
-    """Multiply factors; the formula starts with the number, B, T and S, followed by heads and
-    widths.
-    """
-    number = 1
-    for factor in factors:
-        number *= 1 if isinstance(factor, SymbolicInt) else factor
-    named: dict[str, SymbolicInt] = {
-        factor.text: factor for factor in factors if isinstance(factor, SymbolicInt)
-    }
-    times = Counter(factor.text for factor in factors if isinstance(factor, SymbolicInt))
-    order = sorted(
-        named,
-        key=lambda text: (text not in ("B", "T", "S"), text in ("T", "S"), text not in HEAD_AXES),
-    )
-    total = number
-    for text in order:
-        total = total * (named[text] if times[text] == 1 else named[text] ** times[text])
-    return total
-
-
-def _symbolic_sum(values: Sequence[int]) -> int:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
-
-
-def sum_bytes_by_step(tensors: Sequence[SavedTensor]) -> BytesByStep:
-    """Sum the bytes of every step of one run, without formulas."""
-    totals: BytesByStep = {}
-    for saved in tensors:
-        totals[saved.step] = totals.get(saved.step, 0) + saved.nbytes
-    return totals

@@ -17,18 +17,16 @@ from ..masking.patterns import Pattern
 from ..spec.attention_spec import SLOTS, AttentionSpec
 from ..spec.heads import HEAD_MAPS
 from . import count_parameters
-from .cost_vs_length import cached_bytes, prefill_flops
+from .cost_report import estimate_cost
 from .workload import Workload
 
 EXHAUSTIVE_SIZES = 192  # all sizes up to this are tried; above it a monotonic count is bisected
 MAX_SEARCH_SIZE = 2**14  # all sizes up to this are tried if the count is not monotonic
 MAX_DOUBLINGS = 256
-MAX_EQUAL_COUNTS = (
-    6  # doublings with equal counts, after which the count is taken not to depend on the size
-)
-NUM_MONOTONICITY_PROBES = (
-    24  # places at which neighbouring counts are compared before a count is taken as monotonic
-)
+# Doublings with equal counts, after which the count is taken not to depend on the size.
+MAX_EQUAL_COUNTS = 6
+# Places at which neighbouring counts are compared before a count is taken as monotonic.
+NUM_MONOTONICITY_PROBES = 24
 
 
 @dataclass
@@ -63,7 +61,7 @@ class SizeSearch:
         )
 
     def is_bracketed(self, target: int) -> bool:
-        """Whether the counts found so far include values at or below and at or above the target."""
+        """True if the counts found so far include values at or below and at or above the target."""
         counts = [count for _, count in self.valid_counts]
         return min(counts) <= target <= max(counts)
 
@@ -119,7 +117,7 @@ class SizeSearch:
         return count
 
     def _is_monotonic(self, top: int) -> bool:
-        """Whether the count seems to only rise or only fall, from pairs of neighbours throughout
+        """True if the count seems to only rise or only fall, from pairs of neighbours throughout
         the range.
         """
         for place in range(0, top, max(top // NUM_MONOTONICITY_PROBES, 1)):
@@ -164,23 +162,25 @@ class SizeSearch:
 
 # --- Matching the size of a spec to another -------------------------------------------------------
 
-MOST_HEADS = (
-    2**14
-)  # greatest number of heads to try; head maps are tuples with one element per head
+MOST_HEADS = 2**14  # greatest number to try; head maps are tuples with one element per head
+
+
+def _prefill_flops(spec: AttentionSpec, workload: Workload) -> int:
+    return estimate_cost(spec, replace(workload, generate=0)).prefill_flops.total
 
 
 def _cached_bytes(spec: AttentionSpec, workload: Workload) -> int:
-    cache_size = cached_bytes(spec, workload)
-    if cache_size is None:
+    estimate = estimate_cost(spec, replace(workload, generate=0))
+    if not estimate.has_cache:
         fact = f"pattern={spec.pattern.text} is not causal, so that there is no KV cache"
         raise SpecError(f"{fact}; match by params or flops, or give it pattern='causal()'")
-    return cache_size
+    return estimate.cache_bytes
 
 
 # The quantities that can be matched: a function and a label.
 MATCH_QUANTITIES: dict[str, tuple[Callable[[AttentionSpec, Workload], int], str]] = {
     "params": (lambda spec, workload: count_parameters(spec), "parameters"),
-    "flops": (prefill_flops, "FLOPs of prefill"),
+    "flops": (_prefill_flops, "FLOPs of prefill"),
     "kv": (_cached_bytes, "bytes of cache"),
 }
 

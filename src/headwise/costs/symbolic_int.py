@@ -116,6 +116,11 @@ def formula_as_factor(value: int) -> str:
     return value.formula_as_factor if isinstance(value, SymbolicInt) else f"{value}"
 
 
+def name_size(size: int, name: str) -> SymbolicInt:
+    """Return the size as a symbolic integer with this name, unless it has a formula already."""
+    return size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, name)
+
+
 def name_sizes(spec: AttentionSpec) -> AttentionSpec:
     """Replace the sizes of a spec by symbolic integers, so that numbers computed from it carry
     their formulas.

@@ -4,20 +4,16 @@ format.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import SpecError, suggest
 from ..model_spec import (
     WEIGHT_FORMATS,
     BlockSpec,
-    ExpertsSpec,
-    FeedForwardSpec,
     ModelSpec,
     OutputHeadSpec,
     QuantizationSpec,
-    SequenceMixerSpec,
     StackSpec,
     WeightSpec,
     attention_weights,
@@ -26,15 +22,10 @@ from ..model_spec.components import add_prefix
 from ..model_spec.quantization import matrix_sizes
 from ..spec.attention_spec import AttentionSpec
 
-if TYPE_CHECKING:
-    from .roofline import Device
-
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # formats that matrix products are computed in
 STORED = "stored"  # format of weights as the checkpoint stores them
 SINGLE_LAYER = "layer.0.attention"  # place of an attention layer that is in no model
 FP8 = "fp8"
-
-Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -82,22 +73,22 @@ class WeightStorage:
         """Bytes of several tensors."""
         return sum(map(self.num_bytes, weights))
 
-    def product_dtype(self, weights: Iterable[WeightSpec], dtype: str, device: Device) -> str:
-        """Format in which products with these weights run: fp8 if a matrix has it and the device
-        multiplies it.
-
-        Matrices in other formats are converted to `dtype` first.
-        """
-        quantization = self.quantization
-        if quantization is None or quantization.format.name != FP8 or FP8 not in device.flops:
-            return dtype
-        return FP8 if any(map(quantization.covers, weights)) else dtype
-
     def describe(self) -> str:
         """Describe the formats, as in "mxfp4 and bf16"."""
         return (
             f"{self.quantization.format.name} and {self.dtype}" if self.quantization else self.dtype
         )
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one number of a format that matrix products are computed in.
+
+    >>> dtype_bytes("bf16")
+    2
+    """
+    if dtype not in DTYPE_BYTES:
+        raise SpecError(f"dtype={dtype!r} is unknown; {suggest(dtype, DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
 
 
 def check_weight_format(name: str) -> None:
@@ -108,35 +99,6 @@ def check_weight_format(name: str) -> None:
 
 
 # --- The weights of a layer, with their full names ------------------------------------------------
-
-
-def list_attention_weights(
-    spec: AttentionSpec, place: str = SINGLE_LAYER
-) -> tuple[WeightSpec, ...]:
-    """Return the trained tensors of an attention layer at a place of a model, such as
-    "decoder.3.attention".
-    """
-    return tuple(
-        weight
-        for weight in add_prefix(place, "attention", attention_weights(spec))
-        if weight.trainable
-    )
-
-
-def list_feed_weights(
-    feed: FeedForwardSpec | ExpertsSpec, model: int, place: str
-) -> tuple[WeightSpec, ...]:
-    """Return the trained tensors of a feed-forward or of experts at a place such as
-    "decoder.3.feed".
-    """
-    return tuple(
-        weight for weight in add_prefix(place, "feed", feed.weights(model)) if weight.trainable
-    )
-
-
-def list_mixer_weights(mixer: SequenceMixerSpec, model: int, place: str) -> tuple[WeightSpec, ...]:
-    """Return the tensors of a recurrence or convolution at a place such as "decoder.3.mixer"."""
-    return tuple(add_prefix(place, "mixer", mixer.weights(model)))
 
 
 def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ...]:
@@ -150,8 +112,10 @@ def list_head_matrices(head: OutputHeadSpec, model: int) -> tuple[WeightSpec, ..
 def total_weight_bytes(spec_or_model: AttentionSpec | ModelSpec, storage: WeightStorage) -> int:
     """Bytes of all trained tensors of a layer or model."""
     if isinstance(spec_or_model, AttentionSpec):
-        return storage.total_bytes(list_attention_weights(spec_or_model))
-    return storage.total_bytes(weight for weight in spec_or_model.weights() if weight.trainable)
+        weights = add_prefix(SINGLE_LAYER, "attention", attention_weights(spec_or_model))
+    else:
+        weights = spec_or_model.weights()
+    return storage.total_bytes(weight for weight in weights if weight.trainable)
 
 
 def is_routed(weight: WeightSpec) -> bool:
@@ -166,27 +130,18 @@ def group_blocks_stored_alike(
 ) -> Iterator[tuple[int, BlockSpec, int]]:
     """Yield (first layer, block, number of layers) for blocks that are equal and stored in equal
     formats.
-    """
-    return group_stored_alike(stack, enumerate(stack.layers), quantization)
-
-
-def group_stored_alike(
-    stack: StackSpec, items: Iterable[tuple[int, Item]], quantization: QuantizationSpec | None
-) -> Iterator[tuple[int, Item, int]]:
-    """Yield (first layer, item, number of layers) for items (layer, item) that are equal and stored
-    in equal formats.
 
     Layers differ in storage only if the quantisation names one of them alone.
     """
-    groups: dict[tuple[Item, frozenset[str]], tuple[int, int]] = {}
-    for depth, item in items:
-        exceptions = (
-            quantization.exceptions_at(stack.name, depth) if quantization else frozenset[str]()
-        )
-        named = frozenset(pattern.split(".", 2)[2] for pattern in exceptions)
-        first, times = groups.get((item, named), (depth, 0))
-        groups[item, named] = (first, times + 1)
-    return ((first, item, times) for (item, _), (first, times) in groups.items())
+    groups: dict[tuple[BlockSpec, frozenset[str]], tuple[int, int]] = {}
+    for depth, block in enumerate(stack.layers):
+        exceptions: Iterable[str] = ()
+        if quantization:
+            exceptions = quantization.exceptions_at(stack.name, depth)
+        key = (block, frozenset(pattern.split(".", 2)[2] for pattern in exceptions))
+        first, times = groups.get(key, (depth, 0))
+        groups[key] = (first, times + 1)
+    return ((first, block, times) for (block, _), (first, times) in groups.items())
 
 
 def select_layers_storage(

@@ -15,7 +15,12 @@ from ..interfaces import Part
 from ..model_spec import WEIGHT_FORMATS, ApproximateAttention, LayerRun, ModelSpec, StackSpec
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
-from .flops import AttentionComponent, ExecutionTarget, ForwardCall, ModelComponent, SpecOrModel
+from .components import (
+    AttentionComponent,
+    ForwardCall,
+    ModelComponent,
+    SpecOrModel,
+)
 from .roofline import Device
 from .weight_storage import (
     DTYPE_BYTES,
@@ -152,7 +157,7 @@ def _depth_dependent_fields(spec: AttentionSpec) -> Iterator[tuple[str, str, Par
 
 
 def _is_first_layer(spec: AttentionSpec) -> bool:
-    """Whether the spec as given has the sizes of a first layer, for any number of layers."""
+    """True if the spec as given has the sizes of a first layer, for any number of layers."""
     return (
         _parameter_shapes(spec)
         == _parameter_shapes(spec.at_depth(0, 3))
@@ -295,43 +300,36 @@ def list_calls(
     """
     full_call = _full_call(spec_or_model, workload)
     decoder = [component for component in components if not component.before_last_stack]
-    calls = {"prefill": (components, full_call)}
     attentions = [component for component in decoder if isinstance(component, AttentionComponent)]
-    reads_tokens = isinstance(spec_or_model, AttentionSpec) or not _reads_images_only(spec_or_model)
-    if reads_tokens and all(component.can_decode(workload.context - 1) for component in attentions):
-        calls["decode"] = (
-            decoder,
-            full_call._replace(tokens=1, past=workload.context - 1, mode="steps"),
-        )
-    if workload.generate and not (
-        reads_tokens and all(one.can_decode(workload.context) for one in attentions)
-    ):
-        prefixes = [
-            one.spec.pattern.tokens_before_decode
-            for one in attentions
-            if not one.can_decode(workload.context)
-        ]
+    # Nothing can be generated if the last stack reads images.
+    reads_tokens = isinstance(spec_or_model, AttentionSpec) or not image_tokens(spec_or_model)[-1]
+    calls: CallsByPhase = {"prefill": (components, full_call)}
+    past = workload.context - 1
+    if reads_tokens and all(one.can_decode(past) for one in attentions):
+        calls["decode"] = (decoder, full_call._replace(tokens=1, past=past, mode="steps"))
+    if not workload.generate:
+        return calls
+    blocking = [one for one in attentions if not one.can_decode(workload.context)]
+    if blocking or not reads_tokens:
+        subject = name or "this spec"
+        prefixes = [one.spec.pattern.tokens_before_decode for one in blocking]
         if reads_tokens and None not in prefixes:
-            fact = (
-                f"{name or 'this spec'} needs a prefix of {max(filter(None, prefixes))} tokens "
-                "before it generates"
+            fact = f"{subject} needs a prefix of {max(filter(None, prefixes))} tokens"
+            raise SpecError(
+                f"{fact} before it generates, got context={workload.context}; use a longer context"
             )
-            raise SpecError(f"{fact}, got context={workload.context}; use a longer context")
-        fact = f"{name or 'this spec'} is not causal and cannot generate token by token"
-        raise SpecError(f"{fact}; leave out generate")
-    if workload.generate:
-        steps = full_call._replace(
-            tokens=workload.generate - 1, past=workload.context, mode="steps"
+        raise SpecError(
+            f"{subject} is not causal and cannot generate token by token; leave out generate"
         )
-        calls |= {
-            "prompt": (components, full_call._replace(mode="prompt")),
-            "steps": (decoder, steps),
-        }
+    calls["prompt"] = (components, full_call._replace(mode="prompt"))
+    num_steps = workload.generate - 1
+    steps = full_call._replace(tokens=num_steps, past=workload.context, mode="steps")
+    calls["steps"] = (decoder, steps)
     return calls
 
 
 def _full_call(spec_or_model: SpecOrModel, workload: Workload) -> ForwardCall:
-    """The call with all tokens at once: those of the workload, or those of an image."""
+    """A single forward over the whole workload, or over all patches of an image."""
     limits, source = max_lengths(spec_or_model), workload.source or workload.context
     if isinstance(spec_or_model, AttentionSpec):
         check_depth_known(spec_or_model)
@@ -353,45 +351,3 @@ def _full_call(spec_or_model: SpecOrModel, workload: Workload) -> ForwardCall:
         fact = f"{source} source tokens exceed the maximum source length {limits.source}"
         raise SpecError(f"{fact}; use source={limits.source} or less")
     return ForwardCall(workload.batch, images[1] or workload.context, source=images[0] or source)
-
-
-def _reads_images_only(model: ModelSpec) -> bool:
-    """Whether the last stack reads images, so that there is nothing to generate."""
-    return image_tokens(model)[-1] is not None
-
-
-def executed_flops_by_call(calls: CallsByPhase, on: ExecutionTarget) -> dict[str, int]:
-    """Return the FLOPs that backends execute in each call."""
-    forward = {
-        phase: sum(component.times * component.executed_flops(call, on) for component in components)
-        for phase, (components, call) in calls.items()
-    }
-    components, full_call = calls["prefill"]
-    backward = sum(
-        component.times * component.executed_backward_flops(full_call, on)
-        for component in components
-    )
-    return {"prefill": forward.pop("prefill"), "backward": backward, **forward}
-
-
-def counted_flops_by_call(calls: CallsByPhase) -> dict[str, int | None]:
-    """Return the FLOPs that `FlopCounterMode` counts in each call; None for a call that has no
-    dense form.
-    """
-    totals: dict[str, int | None] = {}
-    for phase, (components, call) in calls.items():
-        counted = [(component.times, component.counted_products(call)) for component in components]
-        is_uncountable = any(products is None for _, products in counted)
-        # How often a product counts if one of its factors needs a gradient, and if both do.
-        multiples = (
-            {"prefill": (1, 1), "backward": (1, 2)} if phase == "prefill" else {phase: (1, 1)}
-        )
-        for name, multiple in multiples.items():
-            total = 0
-            for times, products in counted:
-                total += times * sum(
-                    multiple[product.num_grad_factors - 1] * product.flops
-                    for product in products or ()
-                )
-            totals[name] = None if is_uncountable else total
-    return totals

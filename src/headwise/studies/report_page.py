@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..costs.cost_plots import spread_labels
 from ..data import Task
 from ..errors import pluralise
 from ..escaping import escape_html, escape_svg
+from ..report.text import spread_labels
 from .study_file import StudyTask
 from .study_report import ReportTable, StudyReport, describe_protocol, list_task_details
 

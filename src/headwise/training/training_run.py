@@ -18,16 +18,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from .. import costs
+from ..costs.components import ForwardCall, list_components
 from ..data import Batch, Task
 from ..data.task import iter_texts, pack_batch
 from ..distributed.ranks import find_difference
 from ..distributed.sharded_model import ShardedModel
 from ..errors import SpecError, TrainingDiverged, pluralise
 from ..files import write_atomically
-from ..interfaces.core_types import CallSize
 from ..masking.sequence_info import SequenceInfo
-from ..model_spec import ExpertsSpec, FeedForwardSpec, ModelSpec, StackSpec
+from ..model_spec import ModelSpec, StackSpec
 from ..models import Transformer, save
 from ..nn import redraw_features
 from .autotune import measure_peak_flops
@@ -211,25 +210,19 @@ def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
     ... ) == 6 * (2 * 3 * 7 + 3 * 11) * 10
     True
     """
-    first, last = model_spec.stacks[0], model_spec.stacks[-1]
-    rows = len(batch.labels)
-    length = count_stack_tokens(last, batch.x.shape)
-    source = (
-        0
-        if batch.source is None or first is last
-        else count_stack_tokens(first, batch.source.shape)
-    )
-    forward = sum(_layer_flops(last, rows, length, source))
-    forward += sum(_layer_flops(first, rows, source, 0)) if source else 0
-    for head in model_spec.heads[:1]:
-        num_states = rows * (length if head.at == "each" else 1)
-        matrices = [w.numel for w in head.weights(last.model) if len(w.layout.axes) == 2]
-        table = (
-            head.outputs * (head.transform.hidden if head.transform else last.model)
-            if head.table
-            else 0
-        )
-        forward += 2 * num_states * (sum(matrices) + table)
+    first = model_spec.stacks[0]
+    last = model_spec.stacks[-1]
+    source = 0
+    if batch.source is not None and first is not last:
+        source = count_stack_tokens(first, batch.source.shape)
+    tokens = count_stack_tokens(last, batch.x.shape)
+    call = ForwardCall(len(batch.labels), tokens, source=source)
+    other_heads = {f"head.{head.name}" for head in model_spec.heads[1:]}
+    forward = 0
+    for component in list_components(model_spec):
+        if component.name not in other_heads:
+            products = component.required_products(call)
+            forward += component.times * sum(int(product.flops) for product in products)
     return TRAINING_FLOP_FACTOR * forward
 
 
@@ -259,44 +252,6 @@ def _count_valid_tokens(tokens: SequenceInfo | None, rows: int, length: int) -> 
     if tokens is None:
         return rows * length
     return int(tokens.is_real.sum()) * (rows if len(tokens.is_real) == 1 else 1)
-
-
-def _layer_flops(stack: StackSpec, rows: int, length: int, source: int) -> Iterator[int]:
-    """Forward FLOPs of the layers of a stack, for rows of `length` tokens and encoder outputs of
-    `source` tokens.
-    """
-    if stack.embedding and stack.embedding.patches:
-        yield 2 * rows * length * sum(w.numel for w in stack.embedding.patches.weights(stack.model))
-    for block in stack.layers:
-        for name, spec in block.attention_specs.items():
-            cross_size = CallSize(rows, length, source, source)
-            work = (
-                cross_size
-                if name == "cross"
-                else costs.self_attention_work(spec, batch=rows, queries=length)
-            )
-            yield costs.required_flops(spec, work)
-        if block.mixer is not None:
-            yield 2 * rows * length * sum(w.numel for w in block.mixer.matmul_weights(stack.model))
-            yield 2 * rows * stack.model**2 * block.starts_from_source
-        if block.feed is not None:
-            yield 2 * rows * length * _active_parameters(block.feed, stack.model)
-
-
-def _active_parameters(feed: FeedForwardSpec | ExpertsSpec, model: int) -> int:
-    """Number of matrix parameters that are applied to each token, which leaves out inactive
-    experts.
-    """
-    matrices = [
-        w
-        for w in feed.weights(model)
-        if len([axis for axis in w.layout.axes if axis != "expert"]) == 2
-    ]
-    if isinstance(feed, FeedForwardSpec):
-        return sum(w.numel for w in matrices)
-    experts = sum(w.numel for w in matrices if "expert" in w.layout.axes)
-    router = feed.count * model
-    return sum(w.numel for w in matrices) - experts + experts * feed.active // feed.count + router
 
 
 # --- Finding the first NaN or inf -----------------------------------------------------------------
