@@ -158,21 +158,18 @@ def time_in_turns(runs: Mapping[str, TimedCall], max_seconds: float) -> dict[str
         name: Timer("run()", globals={"run": run}, num_threads=threads)
         for name, run in runs.items()
     }
-    calls = {}
-    round_seconds = 0.0
-    for name, timer in timers.items():
-        first = timer.timeit(1).median
-        calls[name] = max(1, math.ceil(SAMPLE_SECONDS / first))
-        round_seconds += (calls[name] + 2) * first  # `timeit` warms up with two calls
     fewest, most = ROUNDS
-    rounds = max(fewest, min(most, int(max_seconds / round_seconds)))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
+    started = time.perf_counter()
+    for number in range(most):
+        if number >= fewest and time.perf_counter() - started > max_seconds:
+            break
         shuffle(order)
         for name in order:
-            samples[name].append(timers[name].timeit(calls[name]).median)
+            sample = timers[name].blocked_autorange(min_run_time=SAMPLE_SECONDS)
+            samples[name].append(sample.median)
     return samples
 
 

@@ -16,11 +16,10 @@ from headwise.backends.varlen import (
     MAX_WASTED_PAIRS_RATIO,
     group_by_length,
     group_plan,
-    kernel_table,
 )
 from headwise.masking.patterns import Full
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
-from support import layer_cases as cases, takeover
+from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import layer_gradients
 
@@ -175,15 +174,14 @@ def test_texts_without_a_source_attend_to_nothing():
     assert probe.tensors["heads"][0, :2].all()
 
 
-LIMITS_BY_MODE = {"whole": (256, MAX_DENSE_LENGTH), "short": (0, MAX_DENSE_LENGTH), "fused": (0, 0)}
+LIMITS_BY_MODE = {"short": MAX_DENSE_LENGTH, "fused": 0}
 
 
 @pytest.fixture(params=LIMITS_BY_MODE)
 def way(request, monkeypatch):
-    """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
-    monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", LIMITS_BY_MODE[request.param][1])
-    with takeover.sizes(varlen=LIMITS_BY_MODE[request.param][0]):
-        yield request.param
+    """Short texts by plain operations; all by a fused call."""
+    monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", LIMITS_BY_MODE[request.param])
+    return request.param
 
 
 def test_large_scores_are_no_trouble(way):
@@ -260,11 +258,7 @@ def test_a_plan_is_made_once_for_all_layers():
     for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
         layer.backend_name = backend
         layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=sequence)
-    assert [kind for _, kind, _ in sequence.backend_plans] == [
-        "kernel",
-        "groups, True",
-        "groups, False",
-    ]
+    assert [reads_future for _, reads_future, _ in sequence.backend_plans] == [True, False]
     assert all(other is None for other, _, _ in sequence.backend_plans)
 
 
@@ -292,10 +286,5 @@ def test_compiled_rows_are_masked_and_the_same():
 
 def test_self_and_cross_attention_are_planned_separately():
     at, sequence = SequenceInfo.packed([[2, 3]]), SequenceInfo.packed([[4, 1]])
-    for plan in (group_plan, kernel_table):
-        plan(AttentionMask(at, at, Full()))
+    group_plan(AttentionMask(at, at, Full()))
     assert group_plan(AttentionMask(at, sequence, Full())).keys.shapes == ((2, 4),)
-    assert kernel_table(AttentionMask(at, sequence, Full())).table.tolist() == [
-        [0, 2, 0, 4],
-        [2, 3, 4, 1],
-    ]

@@ -7,7 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise.backends.routed_heads import RoutedWorkItems
@@ -16,8 +18,10 @@ from headwise.kernels import (
     attend_paged,
     attend_paged_reference,
     flash_attention,
+    multiply_small_batch,
     paged_decode,
 )
+from headwise.kernels.autograd_guards import can_skip_dispatcher
 from headwise.kernels.flash_attention import gathered_attention
 from support.layer_cases import check_close
 
@@ -154,8 +158,6 @@ def test_shapes_alone_run_through_blocks(preset):
         "masked_entmax_backward",
         "head_mixing",
         "head_mixing_backward",
-        "varlen_attention",
-        "varlen_attention_backward",
         "paged_decode",
         "small_batch_matmul",
     ],
@@ -249,3 +251,33 @@ def test_spans_that_lie_apart_are_looked_at_alone():
     spans_BN3 = torch.tensor([[[1, 0, 4], [9, 0, 9], [0, 1, 3]]])
     assert paged_decode.find_invalid_span(spans_BN3[:, ::2], pages=2, slots=4) == -1
     assert paged_decode.find_invalid_span(spans_BN3, pages=2, slots=4) == 1
+
+
+def random_tensor(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_dispatch_modes_see_the_operation():
+    """Gradients, graphs, transformations, modes and profilers: none of them is passed by."""
+    x, w = random_tensor(0, 2, 16), random_tensor(1, 3, 16)
+    assert not can_skip_dispatcher(x)
+    with torch.no_grad():
+        assert can_skip_dispatcher(x, torch.nn.Parameter(w))
+        assert not can_skip_dispatcher(x.to("meta"))
+        assert not can_skip_dispatcher(torch.nn.Buffer(x).as_subclass(Followed))
+        assert not torch.func.vmap(lambda row: torch.tensor(can_skip_dispatcher(row)))(x).any()
+        with FlopCounterMode(display=False) as counted:
+            assert not can_skip_dispatcher(x)
+            multiply_small_batch(x, [w])
+            q, k = x.view(2, 1, 16), random_tensor(2, 2, 1, 5, 16)
+            attend_paged(q, k, k, None, scale=1.0)
+        assert counted.get_total_flops() == 2 * 2 * 16 * 3 + 4 * 2 * 5 * 16
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            assert not can_skip_dispatcher(x)
+            multiply_small_batch(x, [w])
+        assert "headwise::small_batch_matmul" in {event.name for event in recorded.events() or ()}
+        assert can_skip_dispatcher(x)
+
+
+class Followed(Tensor):
+    """A tensor with a mind of its own."""

@@ -204,27 +204,27 @@ from types import SimpleNamespace
 os.environ["HEADWISE_KERNELS"] = "auto"
 import torch
 from headwise.kernels.compilation import STATE
-from headwise.kernels.small_batch_ops import SMALL_BATCH_KERNELS, rms_norm
+from headwise.kernels.small_batch_ops import GEMV_KERNELS, multiply_small_batch
 def check():
-    assert rms_norm(torch.full((1, 16), 3.0), None, 0.0).tolist() == [[1.0] * 16]
+    assert multiply_small_batch(torch.ones(1, 16), [torch.ones(1, 16)]).tolist() == [[16.0]]
     assert [str(w.message) for w in caught] == [{NO_CACHE_WARNING!r}], [str(w.message) for w in caught]
 """
 WITH_TEMPORARY_FOLDER = """
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    assert not SMALL_BATCH_KERNELS.is_usable(torch.float32), "the first call waits for no kernel"
+    assert not GEMV_KERNELS.is_usable(torch.float32), "the first call waits for no kernel"
     [process] = STATE.running.values()
     assert process.wait(240) == 0
-    assert SMALL_BATCH_KERNELS.is_usable(torch.float32)
+    assert GEMV_KERNELS.is_usable(torch.float32)
     check()
-assert all(kernel.cache_hits == 1 for kernel in SMALL_BATCH_KERNELS.compiled_functions.values())
+assert all(kernel.cache_hits == 1 for kernel in GEMV_KERNELS.compiled_functions.values())
 print(STATE.temporary_folder())
 """
 WITHOUT_TEMPORARY_FOLDER = """
 tempfile.tempdir = os.environ["NUMBA_CACHE_DIR"]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    assert SMALL_BATCH_KERNELS.is_usable(torch.float32)
+    assert GEMV_KERNELS.is_usable(torch.float32)
     check()
 assert not STATE.running
 """
@@ -262,13 +262,13 @@ import os, sys
 from pathlib import Path
 import numba
 import torch
-from headwise.kernels.small_batch_ops import SMALL_BATCH_KERNELS, scale_to_float32
+from headwise.kernels.small_batch_ops import GEMV_KERNELS, multiply_small_batch
 
 def scale():  # in a fork that has imported everything but kernels
     child = os.fork()
     if child == 0:
-        assert scale_to_float32(torch.full((1, 1, 16), 3.0), 2.0).tolist() == [[[6.0] * 16]]
-        print(SMALL_BATCH_KERNELS.compiled_functions["scale_to_float32", torch.float32].cache_hits, flush=True)
+        assert multiply_small_batch(torch.ones(1, 16), [torch.ones(1, 16)]).tolist() == [[16.0]]
+        print(GEMV_KERNELS.compiled_functions["gemv", torch.float32].cache_hits, flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -302,7 +302,7 @@ def test_kernels_are_kept_in_the_users_cache_folder_and_not_in_the_package(tmp_p
     kept, _ = sorted(
         (tmp_path / "headwise").iterdir(), key=lambda folder: len(folder.name), reverse=True
     )
-    assert [path.suffix for path in list_files(kept, "*scale_to_float32*")] == [".nbc", ".nbi"]
+    assert [path.suffix for path in list_files(kept, "*run_gemv*")] == [".nbc", ".nbi"]
     assert not (tmp_path / "headwise" / "headwise-kernels-0").exists()
 
 

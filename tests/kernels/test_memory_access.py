@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import headwise
-from headwise.kernels import small_batch_ops
 from headwise.kernels.head_mixing import HeadMixingArgs
 from headwise.kernels.paged_decode import PagedDecodeArgs
 
@@ -24,11 +23,9 @@ TESTS = Path(__file__).resolve().parent.parent
 SOURCES = Path(headwise.__file__).parent
 MESSAGES = {  # of the debug build, by the name of a wrong call
     "read_behind_end": (
-        r"scale_to_float32 of small_batch_kernels \(torch.float32\) reads 64 bytes "
-        r"at offset 128 of x"
+        r"gemv of small_batch_kernels \(torch.float32\) reads 64 bytes at offset 128 of x"
     ),
-    "write_behind_end": r"writes 64 bytes at offset 128 of y \[2, 16\], which has 128 bytes",
-    "read_before_begin": r"reads 64 bytes at offset -64 of gate \[2, 16\]",
+    "write_behind_end": r"writes 4 bytes at offset 64 of y \[16, 1\], which has 64 bytes",
 }
 
 
@@ -120,19 +117,14 @@ def test_every_operation_has_a_kernel_file():
 
 def test_a_record_holds_addresses_integers_and_floats():
     x = torch.ones(2, 16)
-    args = small_batch_ops.RmsNormArgs.make(x=x, rows=2, eps=0.5)
-    assert (args.x, args.y, args.rows, args.width, args.eps) == (x.data_ptr(), 0, 2, 0, 0.5)
-    changed = args.replace(y=x, eps=0.25, rows=3)
-    assert (changed.y, changed.rows, changed.eps, changed.x) == (
-        x.data_ptr(),
-        3,
-        0.25,
-        x.data_ptr(),
-    )
-    assert (args.y, args.rows, args.eps) == (0, 2, 0.5)
-    assert changed.tensor("y") is x
+    args = HeadMixingArgs.make(q_gate=x, num_queries=2)
+    assert (args.q_gate, args.k_gate, args.num_queries, args.num_keys) == (x.data_ptr(), 0, 2, 0)
+    changed = args.replace(k_gate=x, num_queries=3)
+    assert (changed.k_gate, changed.num_queries, changed.q_gate) == (x.data_ptr(), 3, x.data_ptr())
+    assert (args.k_gate, args.num_queries) == (0, 2)
+    assert changed.tensor("k_gate") is x
     with pytest.raises(TypeError, match="colour"):
-        small_batch_ops.RmsNormArgs.make(colour=1)
+        HeadMixingArgs.make(colour=1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 
 import headwise as hw
 from headwise.backends import BACKENDS, CallSignature, make_dispatch
-from headwise.kernels import small_batch_ops
 from headwise.machine.capabilities import MACHINE_CLASSES
 from headwise.machine.takeover_points import (
     FROM_ANY_CLASS,
@@ -141,19 +140,6 @@ def test_few_tokens_go_to_torch_where_its_product_was_faster():
             assert uses_gemv_kernel(x, [w])
             check_close(linear(x, w), plain, rtol=1e-4, atol=1e-4)
         assert torch.equal(plain, torch.nn.functional.linear(x, w))
-
-
-def test_elementwise_kernels_and_packed_rows_go_by_their_points():
-    x = torch.randn(1, 64)
-    with torch.no_grad():
-        with assume_points(points_of_class("x86-avx2")):
-            assert not small_batch_ops.is_small_batch(x)
-            packed = str(hw.why(PLAIN, when=["packed"]))
-            assert "in one kernel" not in packed
-        assert small_batch_ops.is_small_batch(x)
-        assert "up to 256 tokens in one kernel" in " ".join(
-            str(hw.why(PLAIN, when=["packed"])).split()
-        )
 
 
 @pytest.mark.parametrize("preset", ["mha", "gqa", "moh", "longformer", "linear", "diff2"])

@@ -25,15 +25,12 @@ from headwise.kernels import (
     head_mixing,
     multiply_small_batch,
     row_normalisers,
-    small_batch_ops,
-    varlen_attention,
 )
 
 REGISTERED_BY = (
     flash_attention,
     head_mixing,
     row_normalisers,
-    varlen_attention,
 )  # importing them registers operations
 OPS = torch.ops.headwise
 FAR = 2**40  # an index far outside
@@ -46,8 +43,6 @@ class Call(NamedTuple):
     tensors: dict[str, Tensor]
     free_axes: tuple[str, ...] = ()  # "name.axis": axes whose size may change, or "name.dtype", ...
     tables: tuple[str, ...] = ()  # tensors of indices
-    # a function behind `is_small_batch`, which leaves out tensors that need the dispatcher
-    is_direct: bool = False
 
 
 def _random(*shape: int) -> Tensor:
@@ -82,25 +77,6 @@ def _head_mixing() -> Iterator[Call]:
         {"grad": _random(2, 5, 3, 17)} | tensors,
         (),
         tables,
-    )
-
-
-def _varlen_attention() -> Iterator[Call]:
-    qkv = {"q": _random(28, 4, 16), "k": _random(27, 2, 16), "v": _random(27, 2, 19)}
-    tensors = qkv | {"sequences": _ints([0, 5, 0, 7], [5, 1, 7, 1], [6, 19, 8, 19])}
-    yield Call(
-        lambda q, k, v, sequences: OPS.varlen_attention([q, k, v], sequences, 19, True, 0.3),
-        tensors,
-        ("v.2", "sequences.0", "q.0"),
-        ("sequences",),
-    )
-    yield Call(
-        lambda grad, q, k, v, sequences: OPS.varlen_attention_backward(
-            grad, [q, k, v], sequences, 19, True, 0.3
-        ),
-        {"grad": _random(28, 4, 19)} | tensors,
-        ("sequences.0",),
-        ("sequences",),
     )
 
 
@@ -219,39 +195,10 @@ def _small_batch() -> Iterator[Call]:
     free = ("x.0", "w.0", "u.0")
     yield Call(lambda x, w, u: OPS.small_batch_matmul(x, [w, u]), tensors, free)
     yield Call(lambda x, w, u: multiply_small_batch(x, [w, u]), tensors, free)
-    yield Call(
-        lambda x, w: small_batch_ops.rms_norm(x, w, 1e-6),
-        {"x": _random(2, 32), "w": _random(32)},
-        ("x.0", "x.rank"),
-        is_direct=True,
-    )
-    halves = {"gate": _random(2, 32), "up": _random(2, 32)}
-    yield Call(
-        lambda gate, up: small_batch_ops.silu_and_multiply(gate, up),
-        halves,
-        ("gate.rank", "up.rank"),
-        is_direct=True,
-    )
-    x = {"x": _random(2, 3, 32)}
-    yield Call(
-        lambda x: small_batch_ops.scale_to_float32(x, 0.5), x, ("x.0", "x.1"), is_direct=True
-    )
-    heads = {
-        "x": _random(2, 3, 2, 32),
-        "position": _ints([0, 1, 2], [3, 4, 5]),
-        "frequency": torch.rand(16).double(),
-    }
-    yield Call(
-        lambda x, position, frequency: small_batch_ops.apply_rotary(x, position, frequency, 1.0),
-        heads,
-        ("x.2",),
-        is_direct=True,
-    )
 
 
 GROUPS: list[Callable[[], Iterator[Call]]] = [
     _head_mixing,
-    _varlen_attention,
     _row_normalisers,
     _flash_attention,
     _paged_decode,
@@ -332,13 +279,9 @@ def make_equal_operands(call: Call, name: str) -> Iterator[tuple[str, Tensor, Te
     """Yield tensors in unusual memory, each with a plain tensor of the same numbers."""
     tensor = call.tensors[name]
     yield EQUAL_PROBLEMS[2], torch.stack([tensor, tensor.roll(1)], -1)[..., 0], tensor
-    if tensor.dtype == torch.float32 and not call.is_direct:
+    if tensor.dtype == torch.float32:
         yield EQUAL_PROBLEMS[0], torch._neg_view(-tensor), tensor
-    if (
-        tensor.dtype == torch.float32
-        and not call.is_direct
-        and f"{name}.zeros" not in call.free_axes
-    ):
+    if tensor.dtype == torch.float32 and f"{name}.zeros" not in call.free_axes:
         yield EQUAL_PROBLEMS[1], torch._efficientzerotensor(tensor.shape), torch.zeros_like(tensor)
 
 

@@ -38,7 +38,7 @@ from headwise.kernels.flash_attention import (
     gathered_attention,
     gathered_attention_backward,
 )
-from headwise.kernels.varlen_attention import attend_varlen, attend_varlen_backward
+from headwise.kernels.kernel_args import matrix_table
 
 # --- Guard pages ----------------------------------------------------------------------------------
 
@@ -129,22 +129,10 @@ def sample(place: Place, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def call_small_batch_ops(place: Place, dtype: torch.dtype) -> None:
-    """GEMV, RMSNorm, SwiGLU, scaling and rotary embedding."""
+    """Products of a few tokens."""
     for tokens, width, rows in ((1, 16, (1,)), (2, 80, (5, 3)), (5, 112, (33, 130))):
         matrices = [sample(place, n, width, dtype=dtype) for n in rows]
         multiply_small_batch(sample(place, tokens, width, dtype=dtype), matrices)
-    for rows, width in ((1, 16), (3, 80)):
-        x = sample(place, rows, width, dtype=dtype)
-        small_batch_ops.rms_norm(x, sample(place, width, dtype=dtype), 1e-5)
-        small_batch_ops.silu_and_multiply(sample(place, rows, 2 * width, dtype=dtype)[:, :width], x)
-        small_batch_ops.scale_to_float32(x[:, None], 0.3)
-        heads, positions = (
-            sample(place, rows, 2, 3, 80, dtype=dtype),
-            place(torch.randint(0, 99, (rows, 2))),
-        )
-        small_batch_ops.apply_rotary(
-            heads, positions, place(torch.rand(32, dtype=torch.float64)), 1.1
-        )
 
 
 ROW_SIZES = ((1, 1, 1, 1, 1), (2, 3, 4, 17, 13), (1, 2, 3, 48, 64), (1, 2, 5, 331, 80))
@@ -204,20 +192,6 @@ def call_head_mixing(place: Place, dtype: torch.dtype) -> None:
             a = sample(place, batch, heads, queries, keys, dtype=dtype)
             mixed = head_mixing.mix_heads_by_factors(a, head_of_output, group, factors)
             head_mixing.mix_heads_by_factors_backward(mixed, a, head_of_output, group, factors)
-
-
-def call_varlen_attention(place: Place, dtype: torch.dtype) -> None:
-    """Packed sequences, forward and backward."""
-    sequences = torch.tensor([[0, 5, 0, 7], [5, 1, 7, 1], [6, 19, 8, 19], [25, 3, 27, 0]])
-    for heads, groups, dim, vdim, causal in (
-        (1, 1, 16, 16, True),
-        (4, 2, 24, 7, False),
-        (6, 2, 33, 48, True),
-    ):
-        shapes = (28, heads, dim), (27, groups, dim), (27, groups, vdim)
-        qkv = [sample(place, *shape, dtype=dtype) for shape in shapes]
-        o = attend_varlen(qkv, place(sequences), 19, causal, 0.3)
-        attend_varlen_backward(o, qkv, place(sequences), 19, causal, 0.3)
 
 
 def call_flash_attention(place: Place, dtype: torch.dtype) -> None:
@@ -306,7 +280,6 @@ CALLS: list[tuple[Callable[[Place, torch.dtype], None], tuple[torch.dtype, ...]]
     (call_small_batch_ops, (torch.float32, torch.bfloat16)),
     (call_row_normalisers, FLOATS),
     (call_head_mixing, FLOATS),
-    (call_varlen_attention, FLOATS),
     (call_flash_attention, FLOATS),
     (call_paged_decode, (*FLOATS, torch.bfloat16, torch.int8)),
 ]
@@ -315,33 +288,36 @@ CALLS: list[tuple[Callable[[Place, torch.dtype], None], tuple[torch.dtype, ...]]
 # --- Wrong calls, which the checks must catch -----------------------------------------------------
 
 
+def multiply_tokens(num_tokens: int, x: Tensor, y: Tensor) -> None:
+    """Multiply a number of tokens with a row of ones, whatever the shapes of `x` and `y` are."""
+    matrix = torch.ones(1, 16)
+    args = small_batch_ops.GemvArgs.make(
+        num_items=1,
+        scratch=torch.empty(20 * 16 * 4, dtype=torch.uint8),
+        scratch_bytes=20 * 16 * 4,
+        rows_per_block=4,
+        x=x,
+        y=y,
+        num_tokens=num_tokens,
+        width=16,
+        num_rows=1,
+        matrices=matrix_table([matrix]),
+    )
+    args.tensors += [matrix]
+    small_batch_ops.GEMV_KERNELS.run("gemv", x.dtype, args, 1)
+
+
 def read_behind_end(place: Place) -> None:
-    """Scale 48 elements of a tensor of 32."""
-    x, y = place(torch.randn(2, 16)), torch.empty(4, 16)
-    args = small_batch_ops.ScaleArgs.make(x=x, y=y, count=48)
-    small_batch_ops.SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, args)
+    """Multiply three tokens of two."""
+    multiply_tokens(3, place(torch.randn(2, 16)), torch.empty(16, 1))
 
 
 def write_behind_end(place: Place) -> None:
-    """Write 48 elements to a tensor of 32."""
-    x, y = torch.randn(4, 16), place(torch.empty(2, 16))
-    args = small_batch_ops.ScaleArgs.make(x=x, y=y, count=48)
-    small_batch_ops.SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, args)
+    """Write 17 products to a tensor of 16."""
+    multiply_tokens(17, torch.randn(17, 16), place(torch.empty(16, 1)))
 
 
-def read_before_begin(place: Place) -> None:
-    """Read the row in front of a tensor."""
-    x, y = place(torch.randn(2, 16)), torch.empty(2, 16)
-    args = small_batch_ops.SiluArgs.make(
-        gate=x, up=x, y=y, rows=2, width=16, gate_row_stride=-64, up_row_stride=64
-    )
-    small_batch_ops.SMALL_BATCH_KERNELS.run("silu_and_multiply", x.dtype, args)
-
-
-PLANTED = {
-    function.__name__: function
-    for function in (read_behind_end, write_behind_end, read_before_begin)
-}
+PLANTED = {function.__name__: function for function in (read_behind_end, write_behind_end)}
 
 
 def check_with_guard_pages(call: Callable[[Place, torch.dtype], None], dtype: torch.dtype) -> None:

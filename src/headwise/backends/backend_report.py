@@ -16,12 +16,11 @@ from ..errors import suggest
 from ..interfaces.core_types import PROBE_POINTS, CallSize
 from ..kernels.launch import kernel_problem
 from ..machine.capabilities import this_machine
-from ..machine.takeover_points import current_points, machine_notes, takeover_size
+from ..machine.takeover_points import current_points, machine_notes
 from ..masking.pattern_base import describe_heads
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 from ..translation.terminal_text import pad, text_width, wrap
-from . import varlen
 from .core_interface import CallSignature, CoreInputs
 from .dispatch import (
     MAX_DENSE_LENGTH,
@@ -47,6 +46,10 @@ NO_KERNELS_NOTE = (
     "CPU kernels are off: flash_cpu, ragged and paged do not run, paged caches are gathered "
     "before they are read, and "
     "torch operations replace the kernels of parts."
+)
+PACKED_NOTE = (
+    "Packed sequences run separately in groups of similar length, each on the backend of its length "
+    f"(up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
 )
 CALL_KINDS = {"many": "several queries per row", "one": "one query per row"}
 
@@ -183,7 +186,7 @@ class BackendReport:
             lines += _table_row(name, width, text)
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:
-            lines += wrap(_packed_note(self.call))
+            lines += wrap(PACKED_NOTE)
         lines += _summary(self.other_call)
         if self.call.signature.device == "cpu":
             notes = [*([NO_KERNELS_NOTE] if kernel_problem() else []), *machine_notes()]
@@ -312,16 +315,6 @@ def _title(report: CallReport) -> str:
         words += [f"{report.size.keys:,} keys"]
         words += [f"batch {report.size.batch:,}"] if report.size.batch > 1 else []
     return ", ".join(words)
-
-
-def _packed_note(report: CallReport) -> str:
-    longest = int(takeover_size("varlen")) if varlen.supports_kernel(report.signature) else 0
-    kernel = f"up to {longest} tokens in one kernel, longer ones " if longest else ""
-    return (
-        f"Packed sequences run separately: {kernel}in groups of similar "
-        f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: "
-        "dense)."
-    )
 
 
 def _answer(report: CallReport, name: str) -> str:

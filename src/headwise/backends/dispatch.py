@@ -8,9 +8,8 @@ measured to be slower for this size (`slower_reasons`), and the first that remai
 that the caller names runs at any size, or the call is refused. No backend passes a call on to
 another.
 
-Packed rows with known lengths are cut into their sequences here: short plain ones run in one kernel
-(`varlen.attend_by_kernel`), the others in groups of similar length, for each of which a backend is
-selected.
+Packed rows with known lengths are cut into their sequences here, which run in groups of similar
+length, for each of which a backend is selected.
 
 Of layers whose heads have different patterns, each group of heads with one pattern runs as a call
 of its own, for which `plan_dispatch` chooses a backend. One call computes all heads, with a mask
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from ..errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize, CoreShape, Probe
-from ..kernels.varlen_attention import VARLEN_KERNELS
 from ..machine.takeover_points import UP_TO_POINTS, takeover_size
 from ..masking.patterns import Causal, Full, Pattern, PerHead, count_pairs_by_head
 from ..masking.sequence_info import AttentionMask, SequenceInfo, mask_shape
@@ -205,8 +203,7 @@ def _is_empty(attention_mask: AttentionMask, inputs: CoreInputs) -> bool:
 
 @dataclass(frozen=True)
 class PackedDispatch:
-    """Runs every sequence of packed rows on its own: all in one kernel, or in groups of similar
-    length.
+    """Runs every sequence of packed rows on its own, in groups of similar length.
 
     `groups` selects a backend for each group. A backend that the caller names runs every group;
     otherwise `dense` runs groups of short sequences.
@@ -222,8 +219,6 @@ class PackedDispatch:
         probe: Probe | None,
     ) -> Tensor:
         """Per-head outputs o_BTRV."""
-        if self._uses_kernel(attention_mask, inputs.q.dtype):
-            return varlen.attend_by_kernel(attention_mask, inputs)
         plan, outputs = varlen.group_plan(attention_mask), list[Tensor]()
         for (queries, keys), group in zip(
             plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True
@@ -232,13 +227,6 @@ class PackedDispatch:
             backend = BACKENDS[self._select_for_group(group_mask, group)]
             outputs.append(backend.attend(self.groups.signature, group_mask, group, steps, None))
         return plan.queries.scatter_groups(outputs).unflatten(0, inputs.q.shape[:2])
-
-    def _uses_kernel(self, attention_mask: AttentionMask, dtype: torch.dtype) -> bool:
-        if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.signature):
-            return False
-        if varlen.kernel_table(attention_mask).longest > takeover_size("varlen"):
-            return False
-        return VARLEN_KERNELS.is_usable(varlen.compute_dtype(dtype))
 
     def _select_for_group(self, group_mask: AttentionMask, group: CoreInputs) -> str:
         name = self.groups.select(group_mask, group)

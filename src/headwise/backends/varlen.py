@@ -1,13 +1,11 @@
 """Packed rows: several sequences in one row, and attention within each sequence.
 
-Plain softmax attention of short sequences on a CPU runs in one kernel, which reads the packed
-tokens in place. Otherwise sequences of similar lengths form groups, and each group runs as a padded
-batch on any backend.
+Sequences of similar lengths form groups, and each group runs as a padded batch on any backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -17,12 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.autograd_guards import is_under_functorch
-from ..kernels.launch import has_kernels
-from ..kernels.varlen_attention import attend_varlen
-from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .core_interface import CoreInputs, CoreSteps
 
 # Sequences of different lengths share a group while padding adds at most this share of the needed
 # pairs.
@@ -31,12 +25,7 @@ FREE_PAIRS = 4096  # padded pairs that take less time than one more call
 PROBED_TENSORS = frozenset(
     {"q", "k", "v", "heads"}
 )  # tensors that a probe can observe in packed rows
-KERNEL_DTYPES = (
-    torch.float32,
-    torch.float64,
-)  # dtypes that the kernel computes in; other dtypes are converted
-# Plans kept per SequenceInfo: for self-attention and for a source, each for the kernel and for
-# groups.
+# Plans kept per SequenceInfo: for self-attention and for a source.
 MAX_PLANS_PER_SEQUENCE = 4
 IntArray = NDArray[np.int64]
 SlotMap = tuple[Tensor, Tensor, Tensor | None, int]
@@ -136,40 +125,6 @@ def has_known_lengths(
     )
 
 
-class VarlenTable(NamedTuple):
-    """Arguments of the kernel: [sequences, 4] with first query, number of queries, first key and
-    number of keys of each sequence, and the largest of these numbers of tokens.
-    """
-
-    table: Tensor
-    longest: int
-
-
-def supports_kernel(call: CallSignature) -> bool:
-    """Whether the kernel supports the call: plain softmax attention with equally large groups of
-    heads.
-    """
-    return (
-        call.device == "cpu"
-        and call.group_size > 0
-        and not sdpa.plain_softmax_conflicts(call)
-        and has_kernels()
-    )
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the kernel computes in for tensors of this dtype."""
-    return dtype if dtype in KERNEL_DTYPES else torch.float32
-
-
-def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-    """Per-head outputs o_BTRV of all sequences, in one call of the kernel."""
-    qkv = [t.flatten(0, 1).to(compute_dtype(inputs.q.dtype)) for t in inputs[:3]]
-    causal, scale = attention_mask.pattern == Causal(), inputs.query_context.scale
-    o = attend_varlen(qkv, *kernel_table(attention_mask), causal, scale)
-    return o.to(inputs.v.dtype).unflatten(0, inputs.q.shape[:2])
-
-
 def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iterator[CoreInputs]:
     """The inputs of each group. Tensors beside q, k and v are only gathered if a part of the spec
     uses them.
@@ -205,43 +160,16 @@ def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iter
 def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
     """The groups of a call; computed once for all layers with the same tokens."""
     reads_future = attention_mask.pattern.tokens_before_decode != 0
-    return _cached_plan(
-        attention_mask,
-        f"groups, {reads_future}",
-        lambda: _make_group_plan(attention_mask.queries, attention_mask.keys, reads_future),
-    )
-
-
-def kernel_table(attention_mask: AttentionMask) -> VarlenTable:
-    """The arguments of the kernel; computed once for all layers with the same tokens."""
-    return _cached_plan(
-        attention_mask,
-        "kernel",
-        lambda: _make_kernel_table(attention_mask.queries, attention_mask.keys),
-    )
-
-
-def _cached_plan(attention_mask: AttentionMask, kind: str, make: Callable[[], Any]) -> Any:
-    queries, keys = attention_mask.queries, attention_mask.keys
+    queries = attention_mask.queries
+    keys = attention_mask.keys
     source = None if keys is queries else keys  # None, so that a sequence does not refer to itself
-    for plan_source, plan_kind, plan in queries.backend_plans:
-        if plan_source is source and plan_kind == kind:
+    for plan_source, plan_reads_future, plan in queries.backend_plans:
+        if plan_source is source and plan_reads_future == reads_future:
             return plan
-    plan = make()
-    queries.backend_plans[:] = [
-        (source, kind, plan),
-        *queries.backend_plans[: MAX_PLANS_PER_SEQUENCE - 1],
-    ]
+    plan = _make_group_plan(queries, keys, reads_future)
+    older = queries.backend_plans[: MAX_PLANS_PER_SEQUENCE - 1]
+    queries.backend_plans[:] = [(source, reads_future, plan), *older]
     return plan
-
-
-def _make_kernel_table(queries: SequenceInfo, keys: SequenceInfo) -> VarlenTable:
-    (num_queries, first_query), (num_keys, first_key) = (
-        _sequence_offsets(queries),
-        _sequence_offsets(keys, queries),
-    )
-    table = np.stack([first_query, num_queries, first_key, num_keys], 1)[num_queries > 0]
-    return VarlenTable(torch.from_numpy(table), int(table[:, 1::2].max(initial=0)))
 
 
 def _make_group_plan(

@@ -16,15 +16,12 @@ The operations and their kernels:
 
 - `flash_attention`, `flash_attention_kernel`: attention with gradients; each query
   reads one range of keys
-- `varlen_attention`, `varlen_attention_kernel`: attention with gradients within many short packed
-  sequences
 - `paged_decode`, `paged_decode_kernel`, `kv_block_attention`, `split_kv_schedule`: one query per
   row over a
   paged KV cache, with shared prefixes read once
 - `row_normalisers`, `row_normaliser_kernels`: masked softmax and entmax over rows of scores
 - `head_mixing`, `head_mixing_kernel`: dynamically composed attention heads (2405.08553)
-- `small_batch_ops`, `small_batch_kernels`: matrix-vector products, RMSNorm, rotary embedding,
-  SwiGLU for a few tokens
+- `small_batch_ops`, `small_batch_kernels`: products of a few tokens with matrices
 """
 
 from .paged_decode import PagedDecodeOptions, attend_paged, attend_paged_reference

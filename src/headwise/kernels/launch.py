@@ -145,7 +145,7 @@ class KernelSet:
     """The kernels of one module, each compiled per storage dtype on first use; each takes its
     argument record.
 
-    `KernelSet("varlen_attention_kernel", dtypes, forward=("varlen_forward", VarlenArgs))` names a
+    `KernelSet("gemv_kernel", dtypes, gemv=("run_gemv", GemvArgs))` names a
     module of this package, which is imported by the first call, its functions, which are decorated
     with `register_jitable`, and their argument records.
     """

@@ -41,7 +41,6 @@ from .kernel_args import (
 )
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
 from .operand_checks import OperandChecks, check_groups, refuse_operands
-from .small_batch_ops import is_small_batch, scale_to_float32
 
 KV_BLOCK_SIZE, KV_SPLIT_SIZE = (
     64,
@@ -303,11 +302,7 @@ def attend_paged(
         if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *option_tensors, *table)
         else _attend_paged_op
     )
-    q = (
-        scale_to_float32(q_BHK, scale)
-        if run is _launch_paged_decode and is_small_batch(q_BHK)
-        else q_BHK.to(compute_dtype) * scale
-    )
+    q = q_BHK.to(compute_dtype) * scale
     o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, option_tensors, options.softcap)
     return o.to(q_BHK.dtype), lse
 

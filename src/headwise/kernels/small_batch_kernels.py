@@ -1,43 +1,30 @@
-"""Kernels of `small_batch_ops`: matrix-vector products, and elementwise kernels for a few tokens.
+"""Kernel of `small_batch_ops`: products of a few tokens with matrices.
 
     run_gemv                    y[m, n] = sum_k x[m, k] W[n, k]
-    rms_norm_kernel             y = x / sqrt(mean(x^2) + eps) * (w + offset)
-    rotary_kernel               y[c] = f (x[c] cos a - x[c + P] sin a),  y[c + P] = f (x[c + P] cos a + x[c] sin a),
-                                a = position * frequency[c], for the P pairs of channels
-    silu_and_multiply_kernel    y = gate / (1 + exp(-gate)) * up
-    scale_to_float32_kernel     y = x * factor
 
-In plain PyTorch: `x.float() @ W.float().T`; `F.rms_norm(x, (width,), w + offset, eps)`; `f *
-torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)` with `x1, x2 = x.chunk(2, -1)`;
-`F.silu(gate) * up`; `x.float() * factor`.
+In plain PyTorch: `x.float() @ W.float().T`.
 
 Loop order of the GEMV kernel: blocks of matrix rows (handed out to threads), tiles of four rows,
 tiles of four tokens, then k in steps of 32. Each matrix is read once, in storage order, and
 prefetched in that order. Every thread packs the tokens into its scratch buffer in float32. Each
 y[m, n] is summed in one fixed order, independent of other tokens and of the number of threads. It
-is no `gemm`: both operands are read along k, where `gemm` reads rows of one of them. The
-elementwise kernels loop over rows, then over 16 channels at a time.
+is no `gemm`: both operands are read along k, where `gemm` reads rows of one of them.
 """
 
 from __future__ import annotations
 
-import math
-
 from numba import extending, njit
 
 from ..machine.capabilities import this_machine
-from . import simd
 from .jit import args_field_address
-from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
+from .launch import CACHE_LINE_BYTES
 from .simd import (
     as_compute_scalar,
-    compute_itemsize,
     fetch_and_increment,
     fma,
     load_bf16_even,
     load_bf16_odd,
     load_int64,
-    load_scalar,
     load_storage,
     load_vector,
     prefetch_l2,
@@ -47,12 +34,6 @@ from .simd import (
     storage_itemsize,
     store_storage,
     store_value,
-    vec_add,
-    vec_div,
-    vec_exp,
-    vec_max,
-    vec_mul,
-    vec_sub,
 )
 from .small_batch_ops import GEMV_STEP, GEMV_TILE_SIZE
 
@@ -320,116 +301,3 @@ def run_gemv(dtype, args):
             find_block(dtype, args, next_item)[0] if next_item < num_blocks else block[0],
         )
         item = next_item
-
-
-# --- Elementwise kernels, which run in the calling thread -----------------------------------------
-
-
-@extending.register_jitable
-def rms_norm_kernel(dtype, args):
-    """Kernel of `rms_norm`."""
-    x, y, width, weight = args.x, args.y, args.width, args.weight
-    eps, offset = args.eps, splat(as_compute_scalar(dtype, args.offset))
-    row_bytes = storage_itemsize(dtype) * width
-    for row in range(0, args.rows * row_bytes, row_bytes):
-        sums = splat(as_compute_scalar(dtype, 0.0))
-        for c in range(row, row + row_bytes, storage_itemsize(dtype) * SIMD_WIDTH):
-            part = load_storage(dtype, x + c)
-            sums = fma(part, part, sums)
-        factor = splat(as_compute_scalar(dtype, 1.0 / math.sqrt(reduce_sum(sums) / width + eps)))
-        for c in range(0, row_bytes, storage_itemsize(dtype) * SIMD_WIDTH):
-            part = vec_mul(load_storage(dtype, x + row + c), factor)
-            if weight:
-                part = vec_mul(part, vec_add(load_storage(dtype, weight + c), offset))
-            store_storage(dtype, y + row + c, part)
-
-
-@njit
-def cos_sin_tables(dtype, position, frequency, pairs, factor, cos_sin):
-    """Write the cosines of `pairs` angles to `cos_sin`, then their sines, times a factor."""
-    double = simd.storage_type("float64")
-    for c in range(pairs):
-        angle = position * load_scalar(double, frequency + 8 * c)
-        store_value(
-            cos_sin + compute_itemsize(dtype) * c,
-            as_compute_scalar(dtype, math.cos(angle) * factor),
-        )
-        store_value(
-            cos_sin + compute_itemsize(dtype) * (pairs + c),
-            as_compute_scalar(dtype, math.sin(angle) * factor),
-        )
-
-
-@njit
-def rotate_head(dtype, x, y, width, pairs, cos_sin):
-    """Rotate one head of one token."""
-    half = storage_itemsize(dtype) * pairs
-    for c in range(0, pairs, SIMD_WIDTH):
-        cos = load_vector(dtype, cos_sin + compute_itemsize(dtype) * c)
-        sin = load_vector(dtype, cos_sin + compute_itemsize(dtype) * (pairs + c))
-        offset = storage_itemsize(dtype) * c
-        a, b = load_storage(dtype, x + offset), load_storage(dtype, x + half + offset)
-        store_storage(dtype, y + offset, vec_sub(vec_mul(a, cos), vec_mul(b, sin)))
-        store_storage(dtype, y + half + offset, vec_add(vec_mul(a, sin), vec_mul(b, cos)))
-    for c in range(2 * half, storage_itemsize(dtype) * width, storage_itemsize(dtype) * SIMD_WIDTH):
-        store_storage(dtype, y + c, load_storage(dtype, x + c))
-
-
-@extending.register_jitable
-def rotary_kernel(dtype, args):
-    """Kernel of `apply_rotary`."""
-    tokens, heads, width, pairs, cos_sin = (
-        args.tokens,
-        args.heads,
-        args.width,
-        args.pairs,
-        args.cos_sin,
-    )
-    head_bytes, position_stride = storage_itemsize(dtype) * width, args.position_batch_stride
-    for t in range(tokens):
-        for b in range(args.batch):
-            if b == 0 or position_stride:
-                position = load_int64(args.position + b * position_stride + 8 * t)
-                cos_sin_tables(
-                    dtype, position, args.frequency, pairs, args.attention_factor, cos_sin
-                )
-            x = args.x + b * args.x_batch_stride + t * args.x_token_stride
-            y = args.y + (b * tokens + t) * heads * head_bytes
-            for h in range(heads):
-                rotate_head(
-                    dtype, x + h * args.x_head_stride, y + h * head_bytes, width, pairs, cos_sin
-                )
-
-
-@extending.register_jitable
-def silu_and_multiply_kernel(dtype, args):
-    """Kernel of `silu_and_multiply`."""
-    row_bytes, one = storage_itemsize(dtype) * args.width, splat(as_compute_scalar(dtype, 1.0))
-    for m in range(args.rows):
-        gate, up, y = (
-            args.gate + m * args.gate_row_stride,
-            args.up + m * args.up_row_stride,
-            args.y + m * row_bytes,
-        )
-        for c in range(0, row_bytes, storage_itemsize(dtype) * SIMD_WIDTH):
-            x = load_storage(dtype, gate + c)
-            e = vec_exp(
-                vec_sub(
-                    splat(as_compute_scalar(dtype, 0.0)),
-                    vec_max(x, splat(as_compute_scalar(dtype, -88.0))),
-                )
-            )  # e^-x overflows for x < -88
-            store_storage(
-                dtype, y + c, vec_mul(vec_div(x, vec_add(one, e)), load_storage(dtype, up + c))
-            )
-
-
-@extending.register_jitable
-def scale_to_float32_kernel(dtype, args):
-    """Kernel of `scale_to_float32`."""
-    x, y, factor = args.x, args.y, splat(as_compute_scalar(dtype, args.factor))
-    for c in range(0, args.count, SIMD_WIDTH):
-        store_value(
-            y + compute_itemsize(dtype) * c,
-            vec_mul(load_storage(dtype, x + storage_itemsize(dtype) * c), factor),
-        )

@@ -65,14 +65,12 @@ FROM: dict[str, dict[str, float]] = {
         "bf16_training": 0,
     },
 }
-# Keys, tokens of a product, tokens of a packed sequence, numbers of an elementwise operation.
+# Keys, and tokens of a product (gemm_tokens).
 UP_TO: dict[str, dict[str, float]] = {
     "x86-avx512-bf16": {
         "bf16_matmul_gradients": ALWAYS,
         "gemm_tokens_float32": 32768,
         "gemm_tokens_bfloat16": 4,
-        "varlen": 256,
-        "elementwise": 16384,
     },
     "x86-avx512": {
         "bf16_matmul_gradients": 0,
@@ -83,8 +81,6 @@ UP_TO: dict[str, dict[str, float]] = {
         "bf16_matmul_gradients": 327,
         "gemm_tokens_float32": 64,
         "gemm_tokens_bfloat16": 4,
-        "varlen": 512,
-        "elementwise": 65536,
     },
 }
 # Where one thread has another size.
@@ -96,7 +92,6 @@ ONE_THREAD: dict[str, dict[str, float]] = {
         "bf16_matmul_gradients": 604,
         "ragged_float32": 7672592,
         "ragged_bfloat16": 4960784,
-        "varlen": 292,
     },
 }
 FROM_POINTS = (*FROM_ANY_CLASS, *FROM["x86-avx512-bf16"])

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SpecError, suggest
-from ..kernels import small_batch_ops
 from ..model_spec import ExpertsSpec, FeedForwardSpec, NormSpec, WeightSpec
 from ..nn.parallel_context import HasParallelContext
 from ..ops.counter_rng import dropout
@@ -68,11 +67,7 @@ def make_hidden_activation(spec: FeedForwardSpec) -> Callable[[ProjectionLookup]
 
 def _swiglu(project: ProjectionLookup) -> Tensor:
     gate, up = project("gate"), project("up")
-    return (
-        small_batch_ops.silu_and_multiply(gate, up).view(up.shape)
-        if small_batch_ops.is_small_batch(gate, up)
-        else F.silu(gate) * up
-    )
+    return F.silu(gate) * up
 
 
 def _bounded_silu_glu(gain: float, limit: float) -> Callable[[ProjectionLookup], Tensor]:
@@ -136,10 +131,6 @@ class NormLayer(SpecModule):
                 x, self.shape, self.get_weight("weight"), self.get_weight("bias"), self.eps
             )
         weight = cast(Tensor, self.weight)
-        if small_batch_ops.is_small_batch(x, weight):
-            return small_batch_ops.rms_norm(
-                x, weight, self.eps, 1.0 if self.kind == "offset" else 0.0
-            )
         return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
 
     def extra_repr(self) -> str:

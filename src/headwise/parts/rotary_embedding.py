@@ -18,8 +18,6 @@ from ..interfaces import QKTransform, SingleVectorTransform
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.part import CheckedDataclass, part
-from ..kernels import small_batch_ops
-from ..kernels.launch import SIMD_WIDTH
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values
 
@@ -335,16 +333,7 @@ class Rotary(QKTransform):
     def transform(
         self, x_BTHK: Tensor, side: str, precomputed: RotaryAngles, p: PartParams
     ) -> Tensor:
-        angles = precomputed
-        if (
-            self.pairs == "half"
-            and angles.num_pairs % SIMD_WIDTH == 0
-            and small_batch_ops.is_small_batch(x_BTHK)
-        ):
-            return small_batch_ops.apply_rotary(
-                x_BTHK, angles.position_BT, angles.frequency, angles.attention_factor
-            )
-        cos, sin = angles.cos_sin
+        cos, sin = precomputed.cos_sin
         if cos.dtype != x_BTHK.dtype:
             cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
         rotary_dims = 2 * cos.shape[-1]
