@@ -32,8 +32,11 @@ from .harness import (
     make_peer,
 )
 
-NUM_HEADS, HEAD_DIM, NUM_TOKENS = 16, 64, 1024
-PLAIN_SDPA, PUBLISHED_DCMHA = "plain heads, SDPA", "DCMHA as published (plain PyTorch)"
+NUM_HEADS = 16
+HEAD_DIM = 64
+NUM_TOKENS = 1024
+PLAIN_SDPA = "plain heads, SDPA"
+PUBLISHED_DCMHA = "DCMHA as published (plain PyTorch)"
 TARGET_SHARE = 1 / 3  # at most three times as long as the core of plain heads
 
 
@@ -55,10 +58,8 @@ class MixedHeadCore:
         with torch.no_grad():  # the initial composition is nearly the identity
             for parameter in self.layer.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
-        self.x, self.at = (
-            torch.randn(1, tokens, spec.model),
-            SequenceInfo.contiguous(0, tokens, "cpu"),
-        )
+        self.x = torch.randn(1, tokens, spec.model)
+        self.at = SequenceInfo.contiguous(0, tokens, "cpu")
         self.qkv = [torch.randn(1, tokens, NUM_HEADS, HEAD_DIM).requires_grad_() for _ in range(3)]
         self.entry = self._kv_entry()
         self.grad = torch.randn(1, tokens, NUM_HEADS, HEAD_DIM)
@@ -211,12 +212,12 @@ def _saved_bytes_growth(spec: AttentionSpec) -> dict[str, str]:
     return {"memory": f"saved for the backward pass: {lengths}"}
 
 
-NUM_ROWS, NUM_KEYS, NUM_CORE_TOKENS = 4096, 1024, 1024
-ENTMAX15_PACKAGE, ENTMAX_BISECT_PACKAGE, SOFTMAX_BASELINE = (
-    "entmax package (entmax15)",
-    "entmax package (entmax_bisect)",
-    "softmax, for scale",
-)
+NUM_ROWS = 4096
+NUM_KEYS = 1024
+NUM_CORE_TOKENS = 1024
+ENTMAX15_PACKAGE = "entmax package (entmax15)"
+ENTMAX_BISECT_PACKAGE = "entmax package (entmax_bisect)"
+SOFTMAX_BASELINE = "softmax, for scale"
 SOFTMAX_SDPA = "softmax, SDPA, for scale"
 WeightFunction = Callable[[Tensor], Tensor]
 
@@ -226,7 +227,8 @@ def entmax_cases(quick: bool) -> Iterator[BenchmarkCase]:
     entmax.
     """
     layer = Attention(design(preset="entmax", model=64, heads=1))
-    part, p = layer.spec.normaliser, layer.weights["normaliser"]
+    part = layer.spec.normaliser
+    p = layer.weights["normaliser"]
     allowed = torch.ones(1, 1, 1, NUM_KEYS, dtype=torch.bool)
     variants: list[tuple[str, WeightFunction, float]] = [
         ("alpha 1.5 by the kernel", lambda s: part.fused_normalise(s, allowed, p), 20.0)
@@ -288,7 +290,8 @@ def _fixed_alpha_case(
         ),
         SOFTMAX_BASELINE: rows.run(lambda s: s.softmax(-1), backward),
     }
-    targets, required = (SpeedTarget(ENTMAX15_PACKAGE, ratio),), rows.required_work(backward)
+    targets = (SpeedTarget(ENTMAX15_PACKAGE, ratio),)
+    required = rows.required_work(backward)
     return BenchmarkCase(
         _case_title(name, backward),
         rows.run(ours, backward),
@@ -304,9 +307,11 @@ def _learned_alpha_case(backward: bool) -> BenchmarkCase:
     gradient.
     """
     fixed = design(preset="entmax", model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS)
-    part, rows = replace(fixed.normaliser, kind="learned"), ScoreRows.with_heads(NUM_HEADS)
+    part = replace(fixed.normaliser, kind="learned")
+    rows = ScoreRows.with_heads(NUM_HEADS)
     layer = Attention(replace(fixed, normaliser=part))
-    p, allowed = layer.weights["normaliser"], torch.ones(1, 1, 1, NUM_KEYS, dtype=torch.bool)
+    p = layer.weights["normaliser"]
+    allowed = torch.ones(1, 1, 1, NUM_KEYS, dtype=torch.bool)
     with torch.no_grad():
         p["a"].copy_(torch.logit(torch.linspace(0.05, 0.95, NUM_HEADS)))
 
@@ -327,11 +332,9 @@ def _learned_alpha_case(backward: bool) -> BenchmarkCase:
         SOFTMAX_BASELINE: rows.run(lambda s: s.softmax(-1), backward),
     }
     ours = rows.run(lambda s: part.fused_normalise(s, allowed, p), backward, *learned)
-    name, targets, required = (
-        "alpha learned by 16 heads, by the kernel",
-        (SpeedTarget(ENTMAX_BISECT_PACKAGE, 20.0),),
-        rows.required_work(backward),
-    )
+    name = "alpha learned by 16 heads, by the kernel"
+    targets = (SpeedTarget(ENTMAX_BISECT_PACKAGE, 20.0),)
+    required = rows.required_work(backward)
     return BenchmarkCase(
         _case_title(name, backward),
         ours,
@@ -377,10 +380,8 @@ def _entmax_core_case(backward: bool) -> BenchmarkCase:
     }
     # Only the product of the scores: few keys have weight, so that few values are read.
     products = core.call.core.flops(NUM_CORE_TOKENS * (NUM_CORE_TOKENS + 1) // 2) // 2
-    targets, required = (
-        (SpeedTarget(ENTMAX15_PACKAGE, 2.0),),
-        RequiredWork(flops=(4 if backward else 1) * products),
-    )
+    targets = (SpeedTarget(ENTMAX15_PACKAGE, 2.0),)
+    required = RequiredWork(flops=(4 if backward else 1) * products)
     name = f"core, alpha 1.5, {NUM_CORE_TOKENS:,} tokens"
     notes = (
         {"memory": f"saves {core.saved_bytes() / 1e6:.1f} MB for the backward pass"}

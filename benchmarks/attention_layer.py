@@ -26,7 +26,9 @@ from .harness import (
     make_peer,
 )
 
-MODEL_WIDTH, NUM_HEADS, NUM_TOKENS = 512, 8, 2048
+MODEL_WIDTH = 512
+NUM_HEADS = 8
+NUM_TOKENS = 2048
 HEAD_DIM = MODEL_WIDTH // NUM_HEADS
 Forward = Callable[[Tensor], Tensor]
 
@@ -64,7 +66,8 @@ class _BenchmarkLayer:
 
 def attention_layer_cases(quick: bool) -> Iterator[BenchmarkCase]:
     """Yield a bidirectional layer and a causal one, forward, and forward with backward."""
-    encoder, decoder = _BenchmarkLayer(NUM_HEADS, causal=False), _BenchmarkLayer(2, causal=True)
+    encoder = _BenchmarkLayer(NUM_HEADS, causal=False)
+    decoder = _BenchmarkLayer(2, causal=True)
     for backward in (False, True):
         yield _layer_case(
             "8 heads, all pairs",
@@ -250,7 +253,12 @@ def _first_output(outputs: Any) -> Tensor:
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-SMALL_WIDTH, NUM_HEADS, SMALL_KV_HEADS, BATCH, CAPACITY, NUM_CACHED = 256, 8, 2, 1, 512, 100
+SMALL_WIDTH = 256
+NUM_HEADS = 8
+SMALL_KV_HEADS = 2
+BATCH = 1
+CAPACITY = 512
+NUM_CACHED = 100
 PROMPT_LENGTHS = (1, 16, 64)
 
 
@@ -305,7 +313,8 @@ def _decode_step_case(name: str, modifiers: tuple[Any, ...]) -> BenchmarkCase:
         )
     ).eval()
     x = torch.randn(BATCH, NUM_CACHED + 1, SMALL_WIDTH)
-    hand, last = handwritten_step(layer, bool(modifiers)), x[:, NUM_CACHED:]
+    hand = handwritten_step(layer, bool(modifiers))
+    last = x[:, NUM_CACHED:]
     with torch.no_grad():
         cache = layer.cache(batch=BATCH, capacity=CAPACITY)
         layer(x[:, :NUM_CACHED], cache=cache)
@@ -331,12 +340,11 @@ def handwritten_step(layer: Attention, rotary: bool) -> Callable[[Tensor, int], 
     """
     q_w, k_w, v_w, o_w = stacked_weights(layer)
     dim = layer.spec.heads.dim
-    k_cache, v_cache = (
-        torch.zeros(BATCH, SMALL_KV_HEADS, CAPACITY, dim),
-        torch.zeros(BATCH, SMALL_KV_HEADS, CAPACITY, dim),
-    )
+    k_cache = torch.zeros(BATCH, SMALL_KV_HEADS, CAPACITY, dim)
+    v_cache = torch.zeros(BATCH, SMALL_KV_HEADS, CAPACITY, dim)
     angle = torch.arange(CAPACITY)[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
 
     def rotate(x: Tensor, t: int) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -347,7 +355,8 @@ def handwritten_step(layer: Attention, rotary: bool) -> Callable[[Tensor, int], 
         k = F.linear(x_B1D, k_w).view(BATCH, SMALL_KV_HEADS, 1, dim)
         v = F.linear(x_B1D, v_w).view(BATCH, SMALL_KV_HEADS, 1, dim)
         if rotary:
-            q, k = rotate(q, t), rotate(k, t)
+            q = rotate(q, t)
+            k = rotate(k, t)
         k_cache[:, :, t : t + 1], v_cache[:, :, t : t + 1] = k, v
         rows = q.view(BATCH, SMALL_KV_HEADS, NUM_HEADS // SMALL_KV_HEADS, dim)
         o = F.scaled_dot_product_attention(rows, k_cache[:, :, : t + 1], v_cache[:, :, : t + 1])
@@ -372,7 +381,9 @@ def without_grad(run: Callable[..., Any], *args: Tensor) -> TimedCall:
     return call
 
 
-MODEL_WIDTH, NUM_HEADS, NUM_TOKENS = 512, 8, 2048
+MODEL_WIDTH = 512
+NUM_HEADS = 8
+NUM_TOKENS = 2048
 HEAD_DIM = MODEL_WIDTH // NUM_HEADS
 
 
@@ -416,14 +427,13 @@ class _QKVProjection:
         self.matrices = (
             [matrix.detach().requires_grad_() for matrix in matrices] if layer is None else matrices
         )
-        self.layer, self.transforms = (
-            layer,
-            QKTransforms(dict.fromkeys("qkv", ()), torch.zeros(1, 1)),
-        )
+        self.layer = layer
+        self.transforms = QKTransforms(dict.fromkeys("qkv", ()), torch.zeros(1, 1))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.layer is not None:
-            project, weights = self.layer.spec.project, self.layer.weights["project"]
+            project = self.layer.spec.project
+            weights = self.layer.weights["project"]
             entry = project.project_kv(x, self.transforms, weights)
             return project.project_query(x, self.transforms, weights), *project.expand_kv(
                 entry, self.transforms, weights

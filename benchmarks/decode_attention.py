@@ -26,13 +26,17 @@ from .harness import (
     TimedCall,
 )
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_TOKENS = 32, 8, 128, 8192
+NUM_HEADS = 32
+NUM_KV_HEADS = 8
+HEAD_DIM = 128
+NUM_TOKENS = 8192
 MIN_TOTAL_CACHE_BYTES = (
     128 * 2**20
 )  # of all KV caches that a case cycles through: 4 times a last-level cache of 32 MB
 CacheRead = Callable[..., Tensor]  # attention over the tensors of one cache
 RAGGED_LENGTHS = (500, 1000, 1500, 2500, 4000, 5000, 6500, 8000)
-PAGE_SIZE, RING_SIZE = 16, 1024
+PAGE_SIZE = 16
+RING_SIZE = 1024
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ class _DecodeCaches:
 
     def sdpa_gqa(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend with SDPA and enable_gqa."""
-        q, k, v = self.q_BHK[:, :, None], k.transpose(1, 2), v.transpose(1, 2)
+        q = self.q_BHK[:, :, None]
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[:, :, 0]
 
     def sdpa_repeated(self, k: Tensor, v: Tensor) -> Tensor:
@@ -261,7 +267,9 @@ def _latent_case() -> BenchmarkCase:
     value (2405.04434).
     """
     torch.manual_seed(0)
-    rank, rope, heads = 512, 64, 16
+    rank = 512
+    rope = 64
+    heads = 16
     pairs = tuple(
         (k := torch.randn(1, NUM_TOKENS, 1, rank + rope), k[..., :rank]) for _ in range(8)
     )
@@ -275,7 +283,8 @@ def _latent_case() -> BenchmarkCase:
         )[0]
 
     def sdpa(k: Tensor, v: Tensor) -> Tensor:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return F.scaled_dot_product_attention(caches.q_BHK[:, None], k, v, scale=192**-0.5)[:, 0]
 
     runs = _without_grad(
@@ -290,7 +299,9 @@ def _latent_case() -> BenchmarkCase:
     return BenchmarkCase("decode 8k, latent of 512 + 64", runs.pop("ours"), runs, (), required)
 
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+NUM_HEADS = 32
+NUM_KV_HEADS = 8
+HEAD_DIM = 128
 ROW_LENGTHS = (500, 1_571, 2_643, 3_714, 4_786, 5_857, 6_929, 8_000)
 SHARED_PREFIX, OWN_TOKENS = (
     4_096,
@@ -298,11 +309,9 @@ SHARED_PREFIX, OWN_TOKENS = (
 )  # tokens of the prefix that all eight rows share, and of each row after it
 BENCHMARK_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 READ_LIMIT_TARGETS = {"fp32": 0.8, "bf16": 0.7}  # shares of the memory bandwidth
-GATHERED_SDPA, PADDED_SDPA, UNSHARED = (
-    "gathered, then SDPA enable_gqa",
-    "padded rows, SDPA enable_gqa",
-    "headwise, prefix not shared",
-)
+GATHERED_SDPA = "gathered, then SDPA enable_gqa"
+PADDED_SDPA = "padded rows, SDPA enable_gqa"
+UNSHARED = "headwise, prefix not shared"
 
 
 def paged_attention_cases(quick: bool) -> Iterator[BenchmarkCase]:
@@ -364,7 +373,8 @@ class _PagedRows:
         count = sum(-(-length // page) for length in lengths) - (len(lengths) - 1) * (
             shared // page
         )
-        self.pool, self.lengths = PagePool([spec], pages=count, page=page, dtype=dtype), lengths
+        self.pool = PagePool([spec], pages=count, page=page, dtype=dtype)
+        self.lengths = lengths
         self.pool.storage.copy_(
             torch.randn(1, self.pool.storage.shape[1]).expand_as(self.pool.storage)
         )
@@ -381,7 +391,8 @@ class _PagedRows:
         batch.next_positions([1] * len(lengths))
         pages = batch.accesses[0].row_pages
         assert pages is not None
-        self.pages, self.spans = pages, pages.spans(True)
+        self.pages = pages
+        self.spans = pages.spans(True)
         self.q = torch.randn(len(lengths), NUM_HEADS, HEAD_DIM).to(dtype)
 
     def _start_shared(self, shared: int) -> list[PagedSequence]:

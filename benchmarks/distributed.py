@@ -51,7 +51,8 @@ class Work:
         ids = torch.randint(
             shape.tokens, (rows, shape.length), generator=torch.Generator().manual_seed(0)
         )
-        self.batch, self.world = Batch(ids, ids.roll(-1, 1)), world
+        self.batch = Batch(ids, ids.roll(-1, 1))
+        self.world = world
         net = hw.build(to_model_spec(shape), seed=0)
         holding = wrap_single_process(net) if world is None else shard_model(net, world)
         recipe = Recipe(batch=rows, precision="fp32", compile="off", attention="fused")
@@ -59,7 +60,8 @@ class Work:
         self.optimiser = AdamWOptimiser(
             group_parameters(holding.own, net.spec, recipe.decayed_parameters), recipe
         )
-        self.holding, self.clip = holding, recipe.clip
+        self.holding = holding
+        self.clip = recipe.clip
         net.train()
 
     def step(self) -> None:

@@ -21,7 +21,10 @@ from headwise.backends import CallSignature
 from headwise.costs.roofline import time_run
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "gpu.json"
-TOKENS, WIDTH, HEADS, SECONDS = 2048, 512, 8, 0.3
+TOKENS = 2048
+WIDTH = 512
+HEADS = 8
+SECONDS = 0.3
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}  # of the largest number
 SPECS: dict[str, dict[str, Any]] = {
     "plain heads, causal": {"pattern": "causal()"},

@@ -28,7 +28,10 @@ from headwise.models import Transformer, build
 
 from .harness import BenchmarkCase, CaseKind, MissingPeer, SpeedTarget, TimedCall
 
-LONG_LENGTH, SHORT_LENGTH, VOCABULARY_SIZE, MEMORY_LIMIT = 8192, 2048, 1000, "1 GB"
+LONG_LENGTH = 8192
+SHORT_LENGTH = 2048
+VOCABULARY_SIZE = 1000
+MEMORY_LIMIT = "1 GB"
 MODEL_CONFIG: dict[str, Any] = {
     "model_type": "gpt2",
     "n_embd": 768,
@@ -37,7 +40,8 @@ MODEL_CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY_SIZE,
 }
 STATISTIC_NAMES = ("entropy", "sink", "first", "previous", "self", "next", "offset", "peak")
-FORWARD_ONLY, EAGER_WEIGHTS = "one forward", "eager weights of all pairs"
+FORWARD_ONLY = "one forward"
+EAGER_WEIGHTS = "eager weights of all pairs"
 ROW_SAMPLE = RowSampling(num_rows=64)
 
 
@@ -53,12 +57,15 @@ def head_statistics_cases(quick: bool) -> Iterator[BenchmarkCase]:
 
 
 def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
-    net, example = _make_model(count), _make_example(count)
-    layers, notes = find_attention(net), dict[str, str]()
+    net = _make_model(count)
+    example = _make_example(count)
+    layers = find_attention(net)
+    notes = dict[str, str]()
     streams = {layer.site.name: ("text", "text") for layer in layers}
 
     def ours() -> None:
-        sums, received = MetricSums([HEAD_METRICS[name] for name in names]), AttentionReceived()
+        sums = MetricSums([HEAD_METRICS[name] for name in names])
+        received = AttentionReceived()
 
         def add_band(site: str, block: WeightBand) -> None:
             sums.add_band(site, block)
@@ -101,7 +108,8 @@ def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
 
 def _similarity_case(count: int) -> BenchmarkCase:
     """Return the case of the divergence between each pair of heads, with an interval over rows."""
-    net, example = _make_model(count), _make_example(count)
+    net = _make_model(count)
+    example = _make_example(count)
     layers = find_attention(net)
     streams = {layer.site.name: ("text", "text") for layer in layers}
     notes = dict[str, str]()

@@ -30,9 +30,13 @@ from .harness import (
 )
 from .reference_models import ReferenceMoH
 
-MODEL_WIDTH, NUM_HEADS, NUM_SHARED_HEADS, NUM_ROUTED_HEADS = 512, 8, 2, 2
+MODEL_WIDTH = 512
+NUM_HEADS = 8
+NUM_SHARED_HEADS = 2
+NUM_ROUTED_HEADS = 2
 HEAD_DIM = MODEL_WIDTH // NUM_HEADS
-NUM_CACHED, CAPACITY = 4096, 8192
+NUM_CACHED = 4096
+CAPACITY = 8192
 PUBLISHED_MOH = "MoH as published (plain PyTorch)"
 DENSE_SDPA = "all heads, SDPA"
 SPEEDUP_LIMIT_NOTE = (
@@ -87,7 +91,8 @@ class _RoutedCore:
 
     def case(self, backward: bool) -> BenchmarkCase:
         """Return the case; the peer computes all heads and scales them by their gates."""
-        layer, probe = _make_layer(), Probe("q", "k", "v")
+        layer = _make_layer()
+        probe = Probe("q", "k", "v")
         x = torch.randn(1, self.tokens, MODEL_WIDTH)
         with torch.no_grad():
             _, (gate,) = layer.head_outputs_and_gates(AttentionArguments(x, probe=probe))
@@ -119,10 +124,8 @@ class _RoutedCore:
         self, layer: Attention, x: Tensor, gate: Tensor, backward: bool
     ) -> Callable[..., Tensor]:
         at = SequenceInfo.contiguous(0, self.tokens, "cpu")
-        call, steps = (
-            CallSignature(layer.spec, layer.spec.core, needs_grad=backward),
-            CoreSteps.from_spec(layer.spec, layer.weights),
-        )
+        call = CallSignature(layer.spec, layer.spec.core, needs_grad=backward)
+        steps = CoreSteps.from_spec(layer.spec, layer.weights)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             inputs = CoreInputs(q, k, v, QueryContext(x, q, HEAD_DIM**-0.5, at), {}, {}, (gate,))
@@ -162,7 +165,8 @@ def _forward_backward(run: Callable[..., Tensor], args: list[Tensor]) -> TimedCa
 
 def _layer_case(tokens: int, backward: bool) -> BenchmarkCase:
     """Return the case of a whole layer; the published code computes all heads."""
-    layer, x = _make_layer(), torch.randn(1, tokens, MODEL_WIDTH)
+    layer = _make_layer()
+    x = torch.randn(1, tokens, MODEL_WIDTH)
     published = _published_moh(layer)
     weights = [*published.maps.values()]
 
@@ -195,7 +199,8 @@ def _decode_step_case() -> BenchmarkCase:
     layer = _make_layer().eval()
     published = _published_moh(layer)
     x = torch.randn(1, NUM_CACHED + 1, MODEL_WIDTH)
-    first, last = x[:, :NUM_CACHED], x[:, NUM_CACHED:]
+    first = x[:, :NUM_CACHED]
+    last = x[:, NUM_CACHED:]
     k, v = (torch.zeros(1, NUM_HEADS, CAPACITY, HEAD_DIM) for _ in "kv")
     with torch.no_grad():
         cache = layer.cache(batch=1, capacity=CAPACITY)

@@ -25,14 +25,21 @@ from headwise.training.train_step import StepOptions, TrainStep, count_labels, c
 
 from .harness import BenchmarkCase, CaseKind, MissingPeer, SpeedTarget, TimedCall
 
-VOCABULARY_SIZE, MODEL_WIDTH, NUM_LAYERS = 8000, 256, 2
-NUM_PAIRS, BATCH_SIZE, NUM_BATCHES = 29_000, 64, 2
+VOCABULARY_SIZE = 8000
+MODEL_WIDTH = 256
+NUM_LAYERS = 2
+NUM_PAIRS = 29_000
+BATCH_SIZE = 64
+NUM_BATCHES = 2
 FILL_TOLERANCE = 0.005  # largest difference of the tokens in two kinds of batches, as a share
 # Lengths of the 29,000 pairs of Multi30k (German, English) with 8,000 subwords and an end token: 1
 # + a log-normal number of these means, deviations and correlation. Percentiles 1, 5, 25, 50, 75, 95
 # and 99 agree with the corpus.
-LENGTH_LOG_MEANS, LENGTH_LOG_DEVIATIONS, LENGTH_CORRELATION = (2.636, 2.611), (0.354, 0.317), 0.858
-BUCKETED, PADDED = "bucketed by length (ours)", "padded (ours)"
+LENGTH_LOG_MEANS = (2.636, 2.611)
+LENGTH_LOG_DEVIATIONS = (0.354, 0.317)
+LENGTH_CORRELATION = 0.858
+BUCKETED = "bucketed by length (ours)"
+PADDED = "padded (ours)"
 Batches = Sequence[Batch]
 
 
@@ -87,7 +94,8 @@ def _case(
 
 def make_batches() -> tuple[Batches, Batches]:
     """Return batches of random pairs, and batches bucketed by length with as many tokens."""
-    generator, row = make_rng(0), (1.0, LENGTH_CORRELATION)
+    generator = make_rng(0)
+    row = (1.0, LENGTH_CORRELATION)
     normal = generator.multivariate_normal([0, 0], [row, row[::-1]], NUM_PAIRS)
     lengths = (
         np.rint(np.exp(normal * LENGTH_LOG_DEVIATIONS + LENGTH_LOG_MEANS)).astype(np.int64) + 1
@@ -99,11 +107,10 @@ def make_batches() -> tuple[Batches, Batches]:
             NUM_PAIRS // BATCH_SIZE,
         ),
     )
-    plan, target = (
-        plan_by_length(lengths.max(1), BATCH_SIZE),
-        lengths[np.concatenate(random_batches)].sum(),
-    )
-    order, bucketed = np.argsort(plan.lengths, kind="stable"), list[IndexArray]()
+    plan = plan_by_length(lengths.max(1), BATCH_SIZE)
+    target = lengths[np.concatenate(random_batches)].sum()
+    order = np.argsort(plan.lengths, kind="stable")
+    bucketed = list[IndexArray]()
     while (
         not bucketed or abs(lengths[np.concatenate(bucketed)].sum() / target - 1) > FILL_TOLERANCE
     ):
@@ -141,7 +148,9 @@ def _make_batch(lengths: IndexArray, chosen: IndexArray) -> Batch:
             [torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding
         )
 
-    source, x, labels = side(0, 0), side(2, 0), side(3, IGNORE_INDEX)
+    source = side(0, 0)
+    x = side(2, 0)
+    labels = side(3, IGNORE_INDEX)
     sequences = [
         SequenceInfo.from_batch(ids, lengths=lengths[chosen, n].tolist())
         for n, ids in enumerate((source, x))
@@ -208,7 +217,8 @@ class TorchSeq2Seq(nn.Module):
         assert batch.source is not None
         assert batch.source_tokens is not None
         assert batch.tokens is not None
-        target_padding, source_padding = ~batch.tokens.is_real, ~batch.source_tokens.is_real
+        target_padding = ~batch.tokens.is_real
+        source_padding = ~batch.source_tokens.is_real
         causal_mask = nn.Transformer.generate_square_subsequent_mask(
             batch.x.shape[1], dtype=torch.bool
         )

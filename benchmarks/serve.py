@@ -38,7 +38,8 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-REQUESTS, SEED = 64, 0
+REQUESTS = 64
+SEED = 0
 PROMPTS, ANSWERS = (
     (40, 0.8, 256),
     (40, 1.0, 512),
@@ -138,7 +139,8 @@ def run_engine(
     net: hw.Transformer, requests: list[tuple[list[int], int]]
 ) -> tuple[dict[str, float], Any, hw.Engine]:
     """Times, the generated ids, and the engine."""
-    engine, watch = hw.Engine(net, budget=BUDGET), Watch()
+    engine = hw.Engine(net, budget=BUDGET)
+    watch = Watch()
     streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in requests]
     engine.run()
     return watch.read(), [stream.ids for stream in streams], engine
@@ -177,7 +179,8 @@ def compare_with_transformers(ours: hw.Transformer, theirs: Any, here: Device) -
     theirs_took, other = run_padded_batch(theirs, requests)
     again, _, _ = run_engine(ours, requests)
     ours_took = {name: statistics.mean((first[name], again[name])) for name in first}
-    tokens, report = sum(n for _, n in requests), engine.report()
+    tokens = sum(n for _, n in requests)
+    report = engine.report()
     longest = max(len(prompt) for prompt, _ in requests) + max(n for _, n in requests)
     return {
         "requests": REQUESTS,
@@ -240,7 +243,8 @@ def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list
     streams = [engine.submit(prompt, max_new_tokens=PROMPT) for prompt in prompts]
     while not all(stream.ids for stream in streams):
         engine.step()
-    scaling, parts = [], []
+    scaling = []
+    parts = []
     for rows in ROWS:
         for stream in streams[rows:]:
             stream.cancel()
@@ -280,10 +284,12 @@ def _parts(
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(STEPS):
             engine.step()
-    taken, found = _taken(seen, STEPS), []
+    taken = _taken(seen, STEPS)
+    found = []
     for name in ("weights", "core"):
         operations = [one for one in step if one.name.endswith("core") == (name == "core")]
-        flops, moved = sum(one.flops for one in operations), sum(one.moved for one in operations)
+        flops = sum(one.flops for one in operations)
+        moved = sum(one.moved for one in operations)
         found.append(
             {
                 "rows": rows,

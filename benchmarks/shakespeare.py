@@ -29,7 +29,11 @@ from .real_data import find_files
 from .reference_models import GPTShape, PlainGPT, to_model_spec
 
 SHAPE = GPTShape()
-STEPS, BATCH, RATE, LEAST, WARM = 2000, 12, 1e-3, 1e-4, 100
+STEPS = 2000
+BATCH = 12
+RATE = 1e-3
+LEAST = 1e-4
+WARM = 100
 OWN_RATE = 4e-3  # falls to the same least
 EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is measured besides
 
@@ -85,7 +89,8 @@ def train_by_hand(path: Path) -> dict[str, float]:
         {"params": [p for p in net.parameters() if p.ndim < 2]},
     ]
     optimiser = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    begun, best = time.perf_counter(), math.inf
+    begun = time.perf_counter()
+    best = math.inf
     for step in range(1, STEPS + 1):
         for group in optimiser.param_groups:
             group["lr"] = _rate(step)

@@ -31,7 +31,9 @@ from .harness import (
     make_peer,
 )
 
-NUM_TOKENS, NUM_HEADS, HEAD_DIM = 8192, 8, 64
+NUM_TOKENS = 8192
+NUM_HEADS = 8
+HEAD_DIM = 64
 WINDOW = "window(256)"
 MASKED_SDPA = "masked SDPA"
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -57,14 +59,10 @@ class _PatternCore:
     def headwise(self, backward: bool) -> HeadOutputs:
         """Return the core on the backend that a layer with this pattern chooses."""
         spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern=self.pattern)
-        layer, call = (
-            Attention(spec),
-            CallSignature(spec, spec.core, needs_grad=backward, training=backward),
-        )
-        steps, attend = (
-            CoreSteps.from_spec(spec, layer.weights),
-            backends.make_dispatch(call).attend,
-        )
+        layer = Attention(spec)
+        call = CallSignature(spec, spec.core, needs_grad=backward, training=backward)
+        steps = CoreSteps.from_spec(spec, layer.weights)
+        attend = backends.make_dispatch(call).attend
         tokens = SequenceInfo.contiguous(0, self.tokens, "cpu")
         x = torch.zeros(1, self.tokens, 1)
 
@@ -104,7 +102,8 @@ def sparse_patterns_cases(quick: bool) -> Iterator[BenchmarkCase]:
     SDPA.
     """
     for backward in (False, True):
-        core, make_call = _PatternCore(WINDOW), _backward if backward else _forward
+        core = _PatternCore(WINDOW)
+        make_call = _backward if backward else _forward
         others = {
             "local-attention": make_peer(
                 "local_attention",

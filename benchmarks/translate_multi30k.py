@@ -39,7 +39,10 @@ from headwise.training.train_step import StepOptions
 
 from .real_data import find_files, unpack
 
-VOCABULARY, WIDTH, HEADS, LAYERS = 6000, 256, 8, 3
+VOCABULARY = 6000
+WIDTH = 256
+HEADS = 8
+LAYERS = 3
 STEPS = 2600  # of 128 pairs: 11 or 12 rounds of 29,000
 FILES = ("train.de", "train.en", "val.de", "val.en", "test_2016_flickr.de", "test_2016_flickr.en")
 
@@ -59,7 +62,8 @@ def described(vocabulary: int, layers: int = LAYERS, width: int = WIDTH) -> Mode
     full, causal = (
         hw.design(model=width, heads=HEADS, pattern=pattern) for pattern in ("full()", "causal()")
     )
-    encoder, decoder = BlockSpec(full, feed=feed), BlockSpec(causal, cross=full, feed=feed)
+    encoder = BlockSpec(full, feed=feed)
+    decoder = BlockSpec(causal, cross=full, feed=feed)
     stacks = (stack("encoder", encoder), stack("decoder", decoder, table="encoder"))
     return ModelSpec(
         "multi30k",
@@ -87,9 +91,11 @@ def recipe(steps: int) -> Recipe:
 
 def score_test_set(data: ParallelTextTask, result: TrainingResult) -> dict[str, Any]:
     """All of the test set, translated greedily with the best weights."""
-    recipe, choice = Recipe(batch=100), StepOptions("fp32", "off")
+    recipe = Recipe(batch=100)
+    choice = StepOptions("fp32", "off")
     examiner = TaskEvaluator(data, recipe, choice, ProcessMesh(ProcessInfo(), Parallelism()))
-    translations, references = [], []
+    translations = []
+    references = []
     for index in range(data.batches(recipe.batch, "test") or 0):
         batch = data.batch(index, recipe.batch, "test")
         translations += [data.text(row) for row in examiner.generate_answers(result.net, batch)]

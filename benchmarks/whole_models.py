@@ -34,8 +34,10 @@ from .reference_models import (
     to_model_spec,
 )
 
-SMALL_GPT, LARGE_GPT = GPTShape(), GPTShape(tokens=512, length=256, layers=6, heads=6, model=384)
-HANDWRITTEN, HANDWRITTEN_COMPILED = "handwritten PyTorch", "handwritten PyTorch, compiled"
+SMALL_GPT = GPTShape()
+LARGE_GPT = GPTShape(tokens=512, length=256, layers=6, heads=6, model=384)
+HANDWRITTEN = "handwritten PyTorch"
+HANDWRITTEN_COMPILED = "handwritten PyTorch, compiled"
 
 
 def gpt_training_cases(quick: bool) -> Iterator[BenchmarkCase]:
@@ -153,12 +155,10 @@ NUM_CONTEXT_TOKENS, MAX_NEW_TOKENS = (
     2048,
     500,
 )  # tokens of the prompt, and the largest number of decode steps
-TRANSFORMERS_SDPA, TRANSFORMERS_EAGER, TRANSFORMERS_ON_HEADWISE, CTRANSLATE = (
-    "transformers sdpa",
-    "transformers eager",
-    "transformers on headwise",
-    "CTranslate2",
-)
+TRANSFORMERS_SDPA = "transformers sdpa"
+TRANSFORMERS_EAGER = "transformers eager"
+TRANSFORMERS_ON_HEADWISE = "transformers on headwise"
+CTRANSLATE = "CTranslate2"
 
 
 def model_decode_cases(quick: bool) -> Iterator[BenchmarkCase]:
@@ -184,16 +184,15 @@ def _batch_cases(library: Any, folder: Path, rows: int) -> Iterator[BenchmarkCas
     headwise.
     """
     ids = torch.randint(MODEL_CONFIG["vocab_size"], (rows, NUM_CONTEXT_TOKENS + 1))
-    prompt, last = ids[:, :-1], ids[:, -1:]
+    prompt = ids[:, :-1]
+    last = ids[:, -1:]
     model = _model(library, folder, "sdpa")
     cache = _prefill(library, model, prompt)
     required = RequiredWork(
         bytes_read=sum(p.nbytes for p in model.parameters()) + _cache_bytes(cache)
     )
-    name, notes = (
-        f"107M Llama, bf16, batch {rows}, {NUM_CONTEXT_TOKENS} tokens",
-        {"tokens per step": f"{rows}"},
-    )
+    name = f"107M Llama, bf16, batch {rows}, {NUM_CONTEXT_TOKENS} tokens"
+    notes = {"tokens per step": f"{rows}"}
     targets = (SpeedTarget(TRANSFORMERS_SDPA, 3.0),) if rows > 1 else ()
     on_headwise = _step(_model(library, folder, "headwise"), cache, last)
     yield BenchmarkCase(

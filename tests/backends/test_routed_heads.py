@@ -4,7 +4,6 @@ float64.
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import pytest
@@ -13,7 +12,14 @@ from hypothesis import given, settings, strategies as st
 
 import headwise as hw
 from headwise import costs
-from headwise.backends import BACKENDS, CallSignature, CoreInputs, CoreSteps, routed_heads
+from headwise.backends import (
+    BACKENDS,
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    flash_cpu,
+    routed_heads,
+)
 from headwise.interfaces.core_types import CallSize, QueryContext
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from support import layer_cases as cases
@@ -21,17 +27,6 @@ from support.layer_cases import base, check_close
 from support.layer_checks import torch_flops
 
 HALF = (hw.Routed(always=0, active=3),)
-IMPLEMENTATIONS = {
-    "units": routed_heads.COMPUTE_DTYPES,
-    "chunks": (),
-}  # numbers that the kernel reads for; torch's calls read for others
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def way(request, monkeypatch):
-    """Each of the two ways in which heads that speak are read."""
-    monkeypatch.setattr(routed_heads, "COMPUTE_DTYPES", IMPLEMENTATIONS[request.param])
-    return request.param
 
 
 class Call:
@@ -115,7 +110,7 @@ PATTERNS = ["full()", "causal()"]
 @pytest.mark.parametrize("rates", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("kv", [6, 2])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_open_heads_equal_those_of_a_call_with_all_heads(pattern, kv, rates, way):
+def test_open_heads_equal_those_of_a_call_with_all_heads(pattern, kv, rates):
     for batch, queries, keys in [(2, 257, 257), (1, 613, 613), (2, 300, 641)]:
         Call(pattern, (batch, queries, keys), kv).check_reading(some_open(batch, queries, rates))
 
@@ -137,7 +132,7 @@ def opened_in(kind: str, queries: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["stretches", "rows", "one", "all", "none"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_any_choice_of_open_heads_is_exact(pattern, kind, way):
+def test_any_choice_of_open_heads_is_exact(pattern, kind):
     Call(pattern, (2, 521, 521)).check_reading(opened_in(kind, 521))
 
 
@@ -149,19 +144,16 @@ def test_any_choice_of_open_heads_is_exact(pattern, kind, way):
     kv=st.sampled_from([1, 2, 6]),
     pattern=st.sampled_from(PATTERNS),
     seed=st.integers(0, 99),
-    way=st.sampled_from([*IMPLEMENTATIONS]),
 )
-def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routed_heads, "COMPUTE_DTYPES", IMPLEMENTATIONS[way])
-        Call(pattern, (1, queries, queries + more), kv).check_reading(
-            some_open(1, queries, rates, seed)
-        )
+def test_any_length_and_load(queries, more, rates, kv, pattern, seed):
+    Call(pattern, (1, queries, queries + more), kv).check_reading(
+        some_open(1, queries, rates, seed)
+    )
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("pad", ["left", "right"])
-def test_padding_and_packed_documents(pattern, pad, way):
+def test_padding_and_packed_documents(pattern, pad):
     call = Call(pattern, (2, 400, 400))
     keys = torch.zeros(2, 400, 1)
     call.query_sequence = call.key_sequence = hw.SequenceInfo.from_batch(
@@ -175,17 +167,26 @@ def test_padding_and_packed_documents(pattern, pad, way):
     call.check_reading(some_open(2, 400, UNEVEN))
 
 
-def test_documents_that_are_torn_apart(way):
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_documents_that_are_torn_apart_are_refused(pattern):
     """Keys that a token may not read lie between those that it may."""
-    for pattern in PATTERNS:
-        call = Call(pattern, (2, 200, 200))
-        call.query_sequence = call.key_sequence = SequenceInfo(
-            torch.arange(200)[None].expand(2, 200), (torch.arange(200) // 7 % 2).expand(2, 200)
-        )
-        call.check_reading(some_open(2, 200, EVEN))
+    call = Call(pattern, (2, 200, 200))
+    at = SequenceInfo(
+        torch.arange(200)[None].expand(2, 200), (torch.arange(200) // 7 % 2).expand(2, 200)
+    )
+    mask = AttentionMask(at, at, call.spec.pattern)
+    signature = CallSignature(call.spec, call.spec.core)
+    inputs = CoreInputs(call.q, call.k, call.v, QueryContext(call.q, call.q, 0.5, at), {}, {})
+    [reason] = routed_heads.tensor_conflicts(signature, mask, inputs)
+    assert "to be one range" in reason
 
 
-def test_scores_as_large_as_they_come(way):
+def test_while_the_kernel_is_compiled_torch_operations_run(monkeypatch):
+    monkeypatch.setattr(type(routed_heads.FLASH_ATTENTION_KERNELS), "is_usable", lambda *_: False)
+    Call("causal()", (2, 130, 130)).check_reading(some_open(2, 130, UNEVEN))
+
+
+def test_scores_as_large_as_they_come():
     for pattern in PATTERNS:
         call = Call(pattern, (2, 300, 300), dtype=torch.float32)
         with torch.no_grad():
@@ -198,9 +199,8 @@ def test_scores_as_large_as_they_come(way):
             assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_error_is_at_most_twice_that_of_all_heads(dtype):
-    call = Call("causal()", (1, 1000, 1000), dtype=dtype)
+def test_error_is_at_most_twice_that_of_all_heads():
+    call = Call("causal()", (1, 1000, 1000), dtype=torch.float32)
     opened = some_open(1, 1000, EVEN)
     truth = call.expected(opened)
     ours = call.attend(opened).double()
@@ -234,7 +234,7 @@ def layer_of(pattern: str = "causal()", *modifiers, **words) -> hw.Attention:
     [(), (hw.Rotary(),), (hw.HeadGate(),), (hw.HeadNorm(scope="head"),), (hw.OutputGate(),)],
     ids=repr,
 )
-def test_a_whole_layer_is_the_same(modifiers, way):
+def test_a_whole_layer_is_the_same(modifiers):
     layer = layer_of("causal()", *modifiers, kv=3)
     x = torch.randn(2, 333, 10, dtype=torch.float64, requires_grad=True)
     found = {}
@@ -247,7 +247,7 @@ def test_a_whole_layer_is_the_same(modifiers, way):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-def test_a_long_prompt_after_cached_tokens(way):
+def test_a_long_prompt_after_cached_tokens():
     layer = layer_of()
     x = torch.randn(2, 1600, 10, dtype=torch.float64)
     expected = layer(x)
@@ -260,7 +260,7 @@ def test_a_long_prompt_after_cached_tokens(way):
             )
 
 
-def test_open_heads_attend_to_a_source(way):
+def test_open_heads_attend_to_a_source():
     layer = cases.layer(base(source=13, modifiers=HALF), backend="routed")
     x, z = (
         torch.randn(2, 300, 10, dtype=torch.float64),
@@ -269,24 +269,6 @@ def test_open_heads_attend_to_a_source(way):
     ours = layer(x, source=z)
     layer.backend_name = "dense"
     check_close(ours, layer(x, source=z))
-
-
-def test_under_autocast():
-    layer = hw.Attention(base(pattern="causal", modifiers=(hw.Rotary(), *HALF)))
-    x = torch.randn(2, 300, 10)
-    found = []
-    for backend in ("routed", "sdpa"):
-        layer.backend_name = backend
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # what is cached is float32
-            found.append(
-                [layer(x).float(), layer(x, cache=layer.cache(batch=2, capacity=300)).float()]
-            )
-    for ours, theirs in zip(*found, strict=True):
-        check_close(ours, theirs, rtol=2e-2, atol=2e-2)
-    call = Call("causal()", (1, 300, 300), dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        o = call.attend(some_open(1, 300, EVEN))
-    assert (o == o.bfloat16()).all()
 
 
 # --- who is refused -------------------------------------------------------------------------------
@@ -318,12 +300,12 @@ def test_supported_calls():
         ((hw.Routed(always=2, active=4),), {}, "no part routes tokens to heads"),
         ((hw.Alibi(), *HALF), {}, "nothing added"),
         (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
-        (HALF, {"vdim": 5}, "needs dim = vdim"),
-        (HALF, {"single_query": True}, "computing all heads is faster"),
-        (HALF, {"pattern": "window(9)"}, "hides keys"),
+        (HALF, {"dtype": torch.bfloat16}, "computes in float32 and float64 only"),
+        (HALF, {"single_query": True}, "needs more than one query per row"),
+        (HALF, {"pattern": "window(9)"}, "hides"),
         (HALF, {"device": "cuda"}, "for the CPU only"),
         (HALF, {"is_compiling": True}, "torch.compile is not supported"),
-        (HALF, {"probed_tensors": frozenset({"lse"})}, "open heads only"),
+        (HALF, {"probed_tensors": frozenset({"lse"})}, "does not return the log-sum-exp"),
         ((hw.TalkingHeads(), *HALF), {}, "mixes heads"),
         ((hw.WeightDropout(0.1), *HALF), {"training": True}, "needs dropout on weights"),
     ],
@@ -363,7 +345,7 @@ def evenly(spec, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("pattern", ["causal()", "full()"])
 @pytest.mark.parametrize("count", [256, 512, 768, 90])
-def test_executed_flops_are_those_torch_counts(count, pattern, monkeypatch, way):
+def test_executed_flops_are_those_torch_counts(count, pattern, monkeypatch):
     spec = base(pattern=pattern, modifiers=HALF)
     layer = cases.layer(spec, torch.float32, "routed")
     gate = evenly(spec, count).float()[..., None]
@@ -378,7 +360,7 @@ def test_executed_flops_are_those_torch_counts(count, pattern, monkeypatch, way)
 
 
 @pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])
-def test_expected_flops_are_near_those_of_sampled_gates(routing, way):
+def test_expected_flops_are_near_those_of_sampled_gates(routing):
     spec = hw.design(model=10, heads=6, dim=4, pattern="causal", modifiers=(hw.Routed(*routing),))
     work = CallSize(1, 2048, 2048, 2048)
     expected = routed_heads.executed_flops(CallSignature(spec, spec.core), work)
@@ -389,21 +371,9 @@ def test_expected_flops_are_near_those_of_sampled_gates(routing, way):
         -1, scores.topk(always + active).indices, True
     )
     at = SequenceInfo.contiguous(0, 2048, "cpu")
-    reading = routed_heads.KeyVisibility(AttentionMask(at, at, spec.pattern), torch.float32)
-    if way == "units":
-        formed = routed_heads.RoutedWorkItems.from_open_heads(
-            opened, 6, reading.key_ranges(2048), 2048
-        ).num_pairs
-    else:
-        pieces = [
-            (pack, piece)
-            for pack in routed_heads.pack_open_queries(opened, 6, True)
-            for piece in reading.forward_rectangles(pack)
-        ]
-        formed = sum(
-            len(pack.heads) * math.prod(max(s.stop - s.start, 0) for s in piece[:2])
-            for pack, piece in pieces
-        )
+    mask = AttentionMask(at, at, spec.pattern)
+    ends = flash_cpu.key_range_table(mask, torch.empty(1, 2048))
+    formed = routed_heads.RoutedWorkItems.from_open_heads(opened, 6, ends, 2048).num_pairs
     built = spec.core.flops(formed) // 6
     assert 0.99 * expected <= built <= 1.2 * expected
     every = Fraction(2 * always, 6) + Fraction(
@@ -418,7 +388,7 @@ def test_a_pruned_layer_reports_its_support():
     assert hw.Routed(always=3, active=3).open_fractions(base()) is None
 
 
-def test_memory_grows_with_length_alone(way):
+def test_memory_grows_with_length_alone():
     recorded = {}
     for count in (512, 1024):
         call = Call("causal()", (1, count, count))

@@ -222,7 +222,8 @@ def why(
             f"why takes an attention spec, not {type(spec).__name__}; give layer.spec or "
             "hw.design(...)"
         )
-    want, when = _as_words(want), _as_words(when)
+    want = _as_words(want)
+    when = _as_words(when)
     _check_known("want", want, PROBE_POINTS)
     _check_known("when", when, STATES)
     _check_known("dtype", [dtype], DTYPES)
@@ -265,7 +266,8 @@ def explain_call(
 
 
 def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> CallReport:
-    spec, single = call.spec, tokens == "one"
+    spec = call.spec
+    single = tokens == "one"
     call = replace(
         call,
         core=spec.core_of(spec.projection_form(single)) if call.head_group is None else call.core,
@@ -277,7 +279,8 @@ def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> Cal
 
 
 def _signature_report(call: CallSignature, tokens: str, size: CallSize | None) -> CallReport:
-    spec, project = call.spec, call.spec.projection_form(call.single_query)
+    spec = call.spec
+    project = call.spec.projection_form(call.single_query)
     reasons = backends.unsupported_reasons_by_backend(call)
     slower = (
         {name: never_preferred_reasons(name, call) for name in reasons}

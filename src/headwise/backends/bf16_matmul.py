@@ -118,7 +118,8 @@ def saves_weights_for_backward(keys: int) -> bool:
 
 
 def _make_causal_blocks(attention_mask: AttentionMask, like: Tensor) -> Iterator[CausalBlock]:
-    queries, keys = attention_mask.queries, attention_mask.keys
+    queries = attention_mask.queries
+    keys = attention_mask.keys
     low = torch.finfo(like.dtype).min / 2
     for start in range(0, queries.count, QUERY_BLOCK_SIZE):
         rows = slice(start, min(start + QUERY_BLOCK_SIZE, queries.count))
@@ -154,18 +155,18 @@ class _BlockedMatmulAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockedMatmulPlan) -> Tensor:
         batch, count, heads, _ = q.shape
-        queries, keys, values = (
-            _group_query_heads(q, k.shape[2]),
-            _flatten_kv_heads(k),
-            _flatten_kv_heads(v),
-        )
-        o, saved_weights = v.new_empty(batch, count, heads, v.shape[-1]), list[Tensor]()
+        queries = _group_query_heads(q, k.shape[2])
+        keys = _flatten_kv_heads(k)
+        values = _flatten_kv_heads(v)
+        o = v.new_empty(batch, count, heads, v.shape[-1])
+        saved_weights = list[Tensor]()
         for block in plan.blocks:
             w = _block_weights(queries, keys, block, plan.scale)
             block_o = torch.bmm(w, values[:, block.keys])
             o[:, block.queries] = block_o.view(batch, heads, -1, block_o.shape[-1]).transpose(1, 2)
             saved_weights += [w] * plan.saves_weights
-        ctx.plan, ctx.batch = plan, batch
+        ctx.plan = plan
+        ctx.batch = batch
         ctx.save_for_backward(queries, keys, values, *saved_weights)
         return o
 
@@ -173,16 +174,19 @@ class _BlockedMatmulAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
         queries, keys, values, *saved_weights = ctx.saved_tensors
-        grad, plan = _group_query_heads(grads[0], len(keys) // ctx.batch), ctx.plan
+        grad = _group_query_heads(grads[0], len(keys) // ctx.batch)
+        plan = ctx.plan
         d_queries = torch.empty_like(queries)
-        d_keys, d_values = _Float32Accumulator(keys, plan), _Float32Accumulator(values, plan)
+        d_keys = _Float32Accumulator(keys, plan)
+        d_values = _Float32Accumulator(values, plan)
         for n, block in enumerate(plan.blocks):
             w = (
                 saved_weights[n]
                 if saved_weights
                 else _block_weights(queries, keys, block, plan.scale)
             )
-            block_queries, block_grad = _rows_of_block(queries, block), _rows_of_block(grad, block)
+            block_queries = _rows_of_block(queries, block)
+            block_grad = _rows_of_block(grad, block)
             d_weights = torch.bmm(block_grad, values[:, block.keys].transpose(1, 2))
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, w, -1, w.dtype)
             d_block_queries = d_queries[:, :, block.queries]
@@ -204,10 +208,8 @@ class _Float32Accumulator:
     """
 
     def __init__(self, like: Tensor, plan: BlockedMatmulPlan) -> None:
-        self.like, self.is_single = (
-            like,
-            len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1],
-        )
+        self.like = like
+        self.is_single = len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1]
         exact = torch.promote_types(like.dtype, torch.float32)
         self.total = like if self.is_single else torch.zeros_like(like, dtype=exact)
 
@@ -241,7 +243,8 @@ def _scaled_matmul(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def _block_weights(queries: Tensor, keys: Tensor, block: CausalBlock, scale: float) -> Tensor:
     """Attention weights of a block, [B x KV heads, query heads per KV head x T, S]."""
-    block_queries, block_keys = _rows_of_block(queries, block), keys[:, block.keys].transpose(1, 2)
+    block_queries = _rows_of_block(queries, block)
+    block_keys = keys[:, block.keys].transpose(1, 2)
     if block.additive_mask is None:
         return _scaled_matmul(block_queries, block_keys, scale).softmax(-1)
     batch, _, num_queries, num_keys = block.additive_mask.shape

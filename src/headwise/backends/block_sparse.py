@@ -51,7 +51,8 @@ def find_token_runs(
     `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] if all rows are
     equal. Returns None if the runs are too short.
     """
-    query_runs, key_runs = _scan_token_runs(*tokens[:2]), _scan_token_runs(*tokens[2:])
+    query_runs = _scan_token_runs(*tokens[:2])
+    key_runs = _scan_token_runs(*tokens[2:])
     for runs_by_row, positions in ((query_runs, tokens[0]), (key_runs, tokens[2])):
         if (
             max(map(len, runs_by_row), default=0)
@@ -142,7 +143,9 @@ class BatchedBlocks(NamedTuple):
         """Add gradients of overlapping key ranges, in slices of columns that no
         two blocks share.
         """
-        gap, step, width = ranges[1].start - ranges[0].start, ranges[0].step, len(ranges[0])
+        gap = ranges[1].start - ranges[0].start
+        step = ranges[0].step
+        width = len(ranges[0])
         if gap == 0:
             into_BSGD[self.batch_row, _range_to_slice(ranges[0])] += x_NWGD.sum(0)
             return
@@ -158,7 +161,8 @@ class BatchedBlocks(NamedTuple):
         if self.batch_row is None:
             return x_BTHD[:, _range_to_slice(ranges[0])]
         _, token, head, channel = x_BTHD.stride()
-        start, step = ranges[0].start, ranges[0].step
+        start = ranges[0].start
+        step = ranges[0].step
         gap = ranges[1].start - start if len(ranges) > 1 else 0
         shape = (len(ranges), len(ranges[0]), *x_BTHD.shape[2:])
         offset = x_BTHD.storage_offset() + self.batch_row * x_BTHD.stride(0) + start * token
@@ -217,7 +221,8 @@ def _evenly_spaced_runs(
 def _block_distance(
     block: tuple[range, KeyRanges], next_block: tuple[range, KeyRanges]
 ) -> tuple[int, ...]:
-    (queries, keys), (next_queries, next_keys) = block, next_block
+    (queries, keys) = block
+    (next_queries, next_keys) = next_block
     distance = next_queries.start - queries.start
     return (distance, next_keys[0].start - keys[0].start) if len(keys) == 1 else (distance,)
 
@@ -277,14 +282,18 @@ class BlockSparseCall:
     """The fused calls of one attention; iterating gives each call's blocks and mask."""
 
     def __init__(self, q: Tensor, k: Tensor, args: BlockSparseArgs) -> None:
-        self.q, self.k, self.args, self.pattern = q, k, args, parse_pattern(args.pattern)
+        self.q = q
+        self.k = k
+        self.args = args
+        self.pattern = parse_pattern(args.pattern)
         self.block_batches = self._plan_batches()
 
     def _plan_batches(self) -> list[tuple[BlockBatch, Sequence[int]]] | None:
         """The batches of blocks, each with its rows of the batch; None if
         tokens are in no order.
         """
-        (batch, num_queries), num_keys = self.q.shape[:2], self.k.shape[1]
+        (batch, num_queries) = self.q.shape[:2]
+        num_keys = self.k.shape[1]
         if self.args.first_positions:
             queries, keys = (
                 TokenAxis(range(first, first + count))
@@ -361,7 +370,9 @@ def run_forward(
     of BlockSparseArgs.
     """
     args = BlockSparseArgs(*fields)
-    q, k, v = _contiguous_channels(q), _contiguous_channels(k), _contiguous_channels(v)
+    q = _contiguous_channels(q)
+    k = _contiguous_channels(k)
+    v = _contiguous_channels(v)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for blocks, mask in BlockSparseCall(q, k, args):
@@ -381,7 +392,8 @@ def run_backward(
     grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; `rest` is v, the sinks and the fields of BlockSparseArgs."""
-    v, args = rest[0], BlockSparseArgs(*rest[2:])
+    v = rest[0]
+    args = BlockSparseArgs(*rest[2:])
     grad, q, k, v = (_contiguous_channels(x) for x in (grad, q, k, v))
     q_grad, k_grad, v_grad = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
@@ -566,8 +578,10 @@ def attend(
     """Per-head outputs o_BTRV."""
     if not _has_cpu_kernel(call) or is_under_functorch():
         return _attend_per_block(call, attention_mask, inputs, steps)
-    queries, keys = attention_mask.queries, attention_mask.keys
-    k, v = inputs.k, inputs.v
+    queries = attention_mask.queries
+    keys = attention_mask.keys
+    k = inputs.k
+    v = inputs.v
     if not call.group_size:
         k, v = (
             expand_kv_heads(x, by).transpose(1, 2)
@@ -613,10 +627,8 @@ def _attend_per_block(
     blocks = CallBlocks(attention_mask, inputs)
     if len(blocks.all) == 1:
         return sdpa.fused_attention(call, attention_mask, inputs, steps, None)
-    query_ranges, key_ranges = (
-        [(block.queries,) for block in blocks.all],
-        [block.keys for block in blocks.all],
-    )
+    query_ranges = [(block.queries,) for block in blocks.all]
+    key_ranges = [block.keys for block in blocks.all]
     context = inputs.query_context
     slices = zip(
         gather_slices(inputs.q, query_ranges),

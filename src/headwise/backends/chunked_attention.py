@@ -103,7 +103,8 @@ class _RecomputedBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: RecomputePlan, empty: CoreInputs, *tensors: Tensor) -> Tensor:
-        ctx.plan, ctx.empty = plan, empty
+        ctx.plan = plan
+        ctx.empty = empty
         ctx.save_for_backward(*tensors)
         device = tensors[0].device
         ctx.autocast = (
@@ -111,7 +112,8 @@ class _RecomputedBlocks(torch.autograd.Function):
             torch.get_autocast_dtype(device.type),
             torch.is_autocast_enabled(device.type),
         )
-        ctx.rng_states, outputs = [], []
+        ctx.rng_states = []
+        outputs = []
         inputs = _replace_tensors(empty, tensors[: len(_tensors_of(empty))])
         for block in plan.blocks:
             ctx.rng_states.append(_rng_state(device) if plan.uses_random_numbers else ())
@@ -125,7 +127,8 @@ class _RecomputedBlocks(torch.autograd.Function):
         saved = list(
             ctx.saved_tensors
         )  # read once, because a checkpoint hands out each tensor only once
-        tensors, learned = saved[:count], saved[count:]
+        tensors = saved[:count]
+        learned = saved[count:]
         sums = _GradientSums(tensors, learned, ctx.needs_input_grad[2:])
         device, dtype, is_enabled = ctx.autocast
         inputs = _replace_tensors(ctx.empty, [t.detach() for t in tensors])
@@ -152,7 +155,9 @@ class _GradientSums:
     def __init__(
         self, tensors: Sequence[Tensor], learned: Sequence[Tensor], needed: Sequence[bool]
     ) -> None:
-        self.tensors, self.learned, self.needed = tensors, learned, needed
+        self.tensors = tensors
+        self.learned = learned
+        self.needed = needed
         self.all: list[Tensor | None] = [None] * len(needed)
 
     def make_leaves(self, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -345,7 +345,8 @@ class SelectedHeadParams:
     def __init__(
         self, spec: AttentionSpec, part: Part, every: PartParams, heads: tuple[int, ...]
     ) -> None:
-        self.every, self.heads = every, heads
+        self.every = every
+        self.heads = heads
         self.sizes: Mapping[str, int] = {**every.sizes, "q": len(heads)}
         layouts = {name: param.layout for name, param in part.params(spec).items()}
         # Shapes are found here, because compiled graphs call the other methods and cannot trace
@@ -408,7 +409,8 @@ class PairPositions:
     """
 
     def __init__(self, attention_mask: AttentionMask) -> None:
-        self.i, self.j = attention_mask.i, attention_mask.j
+        self.i = attention_mask.i
+        self.j = attention_mask.j
 
     def take(self, factors: Tensor, index: Tensor) -> Tensor:
         """Select from factors [B, T, H, R] by index [B, 1, T, S]; returns [B, H, T, S]."""

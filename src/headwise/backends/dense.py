@@ -85,8 +85,10 @@ attend = attend_all_pairs
 
 
 def _scores(call: CallSignature, inputs: CoreInputs, steps: CoreSteps) -> Tensor:
-    q_BHTK, k_BGSK = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
-    scale, similarity = inputs.query_context.scale, steps.similarity
+    q_BHTK = inputs.q.transpose(1, 2)
+    k_BGSK = inputs.k.transpose(1, 2)
+    scale = inputs.query_context.scale
+    similarity = steps.similarity
     group_size = call.group_size
     if group_size <= 1 or similarity.per_head:
         k_BHSK = expand_kv_heads(inputs.k, call.core.key_head_of_query)

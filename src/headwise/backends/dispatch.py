@@ -141,7 +141,8 @@ class CoreDispatch:
         """Why each backend does not run these tensors; no reasons for the one that does, and for
         those behind it.
         """
-        selected, names = self.select(attention_mask, inputs), preference_order(self.signature)
+        selected = self.select(attention_mask, inputs)
+        names = preference_order(self.signature)
         if _is_empty(attention_mask, inputs):
             return {
                 name: [] if name == selected else ["there is nothing to compute"] for name in names
@@ -219,7 +220,8 @@ class PackedDispatch:
         probe: Probe | None,
     ) -> Tensor:
         """Per-head outputs o_BTRV."""
-        plan, outputs = varlen.group_plan(attention_mask), list[Tensor]()
+        plan = varlen.group_plan(attention_mask)
+        outputs = list[Tensor]()
         for (queries, keys), group in zip(
             plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True
         ):
@@ -371,7 +373,8 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
             "triangle" if last is not None and first + last >= size.keys == size.queries else "any"
         )
     start = max(size.keys - size.queries, 0) if call.spec.source is None else 0
-    queries, keys = range(start, start + size.queries), range(size.keys)
+    queries = range(start, start + size.queries)
+    keys = range(size.keys)
     return mask_shape(pattern, queries, keys, count_pairs_by_head(pattern, queries, keys)[0])
 
 
@@ -416,7 +419,8 @@ def split_by_pattern(
 
 
 def _call_of_group(call: CallSignature, group: HeadGroup) -> CallSignature:
-    heads, core = GroupHeads.of(call, group), call.core
+    heads = GroupHeads.of(call, group)
+    core = call.core
     key_indices, value_indices = (
         {head: n for n, head in enumerate(own)} for own in (heads.keys, heads.values)
     )
@@ -471,7 +475,8 @@ class GroupHeads:
     @staticmethod
     def of(call: CallSignature, group: HeadGroup) -> GroupHeads:
         """The places of a group's heads in the call of all heads."""
-        spec, core = call.spec, call.core
+        spec = call.spec
+        core = call.core
         own = frozenset(group.score_heads)
         queries = tuple(index for index, head in enumerate(spec.core_score_heads) if head in own)
         rows = tuple(row for row, head in enumerate(spec.score_head_of_row) if head in own)
@@ -489,7 +494,8 @@ class GroupHeads:
         A single query at a known position gets only the keys that it may attend to, so that heads
         with a window do not read the whole cache.
         """
-        context, kv = inputs.query_context, self._read_kv(attention_mask.keys, inputs)
+        context = inputs.query_context
+        kv = self._read_kv(attention_mask.keys, inputs)
         own_inputs = inputs._replace(
             q=take_heads(inputs.q, self.queries),
             k=kv.k,
@@ -498,7 +504,9 @@ class GroupHeads:
             gates=(),
             kv_by_heads=(),
         )
-        queries, keys, mask = attention_mask.queries, kv.sequence, attention_mask.mask
+        queries = attention_mask.queries
+        keys = kv.sequence
+        mask = attention_mask.mask
         if mask is not None:
             own_mask = mask if mask.shape[1] == 1 else mask[:, list(self.queries)]
             return AttentionMask(queries, keys, self.pattern, own_mask), own_inputs

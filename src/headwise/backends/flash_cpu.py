@@ -19,7 +19,6 @@ from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
-from .routed_heads import KeyVisibility
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -102,7 +101,9 @@ def attend(
     probe: Probe | None,
 ) -> Tensor:
     """Per-head outputs o_BTRV."""
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
     ranges = _key_ranges(attention_mask, q)
     assert ranges is not None, "tensor_conflicts refuses such a mask"
     ends, ahead = ranges
@@ -125,9 +126,44 @@ def _key_ranges(
     """
     if attention_mask.shape in ("full", "triangle"):
         return None, None if attention_mask.shape == "full" else 0
+    offset = _causal_offset(attention_mask)
+    if offset is not None:
+        return None, offset
+    if torch.compiler.is_compiling():
+        return None
     with torch.no_grad():
-        visibility = KeyVisibility(attention_mask, q.dtype)
-        if visibility.is_causal:
-            return None, visibility.query_offset
-        ends = None if torch.compiler.is_compiling() else visibility.key_ranges(q.shape[1])
-        return None if ends is None else (ends, None)
+        ends = _allowed_ranges(attention_mask)
+    return None if ends is None else (ends, None)
+
+
+def key_range_table(attention_mask: AttentionMask, q: Tensor) -> Tensor | None:
+    """The first key and the end of the keys of each query, [1 or B, T, 2]; None if some query's
+    keys have gaps.
+    """
+    num_keys = attention_mask.keys.count
+    is_full = attention_mask.shape == "full"
+    offset = _causal_offset(attention_mask)
+    if not is_full and offset is None:
+        return _allowed_ranges(attention_mask)
+    end = torch.full((q.shape[1],), num_keys, device=q.device)
+    if not is_full and offset is not None:
+        end = (torch.arange(q.shape[1], device=q.device) + offset + 1).clamp_(max=num_keys)
+    return torch.stack([torch.zeros_like(end), end], -1)[None]
+
+
+def _causal_offset(attention_mask: AttentionMask) -> int | None:
+    """The number of keys before the first query, if the mask is causal; None otherwise."""
+    first_query = attention_mask.queries.start
+    first_key = attention_mask.keys.start
+    if first_query is None or first_key is None or attention_mask.pattern != Causal():
+        return None
+    return first_query - first_key if first_query >= first_key else None
+
+
+def _allowed_ranges(attention_mask: AttentionMask) -> Tensor | None:
+    allowed_BTS = attention_mask.allowed[:, 0]
+    count = allowed_BTS.sum(-1)
+    first = allowed_BTS.to(torch.uint8).argmax(-1)
+    end = attention_mask.keys.count - allowed_BTS.flip(-1).to(torch.uint8).argmax(-1)
+    end = torch.where(count > 0, end, first)
+    return torch.stack([first, end], -1) if bool((end - first == count).all()) else None

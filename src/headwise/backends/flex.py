@@ -25,7 +25,8 @@ FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block size of its ker
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
-    spec, reasons = call.spec, []
+    spec = call.spec
+    reasons = []
     if call.has_recurrent_state:
         reasons.append("needs cached keys and values; this layer caches a recurrent state")
     if call.single_query:
@@ -98,7 +99,9 @@ class _FlexPair:
     """
 
     def __init__(self, i: Tensor, j: Tensor, b: Tensor, h: Tensor, t: Tensor) -> None:
-        self.i, self.j, self._at = i, j, (b, t, h)
+        self.i = i
+        self.j = j
+        self._at = (b, t, h)
 
     def take(self, factors: Tensor, index: Tensor) -> Tensor:
         """factors [B, T, H, R] of this pair's query and head at an index."""
@@ -148,7 +151,9 @@ def block_mask(attention_mask: AttentionMask, batch: int, device: str) -> Any:
     these lengths; for others the mask is kept with the positions of the queries, so that the layers
     of a model make it once.
     """
-    queries, keys, pattern = attention_mask.queries, attention_mask.keys, attention_mask.pattern
+    queries = attention_mask.queries
+    keys = attention_mask.keys
+    pattern = attention_mask.pattern
     if torch.compiler.is_compiling():
         return _make_block_mask(
             _pairs_by_tensors(attention_mask, batch), batch, attention_mask, device
@@ -166,7 +171,8 @@ def block_mask(attention_mask: AttentionMask, batch: int, device: str) -> Any:
         )
         queries.backend_plans.append(_SequenceBlockMask(keys, (pattern, batch, device), mask))
         return mask
-    query_start, key_start = queries.start, keys.start
+    query_start = queries.start
+    key_start = keys.start
     key = pattern.text, query_start, queries.count, key_start, keys.count, device
     mask = _MASK_CACHE.get(
         key

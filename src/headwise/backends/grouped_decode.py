@@ -52,7 +52,9 @@ def attend(
     _, bias = mask_or_bias(attention_mask, inputs, steps)
     if bias is not None and bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], kv_heads, heads // kv_heads, bias.shape[-1])
-    k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.query_context.scale
+    k = inputs.k.transpose(1, 2)
+    v = inputs.v.transpose(1, 2)
+    scale = inputs.query_context.scale
     if probe is not None and "lse" in probe.points:
         o_BGRV, lse_BGR = attend_with_lse(rows_BGRK, k, v, (bias, False, scale))
         probe("lse", lse_BGR.reshape(batch, heads, 1))

@@ -32,7 +32,8 @@ def boundary_lengths() -> tuple[int, ...]:
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
-    spec, reasons = call.spec, []
+    spec = call.spec
+    reasons = []
     if spec.recurrent_part is None:
         reasons.append("no part of the spec has a recurrent form (linear attention)")
     if not call.has_recurrent_state and call.pattern not in (Causal(), Full()):
@@ -68,15 +69,22 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
     rows = len(call.core.value_head_of_row)
     features = call.spec.recurrent_part[1].num_state_features(call.core)
     vdim = call.core.vdim
-    queries, keys = size.queries, size.keys
+    queries = size.queries
+    keys = size.keys
     if call.has_recurrent_state:
-        pairs, state_updates, state_reads = queries * queries, 0, queries
+        pairs = queries * queries
+        state_updates = 0
+        state_reads = queries
     elif call.pattern == Full() or queries == keys == 1:
-        pairs, state_updates, state_reads = 0, keys, queries
+        pairs = 0
+        state_updates = keys
+        state_reads = queries
     elif (
         call.spec.source is not None
     ):  # the order of queries and source tokens depends on the data: one chunk
-        pairs, state_updates, state_reads = queries * keys, 0, 0
+        pairs = queries * keys
+        state_updates = 0
+        state_reads = 0
     else:
         full, rest = divmod(queries, CHUNK_SIZE)
         pairs = full * CHUNK_SIZE**2 + rest**2
@@ -95,7 +103,8 @@ def empty_state(
 ) -> dict[str, Tensor]:
     """The state before any token; at least float32, because it sums over thousands of tokens."""
     assert spec.recurrent_part is not None
-    part, exact = spec.recurrent_part[1], torch.promote_types(dtype, torch.float32)
+    part = spec.recurrent_part[1]
+    exact = torch.promote_types(dtype, torch.float32)
     sizes = spec.sizes_of(part)
     return {
         name: torch.zeros(batch, *layout.unmerged_shape(sizes), dtype=exact, device=device)
@@ -151,7 +160,9 @@ class _StateReader:
     ) -> None:
         assert steps.recurrent_part is not None
         self.normaliser = normaliser
-        (self.part, self.p), self.scale, self.dtype = steps.recurrent_part, scale, dtype
+        (self.part, self.p) = steps.recurrent_part
+        self.scale = scale
+        self.dtype = dtype
 
     def read_state_and_keys(
         self,
@@ -171,16 +182,16 @@ class _StateReader:
         w_BHTS = w_BHTS.to(
             torch.promote_types(w_BHTS.dtype, torch.float32)
         )  # sums over thousands of tokens
-        value_BHTV, total = torch.matmul(w_BHTS, v_BHSV.to(w_BHTS.dtype)), w_BHTS.sum(-1)
+        value_BHTV = torch.matmul(w_BHTS, v_BHSV.to(w_BHTS.dtype))
+        total = w_BHTS.sum(-1)
         if state is not None:
             past_BHTV, past_total = self.part.read_state(q_BHTK, state, self.p)
             if live_BT is not None:
                 live = live_BT[:, None, :]
-                past_BHTV, past_total = (
-                    past_BHTV.masked_fill(~live[..., None], 0.0),
-                    past_total.masked_fill(~live, 0.0),
-                )
-            value_BHTV, total = value_BHTV + past_BHTV, total + past_total
+                past_BHTV = past_BHTV.masked_fill(~live[..., None], 0.0)
+                past_total = past_total.masked_fill(~live, 0.0)
+            value_BHTV = value_BHTV + past_BHTV
+            total = total + past_total
         return self._divide(value_BHTV, total)
 
     def read_all_keys(

@@ -9,7 +9,7 @@ batches of equally shaped blocks (`plan_block_batches`).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, lcm
@@ -78,7 +78,8 @@ class ResiduePattern:
         if self.modulus == 1:
             return self.pattern.spans(i, keys)
         if isinstance(self.pattern, Dilated) and self.pattern.rate == self.modulus:
-            before, after = self.pattern.keys - 1 - self.pattern.after, self.pattern.after
+            before = self.pattern.keys - 1 - self.pattern.after
+            after = self.pattern.after
             return [range(max(keys.start, i - before), min(keys.stop, i + after + 1))]
         spans = self.pattern.spans(self.residue + self.modulus * i, self._between(keys))
         return [range(self._first(span.start), self._first(span.stop)) for span in spans]
@@ -88,7 +89,8 @@ class ResiduePattern:
         if self.modulus == 1:
             return self.pattern.lines(queries, keys)
         if isinstance(self.pattern, Dilated) and self.pattern.rate == self.modulus:
-            before, after = self.pattern.keys - 1 - self.pattern.after, self.pattern.after
+            before = self.pattern.keys - 1 - self.pattern.after
+            after = self.pattern.after
             return BoundaryLines(diagonals=frozenset((-before, after + 1)))
         rows, columns, diagonals = self.pattern.lines(self._between(queries), self._between(keys))
         return BoundaryLines(
@@ -188,40 +190,45 @@ def sum_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
     ... )
     True
     """
-    turns, total, at = boundary_rows(pattern, queries, keys), 0, queries.start
-    for top, stop in pairwise(turns) if len(turns) < len(queries) // QUERY_BLOCK_SIZE else ():
-        first = (
-            queries.start
-            + -(-(max(top, at) - queries.start) // QUERY_BLOCK_SIZE) * QUERY_BLOCK_SIZE
-        )
-        count = (stop - first) // QUERY_BLOCK_SIZE
+
+    def pairs_of(part: range) -> int:
+        return sum(block.num_pairs for block in split_queries(pattern, part, keys)) if part else 0
+
+    turns = boundary_rows(pattern, queries, keys)
+    return sum_series(turns, queries, QUERY_BLOCK_SIZE, queries.start, pairs_of)
+
+
+def sum_series(
+    turns: Sequence[int], queries: range, rows: int, origin: int, pairs_of: Callable[[range], int]
+) -> int:
+    """Sum the pairs of all blocks of `rows` queries, which begin at `origin`.
+
+    Between two turns the pairs of a block grow linearly: they are summed from the first and last.
+    """
+    total = 0
+    at = queries.start
+    for top, stop in pairwise(turns) if len(turns) < len(queries) // rows else ():
+        first = origin - (origin - max(top, at)) // rows * rows
+        count = (stop - first) // rows
         if count > 2:
-            ends = [
-                _list_block_pairs(pattern, range(n, n + QUERY_BLOCK_SIZE), keys)
-                for n in (first, first + (count - 1) * QUERY_BLOCK_SIZE)
-            ]
-            total += _pairs_of_blocks(pattern, range(at, first), keys) + sum(ends) * count // 2
-            at = first + count * QUERY_BLOCK_SIZE
-    return total + _pairs_of_blocks(pattern, range(at, queries.stop), keys)
-
-
-def _pairs_of_blocks(pattern: Pattern, queries: range, keys: range) -> int:
-    return sum(block.num_pairs for block in split_queries(pattern, queries, keys)) if queries else 0
-
-
-def _list_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
-    return len(queries) * sum(map(len, pattern.visible_keys(queries, keys)))
+            last = first + (count - 1) * rows
+            both = pairs_of(range(first, first + rows)) + pairs_of(range(last, last + rows))
+            total += pairs_of(range(at, first)) + both * count // 2
+            at = first + count * rows
+    return total + pairs_of(range(at, queries.stop))
 
 
 class CallBlocks:
     """The blocks of one call, with the mask and the inputs of each."""
 
     def __init__(self, attention_mask: AttentionMask, inputs: CoreInputs) -> None:
-        self.attention_mask, self.inputs = attention_mask, inputs
+        self.attention_mask = attention_mask
+        self.inputs = inputs
         self.all = list(self._plan_blocks())
 
     def _plan_blocks(self) -> Iterator[QueryBlock]:
-        queries, keys = self.attention_mask.queries, self.attention_mask.keys
+        queries = self.attention_mask.queries
+        keys = self.attention_mask.keys
         if queries.start is None or keys.start is None or queries.count <= QUERY_BLOCK_SIZE:
             return split_unordered_queries(queries.count, keys.count)
         query_positions = range(queries.start, queries.start + queries.count)
@@ -231,10 +238,8 @@ class CallBlocks:
     def mask_of(self, block: QueryBlock) -> AttentionMask:
         """The attention mask of one block."""
         mask = self.attention_mask
-        queries, keys = (
-            slice_sequence(mask.queries, (block.queries,)),
-            slice_sequence(mask.keys, block.keys),
-        )
+        queries = slice_sequence(mask.queries, (block.queries,))
+        keys = slice_sequence(mask.keys, block.keys)
         return AttentionMask(queries, keys, mask.pattern)
 
     def inputs_of(self, block: QueryBlock) -> CoreInputs:
@@ -296,7 +301,8 @@ class _GatherSlices(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, range_lists: list[list[tuple[int, int]]]
     ) -> tuple[Tensor, ...]:
-        ctx.range_lists, ctx.shape = range_lists, x.shape
+        ctx.range_lists = range_lists
+        ctx.shape = x.shape
         return tuple(_concat_ranges(x, ranges) for ranges in range_lists)
 
     @staticmethod
@@ -396,7 +402,8 @@ class SparseBlock(NamedTuple):
 
     def _columns_of_row(self, row_keys: tuple[KeyRanges, ...]) -> tuple[tuple[int, int], ...]:
         """The columns of a row's keys within the block, as (first column, number of columns)."""
-        columns, offset = [], 0
+        columns = []
+        offset = 0
         for block_ranges, row_ranges in zip(self.keys, row_keys, strict=True):
             for keys in block_ranges:
                 columns += [
@@ -422,13 +429,12 @@ def plan_block_batches(
     ... ]
     [(1, 4096), (1, 8192), (1, 12288), (1, 16384), (11, 224576), (1, 20416)]
     """
-    modulus, block_size = find_dilation(pattern), choose_block_size(pattern)
+    modulus = find_dilation(pattern)
+    block_size = choose_block_size(pattern)
     batches: dict[object, tuple[list[range], list[KeyRanges], tuple[range, KeyRanges] | None]] = {}
     for residue in sorted({position % modulus for position in query_axis.positions[:modulus]}):
-        own_pattern, queries = (
-            ResiduePattern(pattern, modulus, residue),
-            _residue_axis(query_axis, modulus, residue),
-        )
+        own_pattern = ResiduePattern(pattern, modulus, residue)
+        queries = _residue_axis(query_axis, modulus, residue)
         axes = [_residue_axis(axis, modulus, residue) for axis in key_axes]
         for block in _make_sparse_blocks(
             own_pattern, queries.positions, [axis.positions for axis in axes], block_size
@@ -455,7 +461,8 @@ def count_batch_pairs(pattern: Pattern, queries: range, keys: range) -> int:
     ... )  # each query attends to 319 keys, except at the beginning
     40704
     """
-    modulus, block_size = find_dilation(pattern), choose_block_size(pattern)
+    modulus = find_dilation(pattern)
+    block_size = choose_block_size(pattern)
     tokens = zip(split_by_residue(modulus, queries), split_by_residue(modulus, keys), strict=True)
     return sum(
         _sum_batch_pairs(
@@ -527,7 +534,8 @@ def _make_sparse_blocks(
 def _make_sparse_block(
     pattern: ResiduePattern, queries: range, turns: Sequence[int], key_positions: Sequence[range]
 ) -> SparseBlock:
-    stretches, block_keys = [], [list[range]() for _ in key_positions]
+    stretches = []
+    block_keys = [list[range]() for _ in key_positions]
     pending = list(pairwise([queries.start, *turns, queries.stop]))[::-1]
     while pending:
         top, stop = pending.pop()
@@ -564,21 +572,10 @@ def _merge_ranges(ranges: Sequence[range]) -> KeyRanges:
 
 
 def _sum_batch_pairs(pattern: ResiduePattern, queries: range, keys: range, rows: int) -> int:
-    turns, total, at = boundary_rows(pattern, queries, keys), 0, queries.start
-    for top, stop in pairwise(turns) if len(turns) < len(queries) // rows else ():
-        first = -(-max(top, at) // rows) * rows
-        count = (stop - first) // rows
-        if count > 2:
-            ends = [
-                _pairs_of_sparse_blocks(pattern, range(n, n + rows), keys, rows)
-                for n in (first, first + (count - 1) * rows)
-            ]
-            total += (
-                _pairs_of_sparse_blocks(pattern, range(at, first), keys, rows)
-                + sum(ends) * count // 2
-            )
-            at = first + count * rows
-    return total + _pairs_of_sparse_blocks(pattern, range(at, queries.stop), keys, rows)
+    def pairs_of(part: range) -> int:
+        return _pairs_of_sparse_blocks(pattern, part, keys, rows)
+
+    return sum_series(boundary_rows(pattern, queries, keys), queries, rows, 0, pairs_of)
 
 
 def _pairs_of_sparse_blocks(pattern: ResiduePattern, queries: range, keys: range, rows: int) -> int:

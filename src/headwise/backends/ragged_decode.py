@@ -88,7 +88,8 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     """Why another backend is preferred at this size: torch operations are faster on few bytes of
     keys and values.
     """
-    nbytes, least = size.batch * size.keys * bytes_per_token(call), min_bytes(call)
+    nbytes = size.batch * size.keys * bytes_per_token(call)
+    least = min_bytes(call)
     if nbytes >= least or not bytes_per_token(call):
         return []
     if math.isinf(least):
@@ -154,7 +155,8 @@ def attend_spans(
     Spans [B, N, 3] are (page or row, begin, end), or None if every row reads all of its keys;
     `hidden` marks the key columns that the mask hides, or is None.
     """
-    cap, (spans_BN3, hidden) = leading_softcap(call.spec), span_args
+    cap = leading_softcap(call.spec)
+    (spans_BN3, hidden) = span_args
     if cap is not None:
         steps = replace(steps, scores=steps.scores[1:])
     exact = torch.promote_types(inputs.q.dtype, torch.float32)
@@ -177,7 +179,8 @@ def attend_spans(
         else [None, None]
     )
     options = PagedDecodeOptions(bias, sink, *scales, softcap=0.0 if cap is None else cap.limit)
-    k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
+    k = inputs.k.transpose(1, 2)
+    v = inputs.v.transpose(1, 2)
     o_BHV, lse_BH = attend_paged(
         inputs.q[:, 0], k, v, spans_BN3, scale=inputs.query_context.scale, options=options
     )
@@ -190,10 +193,12 @@ def key_spans(attention_mask: AttentionMask, batch: int) -> tuple[Tensor | None,
     """The span of slots of each row, [B, 1, 3], or None for all slots; and the slots in it that the
     mask hides, [B or 1, 1, S], or None if there are none.
     """
-    keys, device = attention_mask.keys, attention_mask.keys.position.device
+    keys = attention_mask.keys
+    device = attention_mask.keys.position.device
     if attention_mask.shape == "full":
         return None, None
-    row, hidden = torch.arange(batch, device=device), None
+    row = torch.arange(batch, device=device)
+    hidden = None
     begin = torch.zeros_like(row)
     if keys.visible_per_row is not None:
         end = keys.visible_per_row

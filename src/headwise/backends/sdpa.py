@@ -41,7 +41,8 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
     """Properties of a call that a fused softmax call does not support, torch's or one of our
     kernels.
     """
-    spec, reasons = call.spec, []
+    spec = call.spec
+    reasons = []
     if call.has_recurrent_state:
         reasons.append("needs cached keys and values; this layer caches a recurrent state")
     if not isinstance(spec.similarity, Dot):
@@ -79,7 +80,8 @@ def plain_softmax_conflicts(call: CallSignature) -> list[str]:
     """Properties of a call beyond a plain softmax over scaled dot products with a full or causal
     mask.
     """
-    spec, reasons = call.spec, fused_call_conflicts(call)
+    spec = call.spec
+    reasons = fused_call_conflicts(call)
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(
         spec.normaliser, Softmax
     ):
@@ -134,11 +136,10 @@ def fused_attention(
     if isinstance(steps.normaliser, SinkSoftmax):
         # A softmax with a sink equals a softmax over one more key, with key 0, value 0 and the sink
         # as its bias.
-        bias, triangle = (
-            _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs),
-            False,
-        )
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        bias = _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs)
+        triangle = False
+        k = F.pad(k, (0, 0, 0, 1))
+        v = F.pad(v, (0, 0, 0, 1))
     scale = inputs.query_context.scale
     if probe is not None and "lse" in probe.points:
         o_BHTV, lse_BHT = attend_with_lse(q_BHTK, k, v, (bias, triangle, scale))
@@ -225,7 +226,9 @@ def softmax_args(
 
 
 def _bias_with_sink_column(bias: Tensor | None, steps: CoreSteps, inputs: CoreInputs) -> Tensor:
-    heads, queries, keys = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
+    heads = inputs.q.shape[2]
+    queries = inputs.q.shape[1]
+    keys = inputs.k.shape[1]
     zero = inputs.q.new_zeros(1, 1, queries, keys)
     if bias is None or bias.dtype == torch.bool:
         bias = zero if bias is None else zero.masked_fill(~bias, -torch.inf)

@@ -81,7 +81,8 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slots: Tensor, *places: *SlotMap) -> Tensor:
         _, slot_of_token, live_tokens, num_tokens = places
-        ctx.places, ctx.slots = places, slots.shape
+        ctx.places = places
+        ctx.slots = slots.shape
         tokens = slots.index_select(0, slot_of_token)
         return (
             tokens
@@ -175,15 +176,14 @@ def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
 def _make_group_plan(
     query_sequence: SequenceInfo, key_sequence: SequenceInfo, reads_future: bool
 ) -> VarlenPlan:
-    query_offsets, key_offsets = (
-        _sequence_offsets(query_sequence),
-        _sequence_offsets(key_sequence, query_sequence),
-    )
+    query_offsets = _sequence_offsets(query_sequence)
+    key_offsets = _sequence_offsets(key_sequence, query_sequence)
     members = [
         np.array(group)
         for group in group_by_length(query_offsets[0].tolist(), key_offsets[0].tolist())
     ]
-    device, is_self = query_sequence.position.device, key_sequence is query_sequence
+    device = query_sequence.position.device
+    is_self = key_sequence is query_sequence
     groups = list[tuple[SequenceInfo, SequenceInfo]]()
     for group in members:
         queries = SequenceInfo.contiguous(0, int(query_offsets[0][group].max()), device)
@@ -216,7 +216,8 @@ def _sequence_offsets(
     """
     assert tokens.lengths is not None
     template_lengths = tokens.lengths if like is None or like.lengths is None else like.lengths
-    lengths, begins = list[int](), list[int]()
+    lengths = list[int]()
+    begins = list[int]()
     for n, (row, template_row) in enumerate(zip(tokens.lengths, template_lengths, strict=True)):
         row = (*row, *[0] * len(template_row))[: len(template_row)]
         lengths += row
@@ -233,22 +234,24 @@ def group_by_length(num_queries: Sequence[int], num_keys: Sequence[int]) -> Iter
     >>> list(group_by_length([900, 100, 899, 0], [900, 100, 899, 5]))
     [[0, 2], [1]]
     """
-    group, max_queries, max_keys, needed_pairs = list[int](), 0, 0, 0
+    group = list[int]()
+    max_queries = 0
+    max_keys = 0
+    needed_pairs = 0
     for n in sorted(range(len(num_queries)), key=lambda n: (-num_queries[n], -num_keys[n])):
         if not num_queries[n]:
             continue
         own_pairs = num_queries[n] * num_keys[n]
-        max_queries, max_keys = max(max_queries, num_queries[n]), max(max_keys, num_keys[n], 1)
+        max_queries = max(max_queries, num_queries[n])
+        max_keys = max(max_keys, num_keys[n], 1)
         needed_pairs += own_pairs
         wasted_pairs = (len(group) + 1) * max_queries * max_keys - needed_pairs
         if group and wasted_pairs > max(FREE_PAIRS, MAX_WASTED_PAIRS_RATIO * needed_pairs):
             yield group
-            group, max_queries, max_keys, needed_pairs = (
-                [],
-                num_queries[n],
-                max(num_keys[n], 1),
-                own_pairs,
-            )
+            group = []
+            max_queries = num_queries[n]
+            max_keys = max(num_keys[n], 1)
+            needed_pairs = own_pairs
         group = [*group, n]
     if group:
         yield group
@@ -258,11 +261,16 @@ def _make_token_slots(
     offsets: tuple[IntArray, IntArray], groups: Sequence[IntArray], sequence: SequenceInfo
 ) -> TokenSlots:
     lengths, begins = offsets
-    slot_tokens, live, live_slots = list[IntArray](), list[IntArray](), list[IntArray]()
-    shapes, first_slot, total = list[tuple[int, int]](), 0, len(sequence.position) * sequence.count
+    slot_tokens = list[IntArray]()
+    live = list[IntArray]()
+    live_slots = list[IntArray]()
+    shapes = list[tuple[int, int]]()
+    first_slot = 0
+    total = len(sequence.position) * sequence.count
     for group in groups:
         longest = max(1, int(lengths[group].max()))
-        first, place = begins[group][:, None], np.arange(longest)[None]
+        first = begins[group][:, None]
+        place = np.arange(longest)[None]
         is_live = place < lengths[group][:, None]
         tokens = np.where(is_live, first + place, np.minimum(first, total - 1))
         slot_tokens.append(tokens.ravel())

@@ -50,7 +50,8 @@ def attend_key_ranges_reference(
     ... ].flatten()
     tensor([0.0000, 0.5000, 1.0000])
     """
-    output_chunks, lse_chunks = [], []
+    output_chunks = []
+    lse_chunks = []
     for rows, allowed in _query_chunks(q, k, ends, ahead):
         scores = _masked_scores(q[:, rows], k, allowed, scale)
         lse = scores.logsumexp(-1)
@@ -70,7 +71,9 @@ def attend_key_ranges_backward_reference(
     """
     q, k, v, o, lse = tensors
     groups = k.shape[2]
-    d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_q = torch.empty_like(q)
+    d_k = torch.zeros_like(k)
+    d_v = torch.zeros_like(v)
     for rows, allowed in _query_chunks(q, k, ends, ahead):
         queries, grads = (t[:, rows].unflatten(2, (groups, -1)) for t in (q, grad))
         row_lse = lse[:, rows].unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
@@ -97,7 +100,8 @@ def _query_chunks(
     for start in range(0, q.shape[1], QUERIES_PER_CHUNK):
         rows = slice(start, min(start + QUERIES_PER_CHUNK, q.shape[1]))
         if ends is not None:
-            first, end = ends[:, rows, 0, None], ends[:, rows, 1, None]
+            first = ends[:, rows, 0, None]
+            end = ends[:, rows, 1, None]
             yield rows, ((first <= keys) & (keys < end))[:, None, None]
         elif ahead is not None:
             yield (
@@ -233,7 +237,8 @@ def run_forward(
     tensors.
     """
     q, k, v = make_contiguous(q, k, v)
-    o, lse = allocate(*q.shape[:3], v.shape[-1]), allocate(q.shape[:3])
+    o = allocate(*q.shape[:3], v.shape[-1])
+    lse = allocate(q.shape[:3])
     query_rows, key_ranges, items, _ = tables
     args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(
         q=q, k=k, v=v, out=o, lse=lse
@@ -291,11 +296,10 @@ def make_args(
             f"{k.shape[1]:,} keys are more than {MAX_INDEX_BY_DTYPE[q.dtype]:,} in {q.dtype}; use "
             "another backend"
         )
-    (work_items, query_rows, key_ranges), itemsize = (
-        [table.contiguous() for table in tables],
-        q.itemsize,
-    )
-    (_, queries, heads, dim), (_, keys, num_kv_heads, vdim) = q.shape, v.shape
+    (work_items, query_rows, key_ranges) = [table.contiguous() for table in tables]
+    itemsize = q.itemsize
+    (_, queries, heads, dim) = q.shape
+    (_, keys, num_kv_heads, vdim) = v.shape
     return FlashAttentionArgs.make(
         num_items=len(work_items),
         scratch_bytes=flash_scratch_size(dim, vdim) * itemsize,
@@ -468,7 +472,8 @@ class FlashAttentionPlan(NamedTuple):
 def _with_key_ranges(args: FlashAttentionArgs, key_ranges: Tensor | None) -> FlashAttentionArgs:
     """Write the caller's key ranges into the kernel arguments, if there are any."""
     if key_ranges is not None:
-        args.key_ranges, args.num_key_range_rows = key_ranges.contiguous(), len(key_ranges)
+        args.key_ranges = key_ranges.contiguous()
+        args.num_key_range_rows = len(key_ranges)
     return args
 
 
@@ -496,7 +501,8 @@ def _forward_work_items(shape: FlashAttentionShape) -> Any:
     """Return work items of up to 64 queries each; the last queries, which read the most keys, come
     first.
     """
-    rows, kv_rows = shape.queries * shape.group_size, np.arange(shape.batch * shape.num_kv_heads)
+    rows = shape.queries * shape.group_size
+    kv_rows = np.arange(shape.batch * shape.num_kv_heads)
     first_rows = np.arange(0, rows, QUERY_TILE_ROWS)[::-1]
     work_items = np.zeros((len(first_rows), len(kv_rows), 6), np.int64)
     work_items[..., 0], work_items[..., 1] = kv_rows, kv_rows * rows + first_rows[:, None]
@@ -511,7 +517,8 @@ def _backward_work_items(shape: FlashAttentionShape) -> Any:
     """Return work items of all queries of a key head with one part of its keys; the first keys have
     the most work.
     """
-    rows, kv_rows = shape.queries * shape.group_size, np.arange(shape.batch * shape.num_kv_heads)
+    rows = shape.queries * shape.group_size
+    kv_rows = np.arange(shape.batch * shape.num_kv_heads)
     num_parts = max(
         1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(kv_rows), shape.keys // MIN_KEYS_PER_PART)
     )
@@ -592,7 +599,8 @@ def _flash_forward_op(
     if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):
         return attend_key_ranges_reference(q, k, v, ends, ahead, scale)
     q, k, v = make_contiguous(q, k, v)
-    o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3])
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
     args = _with_key_ranges(plan.forward_args.replace(q=q, k=k, v=v, out=o, lse=lse), ends)
     FLASH_ATTENTION_KERNELS.launch("forward", q.dtype, args)
@@ -659,10 +667,8 @@ def count_executed_pairs(shape: FlashAttentionShape, ends: Tensor | None, ahead:
     """
     if ends is not None:
         return _count_pairs_in_ranges(shape, ends)
-    group_size, num_tiles = (
-        shape.group_size,
-        -(-shape.queries * shape.group_size // QUERY_TILE_ROWS),
-    )
+    group_size = shape.group_size
+    num_tiles = -(-shape.queries * shape.group_size // QUERY_TILE_ROWS)
     if ahead is None:
         return QUERY_TILE_ROWS * shape.batch * shape.num_kv_heads * num_tiles * shape.keys
     num_causal_tiles = max(
@@ -687,10 +693,8 @@ def _sum_last_tokens(num_tiles: int, group_size: int) -> int:
     The tokens are periodic up to a constant rise per period, so the sum has a closed form.
     """
     period = group_size // gcd(group_size, QUERY_TILE_ROWS)
-    first_period, (num_periods, remainder) = (
-        [(QUERY_TILE_ROWS * (n + 1) - 1) // group_size for n in range(period)],
-        divmod(num_tiles, period),
-    )
+    first_period = [(QUERY_TILE_ROWS * (n + 1) - 1) // group_size for n in range(period)]
+    (num_periods, remainder) = divmod(num_tiles, period)
     tokens_per_period = QUERY_TILE_ROWS * period // group_size
     full_periods_sum = (
         num_periods * sum(first_period)

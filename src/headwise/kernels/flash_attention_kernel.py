@@ -58,17 +58,19 @@ def load_key_ranges(dtype, args, work_item, scratch):
     Returns the first and last key of the union of the ranges, cut to the work item's keys, and
     those of their intersection, inside which no mask is needed.
     """
-    query_rows, count = args.query_rows + 8 * load_int64(work_item + 8), load_int64(work_item + 16)
-    union_begin, union_end, common_begin, common_end = args.num_keys, 0, 0, args.num_keys
+    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
+    count = load_int64(work_item + 16)
+    union_begin = args.num_keys
+    union_end = 0
+    common_begin = 0
+    common_end = args.num_keys
     tokens = args.num_queries * args.num_key_range_rows
     for r in range(QUERY_TILE_ROWS):
         first = end = 0
         if r < count:
             token = load_int64(query_rows + 8 * r) // args.num_heads % tokens
-            first, end = (
-                load_int64(args.key_ranges + 16 * token),
-                load_int64(args.key_ranges + 16 * token + 8),
-            )
+            first = load_int64(args.key_ranges + 16 * token)
+            end = load_int64(args.key_ranges + 16 * token + 8)
             union_begin = min(union_begin, first)
             union_end = max(union_end, end)
             common_begin = max(common_begin, first)
@@ -117,17 +119,14 @@ def scale_columns(dtype, to, rows, factor):
 @njit
 def mask_scores(dtype, scores, row_state, start, count):
     """Set the scores of keys outside a query's range to -inf."""
-    size, minus_inf = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, -math.inf))
+    size = simd.compute_itemsize(dtype)
+    minus_inf = splat(simd.as_compute_scalar(dtype, -math.inf))
     for c in range(0, size * QUERY_TILE_ROWS, size * SIMD_WIDTH):
-        first, end = (
-            load_vector(dtype, row_state + c),
-            load_vector(dtype, row_state + size * QUERY_TILE_ROWS + c),
-        )
+        first = load_vector(dtype, row_state + c)
+        end = load_vector(dtype, row_state + size * QUERY_TILE_ROWS + c)
         for n in range(count):
-            address, key = (
-                scores + size * QUERY_TILE_ROWS * n + c,
-                splat(simd.as_compute_scalar(dtype, start + n)),
-            )
+            address = scores + size * QUERY_TILE_ROWS * n + c
+            key = splat(simd.as_compute_scalar(dtype, start + n))
             score = select_below(key, end, load_vector(dtype, address), minus_inf)
             store_value(address, select_below(key, first, minus_inf, score))
 
@@ -163,7 +162,8 @@ def online_softmax(dtype, scores, row_state, count):
 @njit
 def qk_tile(dtype, args, keys, q, scores, span):
     """Compute the scores of adjacent keys with all queries of the tile."""
-    k, (start, count) = keys, span
+    k = keys
+    (start, count) = span
     step = simd.compute_itemsize(dtype) * QUERY_TILE_ROWS
     a = (k + args.k_key_stride * start, args.k_key_stride, simd.compute_itemsize(dtype))
     gemm(dtype, (scores, step), a, (q, step), (count, QUERY_TILE_ROWS, args.dim), False)
@@ -175,11 +175,9 @@ def store_output_and_lse(dtype, args, work_item, outputs, row_state):
 
     With lse = inf, exp(s - lse) is 0 in the backward pass.
     """
-    query_rows, size, vdim = (
-        args.query_rows + 8 * load_int64(work_item + 8),
-        simd.compute_itemsize(dtype),
-        args.vdim,
-    )
+    query_rows = args.query_rows + 8 * load_int64(work_item + 8)
+    size = simd.compute_itemsize(dtype)
+    vdim = args.vdim
     for r in range(load_int64(work_item + 16)):
         query_row = load_int64(query_rows + 8 * r)
         row_max = load_scalar(dtype, row_state + size * (2 * QUERY_TILE_ROWS + r))
@@ -212,12 +210,13 @@ def flash_forward(dtype, args, item, scratch):
     block.
     """
     work_item = args.work_items + 48 * item
-    size, dim, vdim, groups = simd.compute_itemsize(dtype), args.dim, args.vdim, args.num_kv_heads
-    step, batch_row, kv_head = (
-        size * QUERY_TILE_ROWS,
-        load_int64(work_item) // groups,
-        load_int64(work_item) % groups,
-    )
+    size = simd.compute_itemsize(dtype)
+    dim = args.dim
+    vdim = args.vdim
+    groups = args.num_kv_heads
+    step = size * QUERY_TILE_ROWS
+    batch_row = load_int64(work_item) // groups
+    kv_head = load_int64(work_item) % groups
     q = scratch + step * NUM_ROW_STATE_VECTORS
     scores = q + step * dim
     sums = scores + step * FLASH_KEY_BLOCK_SIZE
@@ -257,10 +256,8 @@ def load_rows(dtype, args, work_item, source, dim, to):
     size = simd.compute_itemsize(dtype)
     clear_memory(dtype, to, QUERY_TILE_ROWS * round_up_to_simd(dim))
     for r in range(count):
-        row, to_row = (
-            source + size * dim * load_int64(query_rows + 8 * r),
-            to + size * round_up_to_simd(dim) * r,
-        )
+        row = source + size * dim * load_int64(query_rows + 8 * r)
+        to_row = to + size * round_up_to_simd(dim) * r
         for c in range(0, dim // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
             store_value(to_row + size * c, load_vector(dtype, row + size * c))
         for c in range(dim // SIMD_WIDTH * SIMD_WIDTH, dim):
@@ -270,7 +267,8 @@ def load_rows(dtype, args, work_item, source, dim, to):
 @njit
 def inner_product(dtype, a, b, count):
     """Return the inner product of two arrays of `count` elements."""
-    size, sums = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
+    size = simd.compute_itemsize(dtype)
+    sums = splat(simd.as_compute_scalar(dtype, 0))
     for c in range(0, count // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
         sums = fma(load_vector(dtype, a + size * c), load_vector(dtype, b + size * c), sums)
     total = reduce_sum(sums)
@@ -285,15 +283,15 @@ def load_row_statistics(dtype, args, work_item, scratch):
     query_rows = args.query_rows + 8 * load_int64(work_item + 8)
     count = load_int64(work_item + 16)
     size = simd.compute_itemsize(dtype)
-    to, vdim = scratch + size * 2 * QUERY_TILE_ROWS, args.vdim
+    to = scratch + size * 2 * QUERY_TILE_ROWS
+    vdim = args.vdim
     for r in range(QUERY_TILE_ROWS):
-        lse, row_term = (
-            simd.as_compute_scalar(dtype, float("inf")),
-            simd.as_compute_scalar(dtype, 0),
-        )
+        lse = simd.as_compute_scalar(dtype, float("inf"))
+        row_term = simd.as_compute_scalar(dtype, 0)
         if r < count:
             query_row = load_int64(query_rows + 8 * r)
-            lse, row = load_scalar(dtype, args.lse + size * query_row), size * vdim * query_row
+            lse = load_scalar(dtype, args.lse + size * query_row)
+            row = size * vdim * query_row
             row_term = inner_product(dtype, args.out + row, args.grad + row, vdim)
         store_value(to + size * r, lse)
         store_value(to + size * (QUERY_TILE_ROWS + r), row_term)
@@ -339,8 +337,11 @@ def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
     """Accumulate the gradients between a block of adjacent keys and the query tile in the scratch
     buffer.
     """
-    (k, v, d_k, d_v), (start, count) = addresses, span
-    size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
+    (k, v, d_k, d_v) = addresses
+    (start, count) = span
+    size = simd.compute_itemsize(dtype)
+    dim = args.dim
+    vdim = args.vdim
     step = size * QUERY_TILE_ROWS
     q = scratch + step * NUM_ROW_STATE_VECTORS
     grad = q + step * dim
@@ -381,7 +382,9 @@ def backward_key_block(dtype, args, addresses, scratch, span, needs_mask):
 @njit
 def backward_query_tile(dtype, args, addresses, work_item, scratch):
     """Compute the gradients between up to 64 queries and all keys of the work item."""
-    size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
+    size = simd.compute_itemsize(dtype)
+    dim = args.dim
+    vdim = args.vdim
     step = size * QUERY_TILE_ROWS
     q = scratch + step * NUM_ROW_STATE_VECTORS
     grad = q + step * dim
@@ -429,13 +432,19 @@ def flash_backward(dtype, args, item, scratch):
     keys.
     """
     work_item = args.work_items + 48 * item
-    size, dim, vdim, groups = simd.compute_itemsize(dtype), args.dim, args.vdim, args.num_kv_heads
-    batch_row, kv_head = load_int64(work_item) // groups, load_int64(work_item) % groups
+    size = simd.compute_itemsize(dtype)
+    dim = args.dim
+    vdim = args.vdim
+    groups = args.num_kv_heads
+    batch_row = load_int64(work_item) // groups
+    kv_head = load_int64(work_item) % groups
     k = args.k + batch_row * args.k_row_stride + kv_head * args.k_head_stride
     v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride
     d_k = args.d_k + size * round_up_to_simd(dim) * args.num_keys * load_int64(work_item)
     d_v = args.d_v + size * round_up_to_simd(vdim) * args.num_keys * load_int64(work_item)
-    begin, end, tile_item = load_int64(work_item + 24), load_int64(work_item + 32), scratch
+    begin = load_int64(work_item + 24)
+    end = load_int64(work_item + 32)
+    tile_item = scratch
     clear_memory(
         dtype, d_k + size * round_up_to_simd(dim) * begin, (end - begin) * round_up_to_simd(dim)
     )

@@ -68,25 +68,22 @@ def gemm_4x64(dtype, to, a, b, depth, accumulate):
     """Compute a tile of 4 rows and 64 columns over `depth` steps; add to the stored values if
     `accumulate`.
     """
-    (to0, to1, to2, to3), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
+    (to0, to1, to2, to3) = to
+    (a0, a1, a2, a3, a_step) = a
+    (b, b_stride) = b
     r0 = r1 = r2 = r3 = zeros_64(dtype)
     if accumulate:
-        r0, r1, r2, r3 = (
-            load_64(dtype, to0),
-            load_64(dtype, to1),
-            load_64(dtype, to2),
-            load_64(dtype, to3),
-        )
+        r0 = load_64(dtype, to0)
+        r1 = load_64(dtype, to1)
+        r2 = load_64(dtype, to2)
+        r3 = load_64(dtype, to3)
     for n in range(depth):
-        x, offset = load_64(dtype, b + b_stride * n), a_step * n
-        r0, r1 = (
-            axpy_64(x, load_scalar(dtype, a0 + offset), r0),
-            axpy_64(x, load_scalar(dtype, a1 + offset), r1),
-        )
-        r2, r3 = (
-            axpy_64(x, load_scalar(dtype, a2 + offset), r2),
-            axpy_64(x, load_scalar(dtype, a3 + offset), r3),
-        )
+        x = load_64(dtype, b + b_stride * n)
+        offset = a_step * n
+        r0 = axpy_64(x, load_scalar(dtype, a0 + offset), r0)
+        r1 = axpy_64(x, load_scalar(dtype, a1 + offset), r1)
+        r2 = axpy_64(x, load_scalar(dtype, a2 + offset), r2)
+        r3 = axpy_64(x, load_scalar(dtype, a3 + offset), r3)
     store_64(dtype, to0, r0)
     store_64(dtype, to1, r1)
     store_64(dtype, to2, r2)
@@ -98,21 +95,22 @@ def gemm_4x16(dtype, to, a, b, depth, accumulate):
     """Compute a tile of 4 rows and 16 columns over `depth` steps; add to the stored values if
     `accumulate`.
     """
-    (to0, to1, to2, to3), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
+    (to0, to1, to2, to3) = to
+    (a0, a1, a2, a3, a_step) = a
+    (b, b_stride) = b
     r0 = r1 = r2 = r3 = splat(simd.as_compute_scalar(dtype, 0))
     if accumulate:
-        r0, r1 = load_vector(dtype, to0), load_vector(dtype, to1)
-        r2, r3 = load_vector(dtype, to2), load_vector(dtype, to3)
+        r0 = load_vector(dtype, to0)
+        r1 = load_vector(dtype, to1)
+        r2 = load_vector(dtype, to2)
+        r3 = load_vector(dtype, to3)
     for n in range(depth):
-        x, offset = load_vector(dtype, b + b_stride * n), a_step * n
-        r0, r1 = (
-            fma(x, splat(load_scalar(dtype, a0 + offset)), r0),
-            fma(x, splat(load_scalar(dtype, a1 + offset)), r1),
-        )
-        r2, r3 = (
-            fma(x, splat(load_scalar(dtype, a2 + offset)), r2),
-            fma(x, splat(load_scalar(dtype, a3 + offset)), r3),
-        )
+        x = load_vector(dtype, b + b_stride * n)
+        offset = a_step * n
+        r0 = fma(x, splat(load_scalar(dtype, a0 + offset)), r0)
+        r1 = fma(x, splat(load_scalar(dtype, a1 + offset)), r1)
+        r2 = fma(x, splat(load_scalar(dtype, a2 + offset)), r2)
+        r3 = fma(x, splat(load_scalar(dtype, a3 + offset)), r3)
     store_value(to0, r0)
     store_value(to1, r1)
     store_value(to2, r2)
@@ -138,7 +136,10 @@ def gemm(dtype, to, a, b, shape, accumulate):
     bytes to the next step). `shape` is (rows, columns, steps); whole vectors of columns are read
     and written.
     """
-    (to, to_stride), (a, a_stride, a_step), (b, b_stride), (rows, columns, depth) = to, a, b, shape
+    (to, to_stride) = to
+    (a, a_stride, a_step) = a
+    (b, b_stride) = b
+    (rows, columns, depth) = shape
     size = simd.compute_itemsize(dtype)
     full_columns = columns // TILE_COLUMNS * TILE_COLUMNS
     for m in range(0, rows, 4):

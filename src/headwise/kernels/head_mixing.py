@@ -164,7 +164,8 @@ def _check_operands(
     """Raise ValueError for tensors that do not fit each other, or heads out of range."""
     CHECKS.check(a, head_of_output, *factors, grad)
     check_indices("head_mixing", "head_of_output", head_of_output, a.shape[1])
-    heads, num_output_heads = a.shape[1], len(head_of_output)
+    heads = a.shape[1]
+    num_output_heads = len(head_of_output)
     if (
         heads_per_group < 1
         or heads % heads_per_group
@@ -187,8 +188,10 @@ def _make_args(
     """
     qs, qt, qg = (t.contiguous() for t in factors[:3])
     a, ks, kt, kg = map(_pad_keys, (a, *factors[3:]))
-    (batch, heads, queries, keys), num_output_heads = a.shape, head_of_output.shape[0]
-    q_ranks, k_ranks = qs.shape[2], ks.shape[1]
+    (batch, heads, queries, keys) = a.shape
+    num_output_heads = head_of_output.shape[0]
+    q_ranks = qs.shape[2]
+    k_ranks = ks.shape[1]
     return HeadMixingArgs.make(
         num_items=batch * -(-keys // KEY_TILE_SIZE),
         scratch_bytes=head_mixing_scratch_size(heads, num_output_heads, q_ranks, k_ranks)

@@ -53,7 +53,9 @@ def copy_rows(dtype, to, source, rows, count):
     """Copy `count` elements of each row; `to` and `source` are (address of the first row, bytes to
     the next).
     """
-    size, (to, to_step), (source, step) = simd.compute_itemsize(dtype), to, source
+    size = simd.compute_itemsize(dtype)
+    (to, to_step) = to
+    (source, step) = source
     for n in range(rows):
         for c in range(0, count, SIMD_WIDTH):
             store_value(
@@ -79,7 +81,8 @@ def accumulate_product(dtype, to, a, b):
 @njit
 def dot_with_scalars(dtype, x, factor, begin, end):
     """Return sum_h x[h] factor[h] for 16 keys, where the factor is one number per head."""
-    size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
+    size = simd.compute_itemsize(dtype)
+    step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
     a = splat(simd.as_compute_scalar(dtype, 0))
     for h in range(begin, end):
         a = fma(load_vector(dtype, x + step * h), splat(load_scalar(dtype, factor + size * h)), a)
@@ -102,15 +105,20 @@ def head_group_bounds(args, group):
     heads.
     """
     heads_per_group = args.heads_per_group
-    begin, end = group * heads_per_group, (group + 1) * heads_per_group
+    begin = group * heads_per_group
+    end = (group + 1) * heads_per_group
     return begin, end, begin, args.num_output_heads if heads_per_group == args.num_heads else end
 
 
 @njit
 def load_key_factors(dtype, args, to, b, begin):
     """Copy the factors of a tile of keys to the scratch buffer."""
-    H, OUT, S, ranks = args.num_heads, args.num_output_heads, args.num_keys, args.k_ranks
-    size, count = simd.compute_itemsize(dtype), min(KEY_TILE_SIZE, S - begin)
+    H = args.num_heads
+    OUT = args.num_output_heads
+    S = args.num_keys
+    ranks = args.k_ranks
+    size = simd.compute_itemsize(dtype)
+    count = min(KEY_TILE_SIZE, S - begin)
     for n in range(3):
         rows = ranks * H if n == 0 else ranks * OUT if n == 1 else args.num_key_gates
         factors = args.k_source if n == 0 else args.k_target if n == 1 else args.k_gate
@@ -122,8 +130,12 @@ def load_key_factors(dtype, args, to, b, begin):
 @njit
 def store_key_factor_grads(dtype, args, source, b, begin):
     """Copy the gradients of a tile's key factors from the scratch buffer to the output."""
-    H, OUT, S, ranks = args.num_heads, args.num_output_heads, args.num_keys, args.k_ranks
-    size, count = simd.compute_itemsize(dtype), min(KEY_TILE_SIZE, S - begin)
+    H = args.num_heads
+    OUT = args.num_output_heads
+    S = args.num_keys
+    ranks = args.k_ranks
+    size = simd.compute_itemsize(dtype)
+    count = min(KEY_TILE_SIZE, S - begin)
     for n in range(3):
         rows = ranks * H if n == 0 else ranks * OUT if n == 1 else args.num_key_gates
         grads = args.d_k_source if n == 0 else args.d_k_target if n == 1 else args.d_k_gate
@@ -135,15 +147,18 @@ def store_key_factor_grads(dtype, args, source, b, begin):
 @njit
 def compose_key_vector(dtype, args, row, scratch):
     """Compute all output heads for one query and 16 keys."""
-    size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, q_ranks, k_ranks = args.num_heads, args.num_output_heads, args.q_ranks, args.k_ranks
+    size = simd.compute_itemsize(dtype)
+    step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
+    H = args.num_heads
+    OUT = args.num_output_heads
+    q_ranks = args.q_ranks
+    k_ranks = args.k_ranks
     gate = args.q_gate + size * row * OUT
-    source, target = (
-        args.q_source + size * row * q_ranks * H,
-        args.q_target + size * row * q_ranks * OUT,
-    )
+    source = args.q_source + size * row * q_ranks * H
+    target = args.q_target + size * row * q_ranks * OUT
     x, y, key_source = scratch
-    key_target, key_gate = key_source + step * k_ranks * H, key_source + step * k_ranks * (H + OUT)
+    key_target = key_source + step * k_ranks * H
+    key_gate = key_source + step * k_ranks * (H + OUT)
     for o in range(OUT):
         a = load_vector(dtype, x + step * load_int64(args.head_of_output + 8 * o))
         factor = splat(load_scalar(dtype, gate + size * o))
@@ -169,16 +184,19 @@ def compose_key_vector(dtype, args, row, scratch):
 @extending.register_jitable
 def head_mixing_forward(dtype, args, item, scratch):
     """Forward kernel: one tile of keys of one batch row."""
-    size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, T, S = args.num_heads, args.num_output_heads, args.num_queries, args.num_keys
+    size = simd.compute_itemsize(dtype)
+    step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
+    H = args.num_heads
+    OUT = args.num_output_heads
+    T = args.num_queries
+    S = args.num_keys
     tiles = -(-S // KEY_TILE_SIZE)
-    b, begin = item // tiles, item % tiles * KEY_TILE_SIZE
-    x, y, keys, count = (
-        scratch,
-        scratch + step * H,
-        scratch + step * (H + OUT),
-        min(KEY_TILE_SIZE, S - begin),
-    )
+    b = item // tiles
+    begin = item % tiles * KEY_TILE_SIZE
+    x = scratch
+    y = scratch + step * H
+    keys = scratch + step * (H + OUT)
+    count = min(KEY_TILE_SIZE, S - begin)
     load_key_factors(dtype, args, keys, b, begin)
     for t in range(T):
         inputs = args.input + size * ((b * H * T + t) * S + begin)
@@ -200,10 +218,15 @@ def head_mixing_forward(dtype, args, item, scratch):
 def backward_own_heads(dtype, args, row, scratch):
     """Compute the gradients of the term a[own] * gate: of the heads and of both gates."""
     x, keys, d_x, d_keys, sums = scratch
-    size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, k_ranks = args.num_heads, args.num_output_heads, args.k_ranks
-    gate, g = args.q_gate + size * row * OUT, x + step * H
-    key_gate, d_gate = keys + step * k_ranks * (H + OUT), d_keys + step * k_ranks * (H + OUT)
+    size = simd.compute_itemsize(dtype)
+    step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
+    H = args.num_heads
+    OUT = args.num_output_heads
+    k_ranks = args.k_ranks
+    gate = args.q_gate + size * row * OUT
+    g = x + step * H
+    key_gate = keys + step * k_ranks * (H + OUT)
+    d_gate = d_keys + step * k_ranks * (H + OUT)
     for h in range(H):
         store_value(d_x + step * h, splat(simd.as_compute_scalar(dtype, 0)))
     for o in range(OUT):
@@ -224,8 +247,11 @@ def backward_query_ranks(dtype, args, row, heads, scratch):
     over keys later.
     """
     x, _, d_x, _, sums = scratch
-    size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, ranks = args.num_heads, args.num_output_heads, args.q_ranks
+    size = simd.compute_itemsize(dtype)
+    step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
+    H = args.num_heads
+    OUT = args.num_output_heads
+    ranks = args.q_ranks
     head_begin, head_end, output_begin, output_end = heads
     g = x + step * H
     for r in range(ranks):
@@ -253,11 +279,14 @@ def backward_key_ranks(dtype, args, heads, scratch):
     """Compute the gradients of the keys' low-rank term."""
     x, keys, d_x, d_keys, _ = scratch
     step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, ranks = args.num_heads, args.num_output_heads, args.k_ranks
+    H = args.num_heads
+    OUT = args.num_output_heads
+    ranks = args.k_ranks
     head_begin, head_end, output_begin, output_end = heads
     g = x + step * H
     for r in range(ranks):
-        at_source, at_target = step * r * H, step * (ranks * H + r * OUT)
+        at_source = step * r * H
+        at_target = step * (ranks * H + r * OUT)
         a = dot_with_vectors(dtype, x, keys + at_source, head_begin, head_end)
         d_a = dot_with_vectors(dtype, g, keys + at_target, output_begin, output_end)
         for o in range(output_begin, output_end):
@@ -276,8 +305,11 @@ def backward_key_ranks(dtype, args, heads, scratch):
 @njit
 def sum_query_factor_grads(dtype, args, row, sums):
     """Reduce the vectors of gradients of one query's factors over the tile and store them."""
-    size, vector = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * SIMD_WIDTH
-    H, OUT, ranks = args.num_heads, args.num_output_heads, args.q_ranks
+    size = simd.compute_itemsize(dtype)
+    vector = simd.compute_itemsize(dtype) * SIMD_WIDTH
+    H = args.num_heads
+    OUT = args.num_output_heads
+    ranks = args.q_ranks
     for n in range(OUT):
         store_value(
             args.d_q_gate + size * (row * OUT + n),
@@ -300,13 +332,15 @@ def sum_query_factor_grads(dtype, args, row, sums):
 def backward_query(dtype, args, b, t, begin, scratch):
     """Compute all gradients between one query and a tile of keys."""
     x, keys, d_x, d_keys, sums = scratch
-    size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, T, S = args.num_heads, args.num_output_heads, args.num_queries, args.num_keys
-    offset, count, row_stride = (
-        size * ((b * H * T + t) * S + begin),
-        min(KEY_TILE_SIZE, S - begin),
-        size * T * S,
-    )
+    size = simd.compute_itemsize(dtype)
+    step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
+    H = args.num_heads
+    OUT = args.num_output_heads
+    T = args.num_queries
+    S = args.num_keys
+    offset = size * ((b * H * T + t) * S + begin)
+    count = min(KEY_TILE_SIZE, S - begin)
+    row_stride = size * T * S
     grad = args.grad + size * ((b * OUT * T + t) * S + begin)
     copy_rows(dtype, (x, step), (args.input + offset, row_stride), H, count)
     copy_rows(dtype, (x + step * H, step), (grad, row_stride), OUT, count)
@@ -322,7 +356,8 @@ def backward_query(dtype, args, b, t, begin, scratch):
             backward_query_ranks(dtype, args, b * T + t, heads, addresses)
             backward_key_ranks(dtype, args, heads, addresses)
     copy_rows(dtype, (args.output + offset, row_stride), (d_x, step), H, count)
-    tile, tiles = begin // KEY_TILE_SIZE, -(-S // KEY_TILE_SIZE)
+    tile = begin // KEY_TILE_SIZE
+    tiles = -(-S // KEY_TILE_SIZE)
     sum_query_factor_grads(dtype, args, (b * tiles + tile) * T + t, sums)
 
 
@@ -330,10 +365,15 @@ def backward_query(dtype, args, b, t, begin, scratch):
 def head_mixing_backward(dtype, args, item, scratch):
     """Backward kernel: one tile of keys of one batch row."""
     step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, k_ranks = args.num_heads, args.num_output_heads, args.k_ranks
-    tiles, factors = -(-args.num_keys // KEY_TILE_SIZE), k_ranks * (H + OUT) + args.num_key_gates
-    b, begin = item // tiles, item % tiles * KEY_TILE_SIZE
-    x, keys = scratch, scratch + step * (H + OUT)
+    H = args.num_heads
+    OUT = args.num_output_heads
+    k_ranks = args.k_ranks
+    tiles = -(-args.num_keys // KEY_TILE_SIZE)
+    factors = k_ranks * (H + OUT) + args.num_key_gates
+    b = item // tiles
+    begin = item % tiles * KEY_TILE_SIZE
+    x = scratch
+    keys = scratch + step * (H + OUT)
     d_x = keys + step * factors
     d_keys = d_x + step * H
     load_key_factors(dtype, args, keys, b, begin)

@@ -95,7 +95,8 @@ class MemoryRange(NamedTuple):
 
 
 def _memory_range(name: str, memory: Tensor | array) -> MemoryRange:
-    begin, itemsize = address_of(memory), memory.itemsize
+    begin = address_of(memory)
+    itemsize = memory.itemsize
     if isinstance(memory, array):
         return MemoryRange(name, begin, begin + itemsize * len(memory))
     last_offset = sum(
@@ -227,7 +228,9 @@ class KernelArgs:
     ]
 
     def __init_subclass__(cls, is_checked: bool = True) -> None:
-        cls.is_checked, cls.fields, cls.layouts = is_checked, dict(cls.fields), dict(cls.layouts)
+        cls.is_checked = is_checked
+        cls.fields = dict(cls.fields)
+        cls.layouts = dict(cls.layouts)
         cls.dtypes_by_storage = {}
         annotations = get_type_hints(cls, include_extras=True)
         for name in get_annotations(cls):
@@ -257,7 +260,8 @@ class KernelArgs:
 
     def replace(self, **values: Any) -> Self:
         """Return a copy with some fields changed."""
-        copy, places = object.__new__(type(self)), self.tensor_places
+        copy = object.__new__(type(self))
+        places = self.tensor_places
         words, tensors = copy.words, copy.tensors = self.words[:], self.tensors[:]
         copy.address = words.buffer_info()[0]
         for name, value in values.items():

@@ -88,10 +88,8 @@ def fma_4_keys_4_heads(dtype, x, q, offsets, a):
 
     `offsets` holds the bytes from the first head to the second and to the fourth.
     """
-    first, second = (
-        fma_4_keys(x, load_vector(dtype, q), a[0]),
-        fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1]),
-    )
+    first = fma_4_keys(x, load_vector(dtype, q), a[0])
+    second = fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1])
     return (
         first,
         second,
@@ -149,10 +147,8 @@ def qk_4_heads(dtype, q, keys, bounds, scratch, to):
     step = compute_itemsize(dtype) * round_up_to_simd(dim)
     steps = step, step * (heads - 1)
     for n in range(0, full, SIMD_WIDTH):
-        x, q_channels = (
-            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
-            q + compute_itemsize(dtype) * n,
-        )
+        x = load_4_keys(dtype, keys, storage_itemsize(dtype) * n)
+        q_channels = q + compute_itemsize(dtype) * n
         a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
     for n in range(full, dim, SIMD_WIDTH):
         x = load_4_keys_partial(
@@ -172,10 +168,8 @@ def qk_1_head(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with one query head."""
     dim, num_keys, _ = bounds
     zero = splat(as_compute_scalar(dtype, 0.0))
-    a, full = (
-        (zero, zero, zero, zero),
-        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
-    )
+    a = (zero, zero, zero, zero)
+    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
     for n in range(0, full, SIMD_WIDTH):
         a = fma_4_keys(
             load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
@@ -205,11 +199,9 @@ def heads_per_step(num_remaining):
 def qk_head_group(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with all query heads of a group."""
     dim, num_keys, group_size = bounds
-    h, score_stride, step = (
-        0,
-        compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        compute_itemsize(dtype) * round_up_to_simd(dim),
-    )
+    h = 0
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
+    step = compute_itemsize(dtype) * round_up_to_simd(dim)
     while h < group_size:
         heads = heads_per_step(group_size - h)
         if heads > 1:
@@ -245,7 +237,8 @@ def prefetch_targets(i, current_keys, next_keys):
     if i >= count:
         i -= (count + KEYS_PER_STEP - 1) // KEYS_PER_STEP * KEYS_PER_STEP
         addresses, count, head_bytes, head_stride, groups = next_keys
-    addresses, num_keys = addresses + 8 * i, min(KEYS_PER_STEP, count - i)
+    addresses = addresses + 8 * i
+    num_keys = min(KEYS_PER_STEP, count - i)
     is_contiguous = (
         num_keys > 0
         and head_stride == head_bytes
@@ -283,7 +276,9 @@ def qk_block(dtype, args, q, scratch, count):
     """Compute the scores of a block for all heads, four keys at a time; prefetch later keys, then
     values.
     """
-    heads, groups, dim = args.num_heads, args.num_kv_heads, args.dim
+    heads = args.num_heads
+    groups = args.num_kv_heads
+    dim = args.dim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     step = compute_itemsize(dtype) * round_up_to_simd(dim)
@@ -303,14 +298,13 @@ def qk_block(dtype, args, q, scratch, count):
         groups,
     )
     for i in range(0, count, KEYS_PER_STEP):
-        scores, num_keys = (
-            scratch + SCORES_OFFSET + compute_itemsize(dtype) * i,
-            min(KEYS_PER_STEP, count - i),
-        )
+        scores = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i
+        num_keys = min(KEYS_PER_STEP, count - i)
         targets = prefetch_targets(i + distance, current_keys, next_values)
         for g in range(groups):
             prefetch_head(g, groups, targets)
-            keys, h = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head), g * group_size
+            keys = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head)
+            h = g * group_size
             qk_head_group(
                 dtype,
                 q + step * h,
@@ -324,10 +318,8 @@ def qk_block(dtype, args, q, scratch, count):
 @njit_inline
 def load_4_weights(dtype, scores):
     """Load the weights of four keys for one head, each broadcast to a vector."""
-    a, b = (
-        splat(load_scalar(dtype, scores)),
-        splat(load_scalar(dtype, scores + compute_itemsize(dtype))),
-    )
+    a = splat(load_scalar(dtype, scores))
+    b = splat(load_scalar(dtype, scores + compute_itemsize(dtype)))
     return (
         a,
         b,
@@ -362,10 +354,12 @@ def accumulate_4_values_4_heads(dtype, to, heads_of_step, x, p):
 @njit_inline
 def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
     """Add four weighted values to the outputs of four heads, or of three."""
-    (dim, num_keys, heads), (to, step) = bounds, output
+    (dim, num_keys, heads) = bounds
+    (to, step) = output
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
-    p0, p1 = load_4_weights(dtype, scores), load_4_weights(dtype, scores + score_stride)
+    p0 = load_4_weights(dtype, scores)
+    p1 = load_4_weights(dtype, scores + score_stride)
     p = (
         p0,
         p1,
@@ -374,10 +368,8 @@ def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
     )
     step = (step, heads)
     for n in range(0, full, SIMD_WIDTH):
-        x, outputs = (
-            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
-            to + compute_itemsize(dtype) * n,
-        )
+        x = load_4_keys(dtype, keys, storage_itemsize(dtype) * n)
+        outputs = to + compute_itemsize(dtype) * n
         accumulate_4_values_4_heads(dtype, outputs, step, x, p)
     for n in range(full, dim, SIMD_WIDTH):
         x = load_4_keys_partial(
@@ -391,10 +383,8 @@ def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
 def pv_1_head(dtype, scores, keys, bounds, scratch, to):
     """Add four weighted values to the output of one head."""
     dim, num_keys, _ = bounds
-    p, full = (
-        load_4_weights(dtype, scores),
-        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
-    )
+    p = load_4_weights(dtype, scores)
+    full = dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
     for n in range(0, full, SIMD_WIDTH):
         accumulate_4_values(
             dtype,
@@ -412,8 +402,10 @@ def pv_1_head(dtype, scores, keys, bounds, scratch, to):
 @njit_inline
 def pv_head_group(dtype, scores, keys, bounds, scratch, output):
     """Add four weighted values to the outputs of all heads of a group."""
-    (dim, num_keys, group_size), (to, step) = bounds, output
-    h, score_stride = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE
+    (dim, num_keys, group_size) = bounds
+    (to, step) = output
+    h = 0
+    score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     while h < group_size:
         heads = heads_per_step(group_size - h)
         if heads > 1:
@@ -459,7 +451,9 @@ def pv_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block to the outputs of all heads; prefetch later values, then
     the next keys.
     """
-    heads, groups, dim = args.num_heads, args.num_kv_heads, args.vdim
+    heads = args.num_heads
+    groups = args.num_kv_heads
+    dim = args.vdim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     step = compute_itemsize(dtype) * (round_up_to_simd(dim) + 2)
@@ -477,14 +471,13 @@ def pv_block(dtype, args, scratch, part, count, next_count):
     )
     rescale_output(dtype, args, factors, part)
     for i in range(0, count, KEYS_PER_STEP):
-        scores, num_keys = (
-            scratch + SCORES_OFFSET + compute_itemsize(dtype) * i,
-            min(KEYS_PER_STEP, count - i),
-        )
+        scores = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i
+        num_keys = min(KEYS_PER_STEP, count - i)
         targets = prefetch_targets(i + distance, current_values, next_keys)
         for g in range(groups):
             prefetch_head(g, groups, targets)
-            keys, h = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head), g * group_size
+            keys = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head)
+            h = g * group_size
             pv_head_group(
                 dtype,
                 scores + score_stride * h,
@@ -501,7 +494,9 @@ def pv_block(dtype, args, scratch, part, count, next_count):
 @njit
 def apply_kv_scale(dtype, args, scale, scratch, count):
     """Multiply scores, or weights, by the scale of each key, or value, of an int8 cache."""
-    heads, groups, head_stride = args.num_heads, args.num_kv_heads, args.scale_head_stride
+    heads = args.num_heads
+    groups = args.num_kv_heads
+    head_stride = args.scale_head_stride
     for h in range(heads):
         x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
         head_scale = scale + h // (heads // groups) * head_stride
@@ -570,10 +565,8 @@ def add_bias(dtype, args, row, scratch, count):
 def online_softmax(dtype, args, scratch, part, count):
     """Replace scores by exp(score - running maximum); update maxima, sums and rescaling factors."""
     factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * args.num_heads * KV_BLOCK_SIZE
-    step, minus_inf = (
-        compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
-        as_compute_scalar(dtype, -math.inf),
-    )
+    step = compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2)
+    minus_inf = as_compute_scalar(dtype, -math.inf)
     for h in range(args.num_heads):
         x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
         max_and_sum = part + step * (h + 1) - 2 * compute_itemsize(dtype)
@@ -587,10 +580,8 @@ def online_softmax(dtype, args, scratch, part, count):
         shift = (
             new_max if new_max > minus_inf else as_compute_scalar(dtype, 0.0)
         )  # if all scores are -inf, every weight is exp(-inf) = 0
-        factor, sums = (
-            as_compute_scalar(dtype, math.exp(old_max - shift)),
-            splat(as_compute_scalar(dtype, 0.0)),
-        )
+        factor = as_compute_scalar(dtype, math.exp(old_max - shift))
+        sums = splat(as_compute_scalar(dtype, 0.0))
         for c in range(0, count, SIMD_WIDTH):
             weights = vec_exp(
                 vec_sub(load_vector(dtype, x + compute_itemsize(dtype) * c), splat(shift))

@@ -156,7 +156,9 @@ class KernelSet:
         dtype_names: dict[torch.dtype, str],
         **functions: tuple[KernelFunction, type[KernelArgs]],
     ) -> None:
-        self.module, self.dtype_names, self.functions = module, dtype_names, functions
+        self.module = module
+        self.dtype_names = dtype_names
+        self.functions = functions
         self.compiled_functions: dict[
             tuple[str, torch.dtype | None], Any
         ] = {}  # kept alive with their addresses
@@ -259,10 +261,8 @@ class KernelSet:
         """Return the compiled entry point of a kernel, whose only argument is the address of its
         record.
         """
-        jit, record_name = (
-            import_module(f"{__package__}.jit"),
-            self.functions[name][1].record_name(),
-        )
+        jit = import_module(f"{__package__}.jit")
+        record_name = self.functions[name][1].record_name()
         return jit.compile_kernel(
             self.load_function(name), record_name, name, dtype_name, only_from_disk
         )
@@ -283,10 +283,8 @@ class ParallelKernelSet(KernelSet):
 
     def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
         """Return the compiled function that every thread runs."""
-        jit, record_name = (
-            import_module(f"{__package__}.jit"),
-            self.functions[name][1].record_name(),
-        )
+        jit = import_module(f"{__package__}.jit")
+        record_name = self.functions[name][1].record_name()
         return jit.compile_work_items(
             self.load_function(name), record_name, name, dtype_name, only_from_disk
         )

@@ -24,7 +24,8 @@ from .kernel_args import KernelArgs, MemoryRange
 
 DEBUG_KERNELS = os.environ.get("HEADWISE_DEBUG_KERNELS", "0") == "1"
 ACCESSES = ("reads", "writes", "updates")
-MAX_RANGES, MAX_ACCESS_BYTES = 1024, 128
+MAX_RANGES = 1024
+MAX_ACCESS_BYTES = 128
 MAX_ERRORS = 2**24  # then the kernel traps: it is caught in a loop over wrong numbers
 # Words of the table that compiled kernels read and write; the pairs of begin and end follow.
 NUM_RANGES_WORD, NUM_ERRORS_WORD, ADDRESS_WORD, SIZE_WORD, ACCESS_WORD, FIRST_RANGE_WORD = range(6)
@@ -67,7 +68,8 @@ class BadAccess(NamedTuple):
             ranges,
             key=lambda memory: max(memory.begin - self.address, self.address - memory.end + 1, 0),
         )
-        offset, length = self.address - nearest.begin, nearest.end - nearest.begin
+        offset = self.address - nearest.begin
+        length = nearest.end - nearest.begin
         return (
             f"{self.access} {self.size} bytes at offset {offset} of {nearest.name}, which has "
             f"{length} bytes"

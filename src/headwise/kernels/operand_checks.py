@@ -131,7 +131,8 @@ class OperandChecks:
                 refuse_operands(
                     self.operation, f"{name} is on {tensor.device}", "give a tensor on the CPU"
                 )
-            size, needed = tensor.untyped_storage().nbytes(), _end_in_storage(tensor)
+            size = tensor.untyped_storage().nbytes()
+            needed = _end_in_storage(tensor)
             if size < needed:
                 fact = f"{name} needs {needed} bytes of a storage of {size}"
                 refuse_operands(self.operation, fact, "give a tensor whose storage was not resized")
@@ -162,7 +163,8 @@ def _generate_check(
     names = ", ".join(
         f"*{operand.name}s" if operand.count == "+" else operand.name for operand in operands
     )
-    lines, letters = [], set[str]()
+    lines = []
+    letters = set[str]()
     for operand in operands:
         lines += _operand_lines(operand, operands[0].name, letters)
     body = "\n".join(f"        {line}" for line in lines)
@@ -182,8 +184,10 @@ def _operand_lines(operand: Operand, first: str, letters: set[str]) -> Iterator[
     """Yield the statements that check one operand; adds its letters, which are variables of the
     statements.
     """
-    name, indent = operand.name, "    " if operand.count else ""
-    names, conditions = [], list[str]()
+    name = operand.name
+    indent = "    " if operand.count else ""
+    names = []
+    conditions = list[str]()
     for n, axis in enumerate(operand.axes):
         is_new = axis.isalpha() and axis not in letters
         names.append(axis if is_new else f"axis{n}")

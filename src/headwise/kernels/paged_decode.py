@@ -125,10 +125,8 @@ def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int
     If several rows read a shared prefix together, it also holds their queries and partial outputs,
     `qv_width` elements per head, and a copy of the argument record.
     """
-    lists, record = (
-        2 * 4 * 8 * KV_BLOCK_SIZE,
-        WORD_BYTES * (len(PagedDecodeArgs.fields) + 1) if rows > 1 else 0,
-    )
+    lists = 2 * 4 * 8 * KV_BLOCK_SIZE
+    record = WORD_BYTES * (len(PagedDecodeArgs.fields) + 1) if rows > 1 else 0
     heads *= rows
     numbers = (
         heads * KV_BLOCK_SIZE
@@ -218,7 +216,8 @@ class PagedDecodeOptions(NamedTuple):
     softcap: float = 0.0
 
 
-DEFAULT_OPTIONS, EMPTY_TENSOR = PagedDecodeOptions(), torch.empty(0)
+DEFAULT_OPTIONS = PagedDecodeOptions()
+EMPTY_TENSOR = torch.empty(0)
 KV_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
 CHECKS = OperandChecks(
     "paged_decode",
@@ -296,7 +295,8 @@ def attend_paged(
             q_BHK, k_PGSK, v_PGSV, valid_spans, scale=scale, options=options
         )
     compute_dtype = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    option_tensors, table = _options_to_tensors(options), () if spans_BN3 is None else (spans_BN3,)
+    option_tensors = _options_to_tensors(options)
+    table = () if spans_BN3 is None else (spans_BN3,)
     run = (
         _launch_paged_decode
         if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *option_tensors, *table)
@@ -318,7 +318,8 @@ def _unsupported_reasons(
             f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} axes; give [B, H, K], [P, G, S, K], "
             "[P, G, S, V]"
         )
-    (rows, heads, dim), page_shape = q.shape, k.shape
+    (rows, heads, dim) = q.shape
+    page_shape = k.shape
     if heads % page_shape[1] or dim != page_shape[3] or page_shape[:3] != v.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         return (
@@ -375,13 +376,18 @@ def _launch_paged_decode(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     _check_operands(q, k, v, spans, option_tensors)
-    (batch, heads, dim), (_, num_kv_heads, page_size, vdim), itemsize = q.shape, v.shape, q.itemsize
-    out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
+    (batch, heads, dim) = q.shape
+    (_, num_kv_heads, page_size, vdim) = v.shape
+    itemsize = q.itemsize
+    out = q.new_empty(batch, heads, vdim)
+    lse = q.new_empty(batch, heads)
     if not out.numel():
         return out, lse.fill_(-torch.inf)
     table, num_spans = _block_table(spans, batch, k)
     _check_bounds(q, k, num_spans, option_tensors)
-    q, k, v = _pad_channels(q).contiguous(), _contiguous_channels(k), _contiguous_channels(v)
+    q = _pad_channels(q).contiguous()
+    k = _contiguous_channels(k)
+    v = _contiguous_channels(v)
     max_splits = batch * num_kv_splits(num_spans * page_size)
     args = PagedDecodeArgs.make(
         num_items=launch.max_threads(),
@@ -521,8 +527,10 @@ def _set_options(
         args.sink = sink.to(dtype).contiguous()
     if k_scale.numel():
         if k_scale.stride() != v_scale.stride():
-            k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
-        args.k_scale, args.v_scale = k_scale, v_scale
+            k_scale = k_scale.contiguous()
+            v_scale = v_scale.contiguous()
+        args.k_scale = k_scale
+        args.v_scale = v_scale
         args.scale_page_stride, args.scale_head_stride, args.scale_slot_stride = (
             4 * n for n in k_scale.stride()
         )
@@ -604,7 +612,8 @@ def _attend_paged_reference(
     if softcap:
         s_BHS = torch.tanh(s_BHS / softcap) * softcap
     if bias.numel():
-        s_BHS, allowed = s_BHS + bias.to(q.dtype), allowed & (bias != -torch.inf)
+        s_BHS = s_BHS + bias.to(q.dtype)
+        allowed = allowed & (bias != -torch.inf)
     s_BHS = s_BHS.masked_fill(~allowed, -torch.inf)
     scores_and_sink = (
         s_BHS
@@ -630,10 +639,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     """Differentiate the plain PyTorch form, which is computed again."""
     q, k, v, spans, *option_tensors = ctx.saved_tensors
-    needs_grad, create_graph = (
-        [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]],
-        torch.is_grad_enabled(),
-    )
+    needs_grad = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]]
+    create_graph = torch.is_grad_enabled()
     leaves = [
         t.view_as(t)
         if create_graph and needs

@@ -70,13 +70,16 @@ from .split_kv_schedule import PLAN_ENTRY_BYTES, fill_block_addresses, prepare_n
 @njit
 def prefetch_key_lines(keys, head, position, lines):
     """Prefetch the next `lines` cache lines of one head of some keys; return the new position."""
-    (addresses, count), (offset, head_bytes), (n, line_offset) = keys, head, position
+    (addresses, count) = keys
+    (offset, head_bytes) = head
+    (n, line_offset) = position
     for _ in range(lines):
         if n < count:
             prefetch_l2(load_int64(addresses + 8 * n) + offset + line_offset)
             line_offset += CACHE_LINE_BYTES
             if line_offset >= head_bytes:
-                n, line_offset = n + 1, 0
+                n = n + 1
+                line_offset = 0
     return n, line_offset
 
 
@@ -100,17 +103,19 @@ def qk_shared_block(dtype, args, q, scratch, count):
     """Compute the scores of a block, one key head after the other; prefetch the next head, or the
     first value head.
     """
-    heads, groups, dim = args.num_heads, args.num_kv_heads, args.dim
+    heads = args.num_heads
+    groups = args.num_kv_heads
+    dim = args.dim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     step = compute_itemsize(dtype) * round_up_to_simd(dim)
     k_head = args.k_head_stride
-    tail, h = (
+    tail = (
         scratch
         + SCORES_OFFSET
-        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)),
-        0,
+        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads))
     )
+    h = 0
     position = 0, 0
     while h < heads:
         g = h // group_size
@@ -140,12 +145,15 @@ def pv_shared_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block, one head after the other; prefetch the next head, or the
     following keys.
     """
-    heads, groups, dim = args.num_heads, args.num_kv_heads, args.vdim
+    heads = args.num_heads
+    groups = args.num_kv_heads
+    dim = args.vdim
     group_size = heads // groups
     score_stride = compute_itemsize(dtype) * KV_BLOCK_SIZE
     step = compute_itemsize(dtype) * (round_up_to_simd(dim) + 2)
     v_head = args.v_head_stride
-    factors, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE, 0
+    factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE
+    h = 0
     tail = factors + compute_itemsize(dtype) * round_up_to_simd(heads)
     rescale_output(dtype, args, factors, part)
     position = 0, 0
@@ -178,11 +186,9 @@ def pv_shared_block(dtype, args, scratch, part, count, next_count):
 @njit
 def add_bias_shared(dtype, args, shared, scratch, count):
     """Add each row's bias to its scores; the rows have the same columns."""
-    groups, key_stride, order = (
-        args.num_kv_heads,
-        args.bias_key_stride,
-        args.row_order + 24 * shared[0],
-    )
+    groups = args.num_kv_heads
+    key_stride = args.bias_key_stride
+    order = args.row_order + 24 * shared[0]
     group_size = args.num_heads // groups // shared[1]
     for h in range(args.num_heads):
         row = load_int64(order + 24 * (h // group_size % shared[1]))
@@ -219,7 +225,9 @@ def load_shared_rows(dtype, args, entry_address, q, part):
     """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split
     has been begun.
     """
-    heads, groups, dim = args.num_heads, args.num_kv_heads, round_up_to_simd(args.dim)
+    heads = args.num_heads
+    groups = args.num_kv_heads
+    dim = round_up_to_simd(args.dim)
     order = args.row_order + 24 * load_int64(entry_address)
     rows = load_int64(entry_address + 8)
     group_size = heads // groups
@@ -244,7 +252,9 @@ def load_shared_rows(dtype, args, entry_address, q, part):
 @njit
 def store_shared_rows(dtype, args, entry_address, part):
     """Copy the partial outputs from the scratch buffer back to each row."""
-    heads, groups, part_width = args.num_heads, args.num_kv_heads, round_up_to_simd(args.vdim) + 2
+    heads = args.num_heads
+    groups = args.num_kv_heads
+    part_width = round_up_to_simd(args.vdim) + 2
     order = args.row_order + 24 * load_int64(entry_address)
     rows = load_int64(entry_address + 8)
     group_size = heads // groups
@@ -307,7 +317,9 @@ def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
     n = load_int64(entry_address + 16)
     slot = load_int64(entry_address + 24)
     num_remaining = load_int64(entry_address + 32)
-    row, k_scale, v_scale = load_int64(args.row_order + 24 * shared[0]), args.k_scale, args.v_scale
+    row = load_int64(args.row_order + 24 * shared[0])
+    k_scale = args.k_scale
+    v_scale = args.v_scale
     load_shared_rows(dtype, args, entry_address, q, part)
     if load_int64(entry_address + 48):
         init_partial_output(dtype, shared_args, part)
@@ -340,7 +352,8 @@ def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
 @njit
 def attend_split(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for one row, block by block, while the next block is prefetched."""
-    heads, entry_address = args.num_heads, args.plan + PLAN_ENTRY_BYTES * entry
+    heads = args.num_heads
+    entry_address = args.plan + PLAN_ENTRY_BYTES * entry
     n = load_int64(entry_address + 16)
     slot = load_int64(entry_address + 24)
     num_remaining = load_int64(entry_address + 32)
@@ -349,7 +362,8 @@ def attend_split(dtype, args, entry, next_entry, scratch):
     split = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
     part = args.partial_outputs + split * heads * step
     q = args.q + row * heads * compute_itemsize(dtype) * round_up_to_simd(args.dim)
-    k_scale, v_scale = args.k_scale, args.v_scale
+    k_scale = args.k_scale
+    v_scale = args.v_scale
     if load_int64(entry_address + 48):
         init_partial_output(dtype, args, part)
     while num_remaining > 0:
@@ -385,7 +399,8 @@ def finite_max(dtype, row_max):
 @njit
 def combine_channels(dtype, part, splits, factor):
     """Combine 16 channels of all splits: sum_n share_n o_n, times `factor`."""
-    (split_stride, count, factor_offset), a = splits, splat(as_compute_scalar(dtype, 0.0))
+    (split_stride, count, factor_offset) = splits
+    a = splat(as_compute_scalar(dtype, 0.0))
     for n in range(count):
         a = fma(
             load_vector(dtype, part + n * split_stride),
@@ -414,14 +429,20 @@ def store_channels(dtype, to, a, count, scratch):
 @njit
 def combine_splits(dtype, args, row):
     """Combine the splits of a row into its output and log-sum-exp."""
-    heads, vdim, itemsize = args.num_heads, args.vdim, compute_itemsize(dtype)
+    heads = args.num_heads
+    vdim = args.vdim
+    itemsize = compute_itemsize(dtype)
     step = itemsize * (round_up_to_simd(vdim) + 2)
     row_splits = args.row_splits + 24 * row
     minus_inf = as_compute_scalar(dtype, -math.inf)
-    first, count, sink = load_int64(row_splits), load_int64(row_splits + 8), args.sink
+    first = load_int64(row_splits)
+    count = load_int64(row_splits + 8)
+    sink = args.sink
     for h in range(heads):
-        part, split_stride = args.partial_outputs + (first * heads + h) * step, heads * step
-        row_max, exp_sum = minus_inf, as_compute_scalar(dtype, 0.0)
+        part = args.partial_outputs + (first * heads + h) * step
+        split_stride = heads * step
+        row_max = minus_inf
+        exp_sum = as_compute_scalar(dtype, 0.0)
         for n in range(count):
             row_max = max(
                 row_max, load_scalar(dtype, part + n * split_stride + step - 2 * itemsize)

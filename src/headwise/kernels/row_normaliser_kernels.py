@@ -63,18 +63,17 @@ def load_row(dtype, args, row, scratch):
 
     The result is NaN if an allowed score is NaN or +inf.
     """
-    size, S, T = simd.compute_itemsize(dtype), args.num_keys, args.num_queries
+    size = simd.compute_itemsize(dtype)
+    S = args.num_keys
+    T = args.num_queries
     minus_inf = simd.as_compute_scalar(dtype, -math.inf)
-    inf, zero = (
-        splat(simd.as_compute_scalar(dtype, math.inf)),
-        splat(simd.as_compute_scalar(dtype, 0)),
-    )
-    nan_sum, nan = zero, splat(simd.as_compute_scalar(dtype, math.nan))
-    source, maxima, end = (
-        args.scores + size * row * S,
-        splat(minus_inf),
-        S // SIMD_WIDTH * SIMD_WIDTH,
-    )
+    inf = splat(simd.as_compute_scalar(dtype, math.inf))
+    zero = splat(simd.as_compute_scalar(dtype, 0))
+    nan_sum = zero
+    nan = splat(simd.as_compute_scalar(dtype, math.nan))
+    source = args.scores + size * row * S
+    maxima = splat(minus_inf)
+    end = S // SIMD_WIDTH * SIMD_WIDTH
     mask = args.mask
     if mask:
         batch = row // (args.num_heads * T)
@@ -84,22 +83,26 @@ def load_row(dtype, args, row, scratch):
         if mask:
             x = load_masked(dtype, mask + c, x, splat(minus_inf))
         store_value(scratch + size * c, x)
-        maxima, nan_sum = vec_max(maxima, x), vec_add(nan_sum, select_below(x, inf, zero, nan))
+        maxima = vec_max(maxima, x)
+        nan_sum = vec_add(nan_sum, select_below(x, inf, zero, nan))
     if end < S:
         store_value(scratch + size * end, splat(minus_inf))
         for c in range(end, S):
             if mask == 0 or is_byte_set(mask + c):
                 store_value(scratch + size * c, load_scalar(dtype, source + size * c))
         x = load_vector(dtype, scratch + size * end)
-        maxima, nan_sum = vec_max(maxima, x), vec_add(nan_sum, select_below(x, inf, zero, nan))
+        maxima = vec_max(maxima, x)
+        nan_sum = vec_add(nan_sum, select_below(x, inf, zero, nan))
     return reduce_max(maxima) + reduce_sum(nan_sum)
 
 
 @njit
 def store_row_scaled(dtype, args, row, scratch, factor):
     """Copy a row from the scratch buffer to the output, times a factor."""
-    size, S = simd.compute_itemsize(dtype), args.num_keys
-    to, end = args.output + size * row * S, S // SIMD_WIDTH * SIMD_WIDTH
+    size = simd.compute_itemsize(dtype)
+    S = args.num_keys
+    to = args.output + size * row * S
+    end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
         store_value(to + size * c, vec_mul(load_vector(dtype, scratch + size * c), splat(factor)))
     for c in range(end, S):
@@ -109,9 +112,11 @@ def store_row_scaled(dtype, args, row, scratch, factor):
 @njit
 def softmax_of_row(dtype, args, row, scratch):
     """Compute exp(s - max) / sum of one row; zeros if no key is allowed."""
-    size, S = simd.compute_itemsize(dtype), args.num_keys
+    size = simd.compute_itemsize(dtype)
+    S = args.num_keys
     row_max = load_row(dtype, args, row, scratch)
-    zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
+    zero = simd.as_compute_scalar(dtype, 0)
+    one = simd.as_compute_scalar(dtype, 1)
     if row_max == simd.as_compute_scalar(dtype, -math.inf):
         for c in range(0, S, SIMD_WIDTH):
             store_value(scratch + size * c, splat(zero))
@@ -163,8 +168,10 @@ def collect_candidates(dtype, source_list, count, bound, target_list):
 
     `source_list` and `target_list` are pairs of addresses: of the values and of their key indices.
     """
-    (source, source_indices), (candidates, indices) = source_list, target_list
-    size, num_found = simd.compute_itemsize(dtype), 0
+    (source, source_indices) = source_list
+    (candidates, indices) = target_list
+    size = simd.compute_itemsize(dtype)
+    num_found = 0
     for c in range(0, count, SIMD_WIDTH):
         x = load_vector(dtype, source + size * c)
         num_found += compress_store(
@@ -184,7 +191,8 @@ def collect_candidates(dtype, source_list, count, bound, target_list):
 @njit
 def entmax_power(dtype, r, alpha):
     """Return r^(1 / (alpha - 1)) and that divided by r; both are 0 where r is 0."""
-    zero, one = splat(simd.as_compute_scalar(dtype, 0)), simd.as_compute_scalar(dtype, 1)
+    zero = splat(simd.as_compute_scalar(dtype, 0))
+    one = simd.as_compute_scalar(dtype, 1)
     if alpha == simd.as_compute_scalar(dtype, 1.5):
         return vec_mul(r, r), r
     if alpha == simd.as_compute_scalar(dtype, 2):
@@ -200,21 +208,23 @@ def entmax_sum_and_slope(dtype, candidates, count, tau, alpha):
 
     The second is (1 - alpha) times the derivative of the first in tau.
     """
-    size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
-    slope_sums, weight_sums = zero, zero
+    size = simd.compute_itemsize(dtype)
+    zero = splat(simd.as_compute_scalar(dtype, 0))
+    slope_sums = zero
+    weight_sums = zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
-        block_slopes, block_weights = zero, zero
+        block_slopes = zero
+        block_weights = zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
             w, slope = entmax_power(
                 dtype,
                 vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero),
                 alpha,
             )
-            block_slopes, block_weights = vec_add(block_slopes, slope), vec_add(block_weights, w)
-        slope_sums, weight_sums = (
-            vec_add(slope_sums, block_slopes),
-            vec_add(weight_sums, block_weights),
-        )
+            block_slopes = vec_add(block_slopes, slope)
+            block_weights = vec_add(block_weights, w)
+        slope_sums = vec_add(slope_sums, block_slopes)
+        weight_sums = vec_add(weight_sums, block_weights)
     return reduce_sum(weight_sums), reduce_sum(slope_sums)
 
 
@@ -227,8 +237,12 @@ def solve_tau(dtype, candidates, count, alpha):
     the bracket between the largest tau known to be too low and the smallest too high. In that case,
     or if a step is more than half as long as the one before, the bracket is halved.
     """
-    one, half = simd.as_compute_scalar(dtype, 1), simd.as_compute_scalar(dtype, 0.5)
-    low, high, tau, last_step = -one, simd.as_compute_scalar(dtype, 0), -one, one
+    one = simd.as_compute_scalar(dtype, 1)
+    half = simd.as_compute_scalar(dtype, 0.5)
+    low = -one
+    high = simd.as_compute_scalar(dtype, 0)
+    tau = -one
+    last_step = one
     for _ in range(MAX_SOLVER_STEPS):
         weight_sum, slope = entmax_sum_and_slope(dtype, candidates, count, tau, alpha)
         if weight_sum >= one:
@@ -258,7 +272,8 @@ def compute_entmax_weights(dtype, lists, count, tau, alpha):
     """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau
     gives NaN weights.
     """
-    size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
+    size = simd.compute_itemsize(dtype)
+    zero = splat(simd.as_compute_scalar(dtype, 0))
     candidates, slopes = lists
     weight_sums = zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
@@ -270,7 +285,8 @@ def compute_entmax_weights(dtype, lists, count, tau, alpha):
                 alpha,
             )
             if tau != tau:
-                w, slope = splat(tau), splat(tau)
+                w = splat(tau)
+                slope = splat(tau)
             store_value(candidates + size * c, w)
             store_value(slopes + size * c, slope)
             block_weights = vec_add(block_weights, w)
@@ -285,7 +301,8 @@ def compute_entmax_weights(dtype, lists, count, tau, alpha):
 @njit
 def scale_scores(dtype, scratch, S, row_max, alpha):
     """Replace scores by (alpha - 1)(s - max)."""
-    size, factor = simd.compute_itemsize(dtype), alpha - simd.as_compute_scalar(dtype, 1)
+    size = simd.compute_itemsize(dtype)
+    factor = alpha - simd.as_compute_scalar(dtype, 1)
     for c in range(0, S, SIMD_WIDTH):
         store_value(
             scratch + size * c,
@@ -301,11 +318,9 @@ VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 @njit
 def scatter_row(dtype, to, S, entries, count):
     """Write a row of zeros with the list's values at their key indices."""
-    size, zero, (candidates, indices) = (
-        simd.compute_itemsize(dtype),
-        simd.as_compute_scalar(dtype, 0),
-        entries,
-    )
+    size = simd.compute_itemsize(dtype)
+    zero = simd.as_compute_scalar(dtype, 0)
+    (candidates, indices) = entries
     end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
         store_value(to + size * c, splat(zero))
@@ -320,21 +335,20 @@ def scatter_row(dtype, to, S, entries, count):
 @njit
 def gather_weighted_values(dtype, values, width, to, entries, count):
     """Write the sum of the listed values, times their weights."""
-    size, zero, (candidates, indices) = (
-        simd.compute_itemsize(dtype),
-        splat(simd.as_compute_scalar(dtype, 0)),
-        entries,
-    )
+    size = simd.compute_itemsize(dtype)
+    zero = splat(simd.as_compute_scalar(dtype, 0))
+    (candidates, indices) = entries
     vector_bytes = size * SIMD_WIDTH
     for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
-        a0, a1, a2, a3 = zero, zero, zero, zero
+        a0 = zero
+        a1 = zero
+        a2 = zero
+        a3 = zero
         for n in range(count):
             w = splat(load_scalar(dtype, candidates + size * n))
             v = values + size * (load_int32(indices + 4 * n) * width + c)
-            a0, a1 = (
-                fma(w, load_vector(dtype, v), a0),
-                fma(w, load_vector(dtype, v + vector_bytes), a1),
-            )
+            a0 = fma(w, load_vector(dtype, v), a0)
+            a1 = fma(w, load_vector(dtype, v + vector_bytes), a1)
             a2 = fma(w, load_vector(dtype, v + 2 * vector_bytes), a2)
             a3 = fma(w, load_vector(dtype, v + 3 * vector_bytes), a3)
         store_value(to + size * c, a0)
@@ -370,12 +384,16 @@ def value_address(dtype, args, row, values):
 @njit
 def entmax_forward_row(dtype, args, row, scratch):
     """Compute the entmax weights of a row, or its weighted values."""
-    size, S, V = simd.compute_itemsize(dtype), args.num_keys, args.value_dim
+    size = simd.compute_itemsize(dtype)
+    S = args.num_keys
+    V = args.value_dim
     row_scores, candidates, slopes, _, indices = row_list_addresses(dtype, args, scratch)
     row_max = load_row(dtype, args, row, row_scores)
     alpha = load_scalar(dtype, args.alpha + size * head_of_row(args, row))
-    zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
-    tau, count = zero, 0
+    zero = simd.as_compute_scalar(dtype, 0)
+    one = simd.as_compute_scalar(dtype, 1)
+    tau = zero
+    count = 0
     if row_max != simd.as_compute_scalar(dtype, -math.inf):
         scale_scores(dtype, row_scores, S, row_max, alpha)
         count = collect_candidates(
@@ -399,7 +417,8 @@ def entmax_forward_row(dtype, args, row, scratch):
 @njit
 def grad_of_weights(dtype, args, row, lists, count):
     """Write the gradients of the listed weights; with values, also add to the values' gradients."""
-    size, (candidates, grads, indices) = simd.compute_itemsize(dtype), lists
+    size = simd.compute_itemsize(dtype)
+    (candidates, grads, indices) = lists
     store_value(
         grads + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(dtype, 0))
     )
@@ -412,16 +431,12 @@ def grad_of_weights(dtype, args, row, lists, count):
         return
     width = args.value_dim
     grad = args.grad + size * width * row
-    values, d_values = (
-        value_address(dtype, args, row, args.values),
-        value_address(dtype, args, row, args.d_values),
-    )
+    values = value_address(dtype, args, row, args.values)
+    d_values = value_address(dtype, args, row, args.d_values)
     for n in range(count):
         offset = size * load_int32(indices + 4 * n) * width
-        w, products = (
-            splat(load_scalar(dtype, candidates + size * n)),
-            splat(simd.as_compute_scalar(dtype, 0)),
-        )
+        w = splat(load_scalar(dtype, candidates + size * n))
+        products = splat(simd.as_compute_scalar(dtype, 0))
         for c in range(0, size * width, size * SIMD_WIDTH):
             g = load_vector(dtype, grad + c)
             products = fma(g, load_vector(dtype, values + offset + c), products)
@@ -434,17 +449,14 @@ def entmax_backward_row(dtype, args, row, scratch):
     """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of
     d alpha.
     """
-    size, S = simd.compute_itemsize(dtype), args.num_keys
+    size = simd.compute_itemsize(dtype)
+    S = args.num_keys
     row_scores, candidates, slopes, grads, indices = row_list_addresses(dtype, args, scratch)
-    row_state, alpha = (
-        args.row_state + size * ROW_STATE_SIZE * row,
-        args.alpha + size * head_of_row(args, row),
-    )
-    alpha, row_max, tau = (
-        load_scalar(dtype, alpha),
-        load_scalar(dtype, row_state),
-        load_scalar(dtype, row_state + size),
-    )
+    row_state = args.row_state + size * ROW_STATE_SIZE * row
+    alpha = args.alpha + size * head_of_row(args, row)
+    alpha = load_scalar(dtype, alpha)
+    row_max = load_scalar(dtype, row_state)
+    tau = load_scalar(dtype, row_state + size)
     zero = splat(simd.as_compute_scalar(dtype, 0))
     count = 0
     mean = simd.as_compute_scalar(dtype, 0)
@@ -457,7 +469,8 @@ def entmax_backward_row(dtype, args, row, scratch):
         )
         compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
         grad_of_weights(dtype, args, row, (candidates, grads, indices), count)
-        slope_sums, grad_sums = zero, zero
+        slope_sums = zero
+        grad_sums = zero
         for c in range(0, count, SIMD_WIDTH):
             slope = load_vector(dtype, slopes + size * c)
             slope_sums = vec_add(slope_sums, slope)
@@ -480,26 +493,23 @@ def entmax_backward_row(dtype, args, row, scratch):
 @njit
 def grad_alpha_of_row(dtype, lists, count, alpha, mean):
     """Return one row's part of the gradient of alpha (1909.00015, proposition 1)."""
-    size, zero, one, (candidates, grads) = (
-        simd.compute_itemsize(dtype),
-        simd.as_compute_scalar(dtype, 0),
-        simd.as_compute_scalar(dtype, 1),
-        lists,
-    )
-    grad_sum, log_grad_sum, log_sum = splat(zero), splat(zero), splat(zero)
+    size = simd.compute_itemsize(dtype)
+    zero = simd.as_compute_scalar(dtype, 0)
+    one = simd.as_compute_scalar(dtype, 1)
+    (candidates, grads) = lists
+    grad_sum = splat(zero)
+    log_grad_sum = splat(zero)
+    log_sum = splat(zero)
     for c in range(0, count, SIMD_WIDTH):
-        w, g = load_vector(dtype, candidates + size * c), load_vector(dtype, grads + size * c)
+        w = load_vector(dtype, candidates + size * c)
+        g = load_vector(dtype, grads + size * c)
         w_log_w = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
-        grad_sum, log_grad_sum, log_sum = (
-            fma(w, g, grad_sum),
-            fma(w_log_w, g, log_grad_sum),
-            vec_add(log_sum, w_log_w),
-        )
-    grad_sum, log_grad_sum, log_sum = (
-        reduce_sum(grad_sum),
-        reduce_sum(log_grad_sum),
-        reduce_sum(log_sum),
-    )
+        grad_sum = fma(w, g, grad_sum)
+        log_grad_sum = fma(w_log_w, g, log_grad_sum)
+        log_sum = vec_add(log_sum, w_log_w)
+    grad_sum = reduce_sum(grad_sum)
+    log_grad_sum = reduce_sum(log_grad_sum)
+    log_sum = reduce_sum(log_sum)
     return ((grad_sum - mean) / (alpha - one) - log_grad_sum + mean * log_sum) / (alpha - one)
 
 
@@ -517,7 +527,9 @@ def entmax_backward_head(dtype, args, item, scratch):
     """Backward pass of all rows that read one value head, so that only this thread adds to its
     gradients.
     """
-    H, T, G = args.num_heads, args.num_queries, args.num_value_heads
+    H = args.num_heads
+    T = args.num_queries
+    G = args.num_value_heads
     for h in range(H):
         if load_int64(args.value_head_of_head + 8 * h) == item % G:
             for t in range(T):

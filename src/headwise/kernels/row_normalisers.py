@@ -129,10 +129,8 @@ def masked_entmax(
     from which the backward pass recomputes the row.
     """
     _check_entmax_operands(s, allowed, alpha, v, value_heads)
-    args, row_state = (
-        _entmax_args(s, allowed, alpha, v, value_heads),
-        s.new_empty(*s.shape[:3], ROW_STATE_SIZE),
-    )
+    args = _entmax_args(s, allowed, alpha, v, value_heads)
+    row_state = s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
     output = s.new_empty(*s.shape[:3], s.shape[3] if v is None else args.value_dim)
     ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=row_state))
     return output if v is None else _unpad_channels(output, v), row_state
@@ -153,7 +151,8 @@ def masked_entmax_backward(
         s, allowed, alpha, values[0] if values else None, value_heads, row_state, grad
     )
     args = _entmax_args(s, allowed, alpha, values[0] if values else None, value_heads)
-    d_scores, d_alpha = s.new_empty(s.shape), s.new_empty(s.shape[:3])
+    d_scores = s.new_empty(s.shape)
+    d_alpha = s.new_empty(s.shape[:3])
     args = args.replace(output=d_scores, row_state=row_state.contiguous(), d_alpha=d_alpha)
     if not values:
         ENTMAX_KERNELS.launch("backward", s.dtype, args.replace(grad=grad.contiguous()))
@@ -196,7 +195,8 @@ def _score_args(s: Tensor, allowed: Tensor, num_lists: int) -> RowNormaliserArgs
     """Return the arguments of softmax, without its output; a scratch buffer
     holds `num_lists` rows.
     """
-    (_, heads, queries, keys), num_rows = s.shape, s.shape[:3].numel()
+    (_, heads, queries, keys) = s.shape
+    num_rows = s.shape[:3].numel()
     mask = allowed.expand(*allowed.shape[:3], keys).contiguous()
     return RowNormaliserArgs.make(
         num_items=-(-num_rows // ROWS_PER_ITEM),
@@ -262,7 +262,8 @@ def _(grad: Tensor, w: Tensor) -> Tensor:
 
 @masked_entmax_backward.register_fake
 def _(grad: Tensor, tensors: Sequence[Tensor], value_heads: Sequence[int]) -> list[Tensor]:
-    s, values = tensors[0], tensors[4:]
+    s = tensors[0]
+    values = tensors[4:]
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (s, *values)]
     return [grads[0], s.new_empty(s.shape[1]), *grads[1:]]
 
@@ -303,5 +304,6 @@ def _entmax_flops(s: Any, allowed: Any, alpha: Any, v: Any, value_heads: Any, **
 
 @register_flop_formula(torch.ops.headwise.masked_entmax_backward)
 def _entmax_backward_flops(grad: Any, tensors: Any, value_heads: Any, **kwargs: Any) -> int:
-    s, values = tensors[0], tensors[4:]
+    s = tensors[0]
+    values = tensors[4:]
     return 4 * s[0] * s[1] * s[2] * s[3] * values[0][3] if values else 0

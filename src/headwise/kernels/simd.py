@@ -58,7 +58,8 @@ class SimdVectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, kind.llvm_type)
 
 
-SIMD_FLOAT32, SIMD_FLOAT64 = SimdVector(types.float32), SimdVector(types.float64)
+SIMD_FLOAT32 = SimdVector(types.float32)
+SIMD_FLOAT64 = SimdVector(types.float64)
 
 
 def llvm_scalar_type(scalar_type: types.Type) -> ir.Type:
@@ -105,7 +106,8 @@ def _llvm_reduction(name: str, start: bool) -> Any:
     """Return the code generator of LLVM's reduction `name` of a vector, in the fastest order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number, vector = llvm_scalar_type(signature.return_type), signature.args[0].llvm_type
+        number = llvm_scalar_type(signature.return_type)
+        vector = signature.args[0].llvm_type
         suffix = "f64" if signature.return_type == types.float64 else "f32"
         function_type = ir.FunctionType(number, [number, vector] if start else [vector])
         call = cgutils.get_or_insert_function(
@@ -240,7 +242,8 @@ def _split_float(mantissa: bool) -> Any:
     def split_float(typing: Any, a: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = ir.VectorType(INT32, SIMD_WIDTH)
-            bits, shift = builder.bitcast(args[0], kind), ir.Constant(kind, [23] * SIMD_WIDTH)
+            bits = builder.bitcast(args[0], kind)
+            shift = ir.Constant(kind, [23] * SIMD_WIDTH)
             n = builder.ashr(builder.sub(bits, ir.Constant(kind, [_ROOT_BITS] * SIMD_WIDTH)), shift)
             if mantissa:
                 return builder.bitcast(
@@ -254,7 +257,8 @@ def _split_float(mantissa: bool) -> Any:
 
 
 _ROOT_BITS = int(np.float32(math.sqrt(0.5)).view(np.int32))
-_mantissa, _exponent = _split_float(mantissa=True), _split_float(mantissa=False)
+_mantissa = _split_float(mantissa=True)
+_exponent = _split_float(mantissa=False)
 
 
 @intrinsic
@@ -267,13 +271,12 @@ def _log_elementwise(typing: Any, a: Any) -> Any:
     return a(a), llvm_elementwise("log", 1)
 
 
-_LOG2E, _SHIFT, _EXP_UNDERFLOW = (
-    np.float32(1 / math.log(2)),
-    np.float32(1.5 * 2**23),
-    np.float32(-87.33),
-)
+_LOG2E = np.float32(1 / math.log(2))
+_SHIFT = np.float32(1.5 * 2**23)
+_EXP_UNDERFLOW = np.float32(-87.33)
 # ln 2 in two parts; the first has few bits, so that n times it is exact.
-_LN2_HIGH, _LN2_LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
+_LN2_HIGH = np.float32(-0.693359375)
+_LN2_LOW = np.float32(2.12194440e-4)
 _EXP_COEFFICIENTS = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
 
 
@@ -318,9 +321,12 @@ def _log_float32(x):
     x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to
     z^9 / 9, whose remainder is below 4e-10.
     """
-    m, n, one = _mantissa(x), _exponent(x), splat(np.float32(1.0))
+    m = _mantissa(x)
+    n = _exponent(x)
+    one = splat(np.float32(1.0))
     z = vec_div(vec_sub(m, one), vec_add(m, one))
-    square, sums = vec_mul(z, z), splat(_LOG_COEFFICIENTS[0])
+    square = vec_mul(z, z)
+    sums = splat(_LOG_COEFFICIENTS[0])
     for term in _LOG_COEFFICIENTS[1:]:
         sums = fma(sums, square, splat(term))
     return fma(n, splat(-_LN2_HIGH), fma(n, splat(-_LN2_LOW), vec_mul(sums, z)))
@@ -373,7 +379,8 @@ class StorageType(types.Type):
 
     def __init__(self, kind: str) -> None:
         super().__init__(name=f"storage dtype {kind}")
-        self.kind, self.vector_type = kind, SIMD_FLOAT64 if kind == "float64" else SIMD_FLOAT32
+        self.kind = kind
+        self.vector_type = SIMD_FLOAT64 if kind == "float64" else SIMD_FLOAT32
 
 
 @extending.register_model(StorageType)
@@ -444,8 +451,10 @@ def _make_load(is_vector: bool, is_stored: bool) -> Any:
     return load
 
 
-load_storage, load_storage_scalar = _make_load(True, True), _make_load(False, True)
-load_vector, load_scalar = _make_load(True, False), _make_load(False, False)
+load_storage = _make_load(True, True)
+load_storage_scalar = _make_load(False, True)
+load_vector = _make_load(True, False)
+load_scalar = _make_load(False, False)
 
 
 def _make_bf16_load(odd: int) -> Any:
@@ -457,7 +466,9 @@ def _make_bf16_load(odd: int) -> Any:
 
     @intrinsic
     def load_half(typing: Any, dtype: Any, address: Any) -> Any:
-        vector_type, kind, words = dtype.vector_type, dtype.kind, ir.VectorType(INT32, SIMD_WIDTH)
+        vector_type = dtype.vector_type
+        kind = dtype.kind
+        words = ir.VectorType(INT32, SIMD_WIDTH)
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             if kind != "bfloat16":
@@ -485,7 +496,8 @@ def _make_bf16_load(odd: int) -> Any:
     return load_half
 
 
-load_bf16_even, load_bf16_odd = _make_bf16_load(0), _make_bf16_load(1)
+load_bf16_even = _make_bf16_load(0)
+load_bf16_odd = _make_bf16_load(1)
 
 
 @intrinsic
@@ -515,10 +527,8 @@ def store_value(typing: Any, address: Any, value: Any) -> Any:
 def _store_quarter(typing: Any, address: Any, value: Any, quarter: Any) -> Any:
     """Store four elements of a vector: those of quarter `quarter`."""
     count = SIMD_WIDTH // 4
-    first, kind = (
-        count * quarter.literal_value,
-        ir.VectorType(llvm_scalar_type(value.scalar_type), count),
-    )
+    first = count * quarter.literal_value
+    kind = ir.VectorType(llvm_scalar_type(value.scalar_type), count)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         indices = ir.Constant(ir.VectorType(INT32, count), list(range(first, first + count)))
@@ -618,11 +628,9 @@ def _make_prefetch(level: int) -> Any:
     return prefetch
 
 
-prefetch_l2, prefetch_l1, prefetch_nontemporal = (
-    _make_prefetch(2),
-    _make_prefetch(3),
-    _make_prefetch(0),
-)
+prefetch_l2 = _make_prefetch(2)
+prefetch_l1 = _make_prefetch(3)
+prefetch_nontemporal = _make_prefetch(0)
 
 
 # --- Masks and stream compaction ------------------------------------------------------------------

@@ -53,11 +53,15 @@ def pack_tokens(dtype, args, scratch):
 
     A tile is [K / 32, T, 32], then the last 16 channels [T, 16] if K % 32 is 16.
     """
-    tokens, width, tile_size = args.num_tokens, args.width, min(args.num_tokens, GEMV_TILE_SIZE)
+    tokens = args.num_tokens
+    width = args.width
+    tile_size = min(args.num_tokens, GEMV_TILE_SIZE)
     full = width // GEMV_STEP * GEMV_STEP
     for m in range(tokens):
-        tile, row = scratch + 4 * width * (m // tile_size * tile_size), m % tile_size
-        token, to = args.x + storage_itemsize(dtype) * width * m, tile + 2 * CACHE_LINE_BYTES * row
+        tile = scratch + 4 * width * (m // tile_size * tile_size)
+        row = m % tile_size
+        token = args.x + storage_itemsize(dtype) * width * m
+        to = tile + 2 * CACHE_LINE_BYTES * row
         for c in range(0, full, GEMV_STEP):
             store_value(to, load_bf16_even(dtype, token + storage_itemsize(dtype) * c))
             store_value(
@@ -153,7 +157,8 @@ def dot_4_rows_1_token(dtype, w, x, y, shape, prefetch_address):
     `shape` is the row width and the bytes between two steps of the packed token.
     """
     width, stride = shape
-    a, step_bytes = zero_sums(dtype), storage_itemsize(dtype) * GEMV_STEP
+    a = zero_sums(dtype)
+    step_bytes = storage_itemsize(dtype) * GEMV_STEP
     for _ in range(width // GEMV_STEP):
         prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
@@ -230,7 +235,9 @@ def multiply_block(dtype, args, block, scratch, next_block):
     `next_block`.
     """
     w, rows, y = block
-    tokens, width, step = args.num_tokens, args.width, storage_itemsize(dtype) * args.num_rows
+    tokens = args.num_tokens
+    width = args.width
+    step = storage_itemsize(dtype) * args.num_rows
     tile_size = min(tokens, GEMV_TILE_SIZE)
     row_bytes = storage_itemsize(dtype) * width
     token_stride = 2 * CACHE_LINE_BYTES * tile_size
@@ -245,7 +252,8 @@ def multiply_block(dtype, args, block, scratch, next_block):
             dot_4_rows_1_token(dtype, rows_w, scratch, to, (width, token_stride), prefetch_address)
             continue
         for m in range(0, tokens, GEMV_TILE_SIZE):
-            tile, rest = 4 * width * m, tokens - m
+            tile = 4 * width * m
+            rest = tokens - m
             x = (
                 advance_addresses(four_offsets(0, rest, 2 * CACHE_LINE_BYTES), scratch + tile),
                 advance_addresses(four_offsets(0, rest, CACHE_LINE_BYTES), tail + tile),
@@ -264,11 +272,14 @@ def multiply_block(dtype, args, block, scratch, next_block):
 @njit
 def find_block(dtype, args, block):
     """Return the address of a block of rows, its number of rows, and the address of its outputs."""
-    matrix, rows_before, rows_per_block = args.matrices, 0, args.rows_per_block
+    matrix = args.matrices
+    rows_before = 0
+    rows_per_block = args.rows_per_block
     rows = load_int64(matrix + 8)
     while block * rows_per_block >= rows:
         block -= (rows + rows_per_block - 1) // rows_per_block
-        rows_before, matrix = rows_before + rows, matrix + 16
+        rows_before = rows_before + rows
+        matrix = matrix + 16
         rows = load_int64(matrix + 8)
     first = block * rows_per_block
     w = load_int64(matrix) + first * storage_itemsize(dtype) * args.width
@@ -287,12 +298,11 @@ def run_gemv(dtype, args):
         + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
     )
     pack_tokens(dtype, args, scratch)
-    num_blocks, item = args.num_items, fetch_and_increment(args_field_address(args, "next_item"))
+    num_blocks = args.num_items
+    item = fetch_and_increment(args_field_address(args, "next_item"))
     while item < num_blocks:
-        next_item, block = (
-            fetch_and_increment(args_field_address(args, "next_item")),
-            find_block(dtype, args, item),
-        )
+        next_item = fetch_and_increment(args_field_address(args, "next_item"))
+        block = find_block(dtype, args, item)
         multiply_block(
             dtype,
             args,

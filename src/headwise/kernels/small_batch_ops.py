@@ -90,7 +90,8 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
             fact = f"a matrix {list(matrix.shape)} has strides {matrix.stride()}"
             refuse_operands("small_batch_matmul", fact, "give a contiguous matrix")
     x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
-    num_rows, count = sum([matrix.shape[0] for matrix in matrices]), _tokens_per_pass(width)
+    num_rows = sum([matrix.shape[0] for matrix in matrices])
+    count = _tokens_per_pass(width)
     if width % SIMD_WIDTH or not width or not num_rows:
         fact = f"{len(matrices)} matrices have {num_rows} rows of {width} channels"
         refuse_operands(
@@ -119,7 +120,8 @@ def _run_gemv(x_MK: Tensor, matrices: Sequence[Tensor], y: Tensor) -> None:
     num_tokens, width = x_MK.shape
     table = matrix_table(matrices)
     tile_size = max(1, min(num_tokens, GEMV_TILE_SIZE))
-    num_rows, threads = sum(table[1::2]), launch.max_threads()
+    num_rows = sum(table[1::2])
+    threads = launch.max_threads()
     scratch_bytes = 4 * width * (-(-num_tokens // tile_size) * tile_size)
     rows_per_block = _rows_per_block(num_rows, width * x_MK.itemsize, threads)
     num_blocks = sum(

@@ -49,7 +49,8 @@ PLAN_ENTRY_BYTES = (
 def count_shared_spans(args, row, other_row, n):
     """Return the number of leading spans that two rows share; the first n are known to be equal."""
     count = args.num_spans
-    spans, other_spans = args.spans + 24 * row * count, args.spans + 24 * other_row * count
+    spans = args.spans + 24 * row * count
+    other_spans = args.spans + 24 * other_row * count
     while (
         n < count
         and load_int64(spans + 24 * n) == load_int64(other_spans + 24 * n)
@@ -65,11 +66,9 @@ def find_row_with_page(args, row):
     """Return True if an earlier row begins with the same page; otherwise add this row to the hash
     table.
     """
-    hash_table, last, step = (
-        args.page_hash_table,
-        hash_table_size(args.batch) - 1,
-        24 * args.num_spans,
-    )
+    hash_table = args.page_hash_table
+    last = hash_table_size(args.batch) - 1
+    step = 24 * args.num_spans
     page = load_int64(args.spans + step * row)
     n = page & last
     while load_int64(hash_table + 8 * n) >= 0:
@@ -89,9 +88,11 @@ def order_rows_by_prefix(args):
     for n in range(hash_table_size(args.batch)):
         store_value(args.page_hash_table + 8 * n, -1)
     for row in range(args.batch):
-        order_index, num_shared = row, 0
+        order_index = row
+        num_shared = 0
         if args.num_spans and find_row_with_page(args, row):
-            order_index, num_shared = 1, count_shared_spans(args, row, load_int64(order), 0)
+            order_index = 1
+            num_shared = count_shared_spans(args, row, load_int64(order), 0)
         while order_index < row and load_int64(order + 24 * order_index + 8) >= num_shared:
             if load_int64(order + 24 * order_index + 8) == num_shared:
                 num_shared = count_shared_spans(
@@ -112,12 +113,17 @@ def split_row(args, order_index, n):
     Also replaces the row's count of shared spans by its shared keys, and stores its number of keys.
     Returns the next split number; a row without keys has one split.
     """
-    entry, starts, num_keys, num_shared = args.row_order + 24 * order_index, args.split_starts, 0, 0
-    count, spans = args.num_spans, load_int64(entry + 8)
+    entry = args.row_order + 24 * order_index
+    starts = args.split_starts
+    num_keys = 0
+    num_shared = 0
+    count = args.num_spans
+    spans = load_int64(entry + 8)
     span = args.spans + 24 * load_int64(entry) * count
     store_value(starts + 24 * n + 16, 0)
     for index in range(count):
-        slot, end = load_int64(span + 24 * index + 8), load_int64(span + 24 * index + 16)
+        slot = load_int64(span + 24 * index + 8)
+        end = load_int64(span + 24 * index + 16)
         while slot < end:
             if num_keys % KV_SPLIT_SIZE == 0:
                 start = starts + 24 * (n + num_keys // KV_SPLIT_SIZE)
@@ -125,7 +131,8 @@ def split_row(args, order_index, n):
                 store_value(start + 8, slot)
                 store_value(start + 16, 0)
             step = min(end - slot, KV_SPLIT_SIZE - num_keys % KV_SPLIT_SIZE)
-            slot, num_keys = slot + step, num_keys + step
+            slot = slot + step
+            num_keys = num_keys + step
         num_shared = num_keys if index < spans else num_shared
     store_value(entry + 8, num_shared)
     store_value(entry + 16, num_keys)
@@ -149,11 +156,9 @@ def append_plan_entry(args, entry, row_range, position, split_position):
     """Write a plan entry: the rows that read it, its first key and number of keys, its split.
     Return the next index.
     """
-    (order_index, rows), (n, slot, count), (split, is_first_block) = (
-        row_range,
-        position,
-        split_position,
-    )
+    (order_index, rows) = row_range
+    (n, slot, count) = position
+    (split, is_first_block) = split_position
     address = args.plan + PLAN_ENTRY_BYTES * entry
     store_value(address, order_index)
     store_value(address + 8, rows)
@@ -184,10 +189,12 @@ def shares_whole_split(args, order_index, rows, begin):
 @njit
 def advance_position(args, row, position, count):
     """Return the span and slot of the key `count` keys after a position of a row."""
-    (n, slot), spans = position, args.spans + 24 * row * args.num_spans
+    (n, slot) = position
+    spans = args.spans + 24 * row * args.num_spans
     while count > 0:
         step = max(0, min(count, load_int64(spans + 24 * n + 16) - slot))
-        slot, count = slot + step, count - step
+        slot = slot + step
+        count = count - step
         if count > 0:
             n += 1
             slot = load_int64(spans + 24 * n + 8)
@@ -252,7 +259,8 @@ def count_rows_sharing_block(args, order_index, begin, max_rows):
 
     The last rows are divided evenly rather than leaving a small remainder.
     """
-    rows, batch = 1, args.batch
+    rows = 1
+    batch = args.batch
     while (
         rows < 2 * max_rows
         and order_index + rows < batch
@@ -267,10 +275,8 @@ def plan_shared_split(args, entry, order_index, split, max_rows):
     """Write the plan entries of one split for a row and the following rows that share its first
     block.
     """
-    order, rows = (
-        args.row_order,
-        count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows),
-    )
+    order = args.row_order
+    rows = count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows)
     for other_index in range(order_index + 1, order_index + rows):
         first = load_int64(args.row_splits + 24 * load_int64(order + 24 * other_index))
         store_value(args.split_starts + 24 * (first + split) + 16, 1)
@@ -291,7 +297,9 @@ def lay_out_plan_tables(args):
     """Write the addresses of the plan's tables into the kernel arguments, sized for
     `args.max_splits` splits.
     """
-    max_splits, batch, begin = args.max_splits, args.batch, args.plan
+    max_splits = args.max_splits
+    batch = args.batch
+    begin = args.plan
     store_arg(args, "work_items", begin + PLAN_ENTRY_BYTES * 4 * max_splits)
     store_arg(args, "split_starts", args.work_items + 8 * (max_splits + 1))
     store_arg(args, "row_splits", args.split_starts + 24 * max_splits)
@@ -306,13 +314,14 @@ def plan_split_kv(args):
     take.
     """
     lay_out_plan_tables(args)
-    order, n, entry, item = args.row_order, 0, 0, 0
+    order = args.row_order
+    n = 0
+    entry = 0
+    item = 0
     order_rows_by_prefix(args)
     for order_index in range(args.batch):
-        row_split, end = (
-            args.row_splits + 24 * load_int64(order + 24 * order_index),
-            split_row(args, order_index, n),
-        )
+        row_split = args.row_splits + 24 * load_int64(order + 24 * order_index)
+        end = split_row(args, order_index, n)
         store_value(row_split, n)
         store_value(row_split + 8, end - n)
         store_value(row_split + 16, 0)
@@ -323,7 +332,8 @@ def plan_split_kv(args):
         for split in range(load_int64(row_split + 8)):
             if not load_int64(args.split_starts + 24 * (load_int64(row_split) + split) + 16):
                 store_value(args.work_items + 8 * item, entry)
-                entry, item = plan_shared_split(args, entry, order_index, split, max_rows), item + 1
+                entry = plan_shared_split(args, entry, order_index, split, max_rows)
+                item = item + 1
     store_value(args.work_items + 8 * item, entry)
     store_arg(args, "num_items", item)
 
@@ -334,15 +344,22 @@ def fill_block_addresses(args, row, n, slot, scratch, count):
 
     Returns the span and slot after the last of them.
     """
-    spans, page = args.spans + 24 * row * args.num_spans, args.page_size
-    k, v = args.k, args.v
-    k_page, v_page, s_page = args.k_page_stride, args.v_page_stride, args.scale_page_stride
-    k_slot, v_slot, s_slot = args.k_slot_stride, args.v_slot_stride, args.scale_slot_stride
+    spans = args.spans + 24 * row * args.num_spans
+    page = args.page_size
+    k = args.k
+    v = args.v
+    k_page = args.k_page_stride
+    v_page = args.v_page_stride
+    s_page = args.scale_page_stride
+    k_slot = args.k_slot_stride
+    v_slot = args.v_slot_stride
+    s_slot = args.scale_slot_stride
     for i in range(count):
         while slot >= load_int64(spans + 24 * n + 16):
             n += 1
             slot = load_int64(spans + 24 * n + 8)
-        page_index, to = load_int64(spans + 24 * n), scratch + 8 * i
+        page_index = load_int64(spans + 24 * n)
+        to = scratch + 8 * i
         store_value(to + KEYS_OFFSET, k + page_index * k_page + slot * k_slot)
         store_value(to + VALUES_OFFSET, v + page_index * v_page + slot * v_slot)
         store_value(to + SCALES_OFFSET, page_index * s_page + slot * s_slot)
@@ -382,7 +399,9 @@ def search_invalid_span(args):
     """
     for n in range(args.num_spans - 1, -1, -1):
         span = args.spans + 24 * n
-        page, begin, end = load_int64(span), load_int64(span + 8), load_int64(span + 16)
+        page = load_int64(span)
+        begin = load_int64(span + 8)
+        end = load_int64(span + 16)
         if begin < end and (
             begin < 0 or end > args.page_size or page < 0 or page >= args.num_pages
         ):

@@ -70,8 +70,12 @@ def philox(counter: Sequence[RandomWords], key: tuple[int, int]) -> list[RandomW
     a, b, c, d = counter
     for step in range(ROUNDS):
         first, second = (np.uint64((key[n] + step * STRIDES[n]) & int(LOW)) for n in (0, 1))
-        low, high = FACTORS[0] * a, FACTORS[1] * c
-        a, b, c, d = (high >> HALF) ^ b ^ first, high & LOW, (low >> HALF) ^ d ^ second, low & LOW
+        low = FACTORS[0] * a
+        high = FACTORS[1] * c
+        a = (high >> HALF) ^ b ^ first
+        b = high & LOW
+        c = (low >> HALF) ^ d ^ second
+        d = low & LOW
     return [a, b, c, d]
 
 
@@ -134,11 +138,10 @@ class RandomStreams:
         + n, and takes the largest of these if the sample occurred before. A Fisher-Yates shuffle
         orders it.
         """
-        rows, places = np.arange(len(self)), np.arange(count)
-        sample, swaps = (
-            self.integers(limit - count + 1 + places, count),
-            places + self.integers(count - places, count),
-        )
+        rows = np.arange(len(self))
+        places = np.arange(count)
+        sample = self.integers(limit - count + 1 + places, count)
+        swaps = places + self.integers(count - places, count)
         for place in range(1, count):
             is_repeated = (sample[:, :place] == sample[:, place, None]).any(1)
             sample[is_repeated, place] = limit - count + place
@@ -197,9 +200,7 @@ class RandomStream:
             for part in (STREAM_MARK, self.number & int(LOW), self.number >> 32)
         ]
         words = philox([block, *row], (self.seed & int(LOW), self.seed >> 32))
-        high, low = (
-            np.stack([words[0], words[2]], 1).ravel(),
-            np.stack([words[1], words[3]], 1).ravel(),
-        )
+        high = np.stack([words[0], words[2]], 1).ravel()
+        low = np.stack([words[1], words[3]], 1).ravel()
         whole = (high >> np.uint64(6) << np.uint64(26)) | (low >> np.uint64(6))
         return ((whole.astype(np.float64) + 0.5) / 2.0**52).tolist()
