@@ -361,7 +361,7 @@ def test_every_command_with_an_output_is_in_the_table():
         if '"--out"' in text or "add_overwrite_argument(" in text
     }
     tested = {"trace", "view", "heads", "train", "study", "demo", "learn"}
-    assert writing == {*tested, "arguments", "compression_arguments", "comparison_options"}
+    assert writing == {*tested, "arguments", "compression_arguments", "cost"}
 
 
 # --- Python functions -----------------------------------------------------------------------------

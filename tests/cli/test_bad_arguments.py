@@ -16,8 +16,8 @@ import pytest
 import headwise as hw
 from headwise import cli
 from headwise.backends import backend_report
-from headwise.cli import known_names
 from headwise.cli.argument_checks import read_head_counts
+from headwise.costs.activations import BACKEND_PROFILES
 from headwise.errors import SpecError
 from headwise.hub import pretrained_models
 from headwise.models import save_load
@@ -575,7 +575,7 @@ def test_other_configs_have_no_counts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("command", "option", "names"),
     [
-        ("cost", "--profile", known_names.ACTIVATION_PROFILES),
+        ("cost", "--profile", BACKEND_PROFILES),
         ("why", "--when", backend_report.STATES),
     ],
 )

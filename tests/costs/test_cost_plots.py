@@ -168,7 +168,7 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
     ("argv", "message"),
     [
         (("gqa", "--match", "params"), "there is only gqa; name one more"),
-        (("gqa", "mqa", "--match", "width"), "--match 'width' is unknown; give one of"),
+        (("gqa", "mqa", "--match", "width"), "--match 'width' is unknown; use one of"),
         (("gqa", "mqa", "--resize", "dim"), "--resize dim changes nothing without --match"),
         (
             ("gqa", "mqa", "--match", "params", "--resize", "dimm"),
@@ -180,7 +180,7 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
         ),
         (("gqa", "mqa", "--match", "kv", "--resize", "q"), "cannot resize mqa to match gqa: no q"),
         (("gqa", "mha", "--match", "kv"), "is not causal, so that there is no KV cache"),
-        (("gqa", "--complexity", "guessed"), "--complexity 'guessed' is unknown; give one of"),
+        (("gqa", "--complexity", "guessed"), "--complexity 'guessed' is unknown; use one of"),
         (("gqa", "--complexity", "--kernel", "1"), "kernel must be a whole number from 2"),
         (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),
         (("gqa", "--plot", "a.jpg"), "'.jpg' is not supported"),

@@ -134,16 +134,6 @@ class SpecOptions(Options):
                 )
 
 
-def add_set_argument(
-    parser: argparse._ActionsContainer,
-    help_text: str = "change a field, as in heads.kv=4 or pattern='window(256)'; repeatable",
-) -> None:
-    """Add `--set KEY=VALUE`."""
-    parser.add_argument(
-        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help=help_text
-    )
-
-
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--json`."""
     parser.add_argument(
@@ -173,13 +163,6 @@ def terminal_language(option: str | None) -> str:
         print_note(f"{fact}, so texts are in English; set PYTHONIOENCODING=utf-8")
         return "en"
     return language
-
-
-def add_overwrite_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--overwrite`."""
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier output of this command"
-    )
 
 
 def existing_mode(args: Any) -> Existing:

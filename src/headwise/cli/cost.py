@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import SpecError, suggest
 from .arguments import (
-    add_json_argument,
-    add_overwrite_argument,
-    add_set_argument,
     existing_mode,
     list_spec_keys,
     print_page,
@@ -20,8 +16,7 @@ from .arguments import (
     short_name,
     to_json,
 )
-from .command_parser import CommandParser, UsageError
-from .known_names import ACTIVATION_PROFILES
+from .options import CommandParser, Options, UsageError, options
 
 if TYPE_CHECKING:
     from ..costs.components import SpecOrModel
@@ -30,11 +25,8 @@ if TYPE_CHECKING:
     from ..report.data import Item
     from ..spec.attention_spec import AttentionSpec
 
-SOURCE_NAMES = "zhihu-624740065, seeds, paper-2022, palm or scaling-book"
-OPTIMISER_NAMES = "zero, megatron, zhihu-624740065, adam-fp32, sgd-momentum or muon"
-MATCH_QUANTITIES = ("params", "flops", "kv")
-PLOT_KINDS = ("all", "roofline", "kv", "flops")
-DEFAULT_KERNEL, DEFAULT_WINDOW = 3, 64
+DEFAULT_KERNEL = 3
+DEFAULT_WINDOW = 64
 # Options and views for which CSV has no room: it has one line for each spec.
 NOT_IN_CSV = ("operations", "terms", "verify")
 
@@ -48,10 +40,17 @@ class View(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Print the costs of every target on the command line."""
-    args = _parse_arguments(_parser(), argv)
+    args = _parse_arguments(argv)
     if args.article is not None:
         return _print_article(args)
-    _check_arguments(args)
+    if args.plot is not None:
+        from ..report.plots import check_figure_path
+
+        check_figure_path(args.plot, existing_mode(args))
+    if args.measure:
+        from ..costs.roofline import remeasure_this_machine
+
+        remeasure_this_machine()
     costs, matches = _match_sizes(args, estimate_costs(args))
     views = {"matched": matches} if matches else {}
     for name, (is_wanted, make_view) in VIEWS.items():
@@ -67,9 +66,7 @@ def main(argv: list[str]) -> int:
     return 1 if any(not check["holds"] for of_spec in checks for check in of_spec) else 0
 
 
-def _list_items(
-    args: argparse.Namespace, costs: CostReport, views: Mapping[str, View]
-) -> list[Item]:
+def _list_items(args: CostOptions, costs: CostReport, views: Mapping[str, View]) -> list[Item]:
     items: list[Item] = [*costs.operations] if args.operations else []
     items += costs.terms if args.terms else []
     for view in views.values():
@@ -86,112 +83,137 @@ def _format_items(items: Sequence[Item]) -> str:
 # --- Options --------------------------------------------------------------------------------------
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "cost",
-        "Estimate what attention layers and models cost before they run: parameters, FLOPs, KV "
-        "cache, and the least time.",
-        "headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16",
-        "headwise cost path/to/config.json --generate 256 --operations",
-    )
-    add = parser.add_argument
-    what = "a preset, a model such as gpt3, a file or a folder"
-    add("specs", nargs="*", metavar="WHAT", help=what)
-    add("--model", type=int, metavar="WIDTH", help="model dimension of the presets")
-    add("--heads", type=int, metavar="COUNT", help="number of query heads of the presets")
-    add_set_argument(parser)
-    place = "one block of a model (3 or encoder.3), or 3.attention"
-    add("--layer", metavar="PLACE", help=place)
-    context = "tokens per row (default: 2048, or the maximum of a model)"
-    add("--context", type=int, metavar="TOKENS", help=context)
-    generate = "tokens to generate after the context"
-    add("--generate", type=int, default=0, metavar="TOKENS", help=generate)
-    add("--batch", type=int, default=1, metavar="ROWS", help="batch size")
-    dtypes = "bf16, fp16, fp32, fp8, int8 or mxfp4"
-    add("--dtype", default="bf16", metavar="NAME", help=dtypes)
-    devices = "h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here"
-    add("--device", default="h200", metavar="NAME", help=devices)
-    measure = "measure this machine again, for --device here"
-    add("--measure", action="store_true", help=measure)
-    operations = "table of operations: FLOPs, bytes, least time, bottleneck"
-    add("--operations", action="store_true", help=operations)
-    add_json_argument(parser)
+@options
+class CostOptions(Options):
+    """Estimate what attention layers and models cost before they run: parameters, FLOPs, KV cache,
+    and the least time.
 
-    add = parser.add_argument_group("comparing").add_argument
-    match = "resize each spec to match the first: params, flops or kv"
-    add("--match", choices=MATCH_QUANTITIES, metavar="WHAT", help=match)
+    WHAT  a preset, a model such as gpt3, a file or a folder
+    --model WIDTH  model dimension of the presets
+    --heads COUNT  number of query heads of the presets
+    --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable
+    --layer PLACE  one block of a model (3 or encoder.3), or 3.attention
+    --context TOKENS  tokens per row (default: 2048, or the maximum of a model)
+    --generate TOKENS  tokens to generate after the context
+    --batch ROWS  batch size
+    --dtype NAME  bf16, fp16, fp32, fp8, int8 or mxfp4
+    --device NAME  h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here
+    --measure  measure this machine again, for --device here
+    --match WHAT  resize each spec to match the first: params, flops or kv
+    --operations  table of operations: FLOPs, bytes, least time, bottleneck
+    --plot FILE  draw plots into a .svg, .png or .pdf file
+    --csv  print CSV with one line per spec instead of the table
+    --json  print one JSON document instead of text
 
-    add = parser.add_argument_group("other output formats").add_argument
-    add("--csv", action="store_true", help="print CSV with one line per spec instead of the table")
-    add("--plot", metavar="FILE", help="draw plots into a .svg, .png or .pdf file")
+    details of comparing:
+    --resize [SPEC=]SIZE  size that --match changes: dim, vdim, kv, q, model, or one of a part, as
+        in mla=project.rank; repeatable
+    --complexity [HOW=counted]  compare with recurrent and convolutional layers: counted by formulas
+        (also without HOW), or measured
+    --kernel TOKENS  kernel of its convolutions (default: 3)
+    --window TOKENS  window of its local attention (default: 64)
 
-    add = parser.add_expert_group("details of comparing").add_argument
-    resize = (
-        "size that --match changes: dim, vdim, kv, q, model, or one of a part, as in "
-        "mla=project.rank"
-    )
-    add("--resize", action="append", default=[], metavar="[SPEC=]SIZE", help=resize)
-    add(
-        "--complexity",
-        nargs="?",
-        const="counted",
-        choices=("counted", "measured"),
-        metavar="HOW",
-        help=(
-            "compare with recurrent and convolutional layers: counted by formulas (also without "
-            "HOW), or measured"
-        ),
-    )
-    kernel = f"kernel of its convolutions (default: {DEFAULT_KERNEL})"
-    add("--kernel", type=int, metavar="TOKENS", help=kernel)
-    window = f"window of its local attention (default: {DEFAULT_WINDOW})"
-    add("--window", type=int, metavar="TOKENS", help=window)
+    published formulas:
+    --published NAME  compare with published formulas: zhihu-624740065, seeds, paper-2022, palm or
+        scaling-book; repeatable
+    --article NUMBER  table of an article with numbers of GPT-3 and LLaMA-65B: 624740065
 
-    add = parser.add_expert_group("published formulas").add_argument
-    published = f"compare with published formulas: {SOURCE_NAMES}"
-    add("--published", action="append", default=[], metavar="NAME", help=published)
-    article = "table of an article with numbers of GPT-3 and LLaMA-65B: 624740065"
-    add("--article", metavar="NUMBER", help=article)
+    memory of training:
+    --optimiser NAME  memory of weights, gradients and optimiser: zero, megatron, zhihu-624740065,
+        adam-fp32, sgd-momentum or muon
+    --activations  bytes saved for the backward pass, by step
+    --profile NAME  backend that attention runs on in training: dense, chunked, bf16_matmul, sdpa or
+        flash-cuda
+    --checkpoint WHAT  what the backward pass recomputes: none, block or core (default: none)
+    --dropout RATE  dropout rate after every residual branch (default: 0)
 
-    add = parser.add_expert_group("memory of training").add_argument
-    optimiser = f"memory of weights, gradients and optimiser: {OPTIMISER_NAMES}"
-    add("--optimiser", metavar="NAME", help=optimiser)
-    activations = "bytes saved for the backward pass, by step"
-    add("--activations", action="store_true", help=activations)
-    profiles = ", ".join(ACTIVATION_PROFILES)
-    profile = f"backend that attention runs on in training: {profiles}"
-    add("--profile", metavar="NAME", help=profile)
-    checkpoint = "what the backward pass recomputes: none, block or core (default: none)"
-    add("--checkpoint", metavar="WHAT", help=checkpoint)
-    dropout = "dropout rate after every residual branch (default: 0)"
-    add("--dropout", type=float, metavar="RATE", help=dropout)
+    plots:
+    --overwrite  replace an earlier output of this command
+    --plot-kind KIND  roofline, kv, flops or all (default: all)
 
-    group = parser.add_expert_group("plots")
-    add_overwrite_argument(group)
-    kinds = f"{', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default: {PLOT_KINDS[0]})"
-    group.add_argument("--plot-kind", metavar="KIND", help=kinds)
+    specs and formulas:
+    --source TOKENS  tokens that cross-attention reads (default: the context)
+    --weights DTYPE  format of the weights, such as fp8 (default: as stored, or --dtype)
+    --terms  every term with the formula that it was computed by
+    --verify  check every formula against a small layer that is run
 
-    add = parser.add_expert_group("specs and formulas").add_argument
-    source = "tokens that cross-attention reads (default: the context)"
-    add("--source", type=int, metavar="TOKENS", help=source)
-    weights = "format of the weights, such as fp8 (default: as stored, or --dtype)"
-    add("--weights", metavar="DTYPE", help=weights)
-    terms = "every term with the formula that it was computed by"
-    add("--terms", action="store_true", help=terms)
-    verify = "check every formula against a small layer that is run"
-    add("--verify", action="store_true", help=verify)
-    return parser
+    examples:
+    headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16
+    headwise cost path/to/config.json --generate 256 --operations
+    """
+
+    command = "cost"
+    names = {"WHAT": "specs", "--set": "changes"}
+    choices = {"match": "params flops kv", "complexity": "counted measured"}
+    specs: tuple[str, ...] = ()
+    model: int | None = None
+    heads: int | None = None
+    changes: tuple[str, ...] = ()
+    layer: str | None = None
+    context: int | None = None
+    generate: int = 0
+    batch: int = 1
+    dtype: str = "bf16"
+    device: str = "h200"
+    measure: bool = False
+    match: str | None = None
+    operations: bool = False
+    plot: str | None = None
+    csv: bool = False
+    json: bool = False
+    resize: tuple[str, ...] = ()
+    complexity: str | None = None
+    kernel: int | None = None
+    window: int | None = None
+    published: tuple[str, ...] = ()
+    article: str | None = None
+    optimiser: str | None = None
+    activations: bool = False
+    profile: str | None = None
+    checkpoint: str | None = None
+    dropout: float | None = None
+    overwrite: bool = False
+    plot_kind: str | None = None
+    source: int | None = None
+    weights: str | None = None
+    terms: bool = False
+    verify: bool = False
+
+    def check(self) -> None:
+        """Refuse options that have no effect."""
+        if self.measure and self.device != "here":
+            fact = f"--measure measures this machine, but the device is {self.device}"
+            raise UsageError(f"{fact}; add --device here")
+        if self.resize and self.match is None:
+            fact = f"--resize {self.resize[0]} changes nothing without --match"
+            raise UsageError(f"{fact}; give --match params, flops or kv")
+        if not self.complexity and (self.kernel is not None or self.window is not None):
+            raise UsageError(
+                "--kernel and --window are sizes of --complexity; give it, or leave them out"
+            )
+        if self.profile == "":
+            raise UsageError("--profile is empty; leave it out, or name one such as sdpa")
+        if self.csv and self.json:
+            raise UsageError("--csv and --json are two forms of one document; leave one out")
+        if self.plot is None and self.plot_kind is not None:
+            fact = f"--plot-kind {self.plot_kind} draws nothing without a file"
+            raise UsageError(f"{fact}; give --plot costs.svg")
+        if self.article is not None and self.specs:
+            fact = f"--article {self.article} is a table of models of its own"
+            raise UsageError(f"{fact}; leave {self.specs[0]} out")
 
 
-def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str]) -> CostOptions:
     """Parse the command line; for an unknown option that is a key of a spec, suggest --set."""
-    args, unknown = parser.parse_known_args(argv)
+    parser = CommandParser(CostOptions)
+    given, unknown = parser.parse_known_args(argv)
+    args = CostOptions(**vars(given))
     if not unknown:
         return args
     option, *value = unknown[0].split("=", 1) + unknown[1:2]
     suffix = f".{option.removeprefix('--')}"
     for name in args.specs:
-        keys = [key for key in list_spec_keys(load_target(name, args, [])) if key.endswith(suffix)]
+        keys = [key for key in list_spec_keys(load_target(name, args, ())) if key.endswith(suffix)]
         if keys:
             change = f"{keys[0]}={value[0] if value else ''}"
             fact = f"there is no option {option}, but {name} has {keys[0]}"
@@ -203,41 +225,10 @@ def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespa
     return parser.reject_unknown(unknown)
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Refuse options that have no effect, and files that may not be written; measure the machine
-    if that is asked for.
-    """
-    if args.measure and args.device != "here":
-        fact = f"--measure measures this machine, but the device is {args.device}"
-        raise UsageError(f"{fact}; add --device here")
-    if args.resize and args.match is None:
-        fact = f"--resize {args.resize[0]} changes nothing without --match"
-        raise UsageError(f"{fact}; give --match params, flops or kv")
-    if not args.complexity and (args.kernel is not None or args.window is not None):
-        raise UsageError(
-            "--kernel and --window are sizes of --complexity; give it, or leave them out"
-        )
-    if args.profile == "":
-        raise UsageError("--profile is empty; leave it out, or name one such as sdpa")
-    if args.csv and args.json:
-        raise UsageError("--csv and --json are two forms of one document; leave one out")
-    if args.plot is not None:
-        from ..report.plots import check_figure_path
-
-        check_figure_path(args.plot, existing_mode(args))
-    elif args.plot_kind is not None:
-        fact = f"--plot-kind {args.plot_kind} draws nothing without a file"
-        raise UsageError(f"{fact}; give --plot costs.svg")
-    if args.measure:
-        from ..costs.roofline import remeasure_this_machine
-
-        remeasure_this_machine()
-
-
 # --- What is estimated ----------------------------------------------------------------------------
 
 
-def estimate_costs(args: argparse.Namespace) -> CostReport:
+def estimate_costs(args: CostOptions) -> CostReport:
     """Estimate the cost of every target on the command line, in its order."""
     if not args.specs:
         raise UsageError(
@@ -248,9 +239,10 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
     from ..costs.workload import Workload
 
     targets = [load_target(name, args, args.changes) for name in args.specs]
-    sizes = (args.batch, args.context, args.dtype, args.device, args.source, args.generate)
+    names = ("batch", "context", "dtype", "device", "source", "generate")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
     weights = STORED if args.weights is None else args.weights
-    workload = Workload(*sizes, weights=weights).fitted_to(targets)
+    workload = Workload(**given, weights=weights).fitted_to(targets)
     short_names = [short_name(name) for name in args.specs]
     estimates: list[CostEstimate] = []
     for name, short, target in zip(args.specs, short_names, targets, strict=True):
@@ -259,7 +251,7 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
     return CostReport(tuple(estimates))
 
 
-def load_target(name: str, args: argparse.Namespace, changes: list[str]) -> SpecOrModel:
+def load_target(name: str, args: CostOptions, changes: Sequence[str]) -> SpecOrModel:
     """Load the spec or model with this name, or the layer of it that --layer selects."""
     from ..costs.workload import select_layer
     from ..model_spec import ModelSpec
@@ -290,7 +282,7 @@ def with_unique_names(costs: CostReport) -> dict[str, CostEstimate]:
 # --- `--match` ------------------------------------------------------------------------------------
 
 
-def _match_sizes(args: argparse.Namespace, costs: CostReport) -> tuple[CostReport, View | None]:
+def _match_sizes(args: CostOptions, costs: CostReport) -> tuple[CostReport, View | None]:
     """With --match, resize every spec to match the first; return the new estimates, and a report of
     the changes.
     """
@@ -323,7 +315,7 @@ def _match_sizes(args: argparse.Namespace, costs: CostReport) -> tuple[CostRepor
     return CostReport(tuple(estimates)), view
 
 
-def _free_sizes(args: argparse.Namespace, names: list[str]) -> dict[str, str | None]:
+def _free_sizes(args: CostOptions, names: list[str]) -> dict[str, str | None]:
     """Return the size that --resize names for each spec; None if it names none."""
     free: dict[str, str | None] = dict.fromkeys(names)
     for text in args.resize:
@@ -348,7 +340,7 @@ def _spec_to_match(name: str, estimate: CostEstimate) -> AttentionSpec:
 # --- Reports besides the table of costs -----------------------------------------------------------
 
 
-def _published_view(args: argparse.Namespace, costs: CostReport) -> View:
+def _published_view(args: CostOptions, costs: CostReport) -> View:
     """Compare published formulas with the estimates, by source."""
     from ..costs.published_formulas import FormulaSource, compare_formulas
 
@@ -369,12 +361,12 @@ def _published_view(args: argparse.Namespace, costs: CostReport) -> View:
     return View(data, items)
 
 
-def _optimiser_view(args: argparse.Namespace, costs: CostReport) -> View:
+def _optimiser_view(args: CostOptions, costs: CostReport) -> View:
     """Bytes of weights, gradients and optimiser state."""
     from ..costs.training_memory import OptimiserMemory
     from ..report.data import Table
 
-    optimiser = OptimiserMemory.from_name(args.optimiser)
+    optimiser = OptimiserMemory.from_name(args.optimiser or "")
     each = optimiser.bytes_per_parameter
     rows: list[dict[str, Any]] = []
     for estimate in costs:
@@ -392,7 +384,7 @@ def _optimiser_view(args: argparse.Namespace, costs: CostReport) -> View:
     return View(data, [Table(title, ["bytes", *names], cells)])
 
 
-def _activations_view(args: argparse.Namespace, costs: CostReport) -> View:
+def _activations_view(args: CostOptions, costs: CostReport) -> View:
     """Activation memory of training: saved and peak bytes, and recomputed FLOPs."""
     from ..costs import training_memory
     from ..report.data import Table
@@ -428,7 +420,7 @@ def _activations_view(args: argparse.Namespace, costs: CostReport) -> View:
     return View(data, items)
 
 
-def _complexity_view(args: argparse.Namespace, costs: CostReport) -> View:
+def _complexity_view(args: CostOptions, costs: CostReport) -> View:
     """The table of complexities; with --complexity measured, the scaling and the reach of small
     layers.
     """
@@ -456,16 +448,17 @@ def _complexity_view(args: argparse.Namespace, costs: CostReport) -> View:
     return View(data, [*table.items, *scaling.items, *reach.items])
 
 
-def _plot_view(args: argparse.Namespace, costs: CostReport) -> View:
+def _plot_view(args: CostOptions, costs: CostReport) -> View:
     """Draw the plot into its file."""
     from ..costs.cost_plots import save_plot
 
-    kind = args.plot_kind or PLOT_KINDS[0]
+    kind = args.plot_kind or "all"
+    assert args.plot is not None
     save_plot(with_unique_names(costs), args.plot, kind, overwrite=args.overwrite)
     return View({"file": args.plot, "kind": kind}, [f"plot written to {args.plot}"])
 
 
-def _verified_view(args: argparse.Namespace, costs: CostReport) -> View:
+def _verified_view(args: CostOptions, costs: CostReport) -> View:
     """Check every formula against a small layer of each attention spec."""
     from ..costs.formula_checks import check_formulas
     from ..report.data import Table
@@ -486,9 +479,9 @@ def _verified_view(args: argparse.Namespace, costs: CostReport) -> View:
     return View(data, items)
 
 
-ViewMaker = Callable[[argparse.Namespace, "CostReport"], View]
+ViewMaker = Callable[[CostOptions, "CostReport"], View]
 # When a view is shown, and the function that makes it.
-VIEWS: dict[str, tuple[Callable[[argparse.Namespace], bool], ViewMaker]] = {
+VIEWS: dict[str, tuple[Callable[[CostOptions], bool], ViewMaker]] = {
     "published": (lambda args: bool(args.published), _published_view),
     "training_state": (lambda args: args.optimiser is not None, _optimiser_view),
     "training": (
@@ -501,7 +494,7 @@ VIEWS: dict[str, tuple[Callable[[argparse.Namespace], bool], ViewMaker]] = {
 }
 
 
-def _csv_of_costs(args: argparse.Namespace, costs: CostReport, views: Mapping[str, View]) -> str:
+def _csv_of_costs(args: CostOptions, costs: CostReport, views: Mapping[str, View]) -> str:
     """Return the costs as CSV; raise an error if other reports were requested too."""
     unsupported = [f"--{name}" for name in NOT_IN_CSV if getattr(args, name)]
     unsupported += [name for name in views if name not in ("matched", "plot")]
@@ -514,13 +507,10 @@ def _csv_of_costs(args: argparse.Namespace, costs: CostReport, views: Mapping[st
     return to_csv(costs.data["rows"])
 
 
-def _print_article(args: argparse.Namespace) -> int:
+def _print_article(args: CostOptions) -> int:
     """Print the table of --article, which is of models of its own."""
     from ..costs.published_formulas import ArticleTable
 
-    if args.specs:
-        fact = f"--article {args.article} is a table of models of its own"
-        raise UsageError(f"{fact}; leave {args.specs[0]} out")
-    table = ArticleTable.from_name(args.article)
+    table = ArticleTable.from_name(args.article or "")
     print_page(to_json(table.data) if args.json else _format_items(table.tables))
     return 0
