@@ -22,7 +22,7 @@ NAME = "without_masks"
 WINDOW = 5
 COHERE = LLAMA | {"sliding_window": WINDOW, "layer_types": LOCAL}
 MODELS = {name: ZOO[name] for name in ("llama", "mistral", "gemma2", "gemma3", "gpt-oss")} | {
-    "cohere2": TransformersModel("Cohere2ForCausalLM", "Cohere2Config", COHERE, "o_proj"),
+    "cohere2": TransformersModel("Cohere2ForCausalLM", "Cohere2Config", COHERE, "o_proj")
 }
 FEW = MeasureOptions()
 

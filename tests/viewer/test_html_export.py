@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import SpecError
-from headwise.viewer.export_files import (
-    PageAssets,
-    escape_json,
-    load_assets,
-    render_html,
-)
+from headwise.viewer.export_files import PageAssets, escape_json, load_assets, render_html
 
 ASSETS = PageAssets('console.log("a < b");', "body{color:red}")
 HOSTILE = [

@@ -16,12 +16,7 @@ from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.quality_metrics import measure_quality
 from headwise.viewer import lab_checks
 from headwise.viewer.lab_actions import compute_effect
-from headwise.viewer.lab_checks import (
-    MAX_TEXTS,
-    check_by_removal,
-    continue_text,
-    evaluate_texts,
-)
+from headwise.viewer.lab_checks import MAX_TEXTS, check_by_removal, continue_text, evaluate_texts
 from headwise.viewer.lab_runs import Ablation, LabRuns
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import suggest
 from ..masking.sequence_info import SequenceInfo
-from .ablation import (
-    ALL_HEADS,
-    HeadRef,
-    Noise,
-    check_shape,
-    group_by_site,
-)
+from .ablation import ALL_HEADS, HeadRef, Noise, check_shape, group_by_site
 from .attention_sites import find_attention, find_attention_in_run
 from .hooks import OutputHook, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, prepare_inputs

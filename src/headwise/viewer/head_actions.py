@@ -168,19 +168,10 @@ def _encode_groups(model: OpenModel, groups: Sequence[HeadGroup], **fields: Any)
 
 
 @action(
-    "evidence",
-    site=integer(0, MOST),
-    head=integer(0, MOST),
-    name=text(key="class"),
-    texts=LINES,
+    "evidence", site=integer(0, MOST), head=integer(0, MOST), name=text(key="class"), texts=LINES
 )
 def find_evidence(
-    model: OpenModel,
-    progress: JobProgress,
-    site: int,
-    head: int,
-    name: str,
-    texts: Sequence[str],
+    model: OpenModel, progress: JobProgress, site: int, head: int, name: str, texts: Sequence[str]
 ) -> bytes:
     """How well each text of the job shows a class of a head, and its strongest pairs of tokens.
 

@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .action_fields import (
-    MOST,
-    SEED,
-    SITES,
-    TOKENS,
-    Pair,
-    action,
-    choice,
-    integer,
-    number,
-    text,
-)
+from .action_fields import MOST, SEED, SITES, TOKENS, Pair, action, choice, integer, number, text
 from .lab_checks import check_by_removal
 from .lab_runs import (
     ABLATION_FIELDS,
@@ -288,11 +277,7 @@ def sweep_heads(
 
 @action("greedy", sites=SITES, limit=LIMIT, ranking=choice(RANKINGS, "once"))
 def remove_greedily(
-    model: OpenModel,
-    progress: JobProgress,
-    sites: Collection[str],
-    limit: int | None,
-    ranking: str,
+    model: OpenModel, progress: JobProgress, sites: Collection[str], limit: int | None, ranking: str
 ) -> dict[str, Any]:
     """Ablate one more head at a time, the one with the lowest loss first, and beside it in random
     orders.

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import pluralise
 from .action_fields import LINES, action
 from .binary_answers import MAX_COPIED_PARAMS, get_native_copy
-from .lab_runs import (
-    ABLATION_FIELDS,
-    Ablation,
-    LabRuns,
-    Outputs,
-    find_token_decoder,
-    id_inputs,
-)
+from .lab_runs import ABLATION_FIELDS, Ablation, LabRuns, Outputs, find_token_decoder, id_inputs
 from .model_actions import make_examples
 from .model_worker import JobProgress
 from .open_model import AblatedHead, OpenModel

@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..output_paths import stage_folder
 from ..progress import CountedMessage
-from .action_fields import (
-    HEADS,
-    LINES,
-    MOST,
-    Field,
-    action,
-    choice,
-    flag,
-    integer,
-    number,
-    text,
-)
+from .action_fields import HEADS, LINES, MOST, Field, action, choice, flag, integer, number, text
 from .model_actions import list_texts
 from .model_worker import JobProgress
 from .open_model import OpenModel
@@ -131,11 +120,7 @@ def _read_pruning(model: OpenModel, name: str, arguments: Any) -> Change:
 
 
 CONVERSION_FORMS: dict[str, dict[str, Field]] = {  # each with its fields
-    "kv": {
-        "kv": integer(1, MOST),
-        "align": text("none"),
-        "grouping": text("consecutive"),
-    },
+    "kv": {"kv": integer(1, MOST), "align": text("none"), "grouping": text("consecutive")},
     "mha": {},
     "latent": {},
     "collaborative": {"width": integer(1, MOST)},
@@ -434,11 +419,7 @@ def convert_heads(
 
 
 def write_new_model(
-    model: OpenModel,
-    progress: JobProgress,
-    change: Change,
-    lines: Sequence[str],
-    folder: Path,
+    model: OpenModel, progress: JobProgress, change: Change, lines: Sequence[str], folder: Path
 ) -> dict[str, Any]:
     """Change the model, write it with its proof, and describe both; if that fails or is cancelled,
     no folder is left.

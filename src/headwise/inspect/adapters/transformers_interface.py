@@ -17,13 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hooks import (
-    AttentionInputs,
-    SiteAdapter,
-    SiteModule,
-    get_hooks,
-    has_hooks,
-)
+from ..hooks import AttentionInputs, SiteAdapter, SiteModule, get_hooks, has_hooks
 from ..method_patches import MethodPatch, SharedPatch
 from ..site import POSSIBLE, Ability
 from .declarations import get_declaration
