@@ -17,19 +17,15 @@ from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.head_actions import find_evidence, measure_syntax
-from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_model
 from support.page_browser import sample_model, served
+from support.page_models import progress
 
 WORDS = ["[UNK]", "dogs", "cats", "birds", "bark", "sleep", "sing", "loudly", "often", "the"]
 BERT = {"model_type": "bert", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2,
         "vocab_size": len(WORDS), "intermediate_size": 20, "max_position_embeddings": 64,
         "architectures": ["BertModel"]}  # fmt: skip
-
-
-def progress() -> JobProgress:
-    return JobProgress(Job("test", {}))
 
 
 def test_a_text_is_scored_by_the_weights_on_the_pairs_of_the_class():

@@ -15,15 +15,8 @@ from headwise.viewer import lab_actions
 from headwise.viewer.lab_actions import compute_effect, plan_curves, remove_greedily, sweep_heads
 from headwise.viewer.model_worker import Job, JobCancelled, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
+from support.page_models import GPT, progress
 
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
 BERT = {
     "model_type": "bert",
     "hidden_size": 12,
@@ -47,10 +40,6 @@ def without_head(net: Any, name: str, head: int) -> Any:
     edited = copy.deepcopy(net)
     edited.state_dict()[f"{name}.attention.output.o"][:, 4 * head : 4 * head + 4] = 0
     return edited
-
-
-def progress() -> JobProgress:
-    return JobProgress(Job("test", {}))
 
 
 def test_the_effect_of_an_ablated_head_is_that_of_edited_weights():

@@ -18,18 +18,10 @@ from headwise.viewer import lab_checks
 from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.lab_checks import MAX_TEXTS, check_by_removal, continue_text, evaluate_texts
 from headwise.viewer.lab_runs import Ablation, LabRuns
-from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
 from support.page_browser import sample_model, served
+from support.page_models import GPT, progress
 
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
 SITE = "decoder.1.attention"
 
 
@@ -42,10 +34,6 @@ def gpt() -> tuple[OpenModel, Any, torch.Tensor]:
                 tensor.mul_(4)  # heads that change what is written
     ids = torch.randint(0, 40, (1, 11), generator=torch.Generator().manual_seed(0))
     return OpenModel(hw.trace(net, ids, log=lambda _: None), net), net, ids
-
-
-def progress() -> JobProgress:
-    return JobProgress(Job("test", {}))
 
 
 def without_heads(net: Any, site: str, heads: list[int]) -> Any:

@@ -9,8 +9,8 @@ import pytest
 import headwise as hw
 from headwise.viewer import bundled_sample
 from headwise.viewer.model_actions import compute_cost
-from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
+from support.page_models import progress
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +20,6 @@ def model() -> OpenModel:
     )
     opened.get_model()
     return opened
-
-
-def progress() -> JobProgress:
-    return JobProgress(Job("test", {}))
 
 
 ARGUMENTS = [{"context": 100, "batch": 3}, {"context": 64, "source": 200, "dtype": "bf16"}, {}]

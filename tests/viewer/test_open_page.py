@@ -11,15 +11,7 @@ import headwise as hw
 from headwise.traces.attention_trace import Trace
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view_document import estimate_memory
-
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
+from support.page_models import GPT
 
 
 def make_run(tokens: int) -> tuple[Trace, Any]:

@@ -22,15 +22,8 @@ from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import render_export
 from support.page_browser import sample_model, served, wait_until
+from support.page_models import GPT
 
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
 HOSTILE = [
     "<img src=x onerror=alert(1)>",
     "</script><script>alert(2)</script>",

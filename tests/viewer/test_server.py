@@ -22,18 +22,9 @@ from headwise.viewer.http_security import MAX_BODY_BYTES, SecurityMiddleware, al
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer, serve
+from support.hostile_requests import HOST, STATIC, TOKEN
 from support.page_browser import examples_of_ids
-
-HOST, TOKEN = "127.0.0.1:8000", "a-secret"
-STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
+from support.page_models import GPT
 
 
 @pytest.fixture

@@ -32,17 +32,8 @@ from headwise.viewer.model_actions import TextTooLong, capture_trace
 from headwise.viewer.model_worker import MAX_QUEUED_JOBS, ModelWorker
 from headwise.viewer.open_model import OpenModel, TileRange
 from headwise.viewer.server import ViewServer, open_socket
-
-HOST, TOKEN = "127.0.0.1:8000", "a-secret"
-STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
+from support.hostile_requests import HOST, STATIC, TOKEN, page_client
+from support.page_models import GPT
 
 
 def make_net(**changes: Any) -> Any:
@@ -67,17 +58,9 @@ def server(opened: OpenModel) -> Iterator[ViewServer]:
     view.worker.close()
 
 
-def make_client(server: ViewServer) -> TestClient:
-    app = SecurityMiddleware(server.app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
-    headers = {"X-Session-Token": TOKEN}
-    return TestClient(
-        app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False
-    )
-
-
 @pytest.fixture
 def client(server: ViewServer) -> TestClient:
-    return make_client(server)
+    return page_client(server)
 
 
 def wait_for(condition: Any, seconds: float = 5.0) -> None:
@@ -420,7 +403,7 @@ def test_halves_of_surrogate_pairs_in_a_trace_are_shown():
         OpenModel(hw.traces.trace_from_weights([weights], ["a", "\ud800", "c"])), STATIC
     )
     try:
-        answer = make_client(view).get("/api/document")
+        answer = page_client(view).get("/api/document")
         assert answer.status_code == 200
         assert b"\\ud800" in answer.content
     finally:

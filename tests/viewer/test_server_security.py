@@ -23,17 +23,9 @@ from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.model_worker import Job, JobProgress, ModelWorker
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS, ServerAddress, ViewServer, serve
+from support.hostile_requests import HOST, STATIC, TOKEN
+from support.page_models import GPT
 
-HOST, TOKEN = "127.0.0.1:8000", "a-secret"
-STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
 STRANGERS = [
     ({"Host": "evil.example:8000"}, 421),
     ({"Host": "127.0.0.1:8001"}, 421),

@@ -14,9 +14,9 @@ from headwise.viewer import bundled_sample
 from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.head_actions import compute_similarity, group_by_similarity
 from headwise.viewer.model_actions import make_examples
-from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
+from support.page_models import progress
 
 TEXTS = ["<zh>12,345 dollars", "<zh>7 dollars", "<zh>809.50 dollars"]
 
@@ -26,10 +26,6 @@ def model() -> OpenModel:
     return OpenModel(
         bundled_sample.load_sample_trace(), load_model=bundled_sample.load_sample_model
     )
-
-
-def progress() -> JobProgress:
-    return JobProgress(Job("test", {}))
 
 
 def test_distances_are_those_of_the_library(model: OpenModel):

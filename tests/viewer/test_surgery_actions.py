@@ -27,6 +27,7 @@ from headwise.viewer.model_worker import Job, JobCancelled, JobProgress, ModelWo
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS
 from headwise.viewer.view import Target, open_target
+from support.page_models import progress
 from support.saved_models import save_models
 
 HEADS = [[0, 1], [4, 3], [4, 5]]  # numbers of sites, as the page names heads
@@ -51,10 +52,6 @@ def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sample(tmp_path: Path) -> OpenModel:
     return open_target(Target(out=tmp_path / "out"))
-
-
-def progress() -> JobProgress:
-    return JobProgress(Job("test", {}))
 
 
 def assert_equal_weights(found: nn.Module, expected: nn.Module) -> None:

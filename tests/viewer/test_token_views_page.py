@@ -18,15 +18,7 @@ from headwise.viewer.model_actions import group_shown_tokens
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
 from support.page_browser import sample_model, served, wait_until
-
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
-    "vocab_size": 40,
-    "n_positions": 64,
-}
+from support.page_models import GPT
 
 
 def open_head(page: Any, url: str, fields: str) -> None:
