@@ -119,10 +119,9 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
         site = found.site
         parts = [modules[site.path], found.module]
         reason = unhookable_reason(model, parts) or compiled_part_reason(modules, site.path)
+        able = [name for name in ("observe", "ablate") if getattr(site, name).possible]
         if reason:
-            for ability in ("observe", "ablate"):
-                if getattr(site, ability).possible:
-                    site = replace(site, **{ability: Ability(False, reason)})
+            site = replace(site, **dict.fromkeys(able, Ability(False, reason)))
         reason = unprunable_reason(parts)
         if reason:
             site = replace(site, prune=Ability(False, reason), convert=Ability(False, reason))

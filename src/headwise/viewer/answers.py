@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -87,7 +86,7 @@ class Query:
 
     # --- parameters of many answers ---------------------------------------------------------------
 
-    @cached_property
+    @property
     def site(self) -> str:
         """The name of the attention layer."""
         return self.view.site_name(self.integer("site", 0, MOST_SITES))

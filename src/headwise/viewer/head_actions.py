@@ -107,7 +107,7 @@ def group_by_similarity(
     """
     from ..head_analysis.head_similarity import average_linkage, embed_in_plane
 
-    comparable = np.flatnonzero(np.isfinite(np.diagonal(similarity)))
+    comparable = np.flatnonzero(np.isfinite(np.diagonal(similarity))).tolist()
     if len(comparable) < 2:
         return []
     distances = np.clip(1 - similarity[np.ix_(comparable, comparable)], 0, None)

@@ -95,8 +95,8 @@ def sample_heads(
     sets: list[list[AblatedHead]] = []
     for _ in range(count if heads else 0):
         places = generator.permutation(len(pool))[: len(heads)].tolist()
-        pairs = zip(places, heads, strict=True)
-        sets.append([AblatedHead(*pool[place], head.mode, head.scale) for place, head in pairs])
+        chosen_heads = zip([pool[place] for place in places], heads, strict=True)
+        sets.append([head._replace(site=key[0], head=key[1]) for key, head in chosen_heads])
     return sets
 
 

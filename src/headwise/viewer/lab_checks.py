@@ -86,7 +86,7 @@ def _compare(
     found = compare.OutputDifference("", difference, largest, 1, name, tolerance)
     if is_rounded and found.same:
         example = Example(dict(id_inputs(native, model.get_recorded())), {})
-        patches = {(head.site, head.head): ScaledOutput(0.0) for head in heads}
+        patches: dict[Any, Any] = {(head.site, head.head): ScaledOutput(0.0) for head in heads}
         found = compare.compare_outputs(compare.ABLATION, (native, smaller), [example], patches)
     return dict(found.data)
 

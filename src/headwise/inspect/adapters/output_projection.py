@@ -458,7 +458,7 @@ class UnreadableCall(WeightsOnlyCall):
         self.reason = reason
 
     @property
-    def weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] - it raises
         """Raise ValueError with the reason why the weights cannot be observed."""
         raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
 
