@@ -17,74 +17,37 @@ import torch
 
 from .capabilities import this_machine
 
+NEVER = math.inf  # of a size from which
+ALWAYS = math.inf  # of a size up to which
 MEASURED_ON = {
     "x86-avx512-bf16": "AMD EPYC (Zen 5), 2 cores, 32 MiB of L3 cache, AVX-512 bf16",
     "x86-avx512": "Intel Xeon with AVX-512 and VNNI without bf16, 2 cores",
     "x86-amx": "Intel Xeon (Emerald Rapids), 2 cores, 2 MiB of L2 cache each, AMX",
 }
-NEVER = math.inf  # of a size from which
-ALWAYS = math.inf  # of a size up to which
-# Keys of a call, bytes of weights (gemv: one token, gemm: several), bytes of keys and values
-# (ragged), parameters (bf16_training).
+# Sizes on these three classes; None was not measured. They count keys, bytes of weights (gemv: one
+# token, gemm: several), bytes of keys and values (ragged), and parameters (bf16_training).
+FROM: dict[str, tuple[float | None, ...]] = {
+    "block_sparse": (370, 370, 460),
+    "linear": (266, 266, 136),
+    "flash_cpu": (64, None, 128),
+    "flash_cpu_full": (64, None, NEVER),  # where no pair is masked
+    "routed": (1024, None, 750),
+    "bf16_matmul": (0, NEVER, NEVER),
+    "ragged_float32": (8388608, None, 12582912),
+    "ragged_bfloat16": (2097152, None, 8388608),
+    "gemv_float32": (1572864, NEVER, NEVER),
+    "gemv_bfloat16": (65536, NEVER, 65536),
+    "gemm_float32": (262144, NEVER, 4194304),
+    "gemm_bfloat16": (65536, NEVER, 65536),
+    "bf16_training": (0, NEVER, 0),
+}
+UP_TO: dict[str, tuple[float | None, ...]] = {  # keys, and tokens of a product (gemm_tokens)
+    "bf16_matmul_gradients": (ALWAYS, 0, 327),
+    "gemm_tokens_float32": (32768, 0, 64),
+    "gemm_tokens_bfloat16": (4, 0, 4),
+}
 FROM_ANY_CLASS = {"block_sparse": 370.0, "linear": 266.0}
-FROM: dict[str, dict[str, float]] = {
-    "x86-avx512-bf16": {
-        "flash_cpu": 64,
-        "flash_cpu_full": 64,  # where no pair is masked
-        "routed": 1024,
-        "bf16_matmul": 0,
-        "ragged_float32": 8388608,
-        "ragged_bfloat16": 2097152,
-        "gemv_float32": 1572864,
-        "gemv_bfloat16": 65536,
-        "gemm_float32": 262144,
-        "gemm_bfloat16": 65536,
-        "bf16_training": 0,
-    },
-    "x86-avx512": {
-        "bf16_matmul": NEVER,
-        "gemv_float32": NEVER,
-        "gemv_bfloat16": NEVER,
-        "gemm_float32": NEVER,
-        "gemm_bfloat16": NEVER,
-        "bf16_training": NEVER,
-    },
-    "x86-amx": {
-        "flash_cpu": 128,
-        "flash_cpu_full": NEVER,
-        "block_sparse": 460,
-        "linear": 136,
-        "routed": 750,
-        "bf16_matmul": NEVER,
-        "ragged_float32": 12582912,
-        "ragged_bfloat16": 8388608,
-        "gemv_float32": NEVER,
-        "gemv_bfloat16": 65536,
-        "gemm_float32": 4194304,
-        "gemm_bfloat16": 65536,
-        "bf16_training": 0,
-    },
-}
-# Keys, and tokens of a product (gemm_tokens).
-UP_TO: dict[str, dict[str, float]] = {
-    "x86-avx512-bf16": {
-        "bf16_matmul_gradients": ALWAYS,
-        "gemm_tokens_float32": 32768,
-        "gemm_tokens_bfloat16": 4,
-    },
-    "x86-avx512": {
-        "bf16_matmul_gradients": 0,
-        "gemm_tokens_float32": 0,
-        "gemm_tokens_bfloat16": 0,
-    },
-    "x86-amx": {
-        "bf16_matmul_gradients": 327,
-        "gemm_tokens_float32": 64,
-        "gemm_tokens_bfloat16": 4,
-    },
-}
-# Where one thread has another size.
-ONE_THREAD: dict[str, dict[str, float]] = {
+ONE_THREAD: dict[str, dict[str, float]] = {  # where one thread has another size
     "x86-avx512-bf16": {"gemv_float32": 4194304},
     "x86-amx": {
         "block_sparse": 344,
@@ -94,8 +57,7 @@ ONE_THREAD: dict[str, dict[str, float]] = {
         "ragged_bfloat16": 4960784,
     },
 }
-FROM_POINTS = (*FROM_ANY_CLASS, *FROM["x86-avx512-bf16"])
-UP_TO_POINTS = tuple(UP_TO["x86-avx512-bf16"])
+UP_TO_POINTS = tuple(UP_TO)
 
 
 @dataclass(frozen=True)
@@ -125,11 +87,16 @@ def points_of_class(machine_class: str, threads: int | None = None) -> TakeoverP
     >>> points_of_class("other").sizes["flash_cpu"], points_of_class("x86-amx").sizes["flash_cpu"]
     (inf, 128)
     """
-    own = FROM.get(machine_class, {}) | UP_TO.get(machine_class, {})
-    measured = FROM_ANY_CLASS | own
+    measured = dict(FROM_ANY_CLASS)
+    if machine_class in MEASURED_ON:
+        column = list(MEASURED_ON).index(machine_class)
+        for name, by_class in (FROM | UP_TO).items():
+            size = by_class[column]
+            if size is not None:
+                measured[name] = size
     if threads == 1:
         measured |= ONE_THREAD.get(machine_class, {})
-    unmeasured = dict.fromkeys(FROM_POINTS, NEVER) | dict.fromkeys(UP_TO_POINTS, 0.0)
+    unmeasured = dict.fromkeys(FROM, NEVER) | dict.fromkeys(UP_TO, 0.0)
     return TakeoverPoints(machine_class, unmeasured | measured, frozenset(measured))
 
 
