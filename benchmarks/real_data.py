@@ -11,7 +11,8 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 def find_files(*names: str) -> list[Path] | None:
     """Return the paths of these files; None, with a printed notice, if one is missing."""
     paths = [DATA / name for name in names]
-    if missing := [path for path in paths if not path.exists()]:
+    missing = [path for path in paths if not path.exists()]
+    if missing:
         print(f"skipped: there is no {missing[0].name} in shared/data beside this repository")
         return None
     return paths

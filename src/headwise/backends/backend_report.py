@@ -100,6 +100,11 @@ class CallReport:
         return text
 
     @property
+    def ranges_data(self) -> list[dict[str, Any]]:
+        """`length_ranges` as plain values."""
+        return [{"keys": least, "runs": name} for least, name in self.length_ranges]
+
+    @property
     def data(self) -> dict[str, Any]:
         """The report as plain values."""
         call = self.signature
@@ -121,13 +126,13 @@ class CallReport:
             "machine": this_machine()._asdict(),
             "takeover_points": current_points().data,
             "runs": self.backend,
-            "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],
+            "from": self.ranges_data,
             "groups": [
                 {
                     "heads": list(group.signature.score_heads),
                     "pattern": group.signature.pattern.text,
                     "runs": group.backend,
-                    "from": [{"keys": least, "runs": name} for least, name in group.length_ranges],
+                    "from": group.ranges_data,
                 }
                 for group in self.groups
             ],
@@ -190,7 +195,8 @@ class BackendReport:
         lines += _summary(self.other_call)
         if self.call.signature.device == "cpu":
             notes = [*([NO_KERNELS_NOTE] if kernel_problem() else []), *machine_notes()]
-            lines += [line for note in notes for line in ("", *wrap(note))]
+            for note in notes:
+                lines += ["", *wrap(note)]
         return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ attend to are not read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +121,7 @@ class BatchedBlocks(NamedTuple):
                 [x_BSGD[:, _range_to_slice(keys)] for keys in self.keys[0]], 1
             ).transpose(1, 2)
         parts = [
-            x_BSGD[self.batch_row, _range_to_slice(keys)] for ranges in self.keys for keys in ranges
+            x_BSGD[self.batch_row, _range_to_slice(keys)] for keys in chain.from_iterable(self.keys)
         ]
         return torch.cat(parts).unflatten(0, (len(self.keys), -1)).transpose(1, 2)
 
@@ -305,13 +306,14 @@ class BlockSparseCall:
                 (blocks, range(batch))
                 for blocks in cached_block_batches(self.args.pattern, queries, (keys,))
             ]
-        if (runs := find_token_runs(self.args.tokens, batch)) is None:
+        runs = find_token_runs(self.args.tokens, batch)
+        if runs is None:
             return None
-        return [
-            (blocks, rows)
-            for rows, queries, keys in runs
-            for blocks in cached_block_batches(self.args.pattern, queries, keys)
-        ]
+        batches: list[tuple[BlockBatch, Sequence[int]]] = []
+        for rows, queries, keys in runs:
+            plan = cached_block_batches(self.args.pattern, queries, keys)
+            batches += [(blocks, rows) for blocks in plan]
+        return batches
 
     def __iter__(self) -> Iterator[tuple[BatchedBlocks, Tensor | None]]:
         """The blocks of each fused call, and its mask (None: all pairs are allowed)."""

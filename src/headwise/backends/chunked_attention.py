@@ -242,7 +242,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("needs more than one query per row; dense runs it")
     if call.has_caller_mask:
         reasons.append("does not support a mask given by the caller; dense does")
-    if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
+    unseen = sorted(call.probed_tensors & {"scores", "weights", "lse"})
+    if unseen:
         reasons.append(f"it never has all {', '.join(unseen)} at once")
     return reasons
 

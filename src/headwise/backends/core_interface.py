@@ -47,11 +47,12 @@ def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
     if not isinstance(spec.pattern, PerHead) or spec.parts_of(Mix):
         return ()
     rows = frozenset(spec.score_head_of_row)
-    groups = (
-        HeadGroup(pattern, tuple(h for h in heads if h in rows))
-        for pattern, heads in spec.pattern.groups
-    )
-    return tuple(group for group in groups if group.score_heads)
+    groups: list[HeadGroup] = []
+    for pattern, heads in spec.pattern.groups:
+        own = tuple(h for h in heads if h in rows)
+        if own:
+            groups.append(HeadGroup(pattern, own))
+    return tuple(groups)
 
 
 @dataclass(frozen=True)
@@ -276,14 +277,10 @@ class CoreSteps:
         rows = core if spec.heads.rows == spec.heads.q else spec.core_rows
         index_of_row = {row: index for index, row in enumerate(rows)}
         own_rows = tuple(row for row in spec.score_head_of_row if row in index_of_row)
-        acts = {
-            phase: [
-                _make_transform(spec, name, part, p[name])
-                for name, part in spec.parts()
-                if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
-            ]
-            for phase in (Phase.SCORES, Phase.WEIGHTS)
-        }
+        acts: dict[Phase, list[ScoreTransform]] = {Phase.SCORES: [], Phase.WEIGHTS: []}
+        for name, part in spec.parts():
+            if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase in acts:
+                acts[part.phase].append(_make_transform(spec, name, part, p[name]))
         mixed = any(
             isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts()
         )
@@ -323,7 +320,10 @@ class CoreSteps:
     @property
     def trainable_parameters(self) -> list[Tensor]:
         """All trainable parameters of these parts."""
-        return [t for p in self.part_weights for t in p.trainable()]
+        parameters: list[Tensor] = []
+        for p in self.part_weights:
+            parameters += p.trainable()
+        return parameters
 
     def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         """The sum of all additive score steps, [B or 1, H or 1, T, S]: their result for scores of

@@ -130,7 +130,8 @@ class CoreDispatch:
             backend = BACKENDS[name]
             if not self.is_named_by_caller and backend.slower_reasons(self.signature, size, shape):
                 continue
-            if not (reasons := backend.tensor_conflicts(self.signature, attention_mask, inputs)):
+            reasons = backend.tensor_conflicts(self.signature, attention_mask, inputs)
+            if not reasons:
                 return name
             conflicts[name] = reasons
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
@@ -249,7 +250,8 @@ def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreD
     refusals = {}
     supported = []
     for name in [backend_name] if backend_name else preference_order(call):
-        if reasons := unsupported_reasons(name, call):
+        reasons = unsupported_reasons(name, call)
+        if reasons:
             refusals[name] = reasons
         else:
             supported.append(name)
@@ -381,7 +383,8 @@ def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
 def _deciding_lengths(call: CallSignature) -> list[int]:
     first, last = call.pattern.retention
     sizes = [takeover_size(point) + (point in UP_TO_POINTS) for point in POINTS_IN_KEYS]
-    if per_token := ragged_decode.bytes_per_token(call):
+    per_token = ragged_decode.bytes_per_token(call)
+    if per_token:
         sizes.append(ragged_decode.min_bytes(call) / per_token)
     lengths = {1, *(math.ceil(size) for size in sizes if 0 < size < math.inf)}
     return sorted(lengths | {first + last + 1} if last is not None else lengths)
@@ -421,12 +424,9 @@ def split_by_pattern(
 def _call_of_group(call: CallSignature, group: HeadGroup) -> CallSignature:
     heads = GroupHeads.of(call, group)
     core = call.core
-    key_indices, value_indices = (
-        {head: n for n, head in enumerate(own)} for own in (heads.keys, heads.values)
-    )
     own_core = CoreShape(
-        tuple(key_indices[core.key_head_of_query[n]] for n in heads.queries),
-        tuple(value_indices[core.value_head_of_row[n]] for n in heads.rows),
+        tuple(heads.keys.index(core.key_head_of_query[n]) for n in heads.queries),
+        tuple(heads.values.index(core.value_head_of_row[n]) for n in heads.rows),
         core.dim,
         core.vdim,
         core.scale,
@@ -449,7 +449,9 @@ def plan_dispatch(
         for own_call in calls
         if own_call.head_group is not None
     ]
-    rows = [row for own in heads for row in own.rows]
+    rows: list[int] = []
+    for own in heads:
+        rows += own.rows
     order = tuple(rows.index(row) for row in range(len(rows)))
     return HeadGroupDispatch(tuple(zip(heads, dispatches, strict=True)), order)
 
@@ -533,11 +535,10 @@ class GroupHeads:
         """
         for kv in inputs.kv_by_heads:
             if self.keys[0] in kv.kv_heads:
-                places = [
-                    tuple(kv.kv_heads.index(head) for head in heads)
-                    for heads in (self.keys, self.values)
-                ]
-                return kv._replace(k=take_heads(kv.k, places[0]), v=take_heads(kv.v, places[1]))
+                key_places = tuple(map(kv.kv_heads.index, self.keys))
+                value_places = tuple(map(kv.kv_heads.index, self.values))
+                k = take_heads(kv.k, key_places)
+                return kv._replace(k=k, v=take_heads(kv.v, value_places))
         return HeadsKV(
             self.keys,
             None,

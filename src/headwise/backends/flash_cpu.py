@@ -40,7 +40,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("needs more than one query per row")
     if "lse" in call.probed_tensors:
         reasons.append("does not return the log-sum-exp; sdpa does")
-    if problem := kernel_problem():
+    problem = kernel_problem()
+    if problem:
         reasons.append(problem)
     return reasons
 

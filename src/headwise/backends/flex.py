@@ -40,7 +40,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
             )
         elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
             reasons.append("does not support dropout")
-    if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
+    unseen = sorted(call.probed_tensors & {"scores", "weights", "lse"})
+    if unseen:
         reasons.append(f"cannot show {', '.join(unseen)}")
     if call.has_caller_mask:
         reasons.append("does not support a mask given by the caller; dense does")

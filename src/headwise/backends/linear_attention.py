@@ -42,7 +42,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("a recurrent state has all heads of a layer")
     if call.has_caller_mask:
         reasons.append("does not support a mask given by the caller")
-    if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
+    unseen = sorted(call.probed_tensors & {"scores", "weights", "lse"})
+    if unseen:
         reasons.append(f"cannot show {', '.join(unseen)}")
     return reasons
 

@@ -31,7 +31,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         )
     if call.needs_grad:
         reasons.append("a paged cache keeps no gradients")
-    if unseen := sorted(call.probed_tensors & {"k", "v"}):
+    unseen = sorted(call.probed_tensors & {"k", "v"})
+    if unseen:
         reasons.append(f"cannot show {', '.join(unseen)}: it reads keys and values in their pages")
     if "lse" in call.probed_tensors and isinstance(call.spec.normaliser, SinkSoftmax):
         reasons.append("its lse includes the sinks")

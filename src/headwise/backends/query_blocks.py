@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import gcd, lcm
 from typing import Any, NamedTuple
 
@@ -288,12 +288,12 @@ SliceRanges = tuple[range, ...]
 def gather_slices(x: Tensor, range_lists: Sequence[SliceRanges]) -> Sequence[Tensor]:
     """For each list of ranges, the rows of dimension 1; a view if they are one range."""
     if torch.is_grad_enabled() and x.requires_grad and not is_under_functorch():
-        return _GatherSlices.apply(
-            x, [[(rows.start, rows.stop) for rows in ranges] for ranges in range_lists]
-        )
-    return [
-        _concat_ranges(x, [(rows.start, rows.stop) for rows in ranges]) for ranges in range_lists
-    ]
+        return _GatherSlices.apply(x, list(map(_range_bounds, range_lists)))
+    return [_concat_ranges(x, _range_bounds(ranges)) for ranges in range_lists]
+
+
+def _range_bounds(ranges: SliceRanges) -> list[tuple[int, int]]:
+    return [(rows.start, rows.stop) for rows in ranges]
 
 
 class _GatherSlices(torch.autograd.Function):
@@ -386,7 +386,7 @@ class SparseBlock(NamedTuple):
     @property
     def batching_key(self) -> object:
         """A key that is equal for blocks which can share a fused call and its mask."""
-        widths = tuple(len(part) for ranges in self.keys for part in ranges)
+        widths = tuple(map(len, chain.from_iterable(self.keys)))
         if self.is_full:
             return len(self.queries), sum(widths), len(widths) == 1
         rows = tuple(
@@ -442,10 +442,10 @@ def plan_block_batches(
             positions = None if block.is_full else _block_positions(own_pattern, block)
             query_slots, key_slots, _ = batches.setdefault(block.batching_key, ([], [], positions))
             query_slots.append(queries.slots_of(block.queries))
-            axis_keys = zip(axes, block.keys, strict=True)
-            key_slots.append(
-                tuple(axis.slots_of(keys) for axis, ranges in axis_keys for keys in ranges)
-            )
+            slots: list[range] = []
+            for axis, ranges in zip(axes, block.keys, strict=True):
+                slots += map(axis.slots_of, ranges)
+            key_slots.append(tuple(slots))
     return [BlockBatch(*batch) for batch in batches.values()]
 
 
@@ -479,7 +479,8 @@ def choose_block_size(pattern: Pattern) -> int:
     """Number of queries per block: large blocks multiply faster, but compute more scores that the
     mask discards.
     """
-    if (text := pattern.text) not in _BLOCK_SIZES:
+    text = pattern.text
+    if text not in _BLOCK_SIZES:
         own_pattern = ResiduePattern(pattern, find_dilation(pattern), 0)
         costs = {
             size: cost * _pairs_of_sparse_blocks(own_pattern, *BLOCK_SIZE_PROBE, size)
@@ -498,9 +499,8 @@ def _residue_axis(axis: TokenAxis, modulus: int, residue: int) -> TokenAxis:
 
 def _block_positions(pattern: ResiduePattern, block: SparseBlock) -> tuple[range, KeyRanges]:
     """The positions of a block's queries and keys in the whole sequence."""
-    return pattern.original_positions(block.queries), tuple(
-        pattern.original_positions(keys) for ranges in block.keys for keys in ranges
-    )
+    keys = map(pattern.original_positions, chain.from_iterable(block.keys))
+    return pattern.original_positions(block.queries), tuple(keys)
 
 
 def _split_at_multiples(queries: range, rows: int) -> Iterator[range]:
@@ -539,10 +539,8 @@ def _make_sparse_block(
     pending = list(pairwise([queries.start, *turns, queries.stop]))[::-1]
     while pending:
         top, stop = pending.pop()
-        first, last = (
-            tuple(_key_ranges_of_row(pattern, i, keys) for keys in key_positions)
-            for i in (top, stop - 1)
-        )
+        first = tuple(_key_ranges_of_row(pattern, top, keys) for keys in key_positions)
+        last = tuple(_key_ranges_of_row(pattern, stop - 1, keys) for keys in key_positions)
         if any(len(a) != len(b) for a, b in zip(first, last, strict=True)):
             # Ranges merge or split in between, so these rows are handled one by one.
             pending += [(row, row + 1) for row in reversed(range(top, stop))]

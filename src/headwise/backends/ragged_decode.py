@@ -54,7 +54,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append(f"has a kernel for the CPU only, not {call.device}")
     if call.dtype not in RAGGED_DTYPES:
         reasons.append(f"does not support {call.dtype}")
-    if problem := kernel_problem():
+    problem = kernel_problem()
+    if problem:
         reasons.append(problem)
     return reasons
 

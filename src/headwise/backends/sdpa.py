@@ -67,7 +67,8 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
         reasons.append("does not support torch.func and forward-mode derivatives")
     if call.has_caller_mask:
         reasons.append("does not support a mask given by the caller; dense does")
-    if unseen := sorted(call.probed_tensors & {"scores", "weights"}):
+    unseen = sorted(call.probed_tensors & {"scores", "weights"})
+    if unseen:
         reasons.append(f"cannot show {', '.join(unseen)}")
     if "lse" in call.probed_tensors and not _can_return_lse(call):
         reasons.append("shows lse only on the CPU, without gradients or sinks, with dim = vdim")

@@ -166,7 +166,8 @@ def _cache_folders() -> Iterator[Path]:
     """Yield the folders that may hold compiled kernels: the user's, then one that lasts as long as
     this process.
     """
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    if chosen:
         yield Path(chosen)
     with suppress(RuntimeError):  # no home folder
         yield user_cache_folder()

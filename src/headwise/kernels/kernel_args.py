@@ -152,9 +152,10 @@ def matrix_table(matrices: Sequence[Tensor]) -> array:
     """Return an array of pairs: the address of each matrix and its number of rows; the caller keeps
     them alive.
     """
-    return array(
-        "q", [word for matrix in matrices for word in (matrix.data_ptr(), matrix.shape[0])]
-    )
+    table = array("q")
+    for matrix in matrices:
+        table.extend((matrix.data_ptr(), matrix.shape[0]))
+    return table
 
 
 def _make_field(annotation: Any, index: int, slot: int) -> ArgField:

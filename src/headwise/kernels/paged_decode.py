@@ -277,7 +277,8 @@ def attend_paged(
     >>> o.shape, lse.shape
     (torch.Size([2, 6, 16]), torch.Size([2, 6]))
     """
-    if reason := _unsupported_reasons(q_BHK, k_PGSK, v_PGSV, spans_BN3, options):
+    reason = _unsupported_reasons(q_BHK, k_PGSK, v_PGSV, spans_BN3, options)
+    if reason:
         raise ValueError(reason)
     if is_under_functorch():
         return attend_paged_reference(
@@ -462,8 +463,12 @@ def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | a
     """
     pages, _, slots, _ = k.shape
     if spans is None:
-        return array("q", [number for row in range(rows) for number in (row, 0, slots)]), 1
-    if (n := find_invalid_span(spans, pages, slots)) >= 0:
+        table = array("q")
+        for row in range(rows):
+            table.extend((row, 0, slots))
+        return table, 1
+    n = find_invalid_span(spans, pages, slots)
+    if n >= 0:
         raise ValueError(_invalid_span_message(spans.reshape(-1, 3)[n].tolist(), k))
     return spans.contiguous(), spans.shape[1]
 
