@@ -10,7 +10,7 @@ from .harness import LIMIT, Row
 
 TIME_UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
 VERDICTS = {True: "met", False: "**missed**", None: "no verdict"}
-CHART_STYLE = {"svg.hashsalt": "headwise", "svg.fonttype": "none", "font.size": 8}
+CHART_STYLE: Any = {"svg.hashsalt": "headwise", "svg.fonttype": "none", "font.size": 8}
 COLOURS = {True: "#0072b2", False: "#d55e00"}  # of peers that are slower than headwise, and faster
 
 

@@ -373,6 +373,7 @@ def test_expected_flops_are_near_those_of_sampled_gates(routing):
     at = SequenceInfo.contiguous(0, 2048, "cpu")
     mask = AttentionMask(at, at, spec.pattern)
     ends = flash_cpu.key_range_table(mask, torch.empty(1, 2048))
+    assert ends is not None
     formed = routed_heads.RoutedWorkItems.from_open_heads(opened, 6, ends, 2048).num_pairs
     built = spec.core.flops(formed) // 6
     assert 0.99 * expected <= built <= 1.2 * expected

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import headwise as hw
-from headwise.backends import BACKENDS, CallSignature, make_dispatch
+from headwise.backends import CallSignature, CoreDispatch, make_dispatch
 from headwise.machine.capabilities import MACHINE_CLASSES
 from headwise.machine.takeover_points import (
     FROM_ANY_CLASS,
@@ -104,28 +105,26 @@ def test_a_point_up_to_which_products_are_faster():
     assert reason == "torch's fused call takes less time above 327 keys; this call has 1,024"
 
 
-def test_a_layer_made_on_one_class_runs_by_the_points_of_the_call():
+def test_a_layer_made_on_one_class_runs_by_the_points_of_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """A plan that a layer keeps does not freeze the choice."""
-    layer, x = hw.Attention(PLAIN).bfloat16().eval(), torch.randn(1, 40, 64).bfloat16()
-    ran = []
-    for backend in BACKENDS.values():
-        original = backend.attend
-        backend.attend = lambda *args, original=original, b=backend: (
-            ran.append(b),
-            original(*args),
-        )[1]
-        backend.original = original
-    try:
-        with torch.no_grad():
-            outputs = []
-            for name in ("x86-avx512-bf16", "x86-avx512", "x86-avx512-bf16"):
-                with assume_points(points_of_class(name)):
-                    outputs.append(layer(x).float())
-    finally:
-        for backend in BACKENDS.values():
-            backend.attend = backend.original
-            delattr(backend, "original")
-    assert ran == [BACKENDS["bf16_matmul"], BACKENDS["sdpa"], BACKENDS["bf16_matmul"]]
+    layer = hw.Attention(PLAIN).bfloat16().eval()
+    x = torch.randn(1, 40, 64).bfloat16()
+    ran: list[str] = []
+    select = CoreDispatch.select
+
+    def record(self: CoreDispatch, *args: Any) -> str:
+        ran.append(select(self, *args))
+        return ran[-1]
+
+    monkeypatch.setattr(CoreDispatch, "select", record)
+    outputs = []
+    with torch.no_grad():
+        for name in ("x86-avx512-bf16", "x86-avx512", "x86-avx512-bf16"):
+            with assume_points(points_of_class(name)):
+                outputs.append(layer(x).float())
+    assert ran == ["bf16_matmul", "sdpa", "bf16_matmul"]
     assert torch.equal(outputs[0], outputs[2])
     check_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)  # rounding of bfloat16
 

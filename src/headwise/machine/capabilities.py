@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ def this_machine() -> MachineCapabilities:
     return MachineCapabilities(str(name), machine_class, usable_processors(), cache)
 
 
-def classify(capabilities: dict[str, object], torch_level: str) -> str:
+def classify(capabilities: Mapping[str, Any], torch_level: str) -> str:
     """The class of a processor; `torch_level` is the instruction set that torch's kernels use.
 
     >>> classify({"architecture": "x86_64", "avx2": True, "avx512_f": True}, "AVX512")
