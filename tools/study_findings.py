@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from headwise.files import write_atomically
+from headwise.report import plots, render
 from headwise.studies.process_engine import ProcessEngine
-from headwise.studies.report_page import SVG_STYLE, draw_differences, draw_lengths
+from headwise.studies.study_figures import draw_differences, draw_lengths
 from headwise.studies.study_file import Study, read_study
 from headwise.studies.study_report import (
     StudyReport,
     describe_protocol,
-    list_task_details,
+    tabulate_decoding,
     write_report,
 )
 from headwise.studies.study_runner import run_study
@@ -68,10 +69,6 @@ LIMITS = (
     "[Studies](../studies.md) explains the protocol, and [{name}](../../studies/{name}.toml) is "
     "the study file."
 )
-COLOURS = """
-:root { --text: #1b1b1f; --muted: #5c5c66; --line: #dcdce0; --seed: #3b3fb6; }
-@media (prefers-color-scheme: dark) { :root { --text: #ececf1; --muted: #a3a3ad; --line: #34343c; --seed: #9aa0ff; } }
-"""
 
 
 def write_page(name: str, runs: Path) -> Path:
@@ -82,13 +79,9 @@ def write_page(name: str, runs: Path) -> Path:
     )
     report = write_report(results, runs / name)
     verdicts = tomllib.loads((ROOT / "tools" / "study_verdicts.toml").read_text(encoding="utf-8"))
-    tables = [
-        table
-        for task in study.tasks.values()
-        for table in (report.score_table(task), *list_task_details(report, task))
-    ]
-    if name in ABOUT_DECODING and (decoding := report.decode_table()) is not None:
-        tables.append(decoding)
+    tables = [table for task in study.tasks.values() for table in report.tables(task)]
+    if name in ABOUT_DECODING and report.decoding.get("variants"):
+        tables.append(tabulate_decoding(report.decoding))
     page = PAGE.format(
         name=name,
         scale=study.scale,
@@ -98,7 +91,7 @@ def write_page(name: str, runs: Path) -> Path:
         claims=_list(report.claims),
         figures="\n\n".join(_write_figures(report)),
         limits=_list(_list_limits(report)),
-        tables="\n\n".join(table.markdown.rstrip() for table in tables),
+        tables="\n\n".join(render.to_markdown(table, level=3) for table in tables),
         protocol=_list([*report.failures, *describe_protocol(report)]),
     )
     path = FINDINGS / f"study-{name}.md"
@@ -108,19 +101,18 @@ def write_page(name: str, runs: Path) -> Path:
 
 def _write_figures(report: StudyReport) -> Iterator[str]:
     """Write the figures of the page beside it; yields the lines that show them."""
-    name = report.results.study.name
-    for task in report.results.study.tasks.values():
+    results, name = report.results, report.results.study.name
+    for task in results.study.tasks.values():
+        scores = {variant: report.scores[variant, task.name] for variant in results.study.variants}
         drawings = {
-            "differences": draw_differences(report, task),
-            "lengths": draw_lengths(report, task),
+            "differences": draw_differences(results, task, report.comparisons),
+            "lengths": draw_lengths(results, task, scores),
         }
         for kind, figures in drawings.items():
-            for svg, caption in figures:
+            for figure in figures:
                 file = f"study-{name}-{task.name}-{kind}.svg"
-                head, _, body = svg.partition(">")
-                text = f"{head}><style>{COLOURS}{SVG_STYLE}</style>{body}\n"
-                write_atomically(FINDINGS / file, text.encode())
-                yield f"![{task.name}, {kind}]({file})\n\n{_fill(f'{task.name}: {caption}')}"
+                write_atomically(FINDINGS / file, plots.to_svg(figure).encode())
+                yield f"![{figure.title}]({file})\n\n{_fill(figure.title)}"
 
 
 def _list_limits(report: StudyReport) -> Iterator[str]:

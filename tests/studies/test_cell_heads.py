@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import headwise as hw
 from headwise.data import make_task
 from headwise.interfaces import Gate
 from headwise.studies.cell_heads import summarise_heads
-from headwise.studies.study_report import describe_columns
 from headwise.studies.variant_models import resize_model
 from headwise.training.run_setup import replace_self_attention
 
@@ -152,15 +150,3 @@ def test_weights_learned_by_position_have_no_change_of_scores():
     summary = summarise_heads(net, TASK, 2)
     assert "score_change" not in summary
     assert summary["score_deviation"] >= 0
-
-
-@pytest.mark.parametrize("page", sorted(FINDINGS.glob("study-*.md")), ids=lambda page: page.stem)
-def test_captions_of_findings_explain_the_columns_that_are_shown(page: Path):
-    _, *sections = page.read_text(encoding="utf-8").split(", what heads do\n")
-    for section in sections:
-        found = re.search(
-            r"^\| (variant [^\n]*) \|$.*?^(Means [^\n]*)$", section, re.MULTILINE | re.DOTALL
-        )
-        assert found is not None
-        header, caption = found.groups()
-        assert caption == describe_columns(header.split(" | "))

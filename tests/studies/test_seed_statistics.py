@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import scipy  # imports scipy.stats when a test needs it
 
+from headwise.report import plots
 from headwise.studies.cells import CellGrid
-from headwise.studies.report_page import Span, difference_figure, scatter_figure, strip_figure
 from headwise.studies.seed_statistics import (
     VariantScore,
     compare_seeds,
-    mean_interval,
-    paired_t_test,
+    estimate_mean,
     score_variants,
 )
+from headwise.studies.study_figures import draw_differences
 from headwise.studies.study_file import Readout, parse_study
 from headwise.studies.study_report import list_claims
 from headwise.studies.study_runner import CellResult, StudyResults, choose_rates
@@ -39,7 +39,7 @@ def scores_of(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
 def test_interval_of_differences_is_scipys():
     values = np.random.default_rng(1).normal(0.2, 1, 5)
     expected = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert mean_interval(values.tolist())[1:] == pytest.approx(
+    assert estimate_mean(values.tolist())[1:3] == pytest.approx(
         (expected.low, expected.high), rel=1e-9
     )
 
@@ -49,14 +49,14 @@ def test_paired_test_is_scipys():
     for count in (2, 3, 7, 9):
         ours, theirs = generator.normal(0.3, 1, count), generator.normal(0, 1, count)
         expected = scipy.stats.ttest_rel(ours, theirs).pvalue
-        assert paired_t_test(ours - theirs) == pytest.approx(expected, rel=1e-8)
+        assert estimate_mean(ours - theirs).p == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize(
     "differences", [[1.0], [0.0, 0.0], [0.25, 0.25], [0.1 + 0.2, 0.3, 0.3], [0.5] * 20]
 )
 def test_seeds_without_spread_have_no_p(differences: list[float]):
-    assert math.isnan(paired_t_test(differences))
+    assert math.isnan(estimate_mean(differences).p)
 
 
 def test_seeds_without_spread_decide_nothing_and_are_named():
@@ -65,26 +65,20 @@ def test_seeds_without_spread_decide_nothing_and_are_named():
     gqa, linear = (compared[name, "recall"] for name in ("gqa", "linear"))
     assert math.isnan(gqa.corrected_p)
     assert not gqa.is_significant
-    assert linear.corrected_p == linear.p  # the comparison without spread is not one of the tests
+    assert (
+        linear.corrected_p == linear.difference.p
+    )  # the comparison without spread is not one of the tests
     assert not scores_of(results)["gqa", "recall"].is_best
     claims = list(list_claims(results, scores_of(results), compared))
-    assert "recall: no significant difference from mha: gqa +0.250 (no spread)" in " ".join(claims)
-    spans = {name: Span(*score.mean) for (name, _), score in scores_of(results).items()}
-    seeds = {"mha": [0.25] * 4, "gqa": [0.5] * 4, "linear": [0.2, 0.25, 0.2, 0.25]}
-    figures = [
-        strip_figure(seeds, spans, "mha", "accuracy"),
-        difference_figure({"gqa": ([0.25] * 4, spans["gqa"])}, "x"),
-    ]
-    figures.append(
-        scatter_figure(
-            {name: (1.0 + n, span) for n, (name, span) in enumerate(spans.items())}, "a", "b", True
-        )
-    )
-    assert not any("nan" in figure for figure in figures)
+    assert "recall: no significant difference from mha: gqa +0.25 [no spread]" in " ".join(claims)
+    task = results.study.tasks["recall"]
+    figures = list(draw_differences(results, task, compared))
+    assert list(figures[0].panels[0].x.ticks.values()) == ["gqa minus mha", "linear minus\nmha"]
+    assert "nan" not in plots.to_svg(figures[0])
 
 
 def test_the_interval_of_a_share_ends_at_1():
-    low, high = mean_interval([0.99, 1.0, 0.98], "accuracy")[1:]
+    low, high = estimate_mean([0.99, 1.0, 0.98], "accuracy")[1:3]
     assert (low < 0.98, high) == (True, 1.0)
 
 
@@ -126,7 +120,7 @@ def test_scores_and_comparisons():
     p_linear = scipy.stats.ttest_rel([0.1, 0.35, 0.0], [0.5, 0.7, 0.4]).pvalue
     assert gqa.comparison
     assert gqa.comparison.difference.value == pytest.approx(0.3)
-    assert gqa.comparison.p == pytest.approx(p_gqa)
+    assert gqa.comparison.difference.p == pytest.approx(p_gqa)
     assert gqa.comparison.corrected_p == pytest.approx(min(1, 2 * min(p_gqa, p_linear)))
     assert gqa.is_best
     assert not mha.is_best
@@ -174,7 +168,7 @@ def test_contrasts_are_in_the_correction():
     assert compared[
         "learning of gqa minus learning of mha", "recall"
     ].difference.value == pytest.approx(0.75 * 0.3)
-    raw = {key: one.p for key, one in compared.items()}
+    raw = {key: one.difference.p for key, one in compared.items()}
     assert raw[name, "recall"] == pytest.approx(
         scipy.stats.ttest_1samp([-0.7, -0.65, -0.65], 0).pvalue
     )

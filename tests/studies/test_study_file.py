@@ -116,7 +116,7 @@ MISTAKES = {
     "tuning seed": ({"tuning_seed": 1}, "use another tuning_seed"),
     "equal seeds": ({"seeds": [1, 1]}, "different integers"),
     "rate": ({"recipe": {"lr": 0}}, "above 0"),
-    "table": ({"variants": {"mha": 3}}, "is no table"),
+    "table": ({"variants": {"mha": 3}}, "not a table"),
     "two sources": ({"variants": {"mha": {"preset": "gqa", "spec": "x.toml"}}}, "give one of them"),
     "shape": ({"model": {"wide": 3}}, "did you mean 'width'"),
     "grid": ({"seeds": list(range(1, 60_000))}, "give fewer variants"),

@@ -20,6 +20,7 @@ import pytest
 from headwise.cli import main
 from headwise.errors import SpecError
 from headwise.files import FolderLock
+from headwise.report.numbers import format_interval, format_number
 from headwise.studies import process_engine
 from headwise.studies.cells import Cell
 from headwise.studies.process_engine import ProcessEngine
@@ -236,26 +237,28 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
         (folder / "report" / "report.html").read_text(),
         (folder / "report" / "report.md").read_text(),
     )
-    mean = report.scores["mha", "recall"].mean.value
-    assert f"{mean:.4g}" in text
-    assert f"{mean:.4g}" in page
+    mean = format_interval(*report.scores["mha", "recall"].mean[:3])
+    assert mean in page
+    assert mean.replace("[", "\\[").replace("]", "\\]") in text
     assert "<script" not in page
-    assert "//" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert (
-        page.count("<svg") == 11
-    )  # strips, differences, three costs, three axes of time, length of the test, two of decoding
+    assert "//" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "").replace(
+        'xmlns:xlink="http://www.w3.org/1999/xlink"', ""
+    )
+    # seeds, differences, costs, losses, length of the test, decoding; each in light and dark
+    assert page.count("<svg") == 2 * 6
     measured = json.loads((folder / "decoding.json").read_text())["variants"]["gqa"][-1]
-    assert f"{1000 * measured['prompt']:.2f} | {measured['held']:,} | equal |" in text
-    assert all(claim in text for claim in report.claims)
+    assert measured["formula"] == measured["held"]
+    assert f"| {measured['held']:,} | {measured['formula']:,} |" in text
+    assert all(claim in text.replace("\\", "") for claim in report.claims)
     for place in ("step 0", "test longer"):
         summaries = [one.result["heads_at"][place] for one in results.report_cells("gqa", "recall")]
         entropy = sum(one["measures"]["entropy"] for one in summaries) / len(summaries)
-        assert f"| gqa | {place} | {entropy:.4g} |" in text
+        assert f"| gqa | {place} | {format_number(entropy)} |" in text
     name = "near on longer minus mha on longer"
-    difference, low, high = report.comparisons[name, "recall"].difference
-    assert f"recall: {name}: {difference:+.3f} ({low:+.3f} to {high:+.3f}), p " in text
-    assert f"| {name} | {difference:+.3f} ({low:+.3f} to {high:+.3f}) | 3 | " in text
-    assert page.count(name) == 4  # a claim, a row, and a label and a title in the figure
+    difference = report.comparisons[name, "recall"].difference
+    shown = format_interval(*difference[:3], sign="+")
+    assert f"recall: {name}: {shown}, p " in " ".join(report.claims)
+    assert f'<td class="left">{name}</td><td>{shown}</td><td>3</td>' in page
     assert (
         "recall: seeds that reach 0.1: mha " in text
         or "recall: all seeds of all variants reach 0.1" in text
@@ -264,7 +267,8 @@ def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
     cell = results.report_cells("gqa", "recall")[0]
     value = cell.result["metrics"]["accuracy"]
     assert f"{cell.cell.id},report,recall,gqa,0.003,1,done,accuracy,{value!r}" in rows
-    assert "differs" not in text  # formulas and built models agree
+    for model in results.grid.models.values():  # formulas and built models agree
+        assert f"| {model.size.parameters:,} | {model.size.parameters:,} |" in text
 
 
 def test_plan_and_budget(study: Study):

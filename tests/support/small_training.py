@@ -25,8 +25,9 @@ from headwise.model_spec import (
     StackSpec,
 )
 from headwise.models import Transformer
+from headwise.report.data import Figure
 from headwise.training import Recipe
-from headwise.training.learning_curves import CURVE_FILES, LearningCurves
+from headwise.training.learning_curves import CURVE_FILES
 from headwise.training.train_step import StepOptions, TrainStep
 
 IDS, LONGEST = 11, 7
@@ -147,7 +148,7 @@ SHORT_RUNS = {
 }
 
 
-def save_small_curves(folder: Path, curves: LearningCurves, title: str) -> None:
+def save_small_curves(folder: Path, figure: Figure) -> None:
     """Empty pictures instead of learning curves, because drawing them takes longer than most runs
     of tests.
     """

@@ -212,7 +212,7 @@ def chosen(
     recipe = (
         short_recipe(steps=10_000, precision="auto", compile="auto")
         if not options
-        else short_recipe(steps=10_000, **options)
+        else short_recipe(**{"steps": 10_000} | options)
     )
     trial = Autotuner(
         hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)]
@@ -264,6 +264,28 @@ def test_bf16_is_not_tried_where_it_is_slower_or_was_not_measured(
 def test_compilation_is_reported(monkeypatch: pytest.MonkeyPatch):
     choice, _ = chosen(monkeypatch, SECONDS)
     assert choice.reasons[1].startswith("compiled: 0.1000 s per step instead of 0.2000 s")
+
+
+@pytest.mark.parametrize(
+    ("bf16", "compiled", "steps", "expected"),
+    [
+        (0.3, 0.1, 10_000, ("bf16", "on")),
+        (0.39, 0.1, 10_000, ("fp32", "on")),  # within 5 %
+        (0.2, 0.195, 10_000, ("bf16", "off")),
+        (0.2, 0.1, 900, ("bf16", "off")),  # compiling would take longer than it gains
+    ],
+)
+def test_gains_must_be_worth_it(
+    monkeypatch: pytest.MonkeyPatch,
+    bf16: float,
+    compiled: float,
+    steps: int,
+    expected: tuple[str, str],
+):
+    seconds = {("fp32", "off"): 0.4, ("bf16", "off"): bf16}
+    seconds |= {("bf16", "on"): compiled, ("fp32", "on"): compiled}
+    choice, _ = chosen(monkeypatch, seconds, precision="auto", compile="auto", steps=steps)
+    assert (choice.precision, choice.compile) == expected
 
 
 def test_requested_settings_are_not_tried(monkeypatch: pytest.MonkeyPatch):

@@ -22,9 +22,6 @@ from headwise.training.evaluation import average_metrics
 from headwise.training.recipe import SCHEDULES
 from headwise.training.train_step import (
     StepOptions,
-    choose_fastest,
-    decide_compile,
-    decide_compile_trial,
 )
 from headwise.training.training_run import count_batch_tokens, count_step_flops
 from support.small_training import IDS, Echo, Routed, make_train_step, short_recipe
@@ -380,16 +377,6 @@ def test_a_term_that_no_part_sets_is_refused():
 # --- what is chosen by measuring ------------------------------------------------------------------
 
 
-def test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt():
-    exact, short = ("fp32", "fused"), ("bf16", "fused")
-    assert choose_fastest({exact: 0.30, short: 0.20}) == (
-        short,
-        "bf16: 0.2000 s per step, fp32 0.3000",
-    )
-    assert choose_fastest({exact: 0.20, short: 0.30})[0] == exact
-    assert choose_fastest({exact: 0.200, short: 0.195})[0] == exact
-
-
 def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were():
     found = []
     for way in ("fused", "plain"):
@@ -402,13 +389,6 @@ def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were
             module.backend_name for module in net.modules() if isinstance(module, hw.Attention)
         } == {None}
     torch.testing.assert_close(*found)
-
-
-def test_compiling_is_tried_only_where_it_can_pay_and_kept_only_where_it_does():
-    assert not decide_compile_trial(0.15, 600)[0]
-    assert decide_compile_trial(0.15, 6000)[0]
-    assert decide_compile(0.2, 0.1, 10)[0] == "on"
-    assert decide_compile(0.2, 0.199, 10)[0] == "off"
 
 
 # --- what is measured -----------------------------------------------------------------------------

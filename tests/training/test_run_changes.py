@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from headwise.files import read_lines
 from headwise.models import load
 from headwise.training import ConsoleLogger, Recipe, loop, train, training_run
 from headwise.training.evaluation import TaskEvaluator
-from headwise.training.learning_curves import THEMES, LearningCurves, save_curves
+from headwise.training.learning_curves import CURVE_FILES, make_curves, save_curves
 from headwise.training.recipe import SCHEDULES, ScheduleStep
 from headwise.training.run_setup import read_run_recipe
 from headwise.training.train_step import BatchPrefetcher
@@ -268,21 +267,19 @@ def test_the_learning_curves_are_drawn_for_both_backgrounds(
 ):
     monkeypatch.setattr(loop, "save_curves", save_curves)
     train(Echo(), recipe=short_recipe(), out=tmp_path)
-    light, dark = ((tmp_path / name).read_text() for name in ("curves.svg", "curves-dark.svg"))
-    for one, other in zip(astuple(THEMES["light"]), astuple(THEMES["dark"]), strict=True):
-        assert light.count(one.lower()) == dark.count(other.lower()) > 0
-        assert light.count(other.lower()) == dark.count(one.lower()) == 0
-    page = (tmp_path / "README.md").read_text()
-    assert 'srcset="curves-dark.svg"' in page
-    assert 'src="curves.svg"' in page
-    curves = LearningCurves.of(read_lines(tmp_path / "metrics.jsonl"))
-    records = step_records(tmp_path)
-    assert (curves.steps, curves.losses) == (
+    light, dark = ((tmp_path / name).read_text() for name in CURVE_FILES.values())
+    assert light.startswith("<?xml")
+    assert light != dark
+    assert "curves-dark.svg" in (tmp_path / "README.md").read_text()
+    records = read_lines(tmp_path / "metrics.jsonl")
+    loss, metrics, rate = make_curves(records, "run", changes=[3]).panels
+    assert (loss.series[0].xs, loss.series[0].ys) == (
         [1, 2, 3, 4, 5, 6],
-        [record["loss"] for record in records],
+        [record["loss"] for record in records if record["event"] == "step"],
     )
-    assert curves.evaluations["loss"][0] == [3, 6]
-    assert curves.scores == ["accuracy"]
+    assert (loss.series[1].name, loss.series[1].xs) == ("validation", [3, 6])
+    assert [one.name for one in metrics.series] == ["accuracy"]
+    assert [line.at for line in rate.references] == [3]
 
 
 def test_texts_are_sampled_on_the_way_and_change_nothing(

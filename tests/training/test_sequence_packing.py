@@ -22,7 +22,7 @@ from headwise.masking.sequence_info import SequenceInfo
 from headwise.training import Recipe, autotune, train
 from headwise.training.autotune import Autotuner
 from headwise.training.evaluation import TaskEvaluator
-from headwise.training.train_step import StepOptions, TrainStep, choose_row_layout
+from headwise.training.train_step import StepOptions, TrainStep
 from support.small_training import Echo, Routed, short_recipe
 
 IDS = 23
@@ -243,10 +243,18 @@ def test_compiled_packing_is_refused():
         Recipe(rows="packed", compile="on")
 
 
-def test_a_failing_step_is_never_chosen():
-    chosen, seconds = choose_row_layout(StepOptions("fp32", "off"), 0.2, {}, 0.5)
-    assert (chosen.rows, seconds) == ("padded", 0.2)
-    assert "fails" in chosen.reasons[0]
+def test_a_failing_step_is_never_chosen(monkeypatch):
+    def fail_if_packed(self, stepper):
+        if stepper.options.rows == "packed":
+            raise RuntimeError("no kernel")
+        return 0.2
+
+    monkeypatch.setattr(Autotuner, "_time_step", fail_if_packed)
+    net = hw.build(Echo().model(), seed=0)
+    tuner = Autotuner(net, short_recipe(rows="auto"), torch.device("cpu"), [Echo().batch(0, 8)])
+    chosen = tuner.choose_options()
+    assert chosen.rows == "padded"
+    assert any("fails" in reason for reason in chosen.reasons)
 
 
 def test_rows_divided_by_tokens_are_not_packed():

@@ -83,9 +83,10 @@ class StudyOptions(Options):
 def main(argv: list[str]) -> int:
     """Plan or run a study; cells that were finished before are not run again."""
     args = StudyOptions.parse(argv)
+    from ..report.render import to_text
     from ..studies.process_engine import ProcessEngine
     from ..studies.study_file import read_study
-    from ..studies.study_plan import format_plan, plan_study
+    from ..studies.study_plan import plan_study, tabulate_plan
     from ..studies.study_report import REPORT_FOLDER, STUDY_REPORT, write_report
     from ..studies.study_runner import STUDY_FOLDER, run_study
 
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> int:
         if args.budget is not None:
             plan.check_budget(args.budget)
         if args.plan:
-            print_page(to_json(_plan_data(plan)) if args.json else format_plan(plan))
+            print_page(to_json(_plan_data(plan)) if args.json else to_text(tabulate_plan(plan)))
             return 0
     out = Path(out)
     try:

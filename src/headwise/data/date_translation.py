@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations, product
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -77,26 +78,14 @@ CURRENCIES: Mapping[str, Currency] = {
 def format_english(value: Date | Amount) -> TokenizedPhrase:
     """English, as in "20 November 2026" and "1,234.50 dollars".
 
-    >>> (
-    ...     join_tokens(format_english(Date(2026, 11, 20))),
-    ...     join_tokens(format_english(Amount(123450, "dollars"))),
-    ... )
-    ('20 November 2026', '1,234.50 dollars')
+    >>> join_tokens(format_english(Amount(123450, "dollars")))
+    '1,234.50 dollars'
     """
     if isinstance(value, Amount):
-        return [
-            *_format_decimal(value.cents, ","),
-            *make_plain_token(" "),
-            (value.currency, ("unit",)),
-        ]
+        return [*_format_decimal(value.cents, ","), (" ", ()), (value.currency, ("unit",))]
     month = (MONTHS[value.month - 1], ("m1", "m0"))
-    return [
-        *_tag_digits(str(value.day), "d"),
-        *make_plain_token(" "),
-        month,
-        *make_plain_token(" "),
-        *_tag_digits(str(value.year), "y"),
-    ]
+    day = _tag_digits(str(value.day), "d")
+    return [*day, (" ", ()), month, (" ", ()), *_tag_digits(str(value.year), "y")]
 
 
 def format_iso(value: Date | Amount) -> TokenizedPhrase:
@@ -106,22 +95,11 @@ def format_iso(value: Date | Amount) -> TokenizedPhrase:
     ('2026-01-02', 'CNY 0.05')
     """
     if isinstance(value, Amount):
-        return [
-            (CURRENCIES[value.currency].code, ("unit",)),
-            *make_plain_token(" "),
-            *_format_decimal(value.cents, ""),
-        ]
-    month, day = (
-        _tag_digits(f"{number:02d}", letter)
-        for number, letter in ((value.month, "m"), (value.day, "d"))
-    )
-    return [
-        *_tag_digits(str(value.year), "y"),
-        *make_plain_token("-"),
-        *month,
-        *make_plain_token("-"),
-        *day,
-    ]
+        code = CURRENCIES[value.currency].code
+        return [(code, ("unit",)), (" ", ()), *_format_decimal(value.cents, "")]
+    month = _tag_digits(f"{value.month:02d}", "m")
+    day = _tag_digits(f"{value.day:02d}", "d")
+    return [*_tag_digits(str(value.year), "y"), ("-", ()), *month, ("-", ()), *day]
 
 
 def format_chinese(value: Date | Amount) -> TokenizedPhrase:
@@ -132,32 +110,29 @@ def format_chinese(value: Date | Amount) -> TokenizedPhrase:
     written 一十 inside a number. 两 replaces 二 at the start of a number before 千, 万 or the unit. 角 and
     分 continue the number of 元; 美分 and 欧分 have a number of their own.
 
-    >>> (
-    ...     join_tokens(format_chinese(Date(2026, 11, 20))),
-    ...     join_tokens(format_chinese(Amount(123450, "yuan"))),
-    ... )
-    ('二〇二六年十一月二十日', '一千二百三十四元五角')
-    >>> (
-    ...     join_tokens(format_chinese(Amount(2_000_205, "yuan"))),
-    ...     join_tokens(format_chinese(Amount(20_012, "dollars"))),
-    ... )
-    ('两万零二元零五分', '二百美元十二美分')
+    >>> join_tokens(format_chinese(Amount(2_000_205, "yuan")))
+    '两万零二元零五分'
     """
-    if isinstance(value, Amount):
-        return (
-            _format_yuan(value.cents)
-            if value.currency == "yuan"
-            else _format_units_and_cents(value.cents, CURRENCIES[value.currency])
-        )
-    year = _spell_digits(str(value.year), "y", digits=CHINESE_YEAR_DIGITS)
-    return [
-        *year,
-        *make_plain_token("年"),
-        *format_chinese_numeral(value.month, "m"),
-        *make_plain_token("月"),
-        *format_chinese_numeral(value.day, "d"),
-        *make_plain_token("日"),
-    ]
+    if isinstance(value, Date):
+        year = _spell_digits(str(value.year), "y", digits=CHINESE_YEAR_DIGITS)
+        month = format_chinese_numeral(value.month, "m")
+        day = format_chinese_numeral(value.day, "d")
+        return [*year, ("年", ()), *month, ("月", ()), *day, ("日", ())]
+    units, hundredths = divmod(value.cents, 100)
+    number = _count(units, 0)
+    if value.currency != "yuan":
+        currency = CURRENCIES[value.currency]
+        cents = _count(hundredths, -2)
+        return [*_name_unit(number, currency.unit), *_name_unit(cents, currency.subunit)]
+    tenth, hundredth = divmod(hundredths, 10)
+    out = [*number, ("元", ("unit",))] if units else []
+    if tenth:
+        out += [*_spell_digits(str(tenth), "n", -1), ("角", ("n-1",))]
+    elif units and hundredth:
+        out += _spell_digits("0", "n", -1)
+    if hundredth:
+        out += [*_spell_digits(str(hundredth), "n", -2), ("分", ("n-2",))]
+    return out if units else [*_use_counting_two(out[:1]), *out[1:]]
 
 
 LANGUAGES: Mapping[str, Callable[[Date | Amount], TokenizedPhrase]] = {
@@ -171,28 +146,33 @@ def format_chinese_numeral(number: int, letter: str, last: int = 0) -> Tokenized
     """An integer from 1 to 10**8 - 1 as a Chinese numeral; its last digit expresses the part
     f"{letter}{last}".
 
-    >>> [
-    ...     join_tokens(format_chinese_numeral(n, "n"))
-    ...     for n in (10, 110, 1005, 1050, 100_010, 12_000_345)
-    ... ]
-    ['十', '一百一十', '一千零五', '一千零五十', '十万零一十', '一千二百万零三百四十五']
+    >>> [join_tokens(format_chinese_numeral(n, "n")) for n in (10, 1005, 1050, 12_000_345)]
+    ['十', '一千零五', '一千零五十', '一千二百万零三百四十五']
     """
     out: TokenizedPhrase = []
     zeros: tuple[str, ...] = ()
-    digits = [int(digit) for digit in str(number)]
-    for place, digit in zip(reversed(range(len(digits))), digits, strict=True):
+    digits = str(number)
+    for place, digit in zip(reversed(range(len(digits))), map(int, digits), strict=True):
         parts = (f"{letter}{place + last}",)
         if digit == 0:
             zeros += parts
         else:
-            out += [("零", zeros)] if zeros else []
-            zeros = ()
+            if zeros:
+                out.append(("零", zeros))
+                zeros = ()
             if out or digit > 1 or place % 4 != 1:
                 out.append((CHINESE_DIGITS[digit], parts))
-            out += [(CHINESE_POWERS[place % 4], parts)] if place % 4 else []
+            if place % 4:
+                out.append((CHINESE_POWERS[place % 4], parts))
         if place == 4:
-            out, zeros = [*out, ("万", parts)], ()
+            out.append(("万", parts))
+            zeros = ()
     return out
+
+
+def _count(number: int, last: int) -> TokenizedPhrase:
+    """A number of units; empty for 0."""
+    return _use_counting_two(format_chinese_numeral(number, "n", last)) if number else []
 
 
 def _use_counting_two(numeral: TokenizedPhrase) -> TokenizedPhrase:
@@ -202,42 +182,17 @@ def _use_counting_two(numeral: TokenizedPhrase) -> TokenizedPhrase:
     return numeral
 
 
-def _format_yuan(cents: int) -> TokenizedPhrase:
-    units, (tenths, hundredths) = cents // 100, divmod(cents % 100, 10)
-    out = (
-        [*_use_counting_two(format_chinese_numeral(units, "n")), ("元", ("unit",))] if units else []
-    )
-    if tenths:
-        out += [*_spell_digits(str(tenths), "n", -1), ("角", ("n-1",))]
-    elif units and hundredths:
-        out += _spell_digits("0", "n", -1)
-    if hundredths:
-        out += [*_spell_digits(str(hundredths), "n", -2), ("分", ("n-2",))]
-    return out if units else [*_use_counting_two(out[:1]), *out[1:]]
-
-
-def _format_units_and_cents(cents: int, currency: Currency) -> TokenizedPhrase:
-    units, hundredths = divmod(cents, 100)
-    out: TokenizedPhrase = []
-    for number, lowest_place, unit in (
-        (units, 0, currency.unit),
-        (hundredths, -2, currency.subunit),
-    ):
-        if number:
-            out += [
-                *_use_counting_two(format_chinese_numeral(number, "n", lowest_place)),
-                *((token, ("unit",)) for token in unit),
-            ]
-    return out
+def _name_unit(numeral: TokenizedPhrase, unit: str) -> TokenizedPhrase:
+    return [*numeral, *((token, ("unit",)) for token in unit)] if numeral else []
 
 
 def _format_decimal(cents: int, comma: str) -> TokenizedPhrase:
-    integer_part = f"{cents // 100:,}" if comma else str(cents // 100)
-    places = iter(reversed(range(len(integer_part) - integer_part.count(","))))
-    integer: TokenizedPhrase = [
-        (token, () if token == "," else (f"n{next(places)}",)) for token in integer_part
-    ]
-    return [*integer, *make_plain_token("."), *_tag_digits(f"{cents % 100:02d}", "n", -2)]
+    integer: TokenizedPhrase = []
+    place = 0
+    for token in reversed(f"{cents // 100:{comma}}"):
+        integer.insert(0, (token, () if token == "," else (f"n{place}",)))
+        place += token != ","
+    return [*integer, (".", ()), *_tag_digits(f"{cents % 100:02d}", "n", -2)]
 
 
 def _tag_digits(text: str, letter: str, last: int = 0) -> TokenizedPhrase:
@@ -250,11 +205,6 @@ def _spell_digits(
     return [(digits[int(digit)], parts) for digit, parts in _tag_digits(text, letter, last)]
 
 
-def make_plain_token(token: str) -> TokenizedPhrase:
-    """A phrase of one token without a part of the meaning, such as a space."""
-    return [(token, ())]
-
-
 def join_tokens(phrase: TokenizedPhrase) -> str:
     """The text of a phrase."""
     return "".join(token for token, _ in phrase)
@@ -264,24 +214,15 @@ def join_tokens(phrase: TokenizedPhrase) -> str:
 
 SUBJECTS = ("date", "amount")
 PAD_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
-SPECIAL_TOKENS = (
-    "<pad>",
-    "<begin>",
-    "<end>",
-    "<unknown>",
-    *(f"<{language}>" for language in LANGUAGES),
-)
-TEXT_TOKENS = (
-    *"0123456789 -,.",
-    *MONTHS,
-    *CURRENCIES,
-    *(currency.code for currency in CURRENCIES.values()),
-)
+TAGS = {language: f"<{language}>" for language in LANGUAGES}
+SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>", "<unknown>", *TAGS.values())
+CODES = [currency.code for currency in CURRENCIES.values()]
+TEXT_TOKENS = (*"0123456789 -,.", *MONTHS, *CURRENCIES, *CODES)
 TEXT_TOKENS += (*CHINESE_DIGITS, *"〇两", *CHINESE_POWERS[1:], *"万年月日元角分美欧")
 VOCABULARY = (*SPECIAL_TOKENS, *TEXT_TOKENS)
-TOKEN_PATTERN = (
-    "[A-Za-z]+|[^A-Za-z]"  # tokens are words of Latin letters, and single other characters
-)
+ID_OF_TOKEN = {token: n for n, token in enumerate(VOCABULARY)}
+# Tokens are words of Latin letters, and single other characters.
+TOKEN_PATTERN = "[A-Za-z]+|[^A-Za-z]"
 
 
 class TranslationAnnotation(NamedTuple):
@@ -345,16 +286,17 @@ class DateTranslation(SyntheticTask):
 
     @property
     def _num_days(self) -> int:
-        first, last = (
-            np.datetime64(f"{self.years[0]}-01-01"),
-            np.datetime64(f"{self.years[1]}-12-31"),
-        )
-        return int((last - first).astype(np.int64)) + 1
+        return int(np.datetime64(f"{self.years[1] + 1}-01-01").astype(np.int64)) - self._first_day
+
+    @property
+    def _first_day(self) -> int:
+        """Days from 1970 to the first date."""
+        return int(np.datetime64(f"{self.years[0]}-01-01").astype(np.int64))
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
         """All pairs (source language, target language)."""
-        return tuple((a, b) for a in self.languages for b in self.languages if a != b)
+        return tuple(permutations(self.languages, 2))
 
     @property
     def chance(self) -> Mapping[str, float]:
@@ -362,34 +304,27 @@ class DateTranslation(SyntheticTask):
         required.
         """
         num_units = {"date": 1, "amount": len(self.currencies)}
-        exact_match = [
-            1 / (self._num_values(subject) * num_units[subject]) for subject in self.subjects
-        ]
-        return {"accuracy": 1 / len(VOCABULARY), "exact_match": sum(exact_match) / len(exact_match)}
+        counts = [self._num_values(subject) * num_units[subject] for subject in self.subjects]
+        exact_match = sum(1 / count for count in counts) / len(counts)
+        return {"accuracy": 1 / len(VOCABULARY), "exact_match": exact_match}
 
     def model(self) -> ModelSpec:
         """Encoder and decoder of two layers each, with 128 channels."""
-        return make_small_translator(
-            self.name, len(VOCABULARY), ModelShape(width=128, heads=4, layers=2, feed=512)
-        )
+        shape = ModelShape(width=128, heads=4, layers=2, feed=512)
+        return make_small_translator(self.name, len(VOCABULARY), shape)
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         subject = random.choice([SUBJECTS.index(name) for name in self.subjects])
         currency = random.choice([list(CURRENCIES).index(name) for name in self.currencies])
         direction = random.choice(range(len(self.directions)))
-        first = int(np.datetime64(f"{self.years[0]}-01-01").astype(np.int64))
-        day, cents = first + random.integers(self._num_days, 1)[:, 0], self._draw_cents(random)
+        day = self._first_day + random.integers(self._num_days, 1)[:, 0]
+        cents = self._draw_cents(random)
         number = np.where(subject == 0, day, cents)
         # Days before 1970 are negative; the sign is a column of its own, because -1 means padding
         # in "content".
         content = np.stack([subject, np.abs(number), number < 0], 1).astype(np.int64)
-        arrays = {
-            "subject": subject,
-            "number": number,
-            "currency": currency,
-            "direction": direction,
-        }
-        return {"content": content, "fits": (subject == 0) | (cents > 0), **arrays}
+        meaning = np.stack([subject, number, currency, direction], 1)
+        return {"content": content, "fits": (subject == 0) | (cents > 0), "meaning": meaning}
 
     def _draw_cents(self, random: RandomStreams) -> np.ndarray:
         """Amounts with 0 to `digits` digits before the point; a third of all digits but the first
@@ -400,24 +335,20 @@ class DateTranslation(SyntheticTask):
         digit = random.integers(10, len(places)) * (random.integers(3, len(places)) > 0)
         leading = 1 + random.integers(9, 1)
         first = (places == count - 1) & (places >= 0)
-        return np.where(first, leading, np.where(places < count, digit, 0)) @ 10 ** np.arange(
-            len(places)
-        )
+        digits = np.where(first, leading, np.where(places < count, digit, 0))
+        return digits @ 10 ** np.arange(len(places))
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        id_of_token = {token: n for n, token in enumerate(VOCABULARY)}
-        gold, sources, targets = [], [], []
-        for subject, number, currency, direction in zip(
-            *(examples[name].tolist() for name in ("subject", "number", "currency", "direction")),
-            strict=True,
-        ):
-            value = (
-                Amount(number, list(CURRENCIES)[currency])
-                if subject
-                else date_of_day_number(number)
-            )
+        gold: list[TranslationAnnotation] = []
+        sources: list[list[int]] = []
+        targets: list[list[int]] = []
+        for subject, number, currency, direction in examples["meaning"].tolist():
+            value = date_of_day_number(number)
+            if subject:
+                value = Amount(number, list(CURRENCIES)[currency])
             source_language, target_language = self.directions[direction]
-            source, target = LANGUAGES[source_language](value), LANGUAGES[target_language](value)
+            source = LANGUAGES[source_language](value)
+            target = LANGUAGES[target_language](value)
             annotation = TranslationAnnotation(
                 SUBJECTS[subject],
                 f"{source_language}-{target_language}",
@@ -426,16 +357,13 @@ class DateTranslation(SyntheticTask):
                 align_tokens(source, target),
             )
             gold.append(annotation)
-            sources.append(
-                [id_of_token[f"<{target_language}>"], *(id_of_token[token] for token, _ in source)]
-            )
-            targets.append([id_of_token[token] for token, _ in target])
-        source, source_tokens = _pad_rows(sources, PAD_ID)
+            tag = ID_OF_TOKEN[TAGS[target_language]]
+            sources.append([tag, *(ID_OF_TOKEN[token] for token, _ in source)])
+            targets.append([ID_OF_TOKEN[token] for token, _ in target])
+        source_ids, source_tokens = _pad_rows(sources, PAD_ID)
         labels, _ = _pad_rows([[*row, END_ID] for row in targets], IGNORE_INDEX)
         x, tokens = _pad_rows([[BEGIN_ID, *row] for row in targets], PAD_ID)
-        return Batch(
-            x, labels, tokens=tokens, source=source, source_tokens=source_tokens, gold=gold
-        )
+        return Batch(x, labels, tokens, source_ids, source_tokens, gold)
 
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         """The start token of every answer."""
@@ -455,26 +383,18 @@ class DateTranslation(SyntheticTask):
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         """Exact match of whole answers, overall, by direction and by subject."""
-        references = [
-            [token for token in row if token not in (END_ID, IGNORE_INDEX)]
-            for row in batch.labels.tolist()
-        ]
-        correct = torch.tensor(
-            [
-                list(answer) == reference
-                for answer, reference in zip(generated, references, strict=True)
-            ]
-        )
-        names = {example.direction for example in batch.gold} | {
-            example.subject for example in batch.gold
-        }
-        slices = {
-            name: torch.tensor(
-                [name in (example.direction, example.subject) for example in batch.gold]
-            )
-            for name in sorted(names)
-        }
-        return sum_by_slice("exact_match", correct, torch.ones_like(correct), slices)
+        correct: list[bool] = []
+        for answer, labels in zip(generated, batch.labels.tolist(), strict=True):
+            reference = [token for token in labels if token not in (END_ID, IGNORE_INDEX)]
+            correct.append(list(answer) == reference)
+        slices: dict[str, Tensor] = {}
+        for kind in ("direction", "subject"):
+            names = [getattr(example, kind) for example in batch.gold]
+            for name in names:
+                slices[name] = torch.tensor([other == name for other in names])
+        ordered = {name: slices[name] for name in sorted(slices)}
+        is_correct = torch.tensor(correct)
+        return sum_by_slice("exact_match", is_correct, torch.ones_like(is_correct), ordered)
 
     @property
     def tokenizer(self) -> str:
@@ -514,43 +434,32 @@ def align_tokens(source: TokenizedPhrase, target: TokenizedPhrase) -> tuple[tupl
     >>> align_tokens([("November", ("m1", "m0"))], [("-", ()), ("1", ("m1",)), ("1", ("m0",))])
     ((1, 1), (1, 2))
     """
-    source_indices: dict[str, list[int]] = {}
-    for s, (_, parts) in enumerate(source, 1):
-        for part in parts:
-            source_indices.setdefault(part, []).append(s)
-    pairs = [
-        (s, t)
-        for t, (_, parts) in enumerate(target)
-        for part in parts
-        for s in source_indices.get(part, ())
-    ]
-    return tuple(dict.fromkeys(pairs))
+    pairs: dict[tuple[int, int], None] = {}  # in their order
+    for t, (_, parts) in enumerate(target):
+        for part, (s, (_, source_parts)) in product(parts, enumerate(source, 1)):
+            if part in source_parts:
+                pairs[s, t] = None
+    return tuple(pairs)
 
 
 def _pad_rows(rows: list[list[int]], fill: int) -> tuple[Tensor, SequenceInfo | None]:
     """Padded rows [B, T], and their positions and segments if they differ in length."""
     lengths = [len(row) for row in rows]
-    out = torch.tensor([row + [fill] * (max(lengths) - len(row)) for row in rows])
-    return out, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(
-        out, lengths=lengths
-    )
+    out = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, fill)
+    if min(lengths) == max(lengths):
+        return out, None
+    return out, SequenceInfo.from_batch(out, lengths=lengths)
 
 
 def _make_tokenizer() -> dict[str, object]:
-    options = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": True,
-        "normalized": False,
-        "special": True,
-    }
+    false_options = dict.fromkeys(("single_word", "lstrip"), False)
+    options = {**false_options, "rstrip": True, "normalized": False, "special": True}
+    tokens = [{"id": n, "content": token, **options} for n, token in enumerate(SPECIAL_TOKENS)]
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {"id": n, "content": token, **options} for n, token in enumerate(SPECIAL_TOKENS)
-        ],
+        "added_tokens": tokens,
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Split",
@@ -562,7 +471,7 @@ def _make_tokenizer() -> dict[str, object]:
         "decoder": {"type": "Fuse"},
         "model": {
             "type": "WordLevel",
-            "vocab": {token: n for n, token in enumerate(VOCABULARY)},
+            "vocab": ID_OF_TOKEN,
             "unk_token": SPECIAL_TOKENS[UNKNOWN_ID],
         },
     }

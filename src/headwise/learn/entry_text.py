@@ -274,4 +274,5 @@ def _names_study(report: Path, study: str) -> bool:
 def _read_claims(report: Path) -> tuple[str, ...]:
     _, _, text = report.read_text(encoding="utf-8").partition(CLAIMS)
     section = text.partition("\n## ")[0]
-    return tuple(line.removeprefix("- ") for line in section.splitlines() if line.startswith("- "))
+    lines = [line for line in section.splitlines() if line.startswith("- ")]
+    return tuple(line.removeprefix("- ").replace("\\", "") for line in lines)

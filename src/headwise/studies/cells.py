@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..data import Batch, Task
+from ..data import Task
 from ..distributed import join_process_group
 from ..distributed.sharded_model import shard_model
 from ..errors import SpecError
@@ -25,11 +25,12 @@ from ..training.train_step import StepOptions, TrainStep, check_model
 from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
 
-CELL_FORMAT = (
-    3  # grows when the results of a cell change, so that old results are not mixed with new ones
-)
+# It grows when the results of a cell change, so that old results are not mixed with new ones.
+CELL_FORMAT = 3
 ID_LENGTH = 12
 MIN_CHECKPOINT_STEPS = 50  # shorter runs take seconds, of which checkpoints would be a tenth
+
+PairKey = tuple[str, str]  # a variant and a task
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,20 @@ class CellGrid:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        self.recipes: dict[tuple[str, str], Recipe] = {}
-        self.models: dict[tuple[str, str], VariantModel] = {}
-        self.batches: dict[tuple[str, str], Batch] = {}
-        for variant in study.variants.values():
-            for task in study.tasks.values():
-                key = variant.name, task.name
-                self.recipes[key] = make_recipe(study, variant, task)
-                self.batches[key] = task.task.batch(0, self.recipes[key].batch)
-                self.models[key] = make_variant_model(study, variant, task, self.batches[key])
-                check_training(study, variant, task, self.models[key].spec, self.recipes[key])
+        self.recipes: dict[PairKey, Recipe] = {}
+        self.models: dict[PairKey, VariantModel] = {}
+        for variant, task in self.pairs:
+            key = (variant.name, task.name)
+            recipe = make_recipe(study, variant, task)
+            model = make_variant_model(study, variant, task, task.task.batch(0, recipe.batch))
+            self.recipes[key] = recipe
+            self.models[key] = model
+            check_training(study, variant, task, model.spec, recipe)
         for task in study.tasks.values():
             self._check_all_differ(task.name)
         for contrast in study.contrasts:
-            for readout in (contrast.left, contrast.right):
-                if readout.place == "at step":
-                    self._check_step(readout)
+            self._check_step(contrast.left)
+            self._check_step(contrast.right)
 
     @property
     def pairs(self) -> Iterator[tuple[Variant, StudyTask]]:
@@ -86,17 +85,18 @@ class CellGrid:
         """Raise if two variants would train the same model in the same way."""
         names: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
         for name, variant in self.study.variants.items():
-            key = self.models[name, task].spec, self.recipes[name, task], self.rates(variant)
+            key = (self.models[name, task].spec, self.recipes[name, task], self.rates(variant))
             if key in names:
                 raise SpecError(
                     f"the variants {names[key]!r} and {name!r} are the same model on {task!r}; "
-                    "leave one out, or "
-                    "give it other options"
+                    "leave one out, or give it other options"
                 )
             names[key] = name
 
     def _check_step(self, readout: Readout) -> None:
         """Raise unless the heads of the readout are measured at its step on one task or more."""
+        if readout.place != "at step":
+            return
         problems = [
             explain_missing_step(self.recipes[readout.variant, task], readout.name)
             for task in self.study.tasks
@@ -110,25 +110,25 @@ class CellGrid:
 
     def tuning_cells(self) -> list[Cell]:
         """The cells that choose a learning rate, for variants with more than one."""
-        return [
-            self.cell(variant, task, rate, self.study.tuning_seed)
-            for variant, task in self.pairs
-            for rate in self.rates(variant)
-            if len(self.rates(variant)) > 1
-        ]
+        cells: list[Cell] = []
+        for variant, task in self.pairs:
+            rates = self.rates(variant)
+            if len(rates) > 1:
+                cells += [self.cell(variant, task, rate, self.study.tuning_seed) for rate in rates]
+        return cells
 
-    def report_cells(self, chosen: Mapping[tuple[str, str], float]) -> list[Cell]:
+    def report_cells(self, chosen: Mapping[PairKey, float]) -> list[Cell]:
         """The cells of the report, with the learning rate chosen for each variant on each task."""
-        return [
-            self.cell(variant, task, chosen[variant.name, task.name], seed)
-            for variant, task in self.pairs
-            if (variant.name, task.name) in chosen
-            for seed in self.study.seeds
-        ]
+        cells: list[Cell] = []
+        for variant, task in self.pairs:
+            rate = chosen.get((variant.name, task.name))
+            if rate is not None:
+                cells += [self.cell(variant, task, rate, seed) for seed in self.study.seeds]
+        return cells
 
     def cell(self, variant: Variant, task: StudyTask, rate: float, seed: int) -> Cell:
         """The cell of a variant on a task, with this learning rate and seed."""
-        key = variant.name, task.name
+        key = (variant.name, task.name)
         recipe = from_dict({"lr": rate, "seed": seed}, self.recipes[key])
         config = {
             "format": CELL_FORMAT,
@@ -166,7 +166,8 @@ def check_training(
     """Raise SpecError unless a cell can begin: build and edit its model, train on one example, and
     test on one of each test.
     """
-    where, recipe = "the model", replace(recipe, batch=1, accumulate=1)
+    where = "the model"
+    recipe = replace(recipe, batch=1, accumulate=1)
     try:
         net = build(spec, seed=recipe.seed, dropout=recipe.dropout, init=recipe.init)
         where = "a training step"
@@ -196,7 +197,9 @@ def explain_missing_step(recipe: Recipe, text: str) -> str:
     Any evaluation can be the best so far and write a checkpoint, which counts among the last
     `keep`.
     """
-    step, last, every = int(text), recipe.steps, recipe.checkpoint_every
+    step = int(text)
+    last = recipe.steps
+    every = recipe.checkpoint_every
     if step == 0:
         return ""
     if step > last or (step % every and step != last):
@@ -204,17 +207,16 @@ def explain_missing_step(recipe: Recipe, text: str) -> str:
             f"checkpoints are written every {every} steps and at the last, {last}; use one of "
             "these, or step 0"
         )
-    later = sum(last // one - step // one for one in (every, recipe.evaluate_every))
+    # Later multiples of either number, those of both counted once, and the last step.
+    later = sum(last // number - step // number for number in (every, recipe.evaluate_every))
     common = math.lcm(every, recipe.evaluate_every)
     later -= last // common - step // common
     later += step < last and last % every > 0 and last % recipe.evaluate_every > 0
     if 1 < recipe.keep > later:
         return ""
-    fact = (
-        f"up to {later} later ones replace it"
-        if recipe.keep > 1
-        else "heads are only measured at step 0"
-    )
+    fact = "heads are only measured at step 0"
+    if recipe.keep > 1:
+        fact = f"up to {later} later ones replace it"
     return (
         f"with recipe.keep = {recipe.keep} {fact}; set recipe.keep = {max(2, later + 1)}, or "
         "use step 0"

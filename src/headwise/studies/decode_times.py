@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..costs import cache_bytes
 from ..errors import SpecError
 from ..files import read_json_file, write_atomically
 from ..kernels.compilation import compile_when_called
@@ -22,7 +21,7 @@ from ..model_spec import ModelSpec
 from ..models import Transformer, build
 from ..models.transformer import ModelCache
 from .cells import CellGrid
-from .variant_models import BYTES_PER_VALUE
+from .variant_models import count_cache_bytes
 
 DECODE_FILE = "decoding.json"
 CONTEXTS = (64, 256, 1024, 4096)
@@ -38,27 +37,22 @@ def read_decode_times(grid: CellGrid, folder: Path) -> Mapping[str, Any]:
     note why there is none.
     """
     path = folder / DECODE_FILE
-    task = next(
-        (one.name for one in grid.study.tasks.values() if _is_decoder(grid, one.name)), None
-    )
-    if task is None:
+    baseline = grid.study.baseline
+    tasks = [
+        name for name in grid.study.tasks if grid.models[baseline, name].spec.kind == "decoder"
+    ]
+    if not tasks:
         return {"task": None, "variants": {}}
+    task = tasks[0]
     specs = {name: grid.models[name, task].spec for name in grid.study.variants}
-    stored = read_json_file(path) if path.exists() else None
     key = {"format": FORMAT, "task": task}
-    if (
-        isinstance(stored, dict)
-        and stored.items() >= key.items()
-        and list(stored["variants"]) == list(specs)
-    ):
-        return stored
+    if path.exists():
+        stored = read_json_file(path)
+        if stored.items() >= key.items() and list(stored["variants"]) == list(specs):
+            return stored
     measured = {**key, "variants": {name: measure_decoding(spec) for name, spec in specs.items()}}
     write_atomically(path, json.dumps(measured, indent=1).encode() + b"\n")
     return measured
-
-
-def _is_decoder(grid: CellGrid, task: str) -> bool:
-    return grid.models[grid.study.baseline, task].spec.kind == "decoder"
 
 
 @compile_when_called()
@@ -69,7 +63,8 @@ def measure_decoding(
     """Processor seconds of a prompt and of a decode step, and bytes of the cache, at each context,
     for one row and random weights; or why the model does not decode.
     """
-    net, generator = build(spec, seed=0).eval(), torch.Generator().manual_seed(0)
+    net = build(spec, seed=0).eval()
+    generator = torch.Generator().manual_seed(0)
     records: list[dict[str, Any]] = []
     for context in contexts:
         ids = torch.randint(0, spec.heads[0].outputs, (1, context), generator=generator)
@@ -87,17 +82,17 @@ def _measure_context(net: Transformer, ids: torch.Tensor) -> dict[str, Any]:
     """Times of the prompt `ids` and of a step after it, and bytes of the cache by formula and as
     held.
     """
-    context = ids.shape[1]
-    capacity = context + STEPS + 1
+    capacity = ids.shape[1] + STEPS + 1
     cache = net.cache(batch=1, capacity=capacity)
     prompt = _time_call(net, ids, cache)
     seconds = [_time_call(net, ids[:, :1], cache) for _ in range(STEPS + 1)][1:]
-    times = {"prompt": prompt, "step": statistics.median(seconds)}
-    formula = sum(
-        cache_bytes(spec, batch=1, capacity=capacity) for _, spec in net.spec.attention_specs()
-    )
-    formula += BYTES_PER_VALUE * net.spec.num_state_values
-    return {"context": context, **times, "formula": formula, "held": cache.nbytes}
+    return {
+        "context": ids.shape[1],
+        "prompt": prompt,
+        "step": statistics.median(seconds),
+        "formula": count_cache_bytes(net.spec, capacity),
+        "held": cache.nbytes,
+    }
 
 
 def _time_call(net: Transformer, ids: torch.Tensor, cache: ModelCache) -> float:

@@ -23,8 +23,7 @@ MAX_ATTEMPTS = 3  # of a cell whose process dies
 STARTED_FILE = "started"
 WORKERS_FAIL = (
     f"the worker processes ended {MAX_ATTEMPTS} times before they ran a cell (their output above "
-    "may say why); "
-    "run the study with --jobs 0, which needs no workers"
+    "may say why); run the study with --jobs 0, which needs no workers"
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -89,12 +88,11 @@ class ProcessEngine:
     def _run_in_pools(
         self, pending: dict[str, Cell], folder: Path
     ) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
-        attempts, num_failed_starts = Counter[str](), 0
+        attempts: Counter[str] = Counter()
+        num_failed_starts = 0
         while pending:
-            suspect = next(
-                (cell_id for cell_id in pending if attempts[cell_id] == MAX_ATTEMPTS - 1), None
-            )
-            cells = {suspect: pending[suspect]} if suspect is not None else dict(pending)
+            suspects = [cell_id for cell_id in pending if attempts[cell_id] == MAX_ATTEMPTS - 1]
+            cells = {cell_id: pending[cell_id] for cell_id in suspects[:1] or pending}
             for cell_id in cells:
                 (folder / cell_id / STARTED_FILE).unlink(missing_ok=True)
             try:
@@ -104,18 +102,15 @@ class ProcessEngine:
             except BrokenProcessPool as error:
                 self._pool = None
                 unfinished = [cell_id for cell_id in cells if cell_id in pending]
-                started = [
-                    cell_id for cell_id in unfinished if (folder / cell_id / STARTED_FILE).exists()
-                ]
+                started = [one for one in unfinished if (folder / one / STARTED_FILE).exists()]
                 num_failed_starts = 0 if started else num_failed_starts + 1
                 if num_failed_starts == MAX_ATTEMPTS:
                     raise ChildProcessError(WORKERS_FAIL) from error
                 attempts.update(started)
-                for cell_id in [
-                    cell_id for cell_id in started if attempts[cell_id] >= MAX_ATTEMPTS
-                ]:
-                    result = read_result(folder / cell_id) or record_killed(folder / cell_id)
-                    yield pending.pop(cell_id), result
+                for cell_id in started:
+                    if attempts[cell_id] >= MAX_ATTEMPTS:
+                        result = read_result(folder / cell_id) or record_killed(folder / cell_id)
+                        yield pending.pop(cell_id), result
 
     def _run_in_pool(
         self, pending: Mapping[str, Cell], folder: Path
@@ -123,11 +118,13 @@ class ProcessEngine:
         """Run cells in one pool, until all are done or a process dies."""
         if self._pool is None:
             self._pool = self._make_pool()
-        pool, queue = self._pool, iter(pending.values())
+        pool = self._pool
+        queue = iter(pending.values())
         futures: dict[Future[dict[str, Any]], Cell] = {}
 
         def submit_next() -> None:
-            if (cell := next(queue, None)) is not None:
+            cell = next(queue, None)
+            if cell is not None:
                 with safe_import_path():  # the first cell starts the workers
                     futures[pool.submit(_run_marked, cell.config, str(folder / cell.id))] = cell
 
@@ -161,15 +158,12 @@ def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, A
     ' 3/12  recall  gqa  lr 0.001  seed 1  done in 4.2 s'
     """
     seconds = result.get("timing", {}).get("seconds", 0.0)
-    status = (
-        result["status"]
-        if result["status"] == "done"
-        else f"{result['status']}: {result.get('message', '')}"
-    )
+    status = result["status"]
+    if status != "done":
+        status += f": {result.get('message', '')}"
     return (
         f"{done:>{len(str(total))}}/{total}  {cell.task}  {cell.variant}  lr {cell.rate:g}  seed "
-        f"{cell.seed}  "
-        f"{status} in {seconds:.1f} s"
+        f"{cell.seed}  {status} in {seconds:.1f} s"
     )
 
 

@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 
 from torch import nn
@@ -48,8 +47,15 @@ class RayEngine:
                 f"the cluster at {address} has its own number of processors; leave --jobs {jobs} "
                 "out"
             )
-        self.address, self.jobs = address, jobs
-        self.ray = _import_ray()
+        self.address = address
+        self.jobs = jobs
+        # Ray reads it when it is imported: it shall report nothing.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            importlib.import_module("ray.exceptions")
+            self.ray: Any = importlib.import_module("ray")
+        except ImportError:
+            raise SpecError(NO_RAY) from None
 
     def __enter__(self) -> Self:
         ray = self.ray
@@ -64,16 +70,11 @@ class RayEngine:
                 **size,
             )
         except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-            remedy = (
-                "start one with ray start --head and give its HOST:PORT, or leave --address "
-                "out to start one here"
-            )
-            fact = (
-                f"cannot reach a Ray cluster at {self.address}"
-                if self.address
-                else "cannot start a Ray cluster"
-            )
-            raise SpecError(f"{fact}: {str(error).splitlines()[0]}; {remedy}") from None
+            action = f"reach a Ray cluster at {self.address}" if self.address else "start Ray"
+            raise SpecError(
+                f"cannot {action}: {str(error).splitlines()[0]}; start a cluster with ray start "
+                "--head and give its HOST:PORT, or leave --address out to start one here"
+            ) from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,25 +87,25 @@ class RayEngine:
     def lost_task_errors(self) -> tuple[type[Exception], ...]:
         """Exceptions of tasks whose process or machine ended, or whose result was lost."""
         errors = self.ray.exceptions
-        return (
-            errors.OutOfMemoryError,
-            errors.WorkerCrashedError,
-            errors.NodeDiedError,
-            errors.ObjectLostError,
-        )
+        names = ("OutOfMemoryError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError")
+        return tuple(getattr(errors, name) for name in names)
+
+    def remote(self, function: Callable[..., Any]) -> Any:
+        """Return the function as a task of one processor that is tried again if its process dies."""
+        return self.ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(function).remote
 
     def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
         """Run the cells; yields each with its result, finished ones first."""
-        ray = self.ray
-        run_remotely = ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(run_cell_elsewhere)
+        start = self.remote(run_cell_elsewhere)
         tasks: dict[Any, Cell] = {}
         for cell in cells:
-            if (stored := read_result(folder / cell.id)) is not None:
-                yield cell, stored
+            stored = read_result(folder / cell.id)
+            if stored is None:
+                tasks[start(cell.config, imported_part_files())] = cell
             else:
-                tasks[run_remotely.remote(cell.config, imported_part_files())] = cell
+                yield cell, stored
         while tasks:
-            for task in ray.wait(list(tasks))[0]:
+            for task in self.ray.wait(list(tasks))[0]:
                 cell = tasks.pop(task)
                 yield cell, self._receive(task, folder / cell.id)
 
@@ -131,17 +132,6 @@ def run_cell_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> 
         return run_cell(config, folder)
 
 
-def _import_ray() -> ModuleType:
-    os.environ.setdefault(
-        "RAY_USAGE_STATS_ENABLED", "0"
-    )  # Ray reads it when it is imported: it shall report nothing
-    try:
-        importlib.import_module("ray.exceptions")
-        return importlib.import_module("ray")
-    except ImportError:
-        raise SpecError(NO_RAY) from None
-
-
 SHARD_SIZE = 8  # texts of a task, which runs again as a whole if its process dies
 SumsByExample = dict[tuple[str, str, str], list[TextSums]]
 
@@ -166,24 +156,21 @@ class RayHeads:
         progress: Callable[[int], object],
     ) -> MetricSums:
         """Sums of every metric of the examples, in their order."""
-        texts, options = list(examples), options._replace(engine=None)
+        texts = list(examples)
+        options = options._replace(engine=None)
         shards = [texts[first : first + SHARD_SIZE] for first in range(0, len(texts), SHARD_SIZE)]
         merged = MetricSums([get_metric(metric) for metric in options.metrics])
         with self._engine as engine:
-            ray = engine.ray
-            run_remotely = ray.remote(num_cpus=1, max_retries=MAX_ATTEMPTS - 1)(sum_shard_elsewhere)
-            model_ref = ray.put(model)
-            tasks = [
-                run_remotely.remote(model_ref, shard, options, imported_part_files())
-                for shard in shards
-            ]
+            start = engine.remote(sum_shard_elsewhere)
+            model_ref = engine.ray.put(model)
+            tasks = [start(model_ref, shard, options, imported_part_files()) for shard in shards]
             for task, shard in zip(tasks, shards, strict=True):
                 try:
-                    merged.append(ray.get(task), len(shard))
+                    merged.append(engine.ray.get(task), len(shard))
                 except engine.lost_task_errors as error:
-                    fact = "Ray ended a worker that measured texts, or lost its result"
                     raise SpecError(
-                        f"{fact} ({str(error).splitlines()[0]}); use --engine local"
+                        "Ray ended a worker that measured texts, or lost its result "
+                        f"({str(error).splitlines()[0]}); use --engine local"
                     ) from None
                 progress(merged.num_examples)
         return merged

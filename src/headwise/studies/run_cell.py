@@ -10,7 +10,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     if (stored := read_result(path)) is not None:
         return stored
     path.mkdir(parents=True, exist_ok=True)
-    start, processor_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    processor_start = time.process_time()
     result: dict[str, Any]
     try:
         with use_threads(1):  # sums and times must not depend on the number of processors
@@ -92,43 +93,39 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from .cell_heads import summarise_heads
     from .model_edits import ModelEdit, evaluate_edit
 
-    task, recipe, num_texts = (
-        read_task(config["task"]),
-        read_recipe(config["recipe"]),
-        config["head_texts"],
-    )
+    task = read_task(config["task"])
+    recipe = read_recipe(config["recipe"])
+    num_texts = config["head_texts"]
     clock = StepClock()
-    trained = _train(config, folder / RUN_FOLDER, clock)
-    curve = list(_read_curve(folder / RUN_FOLDER / LOG_FILE))
-    tests = {name: read_task(values) for name, values in config["tests"].items()}
-    sums = {name: evaluate_model(trained.net, test, recipe.batch) for name, test in tests.items()}
-    counts = evaluate_model(trained.net, task, recipe.batch, trained.split)
-    heads_at = _measure_heads_during_training(config, folder / RUN_FOLDER)
-    heads_at |= {
-        f"test {name}": summarise_heads(trained.net, test, num_texts)
-        for name, test in tests.items()
-    }
-    edits = {name: ModelEdit(**values) for name, values in config["edits"].items()}
+    run_folder = folder / RUN_FOLDER
+    trained = _train(config, run_folder, clock)
+    net = trained.net
+    curve = read_curve(run_folder / LOG_FILE)
+    sums = evaluate_model(net, task, recipe.batch, trained.split)
+    tests: dict[str, dict[str, float]] = {}
+    heads_at = _measure_heads_during_training(config, run_folder)
+    for name, values in config["tests"].items():
+        test = read_task(values)
+        of_test = evaluate_model(net, test, recipe.batch)
+        tests[name] = {metric: total / count for metric, (total, count) in of_test.items()}
+        heads_at[f"test {name}"] = summarise_heads(net, test, num_texts)
+    heads = summarise_heads(net, task, num_texts)
+    edits: dict[str, Any] = {}
+    for name, values in config["edits"].items():
+        out = run_folder / EDIT_FOLDER / name
+        edits[name] = evaluate_edit(net, task, recipe, ModelEdit(**values), out)
     return {
         "metrics": dict(trained.metrics),
         "valid": next((point["metrics"] for point in curve if point["step"] == trained.best), {}),
-        "counts": {name: count for name, (_, count) in counts.items()},
-        "parameters": sum(one.numel() for one in trained.net.parameters() if one.requires_grad),
+        "counts": {name: count for name, (_, count) in sums.items()},
+        "parameters": sum(one.numel() for one in net.parameters() if one.requires_grad),
         "steps": trained.steps,
         "best_step": trained.best,
-        "curve": [{key: point[key] for key in ("step", "metrics")} for point in curve],
-        "tests": {
-            name: {key: total / count for key, (total, count) in of_test.items()}
-            for name, of_test in sums.items()
-        },
-        "heads": summarise_heads(trained.net, task, num_texts),
+        "curve": curve,
+        "tests": tests,
+        "heads": heads,
         "heads_at": heads_at,
-        "edits": {
-            name: evaluate_edit(
-                trained.net, task, recipe, edit, folder / RUN_FOLDER / EDIT_FOLDER / name
-            )
-            for name, edit in edits.items()
-        },
+        "edits": edits,
         "timing": {"training": trained.seconds, "step": clock.median},
     }
 
@@ -154,7 +151,8 @@ class StepClock:
         """Add the time since the last step, unless something else was recorded between the two."""
         now = time.process_time()
         if record["event"] == "step":
-            self._steps += [] if self._last is None else [now - self._last]
+            if self._last is not None:
+                self._steps.append(now - self._last)
             self._last = now
         else:
             self._last = None
@@ -172,7 +170,8 @@ def _train(config: Mapping[str, Any], folder: Path, clock: StepClock) -> Trainin
     from ..training.recipe import from_dict as read_recipe
     from ..training.run_setup import TrainingSetup
 
-    task, recipe = read_task(config["task"]), read_recipe(config["recipe"])
+    task = read_task(config["task"])
+    recipe = read_recipe(config["recipe"])
     with join_process_group() as launch:
         setup = TrainingSetup.of(task, read_model(config["model"]), recipe, folder, launch)
         return run_training(setup, "allowed", [JsonlLogger(), clock])
@@ -187,7 +186,8 @@ def _measure_heads_during_training(config: Mapping[str, Any], folder: Path) -> d
     from ..training.training_run import CheckpointFolder, read_checkpoint
     from .cell_heads import summarise_heads
 
-    task, recipe = read_task(config["task"]), config["recipe"]
+    task = read_task(config["task"])
+    recipe = config["recipe"]
     net = build(read_model(config["model"]), seed=recipe["seed"], init=recipe["init"])
     net.usage = task.usage
     summaries = {"step 0": summarise_heads(net, task, config["head_texts"])}
@@ -220,11 +220,15 @@ def evaluate_model(
     return {name: (total, count) for name, (total, count) in sums.items() if count}
 
 
-def _read_curve(path: Path) -> Iterator[dict[str, Any]]:
-    """The evaluations of a run; those of steps that a resumed run repeated are given once."""
+def read_curve(path: Path) -> list[dict[str, Any]]:
+    """Step and metrics of the evaluations of a run; those of steps that a resumed run repeated are
+    given once.
+    """
     from ..files import read_lines
 
-    evaluations = {
-        record["step"]: record for record in read_lines(path) if record.get("event") == "evaluation"
-    }
-    yield from (evaluations[step] for step in sorted(evaluations))
+    evaluations: dict[int, dict[str, Any]] = {}
+    for record in read_lines(path):
+        if record.get("event") == "evaluation":
+            point = {"step": record["step"], "metrics": record["metrics"]}
+            evaluations[record["step"]] = point
+    return [evaluations[step] for step in sorted(evaluations)]

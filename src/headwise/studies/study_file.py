@@ -26,13 +26,26 @@ from .cell_heads import HEAD_MEASURES
 from .model_edits import ModelEdit
 
 CHANGE, LEARNING = "change", "learning"
-OTHER_HEAD_NUMBERS = ("diversity", "support", "support_spread")
-OTHER_HEAD_NUMBERS += ("score_deviation", "score_rank", "score_change", "residual")
+OTHER_HEAD_NUMBERS = (
+    "diversity",
+    "support",
+    "support_spread",
+    "score_deviation",
+    "score_rank",
+    "score_change",
+    "residual",
+)
 MEASURES = (CHANGE, LEARNING, *HEAD_MEASURES, *OTHER_HEAD_NUMBERS)
 STEP = re.compile("0|[1-9][0-9]{0,8}")
 PATTERN = re.compile(
     r"(?:(?P<measure>\S+) of )?(?P<variant>\S+)(?: (?P<place>after|on|at step) (?P<name>\S+))?"
 )
+REMEDY = "correct the file"
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+# --- Contrasts ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,43 +72,37 @@ class Readout:
         >>> Readout.parse("change of h4 after half").name
         'half'
         """
-        if (match := PATTERN.fullmatch(text)) is None:
+        match = PATTERN.fullmatch(text)
+        if match is None:
             raise SpecError(
                 f'a contrast has {text!r}, which is not "VARIANT", "VARIANT after EDIT", "VARIANT '
-                'on TEST" or '
-                '"MEASURE of VARIANT"; correct the file'
+                f'on TEST" or "MEASURE of VARIANT"; {REMEDY}'
             )
-        parts = {key: value or "" for key, value in match.groupdict().items()}
-        readout = Readout(text, **parts)
-        readout._check_measure()
-        return readout
-
-    def _check_measure(self) -> None:
-        if self.measure and self.measure not in MEASURES:
+        readout = Readout(text, **match.groupdict(""))
+        measure = readout.measure
+        if measure and measure not in MEASURES:
             raise SpecError(
-                f"a contrast has the unknown measure {self.measure!r}; "
-                f"{suggest(self.measure, MEASURES)}"
+                f"a contrast has the unknown measure {measure!r}; {suggest(measure, MEASURES)}"
             )
         places = {"": ("", "after", "on"), CHANGE: ("after", "on"), LEARNING: ("",)}
-        if self.place not in places.get(self.measure, ("", "on", "at step")):
+        if readout.place not in places.get(measure, ("", "on", "at step")):
             raise SpecError(
-                f"the contrast of {self.text!r} is not measured {self.place or 'there'}; correct "
-                "the file"
+                f"the contrast of {text!r} is not measured {readout.place or 'there'}; {REMEDY}"
             )
-        if self.place == "at step" and not STEP.fullmatch(self.name):
+        if readout.place == "at step" and not STEP.fullmatch(readout.name):
             raise SpecError(
-                f"the contrast of {self.text!r} has the step {self.name!r}; write a number, as in "
+                f"the contrast of {text!r} has the step {readout.name!r}; write a number, as in "
                 '"at step 0"'
             )
+        return readout
 
     def read(self, result: Mapping[str, Any], metric: str) -> float | None:
         """The number of one cell; None if it was not measured, as on a test that the task does not
         have.
         """
         if self.measure == LEARNING:
-            values = [
-                point["metrics"][metric] for point in result["curve"] if metric in point["metrics"]
-            ]
+            points = [point["metrics"] for point in result["curve"]]
+            values = [metrics[metric] for metrics in points if metric in metrics]
             return sum(values) / len(values) if values else None
         if self.measure in ("", CHANGE):
             trained = result["metrics"].get(metric)
@@ -103,17 +110,30 @@ class Readout:
             if self.measure == "" or value is None or trained is None:
                 return value
             return value - trained
-        place = {"": "", "on": f"test {self.name}", "at step": f"step {self.name}"}[self.place]
-        summary = result["heads_at"].get(place, {}) if place else result["heads"]
+        summary = result["heads"]
+        if self.place:
+            kind = "test" if self.place == "on" else "step"
+            summary = result["heads_at"].get(f"{kind} {self.name}", {})
         value = {**summary, **summary.get("measures", {})}.get(self.measure)
-        return (
-            value[-1] if isinstance(value, list) else value
-        )  # the residual after the last of all layers
+        return value[-1] if isinstance(value, list) else value  # the residual of all layers
 
     def _metrics(self, result: Mapping[str, Any]) -> Mapping[str, float]:
         if self.place == "after":
             return result["edits"].get(self.name, {}).get("metrics", {})
         return result["tests"].get(self.name, {}) if self.place == "on" else result["metrics"]
+
+    def is_chosen(self, tables: Tables) -> bool:
+        """False if the scale sets the variant, edit or test to false; raises SpecError for one that
+        the file does not have.
+        """
+        names = {"variants": self.variant}
+        if self.place in ("after", "on"):
+            names["edits" if self.place == "after" else "tests"] = self.name
+        for kind, name in names.items():
+            if name not in tables[kind]:
+                remedy = suggest(name, tables[kind]) if tables[kind] else f"add {name!r} to {kind}"
+                raise SpecError(f"a contrast names {name!r}, which is not in {kind}; {remedy}")
+        return all(tables[kind][name] is not False for kind, name in names.items())
 
 
 @dataclass(frozen=True)
@@ -128,78 +148,62 @@ class Contrast:
         """The contrast in words."""
         return f"{self.left.text} minus {self.right.text}"
 
-    def check(self) -> None:
-        """Raise SpecError unless both readouts are of one measure and differ."""
-        if self.left.text == self.right.text:
-            raise SpecError(
-                f"a contrast compares {self.left.text!r} with itself; give two different readouts"
-            )
-        left, right = (one.measure or "the metric of the task" for one in (self.left, self.right))
-        if left != right:
-            raise SpecError(
-                f"the contrast {self.name!r} takes {right} from {left}; give two readouts of one "
-                "measure"
-            )
 
-    def check_baseline(self, baseline: str) -> None:
-        """Raise SpecError if the report makes the comparison anyway: the metric of a variant and of
-        the baseline.
-        """
-        texts = self.left.text, self.right.text
-        if baseline in texts and texts == (self.left.variant, self.right.variant):
-            raise SpecError(
-                f"the contrast {self.name!r} compares a variant with the baseline {baseline!r}, "
-                "as the report does for "
-                'every variant; leave it out, or name a measure, as in "learning of VARIANT"'
-            )
-
-
-def parse_contrasts(
-    values: object, tables: Mapping[str, Mapping[str, Any]]
-) -> tuple[Contrast, ...]:
+def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contrast, ...]:
     """Read the contrasts of a study file.
 
     `tables` has the variants, edits and tests of the file by their names. A contrast with one that
-    the scale sets to false is left out; raises SpecError for one that the file does not have.
+    the scale sets to false is left out; raises SpecError for one that the file does not have, and
+    for a comparison that the report makes anyway: the metric of a variant and of the baseline.
     """
-    if not isinstance(values, list):
-        raise SpecError(
-            f'contrasts = {values!r} is no list; write contrasts = [["VARIANT", "VARIANT"]]'
-        )
     contrasts: list[Contrast] = []
     pairs: set[frozenset[str]] = set()
-    for pair in values:
-        if not (
-            isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
-        ):
+    for pair in values if isinstance(values, list) else (values,):
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise SpecError(
-                f'contrasts has {pair!r}, which is no pair of texts; write ["VARIANT", "VARIANT"]'
+                f'contrasts has {pair!r}, which is no pair of texts; write [["VARIANT", "VARIANT"]]'
             )
-        contrast = Contrast(Readout.parse(pair[0]), Readout.parse(pair[1]))
-        contrast.check()
+        contrast = Contrast(*map(Readout.parse, pair))
+        _check_contrast(contrast, baseline)
         if frozenset(pair) in pairs:
             raise SpecError(
-                f"contrasts has {contrast.name!r} twice, perhaps in another order; leave one of "
-                "them out"
+                f"contrasts has {contrast.name!r} twice, perhaps in another order; leave one out"
             )
         pairs.add(frozenset(pair))
-        if _is_chosen(contrast.left, tables) & _is_chosen(contrast.right, tables):
+        is_chosen = [readout.is_chosen(tables) for readout in (contrast.left, contrast.right)]
+        if all(is_chosen):
             contrasts.append(contrast)
     return tuple(contrasts)
 
 
-def _is_chosen(readout: Readout, tables: Mapping[str, Mapping[str, Any]]) -> bool:
-    named: Sequence[tuple[str, str]] = [("variants", readout.variant)]
-    if readout.place in ("after", "on"):
-        named = [*named, ("edits" if readout.place == "after" else "tests", readout.name)]
-    for kind, name in named:
-        if name not in tables[kind]:
-            remedy = suggest(name, tables[kind]) if tables[kind] else f"add {name!r} to {kind}"
-            raise SpecError(f"a contrast names {name!r}, which is not in {kind}; {remedy}")
-    return all(tables[kind][name] is not False for kind, name in named)
+def _check_contrast(contrast: Contrast, baseline: str) -> None:
+    """Raise SpecError unless both readouts are of one measure and differ, and are not compared
+    anyway.
+    """
+    left = contrast.left
+    right = contrast.right
+    if left.text == right.text:
+        raise SpecError(
+            f"a contrast compares {left.text!r} with itself; give two different readouts"
+        )
+    if left.measure != right.measure:
+        measures = [one.measure or "the metric of the task" for one in (left, right)]
+        raise SpecError(
+            f"the contrast {contrast.name!r} takes {measures[1]} from {measures[0]}; give two "
+            "readouts of one measure"
+        )
+    texts = (left.text, right.text)
+    if baseline in texts and texts == (left.variant, right.variant):
+        raise SpecError(
+            f"the contrast {contrast.name!r} compares a variant with the baseline {baseline!r}, as "
+            'the report does for every variant; leave it out, or name a measure, as in "learning '
+            'of VARIANT"'
+        )
 
 
-SCALES = ("smoke", "small", "base", "gpu")
+# --- Studies --------------------------------------------------------------------------------------
+
 MATCHINGS = ("none", *MATCH_QUANTITIES)
 LOWER_IS_BETTER = ("loss", "nats", "excess", "perplexity")
 MAX_FILE_BYTES = 2**20
@@ -215,6 +219,10 @@ CELL_EXECUTION: Mapping[str, Any] = {
     "device": "cpu",
     "parallelism": "auto",
 }
+RECIPE_KEYS = {one.name for one in fields(Recipe)} - {*CELL_EXECUTION, "seed"}
+MODEL_KEYS = [one.name for one in fields(ModelShape)]
+VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
+TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
 STUDY_KEYS = (
     "hypothesis",
     "baseline",
@@ -231,8 +239,6 @@ STUDY_KEYS = (
     "edits",
     "contrasts",
 )
-VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
-TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
 
 
 @dataclass(frozen=True)
@@ -272,9 +278,9 @@ class StudyTask:
     tests: Mapping[str, Task] = field(default_factory=dict[str, Task])
 
     @property
-    def higher_is_better(self) -> bool:
-        """Whether a larger metric is the better one."""
-        return self.metric not in LOWER_IS_BETTER
+    def sign(self) -> int:
+        """1 if a larger metric is the better one, otherwise -1."""
+        return -1 if self.metric in LOWER_IS_BETTER else 1
 
 
 @dataclass(frozen=True)
@@ -318,9 +324,9 @@ def read_study(
         raise SpecError(f"{path} cannot be read as a study: {error}; give a .toml file") from None
     table = parse_toml(f"{path} cannot be read as a study: it", text, "give a .toml file")
     if "heads" in table and not {"variants", "stacks"} & set(table):
-        fact = f"{path} describes one attention layer, not a study"
         raise SpecError(
-            f'{fact}; write a study with a variant of it, [variants.mine] with spec = "{path.name}"'
+            f"{path} describes one attention layer, not a study; write a study with a variant of "
+            f'it, [variants.mine] with spec = "{path.name}"'
         )
     return parse_study(table, path.stem, scale, overrides or {}, path.parent)
 
@@ -335,54 +341,54 @@ def parse_study(
     """Make a study from the tables of its file; raises SpecError for unknown keys, variants, tasks
     and values.
     """
-    _check_keys(table, STUDY_KEYS, "the study")
-    scales = _table(table, "scales")
+    _read_table(table, "the study", STUDY_KEYS)
+    scales = _read_table(table.get("scales", {}), "scales").values
     if scale not in (*scales, "small"):
         raise SpecError(
             f"the study {name!r} has no scale {scale!r}; {suggest(scale, [*scales, 'small'])}"
         )
-    merged = _merge(table, _table(scales, scale))
+    merged = _merge(table, _read_table(scales.get(scale, {}), f"scales.{scale}").values)
     for key, value in overrides.items():
         merged = _merge(merged, _nest(key, value))
-    _check_keys(merged, STUDY_KEYS, "the study")
-    variants = {
-        key: _parse_variant(key, values) for key, values in _chosen(merged, "variants").items()
-    }
-    tasks = {key: _parse_task(key, values) for key, values in _chosen(merged, "tasks").items()}
+    record = _read_table(merged, "the study", STUDY_KEYS)
+    variants = {key: _parse_variant(one) for key, one in _chosen(merged, "variants").items()}
+    tasks = {key: _parse_task(key, one) for key, one in _chosen(merged, "tasks").items()}
+    edits = _chosen(merged, "edits")
     if not variants or not tasks:
         raise SpecError(
             f"the study {name!r} has {len(variants)} variants and {len(tasks)} tasks; give one of "
             "each"
         )
-    recipe = dict(_table(merged, "recipe"))
+    recipe = dict(_read_table(merged.get("recipe", {}), "recipe").values)
     rates = _parse_rates(recipe.pop("lr", Recipe().lr), "recipe.lr")
-    record = Record("the study", merged, "correct the file")
+    baseline = record.read_text("baseline", next(iter(variants)))
     study = Study(
         name=name,
         hypothesis=record.read_text("hypothesis", "").strip(),
-        baseline=record.read_text("baseline", next(iter(variants))),
+        baseline=baseline,
         variants=variants,
         tasks=tasks,
         seeds=_parse_seeds(merged.get("seeds", (1, 2, 3))),
         rates=rates,
-        recipe=recipe,
-        model=_table(merged, "model"),
+        recipe=_read_table(recipe, "recipe", RECIPE_KEYS).values,
+        model=_read_table(merged.get("model", {}), "model", MODEL_KEYS).values,
         match=record.read_text("match", "none"),
         tolerance=record.read_number("tolerance", 0.1),
         tuning_seed=record.read_int("tuning_seed", default=0),
         head_texts=record.read_int("head_texts", default=16),
-        edits={key: _parse_edit(key, values) for key, values in _chosen(merged, "edits").items()},
-        contrasts=parse_contrasts(merged.get("contrasts", []), _contrast_tables(table, merged)),
+        edits={key: ModelEdit.parse(key, one.values) for key, one in edits.items()},
+        contrasts=parse_contrasts(
+            merged.get("contrasts", []), _contrast_tables(table, merged), baseline
+        ),
         scale=scale,
         folder=folder,
     )
     _check_study(study)
-    for contrast in study.contrasts:
-        contrast.check_baseline(study.baseline)
     return study
 
 
 def _check_study(study: Study) -> None:
+    """Raise SpecError for values that do not fit together, and for too many cells."""
     if not study.hypothesis:
         raise SpecError(
             f'the study {study.name!r} states no hypothesis; add hypothesis = "..." before it is '
@@ -393,114 +399,84 @@ def _check_study(study: Study) -> None:
             f"there is no variant {study.baseline!r}; {suggest(study.baseline, study.variants)}"
         )
     if study.match not in MATCHINGS:
-        raise SpecError(
-            f"match = {study.match!r} is unknown; {suggest(str(study.match), MATCHINGS)}"
-        )
+        raise SpecError(f"match = {study.match!r} is unknown; {suggest(study.match, MATCHINGS)}")
     if study.tuning_seed in study.seeds:
         raise SpecError(
             f"tuning_seed = {study.tuning_seed} is one of the seeds, so that the learning rate "
-            "would be chosen on "
-            "what is reported; use another tuning_seed"
+            "would be chosen on what is reported; use another tuning_seed"
         )
     if not 0 < study.tolerance < 1:
         raise SpecError(
             f"tolerance = {study.tolerance!r} must be between 0 and 1; use 0.1 for 10 %"
         )
     rates = [len(variant.rates or study.rates) for variant in study.variants.values()]
-    count = len(study.tasks) * sum(num + len(study.seeds) for num in rates)
+    count = len(study.tasks) * (sum(rates) + len(rates) * len(study.seeds))
     if count > MAX_CELLS:
         raise SpecError(
             f"the study has {count:,} cells; give fewer variants, rates or seeds (at most "
             f"{MAX_CELLS:,})"
         )
-    for changes in (study.model, *(variant.model for variant in study.variants.values())):
-        _check_keys(changes, [one.name for one in fields(ModelShape)], "model")
-    for changes in (study.recipe, *(variant.recipe for variant in study.variants.values())):
-        _check_recipe(changes)
 
 
-def _check_recipe(changes: Mapping[str, Any]) -> None:
-    field_names = [one.name for one in fields(Recipe) if one.name not in (*CELL_EXECUTION, "seed")]
-    _check_keys(changes, field_names, "recipe")
-
-
-def _parse_variant(name: str, values: Any) -> Variant:
-    _check_table(values, f"variants.{name}")
-    _check_keys(values, VARIANT_KEYS, f"variants.{name}")
-    record = Record(f"variants.{name}", values, "correct the file")
-    preset, spec = record.read_text("preset", ""), record.read_text("spec", "")
+def _parse_variant(record: Record) -> Variant:
+    record.check_fields(VARIANT_KEYS)
+    name = record.where.removeprefix("variants.")
+    preset = record.read_text("preset", "")
+    spec = record.read_text("spec", "")
     if preset and spec:
-        raise SpecError(f"variants.{name} has preset and spec; give one of them")
+        raise SpecError(f"{record.where} has preset and spec; give one of them")
     if not preset and not spec and name in PRESETS:
         preset = name
     if preset and preset not in PRESETS:
         raise SpecError(
-            f"variants.{name}: there is no preset {preset!r}; {suggest(preset, PRESETS)}"
+            f"{record.where}: there is no preset {preset!r}; {suggest(preset, PRESETS)}"
         )
-    if not (preset or spec or set(values) & {"options", "model", "recipe"}):
+    if not (preset or spec or set(record.values) & {"options", "model", "recipe"}):
         raise SpecError(
-            f"there is no preset {name!r}; {suggest(name, PRESETS)}, or give variants.{name} a spec"
+            f"there is no preset {name!r}; {suggest(name, PRESETS)}, or give {record.where} a spec"
         )
-    rates = _parse_rates(values["lr"], f"variants.{name}.lr") if "lr" in values else ()
-    changes = {key: _table(values, key) for key in ("options", "model", "recipe")}
-    return Variant(
-        name, preset, spec, changes["options"], changes["model"], changes["recipe"], rates
-    )
+    changes = {key: record.read_record(key, {}) for key in ("options", "model", "recipe")}
+    changes["model"].check_fields(MODEL_KEYS)
+    changes["recipe"].check_fields(RECIPE_KEYS)
+    rates: tuple[float, ...] = ()
+    if "lr" in record.values:
+        rates = _parse_rates(record.values["lr"], f"{record.where}.lr")
+    tables = {key: one.values for key, one in changes.items()}
+    return Variant(name, preset, spec, **tables, rates=rates)
 
 
-def _parse_task(name: str, values: Any) -> StudyTask:
-    _check_table(values, f"tasks.{name}")
-    settings = {key: value for key, value in values.items() if key in TASK_KEYS}
-    options = {key: value for key, value in values.items() if key not in TASK_KEYS} | dict(
-        _table(settings, "options")
-    )
-    record = Record(f"tasks.{name}", settings, "correct the file")
+def _parse_task(name: str, record: Record) -> StudyTask:
+    options = {key: one for key, one in record.values.items() if key not in TASK_KEYS}
+    options |= record.read_record("options", {}).values
     kind = record.read_text("task", name)
     task = make_task(kind, **_tuples(options))
-    tests_table = _chosen(settings, "tests")
-    tests = {
-        key: make_task(kind, **_tuples({**options, **_table(tests_table, key)}))
-        for key in tests_table
-    }
-    metric = record.read_text("metric", next(iter(task.chance), "loss"))
-    if metric not in (*task.chance, "loss"):
-        raise SpecError(
-            f"tasks.{name} has no metric {metric!r}; {suggest(metric, [*task.chance, 'loss'])}"
-        )
-    _check_recipe(_table(settings, "recipe"))
-    return StudyTask(
-        name,
-        task,
-        metric,
-        record.read_optional_number("threshold"),
-        _table(settings, "model"),
-        _table(settings, "recipe"),
-        tests,
-    )
+    tests: dict[str, Task] = {}
+    for key, test in _chosen(record.values, "tests").items():
+        tests[key] = make_task(kind, **_tuples({**options, **test.values}))
+    metrics = [*task.chance, "loss"]
+    metric = record.read_text("metric", metrics[0])
+    if metric not in metrics:
+        raise SpecError(f"{record.where} has no metric {metric!r}; {suggest(metric, metrics)}")
+    recipe = record.read_record("recipe", {})
+    recipe.check_fields(RECIPE_KEYS)
+    threshold = record.read_optional_number("threshold")
+    model = record.read_record("model", {})
+    return StudyTask(name, task, metric, threshold, model.values, recipe.values, tests)
 
 
-def _parse_edit(name: str, values: Any) -> ModelEdit:
-    _check_table(values, f"edits.{name}")
-    return ModelEdit.parse(name, values)
-
-
-def _contrast_tables(
-    table: Mapping[str, Any], merged: Mapping[str, Any]
-) -> dict[str, Mapping[str, Any]]:
+def _contrast_tables(table: Mapping[str, Any], merged: Mapping[str, Any]) -> Tables:
     """Names that contrasts may have, with those that the scale sets to false; tests are those of
     any task.
 
     Tests of a task that the scale leaves out are only in the unmerged table.
     """
-    tasks = [task for task in _table(table, "tasks").values() if isinstance(task, Mapping)]
-    tests = {name: False for task in tasks for name in _table(task, "tests")}
+    tests: dict[str, bool] = {}
+    for task in table.get("tasks", {}).values():
+        if isinstance(task, Mapping):
+            tests |= dict.fromkeys(task.get("tests", {}), False)
     for task in _chosen(merged, "tasks").values():
-        tests |= dict.fromkeys(_chosen(task, "tests"), True)
-    return {
-        "variants": _table(merged, "variants"),
-        "edits": _table(merged, "edits"),
-        "tests": tests,
-    }
+        tests |= dict.fromkeys(_chosen(task.values, "tests"), True)
+    return {"variants": merged["variants"], "edits": merged.get("edits", {}), "tests": tests}
 
 
 def _parse_rates(value: Any, key: str) -> tuple[float, ...]:
@@ -514,11 +490,8 @@ def _parse_rates(value: Any, key: str) -> tuple[float, ...]:
 
 def _parse_seeds(value: Any) -> tuple[int, ...]:
     seeds = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if (
-        not seeds
-        or not all(type(seed) is int and seed >= 0 for seed in seeds)
-        or len(set(seeds)) < len(seeds)
-    ):
+    are_whole = all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not seeds or not are_whole or len(set(seeds)) < len(seeds):
         raise SpecError(f"seeds = {value!r} must be different integers >= 0; write [1, 2, 3]")
     return seeds
 
@@ -529,26 +502,22 @@ def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    table = values.get(key, {})
-    _check_table(table, key)
-    return table
+def _read_table(value: object, where: str, names: Sequence[str] | set[str] = ()) -> Record:
+    """A table of the file; raises SpecError for anything else, and for keys that are not `names`."""
+    record = Record(where, value, REMEDY)
+    if names:
+        record.check_fields(names)
+    return record
 
 
-def _chosen(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _chosen(values: Mapping[str, Any], key: str) -> dict[str, Record]:
     """The tables below a key, without those that a scale leaves out by setting them to false."""
-    return {name: table for name, table in _table(values, key).items() if table is not False}
-
-
-def _check_table(value: Any, key: str) -> None:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"{key} = {value!r} is no table; write [{key}] and its fields below it")
-
-
-def _check_keys(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    for key in values:
-        if key not in names:
-            raise SpecError(f"{where} has no field {key!r}; {suggest(key, names)}")
+    tables = _read_table(values.get(key, {}), key).values
+    return {
+        name: _read_table(table, f"{key}.{name}")
+        for name, table in tables.items()
+        if table is not False
+    }
 
 
 def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -556,9 +525,9 @@ def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     merged = dict(table)
     for key, value in changes.items():
         old = merged.get(key)
-        merged[key] = (
-            _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-        )
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merge(old, value)
+        merged[key] = value
     return merged
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError, pluralise
+from ..report.data import Column, Table, Value
+from ..report.numbers import format_count, format_seconds
 from .cells import Cell, CellGrid
 from .process_engine import ProcessEngine
 from .study_file import Study
@@ -58,12 +60,12 @@ class StudyPlan:
     @property
     def seconds(self) -> float | None:
         """Predicted duration of the study; None if some cells were not timed."""
-        times = [price.seconds for price in self.prices]
-        if any(time is None for time in times):
-            return None
-        return sum(price.count * (price.seconds or 0.0) for price in self.prices) / max(
-            1, self.jobs
-        )
+        total = 0.0
+        for price in self.prices:
+            if price.seconds is None:
+                return None
+            total += price.count * price.seconds
+        return total / max(1, self.jobs)
 
     @property
     def data(self) -> list[dict[str, Any]]:
@@ -82,8 +84,7 @@ class StudyPlan:
             raise SpecError(
                 f"the study {self.study.name!r} has {self.num_cells} cells and would take about "
                 f"{format_seconds(self.seconds)}, more than the budget of {hours:g} h; give fewer "
-                "variants, seeds or "
-                "steps, a smaller --scale, or a larger --budget"
+                "variants, seeds or steps, a smaller --scale, or a larger --budget"
             )
 
 
@@ -108,9 +109,10 @@ def plan_study(
             progress(f"timing {number}/{len(trials)}  {cell.task}  {cell.variant}")
     prices: list[CellPrice] = []
     for variant, task in grid.pairs:
-        key = variant.name, task.name
+        key = (variant.name, task.name)
         num_rates = len(grid.rates(variant))
-        recipe, result = grid.recipes[key], timings[trials[key].id]
+        recipe = grid.recipes[key]
+        result = timings[trials[key].id]
         is_done = result["status"] == "done"
         prices.append(
             CellPrice(
@@ -153,48 +155,29 @@ def _predict_seconds(grid: CellGrid, key: tuple[str, str], timing: Mapping[str, 
     return fixed + recipe.steps * step + evaluations * evaluation
 
 
-def format_seconds(seconds: float) -> str:
-    """Seconds as text in the largest fitting unit.
-
-    >>> format_seconds(42), format_seconds(150), format_seconds(5400)
-    ('42 s', '2.5 min', '1.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
-
-
-def format_plan(plan: StudyPlan) -> str:
-    """The plan as a table for a terminal."""
-    lines = [
-        f"{plan.study.name}, scale {plan.study.scale}: {pluralise(plan.num_cells, 'cell')}",
-        "",
+def tabulate_plan(plan: StudyPlan) -> Table:
+    """The plan as a table, with the time of the study and problems as notes."""
+    columns = [
+        *("task", "variant", "cells", "steps", "parameters"),
+        Column("FLOPs", format_count),
+        "KV bytes",
+        Column("time", format_seconds),
     ]
-    header = (
-        f"{'task':<10}{'variant':<16}{'cells':>6}{'steps':>7}"
-        f"{'parameters':>12}{'FLOPs':>9}{'KV bytes':>10}{'time':>9}"
-    )
-    lines.append(header)
+    rows: list[list[Value]] = []
+    notes: list[str] = []
     for price in plan.prices:
-        time = "?" if price.seconds is None else format_seconds(price.seconds)
-        kv = "-" if price.size.kv_bytes is None else f"{price.size.kv_bytes:,}"
-        lines.append(
-            f"{price.task:<10}{price.variant:<16}{price.count:>6}{price.steps:>7}{price.size.parameters:>12,}"
-            f"{price.flops:>9.1e}{kv:>10}{time:>9}"
-        )
-    problems = [
-        f"{price.variant} on {price.task} cannot run: {price.problem}"
-        for price in plan.prices
-        if price.problem
-    ]
-    matched = {f"{price.variant}: {price.match}" for price in plan.prices if price.match}
-    total = "unknown time" if plan.seconds is None else format_seconds(plan.seconds)
+        size = price.size
+        row: list[Value] = [price.task, price.variant, price.count, price.steps, size.parameters]
+        rows.append([*row, float(price.flops), size.kv_bytes, price.seconds])
+        if price.problem:
+            notes.append(f"{price.variant} on {price.task} cannot run: {price.problem}")
+    matches = {f"{price.variant}: {price.match}" for price in plan.prices if price.match}
     where = f"with {plan.jobs} processes" if plan.jobs else "in this process"
-    lines += [
-        "",
-        (
-            f"{total} in all {where}; the column is the time of one cell, from {TRIAL_STEPS} steps "
-            "timed here"
-        ),
-    ]
-    return "\n".join([*lines, *problems, *sorted(matched)])
+    total = "unknown time" if plan.seconds is None else format_seconds(plan.seconds)
+    about = (
+        f"{total} in all {where}; the column is the time of one cell, from {TRIAL_STEPS} steps "
+        "timed here"
+    )
+    count = pluralise(plan.num_cells, "cell")
+    title = f"{plan.study.name}, scale {plan.study.scale}: {count}"
+    return Table(title, columns, rows, [about, *notes, *sorted(matches)])

@@ -1,487 +1,360 @@
-"""The report of a study: tables, and the sentences that its tests support, as Markdown, CSV and for
-the HTML page.
+"""The report of a study: tables, the claims that its tests support, and one page of both with
+figures.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import pluralise
-from ..escaping import make_visible
 from ..files import read_json_file, write_atomically
 from ..output_paths import FolderKind, check_output, stage_folder
+from ..report import render
+from ..report.data import Column, Estimate, Item, Page, Section, Table, Value
+from ..report.numbers import format_count, format_interval, format_number, format_p, format_seconds
 from .cell_heads import HEAD_MEASURES
-from .cells import describe_task
+from .cells import PairKey, describe_task
 from .decode_times import read_decode_times
 from .model_edits import describe_edits
 from .seed_statistics import (
     SIGNIFICANCE,
     Comparison,
-    Interval,
     VariantScore,
     compare_seeds,
-    mean_interval,
+    estimate_mean,
+    mean_test,
     score_variants,
 )
-from .study_file import Study, StudyTask
-from .study_plan import format_seconds
+from .study_figures import draw_decoding, draw_task
+from .study_file import OTHER_HEAD_NUMBERS, StudyTask
 from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults
 
-REPORT_FOLDER, REPORT_FILE, PAGE_FILE, TABLE_FILE = (
-    "report",
-    "report.md",
-    "report.html",
-    "results.csv",
-)
+REPORT_FOLDER = "report"
+REPORT_FILE, PAGE_FILE, TABLE_FILE = "report.md", "report.html", "results.csv"
 ENVIRONMENT_FILE = "environment.json"
 STUDY_REPORT = FolderKind(
     "report of a study", (REPORT_FILE,), lambda _: (REPORT_FILE, PAGE_FILE, TABLE_FILE)
 )
 MIN_SEEDS_TO_CLAIM = 3
-NO_SPREAD = "no spread"  # instead of an interval, where all seeds agree or there is only one
-SMALLEST_NUMBER = (
-    1e-6  # what is closer to 0 is rounding, such as the weight on a sink that was never chosen
-)
-_HEAD_COLUMNS = {
-    **{name: name for name in HEAD_MEASURES},
-    "diversity": "diversity",
-    "support": "support",
+CLAIMS_TITLE = "What can be claimed"  # the report.md has this section, which `learn` reads
+HEAD_NUMBERS = (*HEAD_MEASURES, *OTHER_HEAD_NUMBERS)
+# What the notes of a table of heads say about a column.
+COLUMN_NOTES = {
+    "diversity": "diversity: how different the heads of a layer attend, 0 equal, 1 disjoint",
+    "support": "support: keys with a weight above 0",
+    "support_spread": "support_spread: standard deviation of that number over heads",
+    "score_deviation": "score_deviation: standard deviation of scores over keys",
+    "score_rank": "score_rank: effective rank of the scores",
+    "score_change": "score_change: what mixing and biases add to the scores, as a share; heads "
+    "that are mixed after the softmax may have negative weights, and entropy, confidence, sink and "
+    "diversity may then leave their usual ranges",
+    "residual": "residual: how different the tokens of a text are after the last layer, 0 equal",
 }
-_HEAD_COLUMNS |= {"support_spread": "support sd", "score_deviation": "score sd"}
-_HEAD_COLUMNS |= {
-    "score_rank": "score rank",
-    "score_change": "score change",
-    "residual": "token residual",
-}
-# What the caption of a table of heads says about a column.
-_COLUMN_NOTES = {
-    "diversity": "Diversity: how different the heads of a layer attend, 0 equal, 1 disjoint.",
-    "support": "Support: keys with a weight above 0.",
-    "support sd": "Support sd: standard deviation of that number over heads.",
-    "score sd": "Score sd: standard deviation of scores over keys.",
-    "score rank": "Score rank: effective rank of the scores.",
-    "score change": "Score change: what mixing and biases add to the scores, as a share. Heads "
-    "that are mixed after "
-    "the softmax (DCMHA, talking heads) may have negative weights, and entropy, confidence, sink "
-    "and diversity may "
-    "then leave their usual ranges.",
-    "token residual": (
-        "Token residual: how different the tokens of a text are after the last layer, 0 equal."
-    ),
-}
-
-
-def describe_columns(header: Sequence[str]) -> str:
-    """The caption of a table of heads, which explains the columns that it has.
-
-    >>> describe_columns(["variant", "entropy", "score rank"])
-    'Means over heads and seeds. Score rank: effective rank of the scores.'
-    """
-    return " ".join(
-        [
-            "Means over heads and seeds.",
-            *(_COLUMN_NOTES[name] for name in header if name in _COLUMN_NOTES),
-        ]
-    )
-
-
-@dataclass(frozen=True)
-class ReportTable:
-    """A table of a report: header, rows of text, and a caption. Cells that begin with "**" are
-    bold.
-    """
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    caption: str = ""
-
-    @property
-    def markdown(self) -> str:
-        """The table as Markdown."""
-        lines = [
-            f"### {self.title}",
-            "",
-            _markdown_row(self.header),
-            _markdown_row(["---"] * len(self.header)),
-        ]
-        lines += [_markdown_row(row) for row in self.rows]
-        return "\n".join([*lines, "", self.caption] if self.caption else lines)
 
 
 @dataclass(frozen=True)
 class StudyReport:
-    """Everything that a report shows."""
+    """Everything that a report shows; `decoding` is the result of `read_decode_times`."""
 
     results: StudyResults
-    scores: Mapping[tuple[str, str], VariantScore]
-    comparisons: Mapping[tuple[str, str], Comparison]
-    claims: tuple[str, ...]
+    scores: Mapping[PairKey, VariantScore]
+    comparisons: Mapping[PairKey, Comparison]
     environment: Mapping[str, Any]
     decoding: Mapping[str, Any]
 
-    @staticmethod
-    def of(
-        results: StudyResults, environment: Mapping[str, Any], decoding: Mapping[str, Any]
-    ) -> StudyReport:
-        """Compute the statistics of a study; `decoding` is the result of `read_decode_times`."""
-        comparisons = compare_seeds(results)
-        scores = score_variants(results, comparisons)
-        claims = tuple(list_claims(results, scores, comparisons))
-        return StudyReport(results, scores, comparisons, claims, environment, decoding)
-
-    def score_table(self, task: StudyTask) -> ReportTable:
-        """Size, metric, difference from the baseline and success of every variant on one task."""
-        study = self.results.study
-        header = (
-            "variant",
-            "parameters",
-            "FLOPs/step",
-            "KV bytes",
-            "lr",
-            f"{task.metric} (95 % interval)",
-            "seeds",
-            "sd of seeds",
-            "test error",
-            f"minus {study.baseline} (95 % interval)",
-            "p",
-            "s/step",
-        )
-        if task.threshold is not None:
-            header = (*header, f"reached {task.threshold:g}", "steps")
-        rows = [
-            self._score_row(self.scores[variant, task.name], task) for variant in study.variants
-        ]
-        direction = "higher" if task.higher_is_better else "lower"
-        caption = (
-            f"{task.metric}: {direction} is better; chance "
-            f"{_number(task.task.chance.get(task.metric, math.nan))}. "
-            "p from a paired t test over seeds, corrected for all comparisons of the study "
-            "(Holm); bold: the best, "
-            f"and significantly so at {SIGNIFICANCE:g}. Seeds without spread have neither "
-            "interval nor p. Test error: "
-            "standard error from the finite test set. s/step: processor seconds of a training step."
-        )
-        return ReportTable(task.name, header, tuple(rows), caption)
-
-    def contrast_table(self, task: StudyTask) -> ReportTable | None:
-        """The contrasts that the study planned, on one task; None if it planned none."""
-        rows: list[tuple[str, ...]] = []
-        for contrast in self.results.study.contrasts:
-            if (one := self.comparisons.get((contrast.name, task.name))) is not None:
-                verdict = "yes" if one.is_significant else "no"
-                row = (
-                    _format_difference(one),
-                    str(len(one.pairs)),
-                    _format_p(one.corrected_p),
-                    verdict,
-                )
-                rows.append((contrast.name, *row))
-        if not rows:
-            return None
-        header = ("contrast", "difference (95 % interval)", "seeds", "p", "significant")
-        caption = (
-            f"Stated in the study file: {task.metric}, or the measure that is named; change: what "
-            "the edit or the test "
-            "changes in it; learning: its mean over the evaluations during training. Intervals "
-            "are those of the paired "
-            "t test over seeds, for each contrast alone; p is corrected as above."
-        )
-        return ReportTable(f"{task.name}, planned contrasts", header, tuple(rows), caption)
-
-    def slice_table(self, task: StudyTask) -> ReportTable | None:
-        """The metric on each part of the test set and on each further test;
-        None if there are none.
-        """
-        names = self._slice_names(task)
-        if not names:
-            return None
-        rows = [
-            (variant, *(self._slice_text(variant, task, name) for name in names))
-            for variant in self.results.study.variants
-        ]
-        caption = f"{task.metric}: means over seeds; on tests with 95 % intervals."
-        return ReportTable(
-            f"{task.name}, by part and test", ("variant", *names), tuple(rows), caption
-        )
-
-    def head_table(self, task: StudyTask) -> ReportTable | None:
-        """Heads of each variant on the task: means of measures, and the number of heads of each
-        class.
-        """
-        rows: list[tuple[str, ...]] = []
-        for variant in self.results.study.variants:
-            summaries = [one.result["heads"] for one in self._done(variant, task)]
-            measured = [one for one in summaries if "measures" in one]
-            note = next((one["note"] for one in summaries if "note" in one), "")
-            classes = _sum_dicts(one["classes"] for one in measured)
-            ordered = sorted(classes.items(), key=lambda item: -item[1])
-            counts = ", ".join(f"{total / len(measured):.3g} {name}" for name, total in ordered)
-            rows.append((variant, *_head_cells(measured), counts or note))
-        if all(row[1] == "-" for row in rows):
-            return None
-        header = ("variant", *_HEAD_COLUMNS.values(), "heads of each class, mean over seeds")
-        table = _without_empty_columns(
-            ReportTable(f"{task.name}, what heads do", header, tuple(rows))
-        )
-        return replace(table, caption=describe_columns(table.header))
-
-    def head_place_table(self, task: StudyTask) -> ReportTable | None:
-        """Measures of heads before training, during it, and on further tests; None if heads were
-        not measured.
-        """
-        rows: list[tuple[str, ...]] = []
-        for variant in self.results.study.variants:
-            done = self._done(variant, task)
-            for place in _sort_places(
-                place for one in done for place in one.result.get("heads_at", {})
-            ):
-                summaries = [one.result["heads_at"].get(place, {}) for one in done]
-                measured = [one for one in summaries if "measures" in one]
-                if measured:
-                    rows.append((variant, place, *_head_cells(measured)))
-        if not rows:
-            return None
-        header = ("variant", "heads at", *_HEAD_COLUMNS.values())
-        title = f"{task.name}, heads before training, during it, and on further tests"
-        return _without_empty_columns(
-            ReportTable(title, header, tuple(rows), "Means over heads and seeds.")
-        )
-
-    def gate_table(self, task: StudyTask) -> ReportTable | None:
-        """Share of tokens for which each gated head is on; None if no variant has gates."""
-        rows: list[tuple[str, ...]] = []
-        for variant in self.results.study.variants:
-            gates = [one.result["heads"].get("gates", {}) for one in self._done(variant, task)]
-            for site in dict.fromkeys(site for one in gates for site in one):
-                loads = [one[site] for one in gates if site in one]
-                means = [sum(column) / len(loads) for column in zip(*loads, strict=True)]
-                rows.append(
-                    (variant, site, ", ".join(f"{mean:.2f}" for mean in means), f"{sum(means):.2f}")
-                )
-        if not rows:
-            return None
-        header = (
-            "variant",
-            "attention",
-            "share of tokens for which each head is on",
-            "heads on, per token",
-        )
-        return ReportTable(
-            f"{task.name}, load of gated heads", header, tuple(rows), "Means over seeds."
-        )
-
-    def edit_table(self, task: StudyTask) -> ReportTable | None:
-        """The metric after each edit of the trained models; None if the study has no edits."""
-        study = self.results.study
-        if not study.edits:
-            return None
-        rows: list[tuple[str, ...]] = []
-        for variant in study.variants:
-            done = self._done(variant, task)
-            values = {
-                "not edited": [one.result["metrics"].get(task.metric, math.nan) for one in done]
-            }
-            for name in study.edits:
-                metrics = [
-                    one.result["edits"][name]["metrics"]
-                    for one in done
-                    if name in one.result["edits"]
-                ]
-                values[name] = [one.get(task.metric, math.nan) for one in metrics]
-            rows.append(
-                (
-                    variant,
-                    *(
-                        _format_interval(mean_interval(of_edit, task.metric))
-                        for of_edit in values.values()
-                    ),
-                )
-            )
-        return ReportTable(
-            f"{task.name}, {task.metric} after edits",
-            ("variant", "not edited", *study.edits),
-            tuple(rows),
-            f"Means over seeds with 95 % intervals. {describe_edits(study.edits)}",
-        )
-
-    def decode_table(self) -> ReportTable | None:
-        """Seconds of a decode step and bytes of the cache at each context; None without a task that
-        decodes.
-        """
-        variants: Mapping[str, Any] = self.decoding.get("variants", {})
-        if not variants:
-            return None
-        lists = [records for records in variants.values() if isinstance(records, list)]
-        contexts = sorted({record["context"] for records in lists for record in records})
-        rows: list[tuple[str, ...]] = []
-        for name, records in variants.items():
-            if isinstance(records, str):
-                rows.append((name, *["-"] * (2 * len(contexts) + 1), records))
-                continue
-            at = {record["context"]: record for record in records}
-            last = records[-1]
-            agrees = all(record["formula"] == record["held"] for record in records)
-            rows.append(
-                (
-                    name,
-                    *(
-                        f"{1000 * at[one][kind]:.2f}" if one in at else "-"
-                        for kind in ("step", "prompt")
-                        for one in contexts
-                    ),
-                    f"{last['held']:,}",
-                    "equal" if agrees else f"differs: {last['formula']:,}",
-                )
-            )
-        return ReportTable(
-            "Decode time against context",
-            (
-                "variant",
-                *(f"ms at {context:,}" for context in contexts),
-                *(f"prompt of {context:,}" for context in contexts),
-                "KV bytes at the last",
-                "bytes by formula",
-            ),
-            tuple(rows),
-            f"One row, random weights of the models of {self.decoding['task']}; milliseconds of "
-            "processor time of a "
-            "token (median of 9), and of the whole prompt.",
-        )
-
-    def size_table(self) -> ReportTable:
-        """Counted against built parameters, and how each variant was matched."""
-        rows = []
-        for variant, task in self.results.grid.pairs:
-            model = self.results.grid.models[variant.name, task.name]
-            built = next(
-                (one.result.get("parameters") for one in self._done(variant.name, task)), None
-            )
-            agrees = (
-                "-"
-                if built is None
-                else "equal"
-                if built == model.size.parameters
-                else f"differs: {built:,}"
-            )
-            rows.append(
-                (task.name, variant.name, f"{model.size.parameters:,}", agrees, model.match or "-")
-            )
-        return ReportTable(
-            "Formula against measurement",
-            ("task", "variant", "parameters by formula", "built model", "matching"),
-            tuple(rows),
-        )
+    @property
+    def claims(self) -> list[str]:
+        """Sentences that the tests support."""
+        return list(list_claims(self.results, self.scores, self.comparisons))
 
     @property
-    def failures(self) -> tuple[str, ...]:
+    def failures(self) -> list[str]:
         """One line for each cell without metrics."""
-        return tuple(
+        return [
             f"{one.cell.variant} on {one.cell.task}, lr {one.cell.rate:g}, seed {one.cell.seed}: "
             f"{one.result['status']}: {one.result.get('message', '')}"
             for one in self.results.cells
             if not one.is_done
-        )
-
-    def test_mean(self, variant: str, task: StudyTask, test: str) -> float:
-        """Mean over seeds of the metric of a variant on a further test of a task."""
-        return self._slice_mean(variant, task, f"test {test}").value
-
-    def head_curve(self, variant: str, task: StudyTask, measure: str) -> list[tuple[float, float]]:
-        """Mean over heads and seeds of a measure of heads, by training step; with the trained heads
-        at the end.
-        """
-        values: dict[int, list[float]] = {}
-        for one in self._done(variant, task):
-            places = one.result.get("heads_at", {}) | {
-                f"step {one.result['steps']}": one.result["heads"]
-            }
-            for place, summary in places.items():
-                if place.startswith("step ") and measure in summary.get("measures", {}):
-                    values.setdefault(int(place.removeprefix("step ")), []).append(
-                        summary["measures"][measure]
-                    )
-        return [(float(step), sum(column) / len(column)) for step, column in sorted(values.items())]
-
-    def _done(self, variant: str, task: StudyTask) -> list[CellResult]:
-        return [one for one in self.results.report_cells(variant, task.name) if one.is_done]
-
-    def _score_row(self, score: VariantScore, task: StudyTask) -> tuple[str, ...]:
-        size = self.results.grid.models[score.variant, task.name].size
-        rate = self.results.rates.get((score.variant, task.name), math.nan)
-        mean, mark = score.mean, "**" if score.is_best else ""
-        value = _format_interval(mean)
-        comparison = score.comparison
-        times = [
-            one.result["timing"]["step"]
-            for one in self._done(score.variant, task)
-            if "step" in one.result["timing"]
         ]
-        row = (
-            score.variant,
-            f"{size.parameters:,}",
-            f"{size.step_flops:.2e}",
-            "-" if size.kv_bytes is None else f"{size.kv_bytes:,}",
-            f"{rate:g}",
-            f"{mark}{value}{mark}",
-            "; ".join([str(len(score.values)), *score.failures]),
-            _number(score.seed_deviation),
-            _number(score.test_error),
-            "-" if comparison is None else _format_difference(comparison),
-            "-" if comparison is None else _format_p(comparison.corrected_p),
-            _number(sorted(times)[len(times) // 2]) if times else "-",
-        )
-        if task.threshold is None:
-            return row
-        return (
-            *row,
-            f"{score.success_rate:.0%}" if math.isfinite(score.success_rate) else "-",
-            _number(score.steps_to_threshold),
-        )
 
-    def _slice_names(self, task: StudyTask) -> list[str]:
-        names: dict[str, None] = {}
+    @property
+    def page(self) -> Page:
+        """The report as one page."""
+        study = self.results.study
+        claims: list[Item] = [self.claims]
+        sections = [Section(CLAIMS_TITLE, claims)]
+        for task in study.tasks.values():
+            figures = draw_task(self.results, task, self.scores, self.comparisons)
+            sections.append(Section(task.name, [*figures, *self.tables(task)]))
+        if self.decoding.get("variants"):
+            items = [*draw_decoding(self.decoding), tabulate_decoding(self.decoding)]
+            sections.append(Section("Decode time against context", items))
+        sections.append(Section("Formula against measurement", [self._size_table()]))
+        if self.failures:
+            sections.append(Section("Cells without a result", [self.failures]))
+        sections.append(Section("Protocol and environment", [describe_protocol(self)]))
+        summary = f"Hypothesis, stated before the runs. {study.hypothesis}"
+        return Page(f"Study: {study.name}", sections, summary)
+
+    # --- Tables ---
+
+    def tables(self, task: StudyTask) -> Iterator[Table]:
+        """The tables of a task that have rows."""
+        makers = (
+            self._score_table,
+            self._contrast_table,
+            self._slice_table,
+            self._edit_table,
+            self._head_table,
+            self._gate_table,
+        )
+        for make in makers:
+            table = make(task)
+            if table.rows:
+                yield table
+
+    def _score_table(self, task: StudyTask) -> Table:
+        """Size, metric, difference from the baseline and success of every variant."""
+        results = self.results
+        columns = [
+            "variant",
+            "parameters",
+            Column("FLOPs/step", format_count),
+            "KV bytes",
+            Column("lr", format_number),
+            f"{task.metric} [95 % interval]",
+            "seeds",
+            Column("sd of seeds", format_number),
+            Column("test error", format_number),
+            Column(f"minus {results.study.baseline} [95 % interval]", format_difference),
+            Column("p", format_p),
+            Column("s/step", format_number),
+        ]
+        if task.threshold is not None:
+            columns += [f"share reached {task.threshold:g}", Column("steps", format_number)]
+        rows: list[list[Value]] = []
+        for variant in results.study.variants:
+            score = self.scores[variant, task.name]
+            size = results.grid.models[variant, task.name].size
+            compared = score.comparison
+            cells = results.done_cells(variant, task.name)
+            times = sorted(one.result["timing"].get("step", math.nan) for one in cells)
+            row: list[Value] = [
+                variant,
+                size.parameters,
+                float(size.step_flops),
+                size.kv_bytes,
+                results.rates.get((variant, task.name), math.nan),
+                score.mean,
+                "; ".join([str(len(score.values)), *score.failures]),
+                score.seed_deviation,
+                score.test_error,
+                compared.difference if compared else None,
+                compared.corrected_p if compared else None,
+                times[len(times) // 2] if times else None,
+            ]
+            if task.threshold is not None:
+                row += [score.success_rate, score.steps_to_threshold]
+            rows.append(row)
+        best = [self.scores[variant, task.name].is_best for variant in results.study.variants]
+        direction = "higher" if task.sign > 0 else "lower"
+        chance = format_number(task.task.chance.get(task.metric, math.nan))
+        notes = (
+            f"{task.metric}: {direction} is better; chance {chance}.",
+            "p from a paired t test over seeds, corrected for all comparisons of the study (Holm); "
+            f"bold: the best, and significantly so at {SIGNIFICANCE:g}. Seeds without spread have "
+            "neither interval nor p.",
+            "Test error: standard error from the finite test set. s/step: processor seconds of a "
+            "training step.",
+        )
+        bold = frozenset((row, 5) for row, is_best in enumerate(best) if is_best)
+        return Table(task.name, columns, rows, notes, bold)
+
+    def _contrast_table(self, task: StudyTask) -> Table:
+        """The contrasts that the study planned, on one task."""
+        rows: list[list[Value]] = []
+        for contrast in self.results.study.contrasts:
+            one = self.comparisons.get((contrast.name, task.name))
+            if one is not None:
+                p = one.corrected_p
+                rows.append([contrast.name, one.difference, len(one.pairs), p, one.is_significant])
+        columns = [
+            "contrast",
+            Column("difference [95 % interval]", format_difference),
+            "seeds",
+            Column("p", format_p),
+            "significant",
+        ]
+        notes = (
+            f"Stated in the study file: {task.metric}, or the measure that is named; change: what "
+            "the edit or the test changes in it; learning: its mean over the evaluations during "
+            "training. Intervals are of each contrast alone; p is corrected as above.",
+        )
+        return Table(f"{task.name}, planned contrasts", columns, rows, notes)
+
+    def _slice_table(self, task: StudyTask) -> Table:
+        """The metric on each part of the test set and on each further test."""
+        results = self.results
+        parts: dict[str, None] = {}
+        for variant in results.study.variants:
+            for one in results.done_cells(variant, task.name):
+                parts |= dict.fromkeys(one.result["metrics"])
+        parts = {name: None for name in parts if name.startswith(f"{task.metric}@")}
+        names = sorted(parts, key=lambda name: (len(name), name))
+        tests = list(task.tests)
+        rows: list[list[Value]] = []
+        for variant in results.study.variants if names or tests else ():
+            cells = results.done_cells(variant, task.name)
+            row: list[Value] = [variant]
+            row += [_mean([one.result["metrics"].get(name) for one in cells]) for name in names]
+            row += [mean_test(results, variant, task, test) for test in tests]
+            rows.append(row)
+        columns = ["variant", *names, *(f"test {test}" for test in tests)]
+        note = f"{task.metric}: means over seeds; on tests with 95 % intervals."
+        return Table(f"{task.name}, by part and test", columns, rows, (note,))
+
+    def _edit_table(self, task: StudyTask) -> Table:
+        """The metric after each edit of the trained models."""
+        study = self.results.study
+        rows: list[list[Value]] = []
+        for variant in study.variants if study.edits else ():
+            cells = self.results.done_cells(variant, task.name)
+            trained = [one.result["metrics"].get(task.metric, math.nan) for one in cells]
+            row: list[Value] = [variant, estimate_mean(trained, task.metric)]
+            for name in study.edits:
+                edited = [one.result["edits"].get(name, {"metrics": {}}) for one in cells]
+                values = [edit["metrics"].get(task.metric, math.nan) for edit in edited]
+                row.append(estimate_mean(values, task.metric))
+            rows.append(row)
+        columns = ["variant", "not edited", *study.edits]
+        notes = ("Means over seeds with 95 % intervals.", describe_edits(study.edits))
+        return Table(f"{task.name}, {task.metric} after edits", columns, rows, notes)
+
+    def _head_table(self, task: StudyTask) -> Table:
+        """Means of measures of heads, and the number of heads of each class: of the trained model,
+        before and during training, and on further tests.
+        """
+        rows: list[list[Value]] = []
         for variant in self.results.study.variants:
-            for one in self._done(variant, task):
-                names |= dict.fromkeys(
-                    name for name in one.result["metrics"] if name.startswith(f"{task.metric}@")
-                )
-                names |= dict.fromkeys(f"test {name}" for name in one.result["tests"])
-        return sorted(names, key=lambda name: (name.startswith("test "), len(name), name))
+            cells = self.results.done_cells(variant, task.name)
+            places: dict[str, None] = {}
+            for one in cells:
+                places |= dict.fromkeys(one.result.get("heads_at", {}))
+            summaries = {"trained": [one.result["heads"] for one in cells]}
+            for place in sort_places(places):
+                summaries[place] = [one.result["heads_at"].get(place, {}) for one in cells]
+            for place, of_place in summaries.items():
+                measured = [one for one in of_place if "measures" in one]
+                notes = [one["note"] for one in of_place if "note" in one]
+                if measured:
+                    rows.append([variant, place, *_head_means(measured), _count_classes(measured)])
+                elif place == "trained" and notes:
+                    rows.append([variant, place, *([None] * len(HEAD_NUMBERS)), notes[0]])
+        if all(value is None for row in rows for value in row[2:-1]):
+            rows = []
+        columns = [Column(name, format_number) for name in HEAD_NUMBERS]
+        title = f"{task.name}, what heads do"
+        table = Table(title, ["variant", "heads", *columns, "classes, mean over seeds"], rows)
+        table = table.without_empty_columns()
+        names = [column.name for column in table.column_list]
+        notes = [COLUMN_NOTES[name] for name in names if name in COLUMN_NOTES]
+        return Table(title, table.columns, table.rows, ["Means over heads and seeds.", *notes])
 
-    def _slice_text(self, variant: str, task: StudyTask, name: str) -> str:
-        mean = self._slice_mean(variant, task, name)
-        return _format_interval(mean) if name.startswith("test ") else _number(mean.value)
+    def _gate_table(self, task: StudyTask) -> Table:
+        """Share of tokens for which each gated head is on."""
+        rows: list[list[Value]] = []
+        for variant in self.results.study.variants:
+            cells = self.results.done_cells(variant, task.name)
+            gates = [one.result["heads"].get("gates", {}) for one in cells]
+            for site in gates[0] if gates else ():
+                loads = [one[site] for one in gates if site in one]
+                means = [sum(column) / len(loads) for column in zip(*loads, strict=True)]
+                shares = ", ".join(f"{mean:.2f}" for mean in means)
+                rows.append([variant, site, shares, sum(means)])
+        columns = ["variant", "attention", "share of tokens for which each head is on", "heads on"]
+        return Table(f"{task.name}, load of gated heads", columns, rows, ("Means over seeds.",))
 
-    def _slice_mean(self, variant: str, task: StudyTask, name: str) -> Interval:
-        values = []
-        for one in self._done(variant, task):
-            test = (
-                one.result["tests"].get(name.removeprefix("test "), {})
-                if name.startswith("test ")
-                else None
-            )
-            value = one.result["metrics"].get(name) if test is None else test.get(task.metric)
-            if value is not None:
-                values.append(value)
-        return mean_interval(values, task.metric)
+    def _size_table(self) -> Table:
+        """Counted against built parameters, and how each variant was matched."""
+        rows: list[list[Value]] = []
+        for variant, task in self.results.grid.pairs:
+            model = self.results.grid.models[variant.name, task.name]
+            cells = self.results.done_cells(variant.name, task.name)
+            built = cells[0].result.get("parameters") if cells else None
+            row = [task.name, variant.name, model.size.parameters, built, model.match]
+            rows.append(row)
+        columns = ["task", "variant", "parameters by formula", "of the built model", "matching"]
+        return Table("", columns, rows).without_empty_columns()
+
+
+def tabulate_decoding(decoding: Mapping[str, Any]) -> Table:
+    """Milliseconds of a decode step and bytes of the cache, by variant and context."""
+    rows: list[list[Value]] = []
+    for name, records in decoding["variants"].items():
+        if isinstance(records, str):
+            rows.append([name, None, None, None, None, records])
+            continue
+        for record in records:
+            times = [1000 * record[kind] for kind in ("step", "prompt")]
+            rows.append([name, record["context"], *times, record["held"], record["formula"]])
+    columns = ["variant", "context", "ms a token", "ms of the prompt", "KV bytes", "by formula"]
+    note = (
+        f"One row, random weights of the models of {decoding['task']}; processor time of a token "
+        "(median of 9), and of the whole prompt."
+    )
+    return Table("", columns, rows, (note,))
+
+
+def format_difference(difference: Estimate) -> str:
+    """A difference with its sign and its interval."""
+    return format_interval(*difference[:3], sign="+")
+
+
+def sort_places(places: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Training steps by number, then further tests by name.
+
+    >>> sort_places(["test longer", "step 100", "step 20"])
+    ['step 20', 'step 100', 'test longer']
+    """
+    return sorted(places, key=lambda place: (not place.startswith("step "), len(place), place))
+
+
+def _head_means(summaries: Sequence[Mapping[str, Any]]) -> list[Value]:
+    """Means of `HEAD_NUMBERS` over summaries of several seeds."""
+    flat = [{**one, **one["measures"], "residual": one["residual"][-1]} for one in summaries]
+    return [_mean([one.get(name) for one in flat]) for name in HEAD_NUMBERS]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that were measured."""
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _count_classes(summaries: Sequence[Mapping[str, Any]]) -> str:
+    totals: dict[str, float] = {}
+    for one in summaries:
+        for name, count in one["classes"].items():
+            totals[name] = totals.get(name, 0.0) + count
+    ordered = sorted(totals, key=lambda name: -totals[name])
+    return ", ".join(f"{totals[name] / len(summaries):.3g} {name}" for name in ordered)
+
+
+# --- Claims ---------------------------------------------------------------------------------------
 
 
 def list_claims(
     results: StudyResults,
-    scores: Mapping[tuple[str, str], VariantScore],
-    comparisons: Mapping[tuple[str, str], Comparison],
+    scores: Mapping[PairKey, VariantScore],
+    comparisons: Mapping[PairKey, Comparison],
 ) -> Iterator[str]:
-    """Sentences that the tests support, one task after the other; never more
-    than the numbers say.
-    """
+    """Sentences that the tests support, one task after the other; never more than the numbers say."""
     study = results.study
     if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
         seeds = pluralise(len(study.seeds), "seed")
@@ -489,30 +362,37 @@ def list_claims(
         return
     for task in study.tasks.values():
         baseline = scores[study.baseline, task.name]
-        reached = (
-            f"{task.name}: {study.baseline} reaches {task.metric} {_number(baseline.mean.value)}"
+        yield (
+            f"{task.name}: {study.baseline} reaches {task.metric} "
+            f"{format_number(baseline.mean.value)} (mean of {len(baseline.values)} seeds)."
         )
-        yield f"{reached} (mean of {len(baseline.values)} seeds)."
         if task.threshold is not None:
             yield _claim_successes(task, [scores[variant, task.name] for variant in study.variants])
         named = {name: one for (name, of_task), one in comparisons.items() if of_task == task.name}
-        yield from _claim_variants(
-            study, task, {name: one for name, one in named.items() if name in study.variants}
-        )
-        planned = {name: one for name, one in named.items() if name not in study.variants}
-        for name, one in planned.items():
-            verdict = "significant" if one.is_significant else "not significant"
-            yield (
-                f"{task.name}: {name}: {_format_difference(one)}, p "
-                f"{_format_p(one.corrected_p)}, {verdict}."
-            )
-    if (count := len(comparisons)) > 1:
+        groups: dict[str, list[str]] = {}
+        for name, one in named.items():
+            verdict = "no significant difference from"
+            if one.is_significant:
+                is_better = task.sign * one.difference.value > 0
+                verdict = f"significantly {'better' if is_better else 'worse'} than"
+            if name in study.variants:
+                text = f"{name} {format_difference(one.difference)}"
+                groups.setdefault(verdict, []).append(text)
+        for verdict in sorted(groups, key=lambda verdict: (verdict.startswith("no"), verdict)):
+            yield f"{task.name}: {verdict} {study.baseline}: {', '.join(groups[verdict])}."
+        for name, one in named.items():
+            if name not in study.variants:
+                verdict = "significant" if one.is_significant else "not significant"
+                yield (
+                    f"{task.name}: {name}: {format_difference(one.difference)}, p "
+                    f"{format_p(one.corrected_p)}, {verdict}."
+                )
+    count = len(comparisons)
+    if count > 1:
         yield (
             f"The study makes {count} comparisons of {len(study.seeds)} seeds each, so the "
-            "clearest of them is only "
-            f"significant if its uncorrected p is below {SIGNIFICANCE / count:.2g}; large "
-            "differences can miss that. "
-            "What is not significant is not thereby equal."
+            f"clearest of them is only significant if its uncorrected p is below "
+            f"{SIGNIFICANCE / count:.2g}. What is not significant is not thereby equal."
         )
 
 
@@ -520,164 +400,71 @@ def _claim_successes(task: StudyTask, scores: Sequence[VariantScore]) -> str:
     """How many seeds of each variant learned the task, because a model that did not says little
     about its attention.
     """
-    if all(
-        one.success_rate == 1 for one in scores
-    ):  # NaN without runs, as if no learning rate could be chosen
+    # The rate is NaN without runs, as if no learning rate could be chosen.
+    if all(one.success_rate == 1 for one in scores):
         return f"{task.name}: all seeds of all variants reach {task.threshold:g}."
-    counts = ", ".join(f"{one.variant} {_count_successes(one)}" for one in scores)
-    return f"{task.name}: seeds that reach {task.threshold:g}: {counts}."
+    counts: list[str] = []
+    for score in scores:
+        total = len(score.values) + len(score.failures)
+        rate = score.success_rate
+        text = f"{round(rate * total)} of {total}" if math.isfinite(rate) else "not run"
+        counts.append(f"{score.variant} {text}")
+    return f"{task.name}: seeds that reach {task.threshold:g}: {', '.join(counts)}."
 
 
-def _count_successes(score: VariantScore) -> str:
-    if not math.isfinite(score.success_rate):
-        return "not run"
-    count = len(score.values) + len(score.failures)
-    return f"{round(score.success_rate * count)} of {count}"
-
-
-def _claim_variants(
-    study: Study, task: StudyTask, compared: Mapping[str, Comparison]
-) -> Iterator[str]:
-    """Variants that differ significantly from the baseline, and those that do not, with their
-    intervals.
-    """
-    groups: dict[str, list[str]] = {"better": [], "worse": [], "": []}
-    for name, one in compared.items():
-        rises = one.difference.value > 0
-        kind = (
-            ""
-            if not one.is_significant
-            else "better"
-            if rises == task.higher_is_better
-            else "worse"
-        )
-        groups[kind].append(f"{name} {_format_difference(one)}")
-    for kind, texts in groups.items():
-        if texts:
-            start = f"significantly {kind} than" if kind else "no significant difference from"
-            yield f"{task.name}: {start} {study.baseline}: {', '.join(texts)}."
-
-
-def render_markdown(report: StudyReport) -> str:
-    """The whole report as Markdown."""
-    study = report.results.study
-    lines = [
-        f"# Study: {study.name}",
-        "",
-        f"**Hypothesis, stated before the runs.** {study.hypothesis}",
-        "",
-    ]
-    lines += ["## What can be claimed", "", *(f"- {claim}" for claim in report.claims), ""]
-    lines += ["## Results", ""]
-    for table in list_tables(report):
-        lines += [table.markdown, ""]
-    if report.failures:
-        lines += [
-            "## Cells without a result",
-            "",
-            *(f"- {failure}" for failure in report.failures),
-            "",
-        ]
-    lines += [
-        "## Protocol and environment",
-        "",
-        *(f"- {line}" for line in describe_protocol(report)),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def list_tables(report: StudyReport) -> Iterator[ReportTable]:
-    """All tables, task by task."""
-    for task in report.results.study.tasks.values():
-        yield report.score_table(task)
-        yield from list_task_details(report, task)
-    if (decoding := report.decode_table()) is not None:
-        yield decoding
-    yield report.size_table()
-
-
-def list_task_details(report: StudyReport, task: StudyTask) -> Iterator[ReportTable]:
-    """The tables of a task below its scores."""
-    tables = (
-        report.contrast_table(task),
-        report.slice_table(task),
-        report.edit_table(task),
-        report.head_table(task),
-        report.head_place_table(task),
-        report.gate_table(task),
-    )
-    return (table for table in tables if table is not None)
+# --- Files ----------------------------------------------------------------------------------------
 
 
 def describe_protocol(report: StudyReport) -> list[str]:
     """How the study was run, one fact a line."""
     results = report.results
     study = results.study
-    count = len([one for one in results.cells if one.stage == REPORT])
+    grid = results.grid
+    count = sum(one.stage == REPORT for one in results.cells)
     seconds = sum(one.result.get("timing", {}).get("processor", math.nan) for one in results.cells)
-    time = "" if math.isnan(seconds) else f", {format_seconds(seconds)} of processor time in all"
-    rates = sorted(
-        {rate for variant in study.variants.values() for rate in results.grid.rates(variant)}
-    )
-    recipes = {
-        f"{recipe.steps} steps of {recipe.batch} examples"
-        for recipe in results.grid.recipes.values()
-    }
+    rates: set[float] = set()
+    for variant in study.variants.values():
+        rates.update(grid.rates(variant))
+    recipes = {f"{one.steps} steps of {one.batch} examples" for one in grid.recipes.values()}
     chosen = f"chosen by the validation metric of seed {study.tuning_seed}, which is not reported"
     if len(results.cells) == count:
         chosen = "not chosen: each variant had a single one"
     lines = [
         f"scale {study.scale}: {', '.join(sorted(recipes))}; sizes matched by {study.match}; "
-        "report seeds "
-        f"{', '.join(map(str, study.seeds))}",
-        *(f"task {task.name}: {_describe_task(task)}" for task in study.tasks.values()),
-        f"learning rates {', '.join(f'{rate:g}' for rate in rates)}, {chosen}",
-        (
-            "every seed has the same initial random numbers and the same data in the same order "
-            "for "
-            "all variants"
-        ),
-        f"{count} report cells and {len(results.cells) - count} tuning cells{time}",
+        f"report seeds {', '.join(map(str, study.seeds))}"
     ]
-    return [*lines, *(f"{name}: {value}" for name, value in report.environment.items())]
+    for task in study.tasks.values():
+        options = describe_task(task.task)
+        texts = [f"{name} {options[name]}" for name in options if name not in ("task", "seed")]
+        lines.append(f"task {task.name}: {', '.join(texts)}")
+    return [
+        *lines,
+        f"learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}, {chosen}",
+        "every seed has the same initial random numbers and the same data in the same order for "
+        "all variants",
+        f"{count} report cells and {len(results.cells) - count} tuning cells, "
+        f"{format_seconds(seconds)} of processor time in all",
+        *(f"{name}: {value}" for name, value in report.environment.items()),
+    ]
 
 
-def _describe_task(task: StudyTask) -> str:
-    """The fields of a task as text, its seed left out."""
-    values = describe_task(task.task)
-    return ", ".join(
-        f"{name} {value}" for name, value in values.items() if name not in ("task", "seed")
-    )
-
-
-def render_csv(results: StudyResults) -> str:
-    """One line for each cell and metric."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["id", "stage", "task", "variant", "lr", "seed", "status", "metric", "value"])
-    for one in results.cells:
+def tabulate_cells(cells: Sequence[CellResult]) -> Table:
+    """One row for each cell and metric."""
+    rows: list[list[Value]] = []
+    for one in cells:
         cell = one.cell
-        start = [
-            cell.id,
-            one.stage,
-            cell.task,
-            cell.variant,
-            cell.rate,
-            cell.seed,
-            one.result["status"],
-        ]
+        start: list[Value] = [cell.id, one.stage, cell.task, cell.variant, cell.rate, cell.seed]
+        start.append(one.result["status"])
         for name, value in sorted(one.result.get("metrics", {}).items()):
-            writer.writerow([*start, name, repr(value)])
+            rows.append([*start, name, value])
         if not one.is_done:
-            writer.writerow([*start, "", ""])
-    return out.getvalue()
+            rows.append([*start, None, None])
+    names = ("id", "stage", "task", "variant", "lr", "seed", "status", "metric", "value")
+    return Table("", names, rows)
 
 
 def describe_environment() -> dict[str, Any]:
     """Versions and processor, for the report."""
-    import platform
-
     import torch
 
     from .. import __version__
@@ -692,86 +479,34 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def make_report(results: StudyResults, folder: Path) -> StudyReport:
+    """Compute the statistics of a study, and measure its decoding unless `folder` holds it."""
+    path = folder / ENVIRONMENT_FILE
+    if not path.exists():
+        write_atomically(path, json.dumps(describe_environment(), indent=1).encode() + b"\n")
+    comparisons = compare_seeds(results)
+    return StudyReport(
+        results,
+        score_variants(results, comparisons),
+        comparisons,
+        read_json_file(path),
+        read_decode_times(results.grid, folder),
+    )
+
+
 def write_report(results: StudyResults, out: Path | str) -> StudyReport:
     """Write report.md, report.html and results.csv to the folder report of a study; nothing is
     trained.
     """
-    from .report_page import render_page
-
     folder = check_output(out, STUDY_FOLDER, "continue")
-    path = folder / ENVIRONMENT_FILE
-    if not path.exists():
-        write_atomically(path, json.dumps(describe_environment(), indent=1).encode() + b"\n")
-    report = StudyReport.of(results, read_json_file(path), read_decode_times(results.grid, folder))
-    pages = {
-        REPORT_FILE: render_markdown(report),
-        TABLE_FILE: render_csv(results),
-        PAGE_FILE: render_page(report),
+    report = make_report(results, folder)
+    page = report.page
+    contents = {
+        REPORT_FILE: render.to_markdown(page),
+        PAGE_FILE: render.to_html(page),
+        TABLE_FILE: render.to_csv(tabulate_cells(results.cells)),
     }
     with stage_folder(folder / REPORT_FOLDER, STUDY_REPORT, "overwrite") as staged:
-        for name, page in pages.items():
-            write_atomically(staged / name, page.encode())
+        for name, text in contents.items():
+            write_atomically(staged / name, text.encode())
     return report
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in map(make_visible, cells)) + " |"
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:.4g}" if abs(value) > SMALLEST_NUMBER else "0"
-
-
-def _format_interval(mean: Interval) -> str:
-    if math.isnan(mean.value):
-        return "-"
-    ends = f"{_number(mean.low)} to {_number(mean.high)}" if mean.low < mean.high else NO_SPREAD
-    return f"{_number(mean.value)} ({ends})"
-
-
-def _format_difference(comparison: Comparison) -> str:
-    value, low, high = comparison.difference
-    return f"{value:+.3f} ({f'{low:+.3f} to {high:+.3f}' if low < high else NO_SPREAD})"
-
-
-def _without_empty_columns(table: ReportTable) -> ReportTable:
-    """The table without columns in which every cell is "-" or "0"."""
-    columns = [
-        n for n in range(len(table.header)) if any(row[n] not in ("-", "0") for row in table.rows)
-    ]
-    header, *rows = (tuple(row[n] for n in columns) for row in (table.header, *table.rows))
-    return replace(table, header=header, rows=tuple(rows))
-
-
-def _sort_places(places: Iterable[str]) -> list[str]:
-    """Training steps by number, then further tests by name.
-
-    >>> _sort_places({"test longer", "step 100", "step 20"})
-    ['step 20', 'step 100', 'test longer']
-    """
-    return sorted(set(places), key=lambda place: (not place.startswith("step "), len(place), place))
-
-
-def _head_cells(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Means of the columns of a table of heads over summaries of several seeds."""
-    values: dict[str, list[float]] = {name: [] for name in _HEAD_COLUMNS}
-    for one in summaries:
-        flat = {**one, **one["measures"], "residual": one["residual"][-1]}
-        for name, column in values.items():
-            if flat.get(name) is not None:
-                column.append(flat[name])
-    return [_number(sum(column) / len(column)) if column else "-" for column in values.values()]
-
-
-def _format_p(p: float) -> str:
-    return "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _sum_dicts(tables: Iterator[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for table in tables:
-        for name, value in table.items():
-            total[name] = total.get(name, 0.0) + value
-    return total

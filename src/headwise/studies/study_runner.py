@@ -15,17 +15,13 @@ from ..errors import SpecError
 from ..files import FolderLock, read_json_file, write_atomically, write_together
 from ..output_paths import FolderKind, check_output
 from ..progress import CountedMessage, TimeLeft, format_duration
-from .cells import Cell, CellGrid
+from .cells import Cell, CellGrid, PairKey
 from .process_engine import CellEngine, ProcessEngine, make_progress_line
 from .run_cell import read_result
 from .study_file import Study
 
-CELLS_FOLDER, RESULTS_FILE, TIMINGS_FILE, STUDY_FILE = (
-    "cells",
-    "results.jsonl",
-    "timings.jsonl",
-    "study.json",
-)
+CELLS_FOLDER = "cells"
+RESULTS_FILE, TIMINGS_FILE, STUDY_FILE = "results.jsonl", "timings.jsonl", "study.json"
 STUDY_FOLDER = FolderKind("study", (STUDY_FILE,))
 TUNE, REPORT = "tune", "report"
 
@@ -61,7 +57,7 @@ class StudyResults:
     """
 
     grid: CellGrid
-    rates: dict[tuple[str, str], float]
+    rates: dict[PairKey, float]
     cells: list[CellResult] = field(default_factory=list[CellResult])
 
     @property
@@ -71,11 +67,13 @@ class StudyResults:
 
     def report_cells(self, variant: str, task: str) -> list[CellResult]:
         """The report cells of a variant on a task, by seed."""
-        chosen = [one for one in self.cells if one.stage == REPORT]
-        return sorted(
-            (one for one in chosen if (one.cell.variant, one.cell.task) == (variant, task)),
-            key=lambda one: one.cell.seed,
-        )
+        key = (REPORT, variant, task)
+        cells = [one for one in self.cells if (one.stage, one.cell.variant, one.cell.task) == key]
+        return sorted(cells, key=lambda one: one.cell.seed)
+
+    def done_cells(self, variant: str, task: str) -> list[CellResult]:
+        """The report cells of a variant on a task that ended with metrics."""
+        return [one for one in self.report_cells(variant, task) if one.is_done]
 
 
 def run_study(
@@ -90,41 +88,41 @@ def run_study(
     A cell that fails is recorded and stops nothing else. `only` selects cells, to run a part of the
     study.
     """
-    folder, grid = check_output(out, STUDY_FOLDER, "continue"), CellGrid(study)
+    folder = check_output(out, STUDY_FOLDER, "continue")
+    grid = CellGrid(study)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder), engine or ProcessEngine() as engine:
         check_same_study(folder, study.name)
-        rates = {
-            (variant.name, task.name): grid.rates(variant)[0]
-            for variant, task in grid.pairs
-            if len(grid.rates(variant)) == 1
-        }
-        tuned = _run_stage(grid.tuning_cells(), TUNE, folder, engine, only, progress)
+        rates: dict[PairKey, float] = {}
+        for variant, task in grid.pairs:
+            if len(grid.rates(variant)) == 1:
+                rates[variant.name, task.name] = grid.rates(variant)[0]
+        stage = StageRunner(folder / CELLS_FOLDER, engine, only, progress)
+        tuned = stage.run(grid.tuning_cells(), TUNE)
         rates |= choose_rates(study, tuned)
-        reported = _run_stage(grid.report_cells(rates), REPORT, folder, engine, only, progress)
+        reported = stage.run(grid.report_cells(rates), REPORT)
         results = StudyResults(grid, rates, [*tuned, *reported])
         write_results(results, folder)
     return results
 
 
-def choose_rates(study: Study, tuned: Sequence[CellResult]) -> dict[tuple[str, str], float]:
+def choose_rates(study: Study, tuned: Sequence[CellResult]) -> dict[PairKey, float]:
     """The learning rate with the best validation metric for each variant on each task; none where
     all cells failed.
 
     If the metric is not measured during training, as of generated texts, the validation loss
     chooses.
     """
-    best: dict[tuple[str, str], tuple[float, float]] = {}
+    best: dict[PairKey, tuple[float, float]] = {}
     for one in tuned:
-        task, valid = study.tasks[one.cell.task], one.result.get("valid", {})
-        score = valid.get(task.metric, math.nan) * (1 if task.higher_is_better else -1)
-        if task.metric not in valid:
-            score = -valid.get("loss", math.nan)
-        if not math.isfinite(score):
-            continue
-        key = one.cell.variant, one.cell.task
-        if key not in best or score > best[key][0]:
-            best[key] = score, one.cell.rate
+        task = study.tasks[one.cell.task]
+        valid = one.result.get("valid", {})
+        score = -valid.get("loss", math.nan)
+        if task.metric in valid:
+            score = task.sign * valid[task.metric]
+        key = (one.cell.variant, one.cell.task)
+        if math.isfinite(score) and (key not in best or score > best[key][0]):
+            best[key] = (score, one.cell.rate)
     return {key: rate for key, (_, rate) in best.items()}
 
 
@@ -144,38 +142,39 @@ def check_same_study(folder: Path, name: str) -> None:
 
 def write_results(results: StudyResults, folder: Path) -> None:
     """Write all cells in the order of the study; their times are in a file of their own."""
-    lines = [json.dumps(one.record, sort_keys=True) for one in results.cells]
-    times = [
-        json.dumps({"id": one.cell.id, **one.result.get("timing", {})}) for one in results.cells
-    ]
-    contents = {RESULTS_FILE: lines, TIMINGS_FILE: times}
-    write_together(
-        folder,
-        {name: "".join(f"{line}\n" for line in rows).encode() for name, rows in contents.items()},
-    )
+    times = [{"id": one.cell.id, **one.result.get("timing", {})} for one in results.cells]
+    records = {RESULTS_FILE: [one.record for one in results.cells], TIMINGS_FILE: times}
+    contents: dict[str, bytes] = {}
+    for name, rows in records.items():
+        lines = [json.dumps(row, sort_keys=name == RESULTS_FILE) for row in rows]
+        contents[name] = "".join(f"{line}\n" for line in lines).encode()
+    write_together(folder, contents)
 
 
-def _run_stage(
-    cells: list[Cell],
-    stage: str,
-    folder: Path,
-    engine: CellEngine,
-    only: Callable[[Cell], bool],
-    progress: Callable[[str], object],
-) -> list[CellResult]:
-    chosen = [cell for cell in cells if only(cell)]
-    num_before = sum(
-        read_result(folder / CELLS_FOLDER / cell.id) is not None for cell in chosen
-    )  # they come first
-    time_left, done = TimeLeft(), dict[str, Mapping[str, Any]]()
-    time_left.seconds(CountedMessage(stage, num_before, len(chosen), "cells"))
-    for number, (cell, result) in enumerate(engine.run(chosen, folder / CELLS_FOLDER), 1):
-        done[cell.id] = result
-        line = f"{stage:<6}  {make_progress_line(number, len(chosen), cell, result)}"
-        seconds = (
-            time_left.seconds(CountedMessage(stage, number, len(chosen), "cells"))
-            if number > num_before
-            else None
-        )
-        progress(line if seconds is None else f"{line}, {format_duration(seconds)} left")
-    return [CellResult(cell, stage, done[cell.id]) for cell in chosen]
+@dataclass(frozen=True)
+class StageRunner:
+    """Runs the chosen cells of a stage by an engine, and reports each."""
+
+    folder: Path
+    engine: CellEngine
+    only: Callable[[Cell], bool]
+    progress: Callable[[str], object]
+
+    def run(self, cells: list[Cell], stage: str) -> list[CellResult]:
+        """The results of the chosen cells, in their order; finished ones are not run again."""
+        chosen = [cell for cell in cells if self.only(cell)]
+        # Those that were finished before come first.
+        num_before = sum(read_result(self.folder / cell.id) is not None for cell in chosen)
+        time_left = TimeLeft()
+        time_left.seconds(CountedMessage(stage, num_before, len(chosen), "cells"))
+        done: dict[str, Mapping[str, Any]] = {}
+        for number, (cell, result) in enumerate(self.engine.run(chosen, self.folder), 1):
+            done[cell.id] = result
+            line = f"{stage:<6}  {make_progress_line(number, len(chosen), cell, result)}"
+            if number > num_before:
+                message = CountedMessage(stage, number, len(chosen), "cells")
+                seconds = time_left.seconds(message)
+                if seconds is not None:
+                    line += f", {format_duration(seconds)} left"
+            self.progress(line)
+        return [CellResult(cell, stage, done[cell.id]) for cell in chosen]

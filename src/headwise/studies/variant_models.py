@@ -5,6 +5,7 @@ to the baseline.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,23 +24,16 @@ from ..data.synthetic_task import (
 )
 from ..errors import SpecError
 from ..interfaces.part_types import Modifier
-from ..model_spec import ModelSpec, StackSpec
+from ..model_spec import ModelSpec
 from ..presets import design
 from ..spec import serialization
 from ..spec.attention_spec import SLOTS, AttentionSpec
-from ..training.run_setup import AttentionEdit, replace_self_attention
+from ..training.run_setup import replace_self_attention
 from ..training.training_run import count_step_flops
 from .study_file import Study, StudyTask, Variant
 
-DESIGN_OPTIONS = (
-    "kv",
-    "dim",
-    "vdim",
-    "bias",
-    "pattern",
-)  # passed to design; other options are fields of the spec
-
-
+# Options that are passed to `design`; others are fields of the spec.
+DESIGN_OPTIONS = ("kv", "dim", "vdim", "bias", "pattern")
 BYTES_PER_VALUE = 4  # cells are trained in fp32
 FIXED_SIZES = ("model", "q")  # matching changes other sizes of a layer
 
@@ -70,7 +64,8 @@ def make_variant_model(
     """Make the model of a variant, matched to the baseline's if the study matches sizes; `batch`
     has its lengths.
     """
-    spec, match = _edit_model(study, variant, task), ""
+    spec = _edit_model(study, variant, task)
+    match = ""
     if study.match != "none" and variant.name != study.baseline:
         baseline = _edit_model(study, study.variants[study.baseline], task)
         try:
@@ -87,29 +82,19 @@ def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
     """Count the parameters of a model, the FLOPs of a step on this batch, and the KV bytes of one
     of its rows.
     """
-    attention = [layer for _, layer in spec.attention_specs()]
-    return ModelSize(
-        count_parameters(spec),
-        sum(map(count_parameters, attention)),
-        count_step_flops(spec, batch),
-        _kv_bytes(spec, batch),
-    )
+    attention = sum(count_parameters(layer) for _, layer in spec.attention_specs())
+    kv_bytes = None
+    if batch.x.dim() == 2:
+        with suppress(SpecError):  # a layer is not causal, as in encoders
+            kv_bytes = count_cache_bytes(spec, batch.x.shape[1])
+    return ModelSize(count_parameters(spec), attention, count_step_flops(spec, batch), kv_bytes)
 
 
-def _kv_bytes(spec: ModelSpec, batch: Batch) -> int | None:
-    """Bytes that decoding keeps for one row of this length; None if some layer is not causal, as in
-    encoders.
-    """
-    length = batch.x.shape[1] if batch.x.dim() == 2 else 0
-    if not length:
-        return None
-    try:
-        attention = sum(
-            cache_bytes(layer, batch=1, capacity=length) for _, layer in spec.attention_specs()
-        )
-        return attention + BYTES_PER_VALUE * spec.num_state_values
-    except SpecError:
-        return None
+def count_cache_bytes(spec: ModelSpec, length: int) -> int:
+    """Bytes that decoding keeps for one row of this length, in fp32."""
+    layers = [layer for _, layer in spec.attention_specs()]
+    attention = sum(cache_bytes(layer, batch=1, capacity=length) for layer in layers)
+    return attention + BYTES_PER_VALUE * spec.num_state_values
 
 
 # --- The size of a task's own model ---------------------------------------------------------------
@@ -128,7 +113,7 @@ def read_shape(spec: ModelSpec) -> ModelShape:
     if (
         not isinstance(attention, AttentionSpec)
         or stack.embedding is None
-        or stack.embedding.patches
+        or not stack.embedding.tokens
     ):
         raise SpecError(
             f"the model {spec.name!r} is not one of the small token models; leave the table "
@@ -157,13 +142,14 @@ def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
     shape = replace(read_shape(own), **changes)
     if own.kind not in NETWORKS[shape.network]:
         fitting = ", ".join(name for name, kinds in NETWORKS.items() if own.kind in kinds)
-        fact = (
+        raise SpecError(
             f"network = {shape.network!r} is for models of kind "
-            f"{' or '.join(NETWORKS[shape.network])}"
+            f"{' or '.join(NETWORKS[shape.network])}, but that of {own.name} is {own.kind}; use "
+            f"one of {fitting}"
         )
-        raise SpecError(f"{fact}, but that of {own.name} is {own.kind}; use one of {fitting}")
     stack = own.stacks[-1]
-    vocabulary = _vocabulary(stack)
+    assert stack.embedding is not None  # read_shape has checked it
+    vocabulary = stack.embedding.tokens
     if own.kind == "encoder-decoder":
         return make_small_translator(own.name, vocabulary, shape)
     if own.kind == "decoder":
@@ -173,12 +159,6 @@ def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
     return make_small_encoder(own.name, vocabulary, shape, own.heads[0], attention.pattern)
 
 
-def _vocabulary(stack: StackSpec) -> int:
-    if stack.embedding is None or stack.embedding.tokens is None:
-        raise SpecError(f"the stack {stack.name!r} embeds no tokens; leave the table [model] out")
-    return stack.embedding.tokens
-
-
 # --- The attention of a variant -------------------------------------------------------------------
 
 
@@ -186,12 +166,8 @@ def _edit_model(study: Study, variant: Variant, task: StudyTask) -> ModelSpec:
     spec = resize_model(task.task, {**study.model, **task.model, **variant.model})
     if not (variant.preset or variant.spec or variant.options):
         return spec
-    return replace_self_attention(spec, _make_edit(variant, study.folder))
-
-
-def _make_edit(variant: Variant, folder: Path) -> AttentionEdit:
-    file_spec = _read_spec(folder / variant.spec) if variant.spec else None
-    return partial(_edit_attention, variant, file_spec)
+    file_spec = _read_spec(study.folder / variant.spec) if variant.spec else None
+    return replace_self_attention(spec, partial(_edit_attention, variant, file_spec))
 
 
 def _edit_attention(
@@ -214,8 +190,7 @@ def _edit_attention(
     if new.model != old.model:
         raise SpecError(
             f"the spec of the variant {variant.name!r} has model={new.model}, but the model of "
-            "the task has "
-            f"{old.model}; set model.width = {new.model} in the study"
+            f"the task has {old.model}; set model.width = {new.model} in the study"
         )
     fields = {key: value for key, value in variant.options.items() if key not in DESIGN_OPTIONS}
     return _set_fields(new, fields, variant.name) if fields else new
@@ -267,7 +242,7 @@ def _match_model(
     remaining = iter(goals)
 
     def match_layer(old: AttentionSpec) -> AttentionSpec:
-        key = old, next(remaining, goals[-1]), study.match, study.tolerance, workload
+        key = (old, next(remaining, goals[-1]), study.match, study.tolerance, workload)
         if key not in _matches:
             _matches[key] = _match_layer(*key)
         sentences.append(str(_matches[key]))
@@ -282,24 +257,14 @@ def _match_layer(
     """The first size that reaches the goal; never the model width or the query heads, which the
     whole model shares.
     """
-    nearest: SizeMatch | None = None
-    for free in list_sizes(old):
-        if free in FIXED_SIZES:
-            continue
-        try:
-            match = match_size(old, like=goal, by=by, free=free, workload=workload)
-        except SpecError:
-            continue
-        if abs(match.difference) <= tolerance:
-            return match
-        if nearest is None or abs(match.difference) < abs(nearest.difference):
-            nearest = match
-    sizes = ", ".join(
-        f"{name}={size}" for name, size in list_sizes(old).items() if name not in FIXED_SIZES
-    )
-    fact = (
-        f"the nearest is {nearest}"
-        if nearest
-        else f"no single one of its sizes ({sizes}) reaches the baseline's"
-    )
+    sizes = {name: size for name, size in list_sizes(old).items() if name not in FIXED_SIZES}
+    matches: list[SizeMatch] = []
+    for free in sizes:
+        with suppress(SpecError):
+            matches.append(match_size(old, like=goal, by=by, free=free, workload=workload))
+            if abs(matches[-1].difference) <= tolerance:
+                return matches[-1]
+    fact = f"no single one of its sizes ({sizes}) reaches the baseline's"
+    if matches:
+        fact = f"the nearest is {min(matches, key=lambda match: abs(match.difference))}"
     raise SpecError(f"{fact}; set other sizes in its options, or raise tolerance = {tolerance:g}")

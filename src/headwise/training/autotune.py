@@ -5,9 +5,10 @@ FLOPs of a device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,22 +19,16 @@ from ..distributed.sharded_model import BatchForward, wrap_single_process
 from ..machine.takeover_points import current_points, takeover_size
 from ..models import Transformer
 from .recipe import Recipe
-from .train_step import (
-    TRIAL_SECONDS,
-    StepOptions,
-    TrainStep,
-    choose_fastest,
-    choose_row_layout,
-    decide_compile,
-    decide_compile_trial,
-)
+from .train_step import StepOptions, TrainStep
 
 MAX_PLAIN_LENGTH = 512  # longest rows for which plain attention is tried
 MAX_FILL_RATIO = 0.95  # packing is not tried if a larger share of the rows is not padding
+COMPILE_SECONDS = 30.0  # to compile both passes for one batch shape on a few CPU cores
+COMPILE_GAIN = 0.3  # share of the step time that compilation saves in good cases
+MIN_GAIN = 0.05  # smaller gains, as a share of the step time, are treated as noise
+TRIAL_SECONDS = 1.2  # time limit per option, so that all trials together take about five seconds
 PEAK_SECONDS = 0.1  # time of the products of one size
-MAX_TRIAL_SHARE = (
-    0.05  # the trials of one option take at most this share of the run's estimated time
-)
+MAX_TRIAL_SHARE = 0.05  # of the run's estimated time, for the trials of one option
 
 
 class Autotuner:
@@ -47,168 +42,187 @@ class Autotuner:
         self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]
     ) -> None:
         self.sharded_model = wrap_single_process(net, device)
-        self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
+        self.net = net
+        self.recipe = recipe
+        self.device = device
+        self.batches = batches
+        self._reasons: list[str] = []
+        self._seconds: dict[StepOptions, float] = {}  # per step, of the options that were timed
 
     def choose_options(self) -> StepOptions:
         """Options of the recipe, with each "auto" replaced by the fastest value, and the reasons
         for the choices.
         """
-        (precision, attention), reasons, seconds = self._choose_precision()
-        plain = StepOptions(
-            precision,
-            "off",
-            reasons,
-            attention,
-            "packed" if self.recipe.rows == "packed" else "padded",
-        )
-        if self.recipe.rows == "auto" and self.recipe.compile != "on":
-            plain, seconds = self._try_packed(plain, seconds)
-        if self.recipe.compile != "auto":
-            reason = f"compile {self.recipe.compile}, as set in the recipe"
-            return replace(plain, compile=self.recipe.compile, reasons=(*plain.reasons, reason))
-        reasons = plain.reasons
-        if seconds is None:
-            seconds = self._time_step(self._make_step(plain))
-        shapes = {
-            (batch.x.shape, batch.source.shape if batch.source is not None else None)
-            for batch in self.batches
-        }
-        worth_trying, reason = decide_compile_trial(seconds, self.recipe.steps, len(shapes))
-        if not worth_trying:
-            return replace(plain, reasons=(*reasons, reason))
-        if self.recipe.rows == "packed":
-            reason = "not compiled: packed rows have another shape in every batch"
-            return replace(plain, reasons=(*reasons, reason))
-        compiled = replace(plain, compile="on", rows="padded")
-        compiled_seconds, failure = self._time_or_error(self._make_step(compiled))
-        if compiled_seconds is None:
-            return replace(
-                plain, reasons=(*reasons, f"not compiled: compilation failed: {failure}")
-            )
-        compile_mode, reason = decide_compile(seconds, compiled_seconds, self.recipe.steps)
-        return replace(compiled if compile_mode == "on" else plain, reasons=(*reasons, reason))
+        options = self._choose_rows(self._choose_precision())
+        return replace(self._choose_compile(options), reasons=tuple(self._reasons))
 
-    def _try_packed(
-        self, padded: StepOptions, seconds: float | None
-    ) -> tuple[StepOptions, float | None]:
-        """Packed rows if enough of the batches is padding and packing is faster, and the seconds
-        per step.
-        """
-        fill_ratio = sum(map(real_token_share, self.batches)) / len(self.batches)
-        if fill_ratio > MAX_FILL_RATIO:
-            return padded, seconds
-        try:
-            for batch in self.batches:
-                pack_batch(batch)
-        except UnpackableBatch as reason:
-            return replace(
-                padded, reasons=(*padded.reasons, f"padded rows, packing is not possible: {reason}")
-            ), seconds
-        if seconds is None:
-            seconds = self._time_step(self._make_step(padded))
-        packed_seconds: dict[StepOptions, float] = {}
-        for attention in self._attention_candidates():
-            packed = replace(padded, attention=attention, rows="packed")
-            trial_seconds, _ = self._time_or_error(self._make_step(packed))
-            if trial_seconds is not None:
-                packed_seconds[packed] = trial_seconds
-        return choose_row_layout(padded, seconds, packed_seconds, fill_ratio)
-
-    def _choose_precision(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
-        """Precision and attention, the reasons, and the seconds per step if they were measured."""
+    def _choose_precision(self) -> StepOptions:
+        """The fastest precision and attention."""
+        recipe = self.recipe
+        rows = "packed" if recipe.rows == "packed" else "padded"
+        fact = self._bf16_refusal()
+        precisions = [recipe.precision]
+        if recipe.precision == "auto":
+            precisions = ["fp32"] if fact else ["fp32", "bf16"]
         candidates = [
-            (p, a) for p in self._precision_candidates() for a in self._attention_candidates()
+            StepOptions(precision, "off", (), attention, rows)
+            for precision, attention in product(precisions, self._attentions())
         ]
-        rows = "packed" if self.recipe.rows == "packed" else "padded"
+        refusals = [fact] if fact else []
         if len(candidates) == 1:
-            values = self.recipe.precision, self.recipe.attention
-            reasons = tuple(
-                f"{value}, as set in the recipe"
-                for value in values
-                if value not in ("auto", "fused")
-            )
-            return candidates[0], (*self._reasons_against_bf16(), *reasons), None
-        seconds: dict[tuple[str, str], float] = {}
-        failures: list[str] = []
-        for precision, attention in candidates:
-            options = StepOptions(precision, "off", attention=attention, rows=rows)
-            trial_seconds, failure = self._time_or_error(self._make_step(options))
-            if trial_seconds is None:
-                failures.append(f"a step in {precision} fails: {failure}")
-            else:
-                seconds[precision, attention] = trial_seconds
-        if not seconds:
-            raise RuntimeError(failures[0])
-        best, reason = choose_fastest(seconds)
-        return best, (reason, *self._reasons_against_bf16(), *failures), seconds[best]
+            chosen = [recipe.precision, recipe.attention]
+            set_values = [value for value in chosen if value not in ("auto", "fused")]
+            self._reasons = [*refusals, *(f"{value}, as set in the recipe" for value in set_values)]
+            return candidates[0]
+        failures = [self._try(one) for one in candidates]
+        failed = [
+            f"a step in {one.precision} fails: {failure}"
+            for one, failure in zip(candidates, failures, strict=True)
+            if failure
+        ]
+        timed = {one: self._seconds[one] for one in candidates if one in self._seconds}
+        if not timed:
+            raise RuntimeError(failed[0])
+        best, reason = choose_fastest(timed)
+        self._reasons = [reason, *refusals, *failed]
+        return best
 
-    def _precision_candidates(self) -> tuple[str, ...]:
-        """Candidates for `precision`; bf16 is not tried on a CPU that computes faster in fp32."""
-        if self.recipe.precision != "auto":
-            return (self.recipe.precision,)
-        return ("fp32",) if self._reasons_against_bf16() else ("fp32", "bf16")
-
-    def _reasons_against_bf16(self) -> tuple[str, ...]:
-        """At most one reason not to try bf16; empty if it is tried, or if the recipe sets the
-        precision.
-        """
+    def _bf16_refusal(self) -> str:
+        """The reason not to try bf16; empty if it is tried, or if the recipe sets the precision."""
         if self.recipe.precision != "auto" or self.device.type != "cpu":
-            return ()
-        if sum(parameter.numel() for parameter in self.net.parameters()) >= takeover_size(
-            "bf16_training"
-        ):
-            return ()
+            return ""
+        if sum(one.numel() for one in self.net.parameters()) >= takeover_size("bf16_training"):
+            return ""
         points = current_points()
         is_measured = "bf16_training" in points.measured
         reason = "bf16 was measured to be slower" if is_measured else "bf16 was not measured"
-        return (f"fp32: {reason} on this class of machine ({points.machine_class})",)
+        return f"fp32: {reason} on this class of machine ({points.machine_class})"
 
-    def _attention_candidates(self) -> tuple[str, ...]:
+    def _attentions(self) -> tuple[str, ...]:
         """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows
         on the CPU.
         """
         if self.recipe.attention != "auto":
             return (self.recipe.attention,)
-        longest = max(
-            x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None
-        )
-        return (
-            ("fused", "plain")
-            if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH
-            else ("fused",)
-        )
+        inputs = [x for batch in self.batches for x in (batch.x, batch.source) if x is not None]
+        is_short = max(x.shape[1] for x in inputs) <= MAX_PLAIN_LENGTH
+        return ("fused", "plain") if self.device.type == "cpu" and is_short else ("fused",)
 
-    def _make_step(self, options: StepOptions) -> TrainStep:
-        return TrainStep(
-            replace(self.sharded_model, forward=BatchForward(self.net)), self.recipe, options
-        )
-
-    def _time_or_error(self, train_step: TrainStep) -> tuple[float | None, str]:
-        """Seconds per step and ""; or None and the first line of the error if the step failed."""
+    def _choose_rows(self, padded: StepOptions) -> StepOptions:
+        """Packed rows if enough of the batches is padding and packing is faster."""
+        fill_ratio = sum(map(real_token_share, self.batches)) / len(self.batches)
+        is_free = self.recipe.rows == "auto" and self.recipe.compile != "on"
+        if not is_free or fill_ratio > MAX_FILL_RATIO:
+            return padded
         try:
-            return self._time_step(train_step), ""
+            for batch in self.batches:
+                pack_batch(batch)
+        except UnpackableBatch as reason:
+            self._reasons.append(f"padded rows, packing is not possible: {reason}")
+            return padded
+        seconds = self._time(padded)
+        candidates = [replace(padded, attention=one, rows="packed") for one in self._attentions()]
+        packed = [one for one in candidates if not self._try(one)]
+        if not packed:
+            self._reasons.append("padded rows: a step with packed rows fails")
+            return padded
+        best = min(packed, key=lambda one: self._seconds[one])
+        fact = f"{100 * (1 - fill_ratio):.0f} % of the rows are padding"
+        times = [f"{self._seconds[best]:.4f} s", f"{seconds:.4f} s"]
+        if self._seconds[best] < seconds * (1 - MIN_GAIN):
+            self._reasons.append(f"packed rows: {times[0]} per step, padded {times[1]}, {fact}")
+            return best
+        self._reasons.append(f"padded rows: {times[1]} per step, packed {times[0]}, {fact}")
+        return padded
+
+    def _choose_compile(self, options: StepOptions) -> StepOptions:
+        """Compiled if the recipe says so, or if that gains more than it costs."""
+        if self.recipe.compile != "auto":
+            self._reasons.append(f"compile {self.recipe.compile}, as set in the recipe")
+            return replace(options, compile=self.recipe.compile)
+        steps = self.recipe.steps
+        seconds = self._time(options)
+        shapes = {
+            (one.x.shape, None if one.source is None else one.source.shape) for one in self.batches
+        }
+        gain = seconds * steps * COMPILE_GAIN
+        cost = COMPILE_SECONDS * len(shapes)
+        if gain <= 2 * cost:
+            self._reasons.append(
+                f"not compiled: {steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, "
+                f"compiling takes about {cost:.0f} s"
+            )
+            return options
+        if self.recipe.rows == "packed":
+            self._reasons.append("not compiled: packed rows have another shape in every batch")
+            return options
+        compiled = replace(options, compile="on", rows="padded")
+        failure = self._try(compiled)
+        if failure:
+            self._reasons.append(f"not compiled: compilation failed: {failure}")
+            return options
+        compiled_seconds = self._seconds[compiled]  # the time to compile is already spent
+        if compiled_seconds < seconds * (1 - MIN_GAIN):
+            self._reasons.append(
+                f"compiled: {compiled_seconds:.4f} s per step instead of {seconds:.4f} s, saves "
+                f"{(seconds - compiled_seconds) * steps:.0f} s over {steps} steps"
+            )
+            return compiled
+        self._reasons.append(
+            f"not compiled: {compiled_seconds:.4f} s per step compiled, {seconds:.4f} s without"
+        )
+        return options
+
+    def _try(self, options: StepOptions) -> str:
+        """Time the options; returns the first line of the error if a step failed, otherwise ""."""
+        try:
+            self._time(options)
         except RuntimeError as error:
-            return None, str(error).strip().splitlines()[0]
+            return str(error).strip().splitlines()[0]
+        return ""
+
+    def _time(self, options: StepOptions) -> float:
+        if options not in self._seconds:
+            model = replace(self.sharded_model, forward=BatchForward(self.net))
+            self._seconds[options] = self._time_step(TrainStep(model, self.recipe, options))
+        return self._seconds[options]
 
     def _time_step(self, train_step: TrainStep) -> float:
+        def run_steps() -> None:
+            for batch in self.batches:
+                self.net.zero_grad(set_to_none=True)
+                train_step.compute_gradients(batch)
+
+        wait = partial(synchronise_device, self.device)
+        steps = self.recipe.steps // len(self.batches)
         devices = [self.device] if self.device.type == "cuda" else []
         self.net.train()
         try:
             with torch.random.fork_rng(devices):
-                steps = self.recipe.steps // len(self.batches)
-                return measure_step_seconds(
-                    lambda: self._run_steps(train_step), self._wait, steps
-                ) / len(self.batches)
+                return measure_step_seconds(run_steps, wait, steps) / len(self.batches)
         finally:
             self.net.zero_grad(set_to_none=True)
 
-    def _run_steps(self, train_step: TrainStep) -> None:
-        for batch in self.batches:
-            self.net.zero_grad(set_to_none=True)
-            train_step.compute_gradients(batch)
 
-    def _wait(self) -> None:
-        synchronise_device(self.device)
+def choose_fastest(seconds: Mapping[StepOptions, float]) -> tuple[StepOptions, str]:
+    """The options with the fewest seconds per step, and the reason; differences below 5 % are
+    ignored.
+
+    >>> fused, plain = (StepOptions("fp32", "off", attention=name) for name in ("fused", "plain"))
+    >>> choose_fastest({fused: 0.2, plain: 0.199})[1]
+    'fp32: 0.2000 s per step, fp32 with plain attention 0.1990'
+    """
+    best = next(iter(seconds))
+    for option, option_seconds in seconds.items():
+        if option_seconds < seconds[best] * (1 - MIN_GAIN):
+            best = option
+    others = [f"{_describe(one)} {seconds[one]:.4f}" for one in seconds if one != best]
+    return best, ", ".join([f"{_describe(best)}: {seconds[best]:.4f} s per step", *others])
+
+
+def _describe(options: StepOptions) -> str:
+    is_plain = options.attention == "plain"
+    return f"{options.precision} with plain attention" if is_plain else options.precision
 
 
 def synchronise_device(device: torch.device) -> None:
@@ -248,26 +262,19 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     It is measured once per process. Other processes on the machine may still disturb it, so a run
     that reaches more raises its own reference.
     """
-    key = device, dtype, torch.get_num_threads()
+    key = (device, dtype, torch.get_num_threads())
     if key not in _PEAK_FLOPS:
-        _PEAK_FLOPS[key] = _measure_peak_flops(device, dtype)
+        rates: list[float] = []
+        for size in (4096, 8192) if device.type == "cuda" else (384, 768, 1536):
+            # Without drawing random numbers.
+            left, right = torch.ones(2, size, size, device=device, dtype=dtype)
+            multiply = partial(torch.mm, left, right)
+            wait = partial(synchronise_device, device)
+            seconds = measure_step_seconds(multiply, wait, steps=10**6, max_seconds=PEAK_SECONDS)
+            rates.append(2 * size**3 / seconds)
+        _PEAK_FLOPS[key] = max(rates)
     return _PEAK_FLOPS[key]
 
 
-_PEAK_FLOPS: dict[
-    tuple[torch.device, torch.dtype, int], float
-] = {}  # by device, precision and number of threads
-
-
-def _measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    rates = list[float]()
-    for size in (4096, 8192) if device.type == "cuda" else (384, 768, 1536):
-        left, right = torch.ones(
-            2, size, size, device=device, dtype=dtype
-        )  # without drawing random numbers
-        wait = partial(synchronise_device, device)
-        seconds = measure_step_seconds(
-            partial(torch.mm, left, right), wait, steps=10**6, max_seconds=PEAK_SECONDS
-        )
-        rates.append(2 * size**3 / seconds)
-    return max(rates)
+# By device, precision and number of threads.
+_PEAK_FLOPS: dict[tuple[torch.device, torch.dtype, int], float] = {}

@@ -5,7 +5,6 @@ it is trained.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -21,8 +20,11 @@ from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError
 from ..generation import generate
 from ..generation.decoding_strategies import greedy_decode
+from ..masking.pattern_base import check_whole_number
 from ..model_spec import ModelSpec, ProcessorSpec
 from ..models import Transformer
+from ..report.data import Column, Table
+from ..report.render import to_text
 from .recipe import Recipe
 from .train_step import StepOptions, autocast, check_label_shape, count_labels, cross_entropy
 
@@ -35,13 +37,11 @@ class TaskEvaluator:
     def __init__(
         self, task: Task, recipe: Recipe, options: StepOptions, world: ProcessMesh
     ) -> None:
-        self.task, self.recipe, self.options, self.world, self.device = (
-            task,
-            recipe,
-            options,
-            world,
-            world.device,
-        )
+        self.task = task
+        self.recipe = recipe
+        self.options = options
+        self.world = world
+        self.device = world.device
 
     @property
     def final_split(self) -> str:
@@ -69,20 +69,17 @@ class TaskEvaluator:
         """Greedily generated ids for each example, without the prompt."""
         prompt_ids, prompt_tokens = self.task.prompt(batch)
         batch = batch.to(self.device)
-        with torch.no_grad():
-            memory = (
-                None
-                if batch.source is None
-                else net.eval().encode(batch.source, sequence=batch.source_tokens)
-            )
+        memory = None
+        if batch.source is not None:
+            with torch.no_grad():
+                memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
         prompt = Batch(prompt_ids, prompt_ids, prompt_tokens).to(self.device)
-        max_new_tokens, end_id = self.task.answers, self.task.end
         return greedy_decode(
             net,
             prompt.x,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=self.task.answers,
             sequence=prompt.tokens,
-            end_id=end_id,
+            end_id=self.task.end,
             encoder_output=memory,
         )
 
@@ -102,9 +99,8 @@ class TaskEvaluator:
             batch = shard.batch.to(self.device)
             with torch.no_grad(), autocast(self.options, self.device), use_whole_rows(forward):
                 logits = self._compute_logits(forward, shard.batch).float()
-            check_label_shape(logits, batch.labels)
-            loss = {"loss": (float(cross_entropy(logits, batch.labels)), count_labels(batch))}
-            yield loss | dict(self.task.measure(logits, batch)) if shard.rows else {}
+            sums = measure_batch(self.task, logits, batch)
+            yield sums if shard.rows else {}
 
     def _compute_logits(self, forward: BatchForward, batch: Batch) -> Tensor:
         """Logits in the rows of the batch, also if the model computes them on packed rows."""
@@ -124,17 +120,14 @@ class Evaluation:
     )
 
     def __str__(self) -> str:
-        columns = {
-            "the task": self.metrics,
-            **{f"length {length}": row for length, row in self.by_length.items()},
-        }
-        names = list(dict.fromkeys(name for row in columns.values() for name in row))
-        width = max([20, *map(len, names)])
-        lines = ["".ljust(width) + "".join(label.rjust(14) for label in columns)]
-        for name in names:
-            cells = (f"{row[name]:.4f}" if name in row else "-" for row in columns.values())
-            lines.append(name.ljust(width) + "".join(cell.rjust(14) for cell in cells))
-        return "\n".join(lines)
+        columns = {"the task": self.metrics}
+        columns |= {f"length {length}": row for length, row in self.by_length.items()}
+        names: dict[str, None] = {}
+        for of_column in columns.values():
+            names |= dict.fromkeys(of_column)
+        rows = [[name, *(one.get(name) for one in columns.values())] for name in names]
+        headers = [Column(label, "{:.4f}".format) for label in columns]
+        return to_text(Table("", ["metric", *headers], rows))
 
 
 def evaluate(
@@ -158,29 +151,23 @@ def evaluate(
     >>> list(result.by_length), result.metrics["accuracy"] < 1
     ([16, 32], True)
     """
-    for name, size in (
-        ("batch", batch),
-        ("batches", batches),
-        *(("a length", length) for length in lengths),
-    ):
-        if type(size) is not int or size < 1:
-            raise SpecError(f"{name} must be a whole number of at least 1, got {size!r}")
+    check_whole_number("batch", batch, 1)
+    check_whole_number("batches", batches, 1)
+    for length in lengths:
+        check_whole_number("a length", length, 1)
     if lengths and "length" not in [option.name for option in fields(task)]:
-        fact = f"the task {task.name!r} has no option length"
-        raise SpecError(f"{fact}; evaluate it with other options instead, such as {task!r}")
+        raise SpecError(
+            f"the task {task.name!r} has no option length; evaluate it with other options instead, "
+            f"such as {task!r}"
+        )
+    tasks = [task, *(replace(task, length=length) for length in lengths)]
     is_training = net.training
     try:
-        by_length = {
-            length: average_metrics(
-                [sum_batch_metrics(net, replace(task, length=length), (batch, batches), split)]
-            )
-            for length in lengths
-        }
-        return Evaluation(
-            average_metrics([sum_batch_metrics(net, task, (batch, batches), split)]), by_length
-        )
+        sums = [sum_batch_metrics(net, one, (batch, batches), split) for one in tasks]
     finally:
         net.train(is_training)
+    metrics = [average_metrics([one]) for one in sums]
+    return Evaluation(metrics[0], dict(zip(lengths, metrics[1:], strict=True)))
 
 
 def sum_batch_metrics(
@@ -197,10 +184,15 @@ def sum_batch_metrics(
         batch = task.batch(index, batch_size, split).to(device)
         with torch.no_grad():
             logits = forward(batch).float()
-        check_label_shape(logits, batch.labels)
-        loss = {"loss": (float(cross_entropy(logits, batch.labels)), count_labels(batch))}
-        sums.append(loss | dict(task.measure(logits, batch)))
+        sums.append(measure_batch(task, logits, batch))
     return sum_metrics(sums)
+
+
+def measure_batch(task: Task, logits: Tensor, batch: Batch) -> MetricSums:
+    """Sum and count of the loss and of the task's metrics."""
+    check_label_shape(logits, batch.labels)
+    loss = (float(cross_entropy(logits, batch.labels)), count_labels(batch))
+    return {"loss": loss, **task.measure(logits, batch)}
 
 
 def sum_metrics(parts: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
@@ -209,11 +201,12 @@ def sum_metrics(parts: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
     >>> sum_metrics([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1)}])
     {'accuracy': (4.0, 5)}
     """
-    sums: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    sums: dict[str, tuple[float, int]] = {}
     for part in parts:
         for name, (total, count) in part.items():
-            sums[name] = sums[name][0] + total, sums[name][1] + count
-    return dict(sums)
+            old_total, old_count = sums.get(name, (0.0, 0))
+            sums[name] = (old_total + total, old_count + count)
+    return sums
 
 
 def average_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
@@ -223,10 +216,8 @@ def average_metrics(parts: Iterable[MetricSums]) -> dict[str, float]:
     >>> average_metrics([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}
     """
-    sums = sum_metrics(parts)
-    return {
-        name: sums[name][0] / sums[name][1] for name in order_slices(list(sums)) if sums[name][1]
-    }
+    sums = {name: sum_ for name, sum_ in sum_metrics(parts).items() if sum_[1]}
+    return {name: sums[name][0] / sums[name][1] for name in order_slices(list(sums))}
 
 
 def order_slices(names: Sequence[str]) -> list[str]:
@@ -275,7 +266,12 @@ def sample_texts(net: Transformer, recipe: Recipe, step: int) -> Iterator[dict[s
     none of torch's.
     """
     prompts = list(recipe.sample_prompts)
-    options: dict[str, Any] = {"temperature": SAMPLE_TEMPERATURE, "seed": recipe.seed}
-    texts = generate(net, prompts, max_new_tokens=recipe.sample_tokens, **options)
+    texts = generate(
+        net,
+        prompts,
+        max_new_tokens=recipe.sample_tokens,
+        temperature=SAMPLE_TEMPERATURE,
+        seed=recipe.seed,
+    )
     for prompt, text in zip(prompts, texts, strict=True):
         yield {"event": "sample", "step": step, "prompt": prompt, "text": text}

@@ -54,10 +54,11 @@ class JsonlLogger:
 
     def open(self, folder: Path, config: Record) -> None:
         """Open the file for appending, and drop records after `config["step"]`."""
-        path, step = folder / self.NAME, config["step"]
+        path = folder / self.NAME
         if path.exists():
-            records = (record for record in read_records(path) if record["event"] != "end")
-            write_lines(path, [record for record in records if record.get("step", 0) <= step])
+            records = [record for record in read_records(path) if record["event"] != "end"]
+            kept = [record for record in records if record.get("step", 0) <= config["step"]]
+            write_lines(path, kept)
         self._lines = JsonLines(path)
 
     def write(self, record: Record) -> None:
@@ -99,13 +100,11 @@ def flatten_numbers(record: Record) -> dict[str, float]:
     >>> flatten_numbers({"event": "evaluation", "step": 3, "metrics": {"loss": 0.5}, "at": "noon"})
     {'evaluation/loss': 0.5}
     """
-    entries = dict(record) | record.get("metrics", {})
-    numbers = {
-        name: value
-        for name, value in entries.items()
-        if name != "step" and type(value) in (int, float)
-    }
-    return {f"{record['event']}/{name.replace('@', '/')}": value for name, value in numbers.items()}
+    numbers: dict[str, float] = {}
+    for name, value in (dict(record) | record.get("metrics", {})).items():
+        if name != "step" and type(value) in (int, float):
+            numbers[f"{record['event']}/{name.replace('@', '/')}"] = value
+    return numbers
 
 
 class TensorBoardLogger:
@@ -188,7 +187,8 @@ class ConsoleLogger:
     """
 
     def __init__(self, stream: TextIO | None = None, startup: float = 0.0) -> None:
-        self._stream, self._startup = stream or sys.stderr, startup
+        self._stream = stream or sys.stderr
+        self._startup = startup
         self._last_line_time = 0.0
         self._progress: Any = None
 
@@ -237,7 +237,8 @@ class ConsoleLogger:
             self._progress = None
 
     def _print_line(self, text: str) -> None:
-        self._last_line_time, text = time.monotonic(), make_visible(text)
+        self._last_line_time = time.monotonic()
+        text = make_visible(text)
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         else:

@@ -27,9 +27,11 @@ from ..models import Transformer, save
 from ..models.save_load import MODEL_FOLDER
 from ..output_paths import check_output
 from ..progress import format_duration
+from ..report.data import Column, Table
+from ..report.render import to_markdown
 from ..spec.serialization import format_toml
 from .evaluation import sample_texts
-from .learning_curves import CURVE_FILES, LearningCurves, save_curves
+from .learning_curves import CURVE_FILES, make_curves, save_curves
 from .loggers import JsonlLogger, MetricLogger, create_logger, read_records
 from .recipe import Recipe
 from .run_setup import RecipeChange, TrainingSetup, describe_environment, format_history, omit_model
@@ -58,8 +60,10 @@ class InterruptGuard:
 
     def __init__(self, grace: float | None = None) -> None:
         self.is_requested = False
-        self._grace, self._before = grace, dict[int, Any]()
-        self._requested, self._finished = threading.Event(), threading.Event()
+        self._grace = grace
+        self._before: dict[int, Any] = {}
+        self._requested = threading.Event()
+        self._finished = threading.Event()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -113,50 +117,31 @@ def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: 
     """Markdown with the task, the recipe fields that are not defaults, and each metric beside its
     chance level.
     """
-    task, chance, options = run.task, run.task.chance, run.train_step.options
+    task = run.task
+    step = pluralise(run.progress.step, "step")
     task_options = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
-    defaults, values = vars(Recipe()), vars(run.recipe)
-    changed = [
-        f"{name} = {format_toml(_to_plain(value))}"
-        for name, value in values.items()
-        if value != defaults[name]
-    ]
-    lines = ["## Training", "", f"The task is {task.name} ({task_options})."]
+    duration = format_duration(run.elapsed_seconds)
     reason = f" It ended because of this: {run.end_reason}." if run.is_out_of_patience else ""
-    lines += [
-        f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')} in "
-        f"{options.precision}, "
-        f"{format_duration(run.elapsed_seconds)} in total, with seed {run.recipe.seed}.{reason}"
+    lines = [
+        *("## Training", "", f"The task is {task.name} ({task_options})."),
+        f"{step} of {pluralise(run.recipe.batch, 'example')} in {run.train_step.options.precision}, "
+        f"{duration} in total, with seed {run.recipe.seed}.{reason}",
     ]
-    lines += (
-        ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"]
-        if changed
-        else []
-    )
+    defaults = vars(Recipe())
+    changed: list[str] = []
+    for name, value in vars(run.recipe).items():
+        if value != defaults[name]:
+            plain = list(value) if isinstance(value, tuple) else value
+            changed.append(f"{name} = {format_toml(plain)}")
+    if changed:
+        lines += ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"]
     lines += format_history([RecipeChange.from_data(data) for data in run.history])
-    lines += CURVE_LINES if (run.folder / CURVE_FILES["light"]).exists() else []
-    lines += [
-        "",
-        "## Scores",
-        "",
-        f"On {SPLIT_DESCRIPTIONS[split]}.",
-        "",
-        "| metric | value | chance |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| {name} | {value:.4f} | {_format_chance(chance, name)} |"
-        for name, value in metrics.items()
-    ]
-    return "\n".join(lines)
-
-
-def _to_plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _format_chance(chance: Mapping[str, float], name: str) -> str:
-    return f"{chance[name]:.4f}" if name in chance else ""
+    if (run.folder / CURVE_FILES["light"]).exists():
+        lines += CURVE_LINES
+    lines += ["", "## Scores", "", f"On {SPLIT_DESCRIPTIONS[split]}.", ""]
+    rows = [(name, value, task.chance.get(name, "")) for name, value in metrics.items()]
+    columns = ["metric", *(Column(name, "{:.4f}".format) for name in ("value", "chance"))]
+    return "\n".join([*lines, to_markdown(Table("", columns, rows))])
 
 
 # --- The loop -------------------------------------------------------------------------------------
@@ -251,9 +236,8 @@ def run_training(
     devices = [world.device] if world.device.type == "cuda" else []
     is_alone = world.size == 1
     interrupts = InterruptGuard(GRACE_SECONDS if is_alone else None)
-    together = (
-        nullcontext() if is_alone else interrupts
-    )  # several ranks end at the same step, never during the start
+    # Several ranks end at the same step, never during the start.
+    together = nullcontext() if is_alone else interrupts
     with world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices), together:
         run, notes = _start_or_resume(setup, resume)
         with _open_loggers(
@@ -278,15 +262,12 @@ def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, li
     checkpoint, damages = setup.ranks.run_on_leader(lambda: _find_checkpoint(setup.folder, resume))
     if checkpoint is None:
         run = setup.start_run()
-        return run, [*setup.task.notes, *setup.notes, *run.train_step.options.reasons]
-    run, change = setup.resume_run(checkpoint, resume)
-    run.count_earlier_seconds(_read_final_seconds(setup.folder, checkpoint.step))
-    notes = [
-        *damages,
-        *setup.notes,
-        f"resuming from step {checkpoint.step}",
-        *([str(change)] if change else []),
-    ]
+        notes = [*setup.task.notes, *setup.notes]
+    else:
+        run, change = setup.resume_run(checkpoint, resume)
+        run.count_earlier_seconds(_read_final_seconds(setup.folder, checkpoint.step))
+        notes = [*damages, *setup.notes, f"resuming from step {checkpoint.step}"]
+        notes += [str(change)] if change else []
     return run, [*notes, *run.train_step.options.reasons]
 
 
@@ -312,8 +293,10 @@ def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | No
             f"{folder} already holds a model; give another folder, or move the model away"
         )
     if checkpoint is not None and resume == "never":
-        remedy = "continue it with resume='allowed' (--resume), or give another folder"
-        raise SpecError(f"{folder} holds a run of {pluralise(checkpoint.step, 'step')}; {remedy}")
+        raise SpecError(
+            f"{folder} holds a run of {pluralise(checkpoint.step, 'step')}; continue it with "
+            "resume='allowed' (--resume), or give another folder"
+        )
     return checkpoint, damages
 
 
@@ -399,9 +382,9 @@ def draw_curves(run: TrainingRun) -> None:
     """
     if run.world.is_leader and run.progress.step:
         records = read_records(run.folder / JsonlLogger.NAME)
-        curves = LearningCurves.of(records, [change["step"] for change in run.history])
         size = f"{pluralise(run.progress.step, 'step')} of {pluralise(run.recipe.batch, 'example')}"
-        save_curves(run.folder, curves, f"{run.task.name}, {size}")
+        changes = [change["step"] for change in run.history]
+        save_curves(run.folder, make_curves(records, f"{run.task.name}, {size}", changes))
 
 
 def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
@@ -412,10 +395,10 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     if damage:
         write({"event": "note", "step": run.progress.step, "says": damage})
     split = run.evaluator.final_split
-    metrics = run.evaluator.compute_metrics(
-        BatchForward(net), split
-    ) | run.evaluator.score_generation(net, split)
-    seconds, options = run.elapsed_seconds, run.train_step.options
+    metrics = run.evaluator.compute_metrics(BatchForward(net), split)
+    metrics |= run.evaluator.score_generation(net, split)
+    seconds = run.elapsed_seconds
+    options = run.train_step.options
     result = TrainingResult(
         task=run.task.name,
         steps=run.progress.step,

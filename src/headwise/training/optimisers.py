@@ -19,10 +19,8 @@ from .recipe import Recipe
 
 ParameterGroups = dict[str, dict[str, nn.Parameter]]
 HIDDEN_ROLES = ("attention", "cross", "feed")  # roles of weights inside layers
-VECTOR_NAMES = (
-    "bias",
-    "scale",
-)  # suffixes of weights that are vectors, one per head, although they have two axes
+# Suffixes of weights that are vectors, one per head, although they have two axes.
+VECTOR_NAMES = ("bias", "scale")
 
 
 def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
@@ -98,7 +96,8 @@ class NamedOptimiser:
     """An optimiser of torch whose state tensors have the names of its parameters."""
 
     def __init__(self, optimiser: torch.optim.Optimizer, names: Sequence[str]) -> None:
-        self._optimiser, self._names = optimiser, list(names)
+        self._optimiser = optimiser
+        self._names = list(names)
 
     def step(self, lr: float) -> None:
         """Take one step with this learning rate and clear the gradients."""
@@ -117,63 +116,66 @@ class NamedOptimiser:
         step.
         """
         states: dict[int, dict[str, Tensor | None]] = self._optimiser.state_dict()["state"]
-        named = {
-            f"{kind} {self._names[n]}": value
-            for n, state in states.items()
-            for kind, value in state.items()
-        }
-        return {key: value for key, value in named.items() if value is not None}
+        named: dict[str, Tensor] = {}
+        for n, state in states.items():
+            for kind, value in state.items():
+                if value is not None:
+                    named[f"{kind} {self._names[n]}"] = value
+        return named
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load state tensors with the names of `state_tensors`."""
         states: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
-            states.setdefault(self._names.index(get_parameter_name(key)), {})[
-                key.partition(" ")[0]
-            ] = value
-        self._optimiser.load_state_dict(
-            {"state": states, "param_groups": self._optimiser.state_dict()["param_groups"]}
-        )
+            kind, _, name = key.partition(" ")
+            states.setdefault(self._names.index(name), {})[kind] = value
+        groups = self._optimiser.state_dict()["param_groups"]
+        self._optimiser.load_state_dict({"state": states, "param_groups": groups})
+
+
+def make_param_groups(groups: ParameterGroups, recipe: Recipe) -> list[dict[str, Any]]:
+    """Groups of torch; those with "decayed" in their name have weight decay."""
+    return [
+        {
+            "params": list(group.values()),
+            "weight_decay": recipe.weight_decay if "decayed" in name else 0.0,
+        }
+        for name, group in groups.items()
+    ]
+
+
+def list_names(groups: ParameterGroups) -> list[str]:
+    """Names of the parameters of all groups, in the order of torch."""
+    names: list[str] = []
+    for group in groups.values():
+        names += group
+    return names
 
 
 class AdamWOptimiser(NamedOptimiser):
     """AdamW (1711.05101): w <- w - lr (weight_decay w + m^ / (sqrt(v^) + eps)), with running means
     m of g and v of g^2.
-
-    Groups with "decayed" in their name have weight decay.
     """
 
     def __init__(self, groups: ParameterGroups, recipe: Recipe) -> None:
-        param_groups = [
-            {
-                "params": list(group.values()),
-                "weight_decay": recipe.weight_decay if "decayed" in name else 0.0,
-            }
-            for name, group in groups.items()
-        ]
         first, second = recipe.betas
+        param_groups = make_param_groups(groups, recipe)
         adamw = torch.optim.AdamW(
             param_groups, lr=recipe.lr, betas=(first, second), eps=recipe.eps, fused=True
         )
-        super().__init__(adamw, [name for group in groups.values() for name in group])
+        super().__init__(adamw, list_names(groups))
 
 
 class SGDOptimiser(NamedOptimiser):
     """SGD with momentum: b <- momentum b + g + weight_decay w, then w <- w - lr b.
 
-    Groups with "decayed" in their name have weight decay, which here is part of the gradient.
+    Here weight decay is part of the gradient.
     """
 
     def __init__(self, groups: ParameterGroups, recipe: Recipe) -> None:
-        param_groups = [
-            {
-                "params": list(group.values()),
-                "weight_decay": recipe.weight_decay if "decayed" in name else 0.0,
-            }
-            for name, group in groups.items()
-        ]
+        param_groups = make_param_groups(groups, recipe)
         sgd = torch.optim.SGD(param_groups, lr=recipe.lr, momentum=recipe.momentum)
-        super().__init__(sgd, [name for group in groups.values() for name in group])
+        super().__init__(sgd, list_names(groups))
 
 
 class MuonOptimiser:
@@ -189,36 +191,27 @@ class MuonOptimiser:
         weights = model_spec.params()
         self._matrices: dict[str, tuple[nn.Parameter, list[nn.Parameter]]] = {}
         others: ParameterGroups = {}
-        decays: list[dict[str, Any]] = []
+        views: ParameterGroups = {}  # of the matrices, by group
         for group_name, group in groups.items():
-            chosen = {
-                name: parameter
-                for name, parameter in group.items()
-                if is_hidden_matrix(weights[name])
-            }
-            others[group_name] = {
-                name: parameter for name, parameter in group.items() if name not in chosen
-            }
-            for name, parameter in chosen.items():
-                self._matrices[name] = parameter, _split_matrices(parameter)
-            views = [view for name in chosen for view in self._matrices[name][1]]
-            if views:
-                decays.append(
-                    {
-                        "params": views,
-                        "weight_decay": recipe.weight_decay if "decayed" in group_name else 0.0,
-                    }
-                )
-        if not decays:
+            for name, parameter in group.items():
+                if is_hidden_matrix(weights[name]):
+                    parts = _split_matrices(parameter)
+                    self._matrices[name] = (parameter, parts)
+                    named = {f"{name} {n}": part for n, part in enumerate(parts)}
+                    views.setdefault(group_name, {}).update(named)
+                else:
+                    others.setdefault(group_name, {})[name] = parameter
+        if not views:
             raise SpecError(
                 f"{model_spec.name} has no matrix in a layer for optimiser='muon'; use "
                 "optimiser='adamw'"
             )
-        self._adamw = AdamWOptimiser(
-            {name: group for name, group in others.items() if group}, recipe
-        )
+        self._adamw = AdamWOptimiser(others, recipe)
         self._muon = torch.optim.Muon(
-            decays, lr=recipe.lr, momentum=recipe.momentum, adjust_lr_fn="match_rms_adamw"
+            make_param_groups(views, recipe),
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            adjust_lr_fn="match_rms_adamw",
         )
 
     def step(self, lr: float) -> None:
@@ -245,22 +238,19 @@ class MuonOptimiser:
         """State tensors by name; the momentum of experts is one tensor, like their weights."""
         momenta: dict[str, Tensor] = {}
         for name, (parameter, views) in self._matrices.items():
-            buffers = [
-                self._muon.state[view]["momentum_buffer"]
-                for view in views
-                if view in self._muon.state
-            ]
+            states = [self._muon.state[view] for view in views if view in self._muon.state]
+            buffers = [state["momentum_buffer"] for state in states]
             if buffers:
-                momenta[f"momentum_buffer {name}"] = (
-                    buffers[0] if views[0] is parameter else torch.stack(buffers)
-                )
+                whole = buffers[0] if views[0] is parameter else torch.stack(buffers)
+                momenta[f"momentum_buffer {name}"] = whole
         return momenta | self._adamw.state_tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load state tensors with the names of `state_tensors`."""
         rest: dict[str, Tensor] = {}
         for key, value in tensors.items():
-            if (name := get_parameter_name(key)) not in self._matrices:
+            name = get_parameter_name(key)
+            if name not in self._matrices:
                 rest[key] = value
                 continue
             parameter, views = self._matrices[name]
@@ -288,13 +278,17 @@ def is_hidden_matrix(weight: WeightSpec) -> bool:
 
 def _split_matrices(parameter: nn.Parameter) -> list[nn.Parameter]:
     """The parameter itself, or one parameter in the same memory for the matrix of each expert."""
-    return (
-        [parameter] if parameter.dim() == 2 else [nn.Parameter(matrix) for matrix in parameter.data]
-    )
+    if parameter.dim() == 2:
+        return [parameter]
+    return [nn.Parameter(matrix) for matrix in parameter.data]
 
 
 def make_optimiser(groups: ParameterGroups, recipe: Recipe, model_spec: ModelSpec) -> Optimiser:
     """The optimiser that a recipe names."""
     if recipe.optimiser == "muon":
         return MuonOptimiser(groups, recipe, model_spec)
-    return (SGDOptimiser if recipe.optimiser == "sgd" else AdamWOptimiser)(groups, recipe)
+    return (
+        SGDOptimiser(groups, recipe)
+        if recipe.optimiser == "sgd"
+        else AdamWOptimiser(groups, recipe)
+    )

@@ -61,11 +61,8 @@ def cosine(schedule: ScheduleStep) -> float:
     """
     if schedule.step <= schedule.warmup:
         return schedule.warmup_progress
-    return _half_cosine(
-        (schedule.step - schedule.warmup) / (schedule.steps - schedule.warmup),
-        1.0,
-        schedule.min_factor,
-    )
+    progress = (schedule.step - schedule.warmup) / (schedule.steps - schedule.warmup)
+    return _half_cosine(progress, 1.0, schedule.min_factor)
 
 
 def inverse_sqrt(schedule: ScheduleStep) -> float:
@@ -99,13 +96,13 @@ def one_cycle(schedule: ScheduleStep) -> float:
     >>> [round(one_cycle(ScheduleStep(step, 9, 3, 0, 0)), 3) for step in (1, 2, 3, 6, 9)]
     [0.04, 0.52, 1.0, 0.5, 0.0]
     """
-    peak, step = schedule.warmup - 1, schedule.step - 1  # counted from 0
+    peak = schedule.warmup - 1
+    step = schedule.step - 1  # counted from 0
     if step < peak:
         return _half_cosine(step / peak, 1 / ONE_CYCLE_DIVISOR, 1.0)
     peak = max(peak, 0.0)
-    return _half_cosine(
-        (step - peak) / max(schedule.steps - 1 - peak, 1e-9), 1.0, schedule.min_factor
-    )
+    progress = (step - peak) / max(schedule.steps - 1 - peak, 1e-9)
+    return _half_cosine(progress, 1.0, schedule.min_factor)
 
 
 SCHEDULES: Mapping[str, Callable[[ScheduleStep], float]] = {
@@ -155,14 +152,12 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "sample_tokens": (1, 10**6),
     "prefetch": (0, 64),
 }
-# Fields that a run may change from one step on when it is resumed; the others decide what the run
-# is.
-CHANGEABLE_FIELDS = (
-    *("steps", "lr", "schedule", "warmup", "decay", "min_lr_ratio", "schedule_start"),
-    *("momentum", "betas", "eps", "weight_decay", "clip", "label_smoothing"),
-    *("evaluate_every", "evaluate_batches", "patience", "checkpoint_every", "keep"),
-    *("sample_every", "sample_prompts", "sample_tokens"),
-)
+# Fields that a run may change from one step on when it is resumed; the others decide what it is.
+OPTIMISATION_FIELDS = ("steps", "lr", "schedule", "warmup", "decay", "min_lr_ratio")
+OPTIMISATION_FIELDS += ("schedule_start", "momentum", "betas", "eps", "weight_decay", "clip")
+EVALUATION_FIELDS = ("evaluate_every", "evaluate_batches", "patience", "checkpoint_every", "keep")
+SAMPLING_FIELDS = ("sample_every", "sample_prompts", "sample_tokens")
+CHANGEABLE_FIELDS = (*OPTIMISATION_FIELDS, "label_smoothing", *EVALUATION_FIELDS, *SAMPLING_FIELDS)
 # Fields that change how fast a run is, and none of its numbers.
 FIELDS_WITHOUT_EFFECT = ("parallelism", "prefetch")
 
@@ -285,33 +280,33 @@ class Recipe(CheckedDataclass):
         """Raise SpecError for values that are valid alone but not together."""
         if self.batch % self.accumulate:
             small = [n for n in range(1, math.isqrt(self.batch) + 1) if self.batch % n == 0]
-            divisor = max(n for m in small for n in (m, self.batch // m) if n < self.accumulate)
+            divisors = [*small, *(self.batch // n for n in small)]
+            divisor = max(n for n in divisors if n < self.accumulate)
             multiple = -(-self.batch // self.accumulate) * self.accumulate
-            fact = f"batch={self.batch} is not divisible by accumulate={self.accumulate}"
-            raise SpecError(f"{fact}; use accumulate={divisor} or batch={multiple}")
+            raise SpecError(
+                f"batch={self.batch} is not divisible by accumulate={self.accumulate}; use "
+                f"accumulate={divisor} or batch={multiple}"
+            )
         if self.rows == "packed" and self.compile == "on":
-            fact = (
+            raise SpecError(
                 "rows='packed' would be compiled again for every batch, because the shape of "
-                "packed rows changes"
+                "packed rows changes; use rows='padded' or compile='off'"
             )
-            raise SpecError(f"{fact}; use rows='padded' or compile='off'")
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            fact = (
-                f"warmup={self.warmup} and decay={self.decay} are shares of the steps and "
-                "exceed 1 together"
+            raise SpecError(
+                f"warmup={self.warmup} and decay={self.decay} are shares of the steps and exceed 1 "
+                f"together; use decay={1 - self.warmup:g} or less"
             )
-            raise SpecError(f"{fact}; use decay={1 - self.warmup:g} or less")
         if self.schedule_start >= self.steps:
-            fact = (
-                f"schedule_start={self.schedule_start} leaves no step of steps={self.steps} "
-                "for the schedule"
+            raise SpecError(
+                f"schedule_start={self.schedule_start} leaves no step of steps={self.steps} for "
+                f"the schedule; use schedule_start={self.steps - 1} or less"
             )
-            raise SpecError(f"{fact}; use schedule_start={self.steps - 1} or less")
         if self.lr * self.weight_decay >= 1:
-            fact = (
-                f"weight_decay={self.weight_decay} with lr={self.lr} flips the sign of every weight"
+            raise SpecError(
+                f"weight_decay={self.weight_decay} with lr={self.lr} flips the sign of every "
+                f"weight; use weight_decay below {1 / self.lr:g}"
             )
-            raise SpecError(f"{fact}; use weight_decay below {1 / self.lr:g}")
 
 
 def _is_number(value: Any) -> bool:

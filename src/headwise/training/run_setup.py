@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +98,14 @@ def find_changes(
     Raises SpecError if anything else differs, and for any difference unless `resume` is
     "with-changes".
     """
-    old, new = old_config["recipe"], config["recipe"]
+    old = old_config["recipe"]
+    new = config["recipe"]
     fields = {name: (old[name], new[name]) for name in CHANGEABLE_FIELDS if old[name] != new[name]}
-    accepted = {**old, **{name: new[name] for name in fields}} if resume == "with-changes" else old
-    if difference := describe_first_difference({**old_config, "recipe": accepted}, config):
+    accepted = old
+    if resume == "with-changes":
+        accepted = {**old, **{name: new[name] for name in fields}}
+    difference = describe_first_difference({**old_config, "recipe": accepted}, config)
+    if difference:
         remedy = "resume with the old value, or train into another folder"
         if difference.partition(" ")[0].removeprefix("recipe.") in CHANGEABLE_FIELDS:
             remedy = (
@@ -113,11 +116,10 @@ def find_changes(
     if not fields:
         return None
     if new["steps"] < step:
-        fact = (
+        raise SpecError(
             f"{folder} holds a run that has taken {pluralise(step, 'step')}, which "
-            f"steps={new['steps']} does not reach"
+            f"steps={new['steps']} does not reach; resume with steps={step} or more"
         )
-        raise SpecError(f"{fact}; resume with steps={step} or more")
     return RecipeChange(step, fields)
 
 
@@ -138,11 +140,8 @@ def format_history(changes: Sequence[RecipeChange]) -> list[str]:
     >>> format_history([RecipeChange(24, {"steps": (24, 48), "lr": (0.002, 0.001)})])
     ['', 'Changes of the recipe:', '', '- after step 24: steps 24 -> 48, lr 0.002 -> 0.001']
     """
-    return (
-        ["", "Changes of the recipe:", "", *(f"- {change}" for change in changes)]
-        if changes
-        else []
-    )
+    lines = [f"- {change}" for change in changes]
+    return ["", "Changes of the recipe:", "", *lines] if changes else []
 
 
 # --- Replacing the attention of a model -----------------------------------------------------------
@@ -169,14 +168,16 @@ def replace_self_attention(model_spec: ModelSpec, new: str | AttentionEdit) -> M
     >>> [spec.heads.kv for _, spec in changed.attention_specs()]
     [1]
     """
-    edit = partial(_design_like, new) if isinstance(new, str) else new
-    return replace(
-        model_spec, stacks=tuple(_replace_in_stack(stack, edit) for stack in model_spec.stacks)
-    )
 
+    def design_like(old: AttentionSpec) -> AttentionSpec:
+        return (
+            design(preset=new, model=old.model, heads=old.heads.q)
+            if isinstance(new, str)
+            else new(old)
+        )
 
-def _design_like(preset: str, spec: AttentionSpec) -> AttentionSpec:
-    return design(preset=preset, model=spec.model, heads=spec.heads.q)
+    stacks = [_replace_in_stack(stack, design_like) for stack in model_spec.stacks]
+    return replace(model_spec, stacks=tuple(stacks))
 
 
 def _replace_in_stack(stack: StackSpec, edit: AttentionEdit) -> StackSpec:
@@ -193,27 +194,21 @@ def _replace_in_stack(stack: StackSpec, edit: AttentionEdit) -> StackSpec:
 
 
 def _replace_in_block(block: BlockSpec, edit: AttentionEdit, keep_positional: bool) -> BlockSpec:
-    if isinstance(block.attention, ApproximateAttention):
+    old = block.attention
+    if old is None:
+        return block
+    if isinstance(old, ApproximateAttention):
         raise SpecError(
-            "cannot replace an attention that is not fully described by a spec: "
-            f"{block.attention.reason}"
+            f"cannot replace an attention that is not fully described by a spec: {old.reason}"
         )
-    return replace(
-        block, attention=block.attention and _replace_spec(block.attention, edit, keep_positional)
-    )
-
-
-def _replace_spec(spec: AttentionSpec, edit: AttentionEdit, keep_positional: bool) -> AttentionSpec:
-    new = edit(spec)
-    pattern = (
-        spec.pattern
-        if new.pattern in (Full(), Causal(), spec.pattern)
-        else new.pattern & spec.pattern
-    )
+    new = edit(old)
+    pattern = old.pattern
+    if new.pattern not in (Full(), Causal(), pattern):
+        pattern = new.pattern & pattern
     modifiers = new.modifiers
     if keep_positional and not any(modifier.positional for modifier in modifiers):
-        modifiers = (*(modifier for modifier in spec.modifiers if modifier.positional), *modifiers)
-    return replace(new, pattern=pattern, modifiers=modifiers)
+        modifiers = (*(modifier for modifier in old.modifiers if modifier.positional), *modifiers)
+    return replace(block, attention=replace(new, pattern=pattern, modifiers=modifiers))
 
 
 # --- Giving a model the vocabulary of a task ------------------------------------------------------
@@ -273,9 +268,7 @@ def _fit_head(own: OutputHeadSpec, like: OutputHeadSpec, last: StackSpec) -> Out
 
 # --- Starting and resuming a run ------------------------------------------------------------------
 
-TRIAL_BATCHES = (
-    3  # batches for the trial steps of autotuning; several, because their shapes may differ
-)
+TRIAL_BATCHES = 3  # for the trial steps of autotuning; several, because their shapes may differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,13 +307,8 @@ class TrainingSetup:
         setup = world.run_on_all(lambda: TrainingSetup._of(task, model_spec, recipe, folder, world))
         setup = replace(setup, started_at=started_at)
         if world.size > 1:
-            check_same_config(
-                world,
-                {
-                    **setup.config,
-                    "weights": setup.initial_model and hash_weights(setup.initial_model),
-                },
-            )
+            net = setup.initial_model
+            check_same_config(world, {**setup.config, "weights": net and hash_weights(net)})
         return setup
 
     @staticmethod
@@ -340,18 +328,19 @@ class TrainingSetup:
                 f"model_spec is of type {type(spec).__name__}; give a ModelSpec or a Transformer"
             )
         if net and net.dropout != recipe.dropout:
-            fact = (
+            raise SpecError(
                 f"the model was built with dropout={net.dropout}, but the recipe has "
-                f"dropout={recipe.dropout}"
+                f"dropout={recipe.dropout}; use Recipe(dropout={net.dropout})"
             )
-            raise SpecError(f"{fact}; use Recipe(dropout={net.dropout})")
         check_model(spec, task, net.usage.tokenizer if net else None)
         first_batch = task.batch(0, recipe.batch, "train")
         check_batch(first_batch, spec, "batch 0")
         check_partition(spec, world.parallelism)
         if spec.has_mixer and recipe.rows == "packed":
-            fact = f"{spec.name} has a recurrence or convolution, which needs a row for each text"
-            raise SpecError(f"rows='packed' is not possible: {fact}; use rows='padded'")
+            raise SpecError(
+                f"rows='packed' is not possible: {spec.name} has a recurrence or convolution, "
+                "which needs a row for each text; use rows='padded'"
+            )
         check_ranks(recipe, world)
         check_samples(recipe, spec, task.usage)
         config = build_config(task, spec, recipe, first_batch)
@@ -364,33 +353,26 @@ class TrainingSetup:
         """Notes about how the ranks divide the work; empty for a single process."""
         if self.ranks.size == 1:
             return []
+        note = f"{self.ranks.size} ranks, {self.ranks.parallelism}"
         rows = self.recipe.batch // self.recipe.accumulate
-        uneven = (
-            f"; {rows} rows are divided into {self.ranks.num_data_shards} unequal shares"
-            if rows % self.ranks.num_data_shards
-            else ""
-        )
-        return [f"{self.ranks.size} ranks, {self.ranks.parallelism}{uneven}"]
+        shares = self.ranks.num_data_shards
+        if rows % shares:
+            note += f"; {rows} rows are divided into {shares} unequal shares"
+        return [note]
 
     def start_run(self) -> TrainingRun:
         """A new run before its first step, with its step options chosen and saved, so that resuming
         keeps them.
         """
-        net, world = self._make_model(), self.ranks
+        net = self._make_model()
+        world = self.ranks
         torch.manual_seed(derive_worker_seed(self.recipe.seed, world.worker_index))
-        batches = [
-            self.first_batch,
-            *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIAL_BATCHES)),
-        ]
+        batches = [self.task.batch(index, self.recipe.batch) for index in range(TRIAL_BATCHES)]
         for index, batch in enumerate(batches):
             check_batch(batch, self.model_spec, f"batch {index}")
         shards = [world.shard(batch).batch for batch in batches]
-        run = self._make_run(
-            net,
-            world.run_on_leader(
-                lambda: Autotuner(net, self._trial_recipe, world.device, shards).choose_options()
-            ),
-        )
+        tuner = Autotuner(net, self._trial_recipe, world.device, shards)
+        run = self._make_run(net, world.run_on_leader(tuner.choose_options))
         run.save_checkpoint(self.config)
         return run
 
@@ -417,13 +399,11 @@ class TrainingSetup:
         """A run with the part of the model that belongs to this rank; options that its layout
         excludes are changed.
         """
-        possible = (
-            options if self.ranks.parallelism.shards == 1 else replace(options, compile="off")
-        )
-        possible = (
-            possible if self.ranks.parallelism.context == 1 else replace(possible, rows="padded")
-        )
-        train_step = TrainStep(shard_model(net, self.ranks), self.recipe, possible)
+        if self.ranks.parallelism.shards > 1:
+            options = replace(options, compile="off")
+        if self.ranks.parallelism.context > 1:
+            options = replace(options, rows="padded")
+        train_step = TrainStep(shard_model(net, self.ranks), self.recipe, options)
         return TrainingRun(self.task, train_step, self.folder, self.started_at)
 
     @property
@@ -431,13 +411,12 @@ class TrainingSetup:
         """The recipe for trial steps, without compilation and packing if the ranks or the model
         exclude them.
         """
-        recipe = (
-            replace(self.recipe, compile="off")
-            if _has_layer_collectives(self.ranks.parallelism)
-            else self.recipe
-        )
-        one_text_per_row = self.ranks.parallelism.context > 1 or self.model_spec.has_mixer
-        return replace(recipe, rows="padded") if one_text_per_row else recipe
+        recipe = self.recipe
+        if _has_layer_collectives(self.ranks.parallelism):
+            recipe = replace(recipe, compile="off")
+        if self.ranks.parallelism.context > 1 or self.model_spec.has_mixer:
+            recipe = replace(recipe, rows="padded")
+        return recipe
 
     def _make_model(self) -> Transformer:
         recipe = self.recipe
@@ -466,13 +445,12 @@ def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch
     is its first batch.
     """
     options = {f.name: getattr(task, f.name) for f in fields(task)}
-    # A run may be resumed on another number of ranks.
-    recipe_entries = {
-        name: value for name, value in to_dict(recipe).items() if name not in FIELDS_WITHOUT_EFFECT
-    }
+    entries = to_dict(recipe)
+    for name in FIELDS_WITHOUT_EFFECT:  # a run may be resumed on another number of ranks
+        del entries[name]
     config = {
         "task": {"name": task.name, **options},
-        "recipe": recipe_entries,
+        "recipe": entries,
         "model": spec_to_dict(model_spec),
         "first batch": hash_batch(first),
     }
@@ -507,11 +485,10 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
             "compile='off'"
         )
     if recipe.optimiser == "muon" and max(ranks.parallelism.shards, ranks.parallelism.tensor) > 1:
-        fact = (
+        raise SpecError(
             f"optimiser='muon' needs whole matrices on every rank, and {ranks.parallelism} "
-            "divides them"
+            f"divides them; use parallelism='data={ranks.size}', or optimiser='adamw'"
         )
-        raise SpecError(f"{fact}; use parallelism='data={ranks.size}', or optimiser='adamw'")
     if ranks.parallelism.context > 1 and recipe.rows == "packed":
         raise SpecError(
             f"rows='packed' does not support context parallelism ({ranks.parallelism}); use "
@@ -519,13 +496,10 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
         )
     rows = recipe.batch // recipe.accumulate
     if rows < ranks.num_data_shards:
-        part = f"batch={recipe.batch}" + (
-            f" with accumulate={recipe.accumulate}" if recipe.accumulate > 1 else ""
-        )
-        min_batch = ranks.num_data_shards * recipe.accumulate
+        part = f" with accumulate={recipe.accumulate}" if recipe.accumulate > 1 else ""
         raise SpecError(
-            f"{part} has fewer rows than the {ranks.num_data_shards} data shards; "
-            f"use batch={min_batch} or more, or fewer ranks"
+            f"batch={recipe.batch}{part} has fewer rows than the {ranks.num_data_shards} data "
+            f"shards; use batch={ranks.num_data_shards * recipe.accumulate} or more, or fewer ranks"
         )
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -41,21 +40,19 @@ class BatchPrefetcher:
     """
 
     def __init__(self, task: Task, size: int, *, ahead: int, stop: int) -> None:
-        self._task, self._size, self._ahead, self._stop = task, size, ahead, stop
-        self._threads = (
-            ThreadPoolExecutor(1, thread_name_prefix="headwise-batches") if ahead else None
-        )
+        self._task = task
+        self._size = size
+        self._ahead = ahead
+        self._stop = stop
+        self._threads: ThreadPoolExecutor | None = None
+        if ahead:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="headwise-batches")
         self._pending: deque[tuple[int, Future[Batch]]] = deque()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Drop the batches that are not needed; waits for the one that is being prepared."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
@@ -109,14 +106,12 @@ def compute_aux_loss(aux_losses: AuxLosses, weights: Sequence[tuple[str, float]]
     ... )
     tensor(0.5000)
     """
-    names = {name for _, name in aux_losses.terms}
+    names = sorted({name for _, name in aux_losses.terms})
     for name, _ in weights:
         if name not in names:
-            hint = (
-                f"use one of {', '.join(sorted(names))}"
-                if names
-                else "this model has none, leave aux_losses= out"
-            )
+            hint = "this model has none, leave aux_losses= out"
+            if names:
+                hint = f"use one of {', '.join(names)}"
             raise SpecError(f"no layer has the auxiliary loss {name!r} of aux_losses=; {hint}")
     return sum((weight * aux_losses.total(name) for name, weight in weights), 0.0)
 
@@ -174,33 +169,28 @@ def check_model(model_spec: ModelSpec, task: Task, tokenizer: str | None = None)
     rows after their vocabulary.
     """
     default = task.model()
-    if (model_spec.kind == "encoder-decoder") != (default.kind == "encoder-decoder"):
+    kinds = (model_spec.kind, default.kind)
+    if kinds.count("encoder-decoder") == 1:
         raise SpecError(
             f"{model_spec.name} has kind {model_spec.kind!r}, but {task.name} needs "
             f"{default.kind!r}"
         )
-    stacks = zip(
-        (model_spec.stacks[0], model_spec.stacks[-1]),
-        (default.stacks[0], default.stacks[-1]),
-        strict=True,
-    )
-    sizes = [
-        (_vocabulary_size(stack), _vocabulary_size(default_stack), f"the embedding of {stack.name}")
-        for stack, default_stack in stacks
-    ]
+    sizes: list[tuple[str, int, int]] = []
+    for n in (0, -1):
+        stack = model_spec.stacks[n]
+        required = _vocabulary_size(default.stacks[n])
+        sizes.append((f"the embedding of {stack.name}", _vocabulary_size(stack), required))
     if model_spec.heads and default.heads:
         head = model_spec.heads[0]
-        sizes.append((head.outputs, default.heads[0].outputs, f"the output head {head.name}"))
-    for size, required, what in sizes:
+        required = default.heads[0].outputs
+        sizes.append((f"the output head {head.name}", head.outputs, required))
+    for what, size, required in sizes:
         if 0 < size < required:
             raise SpecError(
                 f"{what} has {size} rows, but the task has {required} ids; use {required} rows"
             )
-        if (
-            0 < required < size
-            and task.tokenizer is not None
-            and not has_same_vocabulary(task.tokenizer, tokenizer)
-        ):
+        is_text = task.tokenizer is not None
+        if 0 < required < size and is_text and not has_same_vocabulary(task.tokenizer, tokenizer):
             raise SpecError(
                 f"{what} has {size} rows, but the task's tokenizer has {required} tokens; use "
                 f"{required} rows"
@@ -219,13 +209,6 @@ def _vocabulary_size(stack: StackSpec) -> int:
 
 
 # --- Gradients ------------------------------------------------------------------------------------
-
-COMPILE_SECONDS = (
-    30.0  # time to compile forward and backward pass for one batch shape on a few CPU cores
-)
-COMPILE_GAIN = 0.3  # share of the step time that compilation saves in good cases
-MIN_GAIN = 0.05  # smaller gains, as a share of the step time, are treated as noise
-TRIAL_SECONDS = 1.2  # time limit per option, so that all trials together take about five seconds
 
 
 @dataclass(frozen=True)
@@ -249,100 +232,6 @@ class StepOptions:
         return torch.bfloat16 if self.precision == "bf16" else None
 
 
-def choose_fastest(seconds: Mapping[tuple[str, str], float]) -> tuple[tuple[str, str], str]:
-    """The (precision, attention) with the fewest seconds per step, and the reason; differences
-    below 5 % are ignored.
-
-    >>> choose_fastest({("fp32", "fused"): 0.2, ("bf16", "fused"): 0.1})
-    (('bf16', 'fused'), 'bf16: 0.1000 s per step, fp32 0.2000')
-    >>> choose_fastest({("fp32", "fused"): 0.2, ("fp32", "plain"): 0.199})
-    (('fp32', 'fused'), 'fp32: 0.2000 s per step, fp32 with plain attention 0.1990')
-    """
-    best = next(iter(seconds))
-    for option, option_seconds in seconds.items():
-        if option_seconds < seconds[best] * (1 - MIN_GAIN):
-            best = option
-    others = [
-        f"{_describe_option(option)} {option_seconds:.4f}"
-        for option, option_seconds in seconds.items()
-        if option != best
-    ]
-    return best, ", ".join([f"{_describe_option(best)}: {seconds[best]:.4f} s per step", *others])
-
-
-def _describe_option(option: tuple[str, str]) -> str:
-    precision, attention = option
-    return precision if attention == "fused" else f"{precision} with plain attention"
-
-
-def choose_row_layout(
-    padded: StepOptions,
-    seconds: float,
-    packed_seconds: Mapping[StepOptions, float],
-    fill_ratio: float,
-) -> tuple[StepOptions, float]:
-    """The fastest packed options if they gain enough, otherwise `padded`; and the seconds per step.
-
-    >>> packed = StepOptions("fp32", "off", rows="packed")
-    >>> choose_row_layout(StepOptions("fp32", "off"), 0.2, {packed: 0.1}, 0.5)[0].reasons
-    ('packed rows: 0.1000 s per step, padded 0.2000 s, 50 % of the rows are padding',)
-    """
-    if not packed_seconds:
-        return replace(
-            padded, reasons=(*padded.reasons, "padded rows: a step with packed rows fails")
-        ), seconds
-    best = min(packed_seconds, key=lambda options: packed_seconds[options])
-    best_seconds, padding = packed_seconds[best], f"{1 - fill_ratio:.0%}".replace("%", " %")
-    if best_seconds < seconds * (1 - MIN_GAIN):
-        reason = (
-            f"packed rows: {best_seconds:.4f} s per step, padded {seconds:.4f} s, {padding} "
-            "of the rows are padding"
-        )
-        return replace(best, reasons=(*padded.reasons, reason)), best_seconds
-    reason = (
-        f"padded rows: {seconds:.4f} s per step, packed {best_seconds:.4f} s, {padding} of "
-        "the rows are padding"
-    )
-    return replace(padded, reasons=(*padded.reasons, reason)), seconds
-
-
-def decide_compile_trial(seconds: float, steps: int, num_shapes: int = 1) -> tuple[bool, str]:
-    """Whether compilation is worth a trial, and the reason: its possible gain must be twice the
-    time it takes.
-
-    The time is counted once per batch shape, because each shape is compiled again until a dynamic
-    graph is made.
-
-    >>> decide_compile_trial(0.1, steps=600)
-    (False, 'not compiled: 600 steps of 0.1000 s could gain about 18 s, compiling takes about 30 s')
-    >>> (
-    ...     decide_compile_trial(0.1, steps=3000)[0],
-    ...     decide_compile_trial(0.1, steps=3000, num_shapes=3)[0],
-    ... )
-    (True, False)
-    """
-    gain, cost = seconds * steps * COMPILE_GAIN, COMPILE_SECONDS * num_shapes
-    is_worth = gain > 2 * cost
-    estimate = (
-        f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes "
-        f"about {cost:.0f} s"
-    )
-    return is_worth, f"{'worth trying' if is_worth else 'not compiled'}: {estimate}"
-
-
-def decide_compile(seconds: float, compiled: float, steps: int) -> tuple[str, str]:
-    """Whether to use the compiled model, and the reason; the time to compile is already spent and
-    does not count.
-
-    >>> decide_compile(0.2, 0.1, steps=50)
-    ('on', 'compiled: 0.1000 s per step instead of 0.2000 s, saves 5 s over 50 steps')
-    """
-    if compiled < seconds * (1 - MIN_GAIN):
-        gain = f"saves {(seconds - compiled) * steps:.0f} s over {steps} steps"
-        return "on", f"compiled: {compiled:.4f} s per step instead of {seconds:.4f} s, {gain}"
-    return "off", f"not compiled: {compiled:.4f} s per step compiled, {seconds:.4f} s without"
-
-
 # --- One step -------------------------------------------------------------------------------------
 
 
@@ -352,12 +241,12 @@ class TrainStep:
     """
 
     def __init__(self, sharded_model: ShardedModel, recipe: Recipe, options: StepOptions) -> None:
-        self.sharded_model, self.recipe, self.options = sharded_model, recipe, options
-        self.net, self.world, self.device = (
-            sharded_model.net,
-            sharded_model.world,
-            sharded_model.world.device,
-        )
+        self.sharded_model = sharded_model
+        self.recipe = recipe
+        self.options = options
+        self.net = sharded_model.net
+        self.world = sharded_model.world
+        self.device = self.world.device
         if options.compile == "on":
             sharded_model.forward.hidden = torch.compile(self.net.hidden)
         self._terms: dict[tuple[str, str], Tensor] = {}
@@ -373,16 +262,14 @@ class TrainStep:
 
         Every rank computes its share of each part; the mean is over the labels of all ranks.
         """
-        total, rows = count_labels(batch), len(batch.labels)
-        shards = [
-            self.sharded_model.shard(part) for part in split_batch(batch, self.recipe.accumulate)
-        ]
+        total = count_labels(batch)
+        parts = split_batch(batch, self.recipe.accumulate)
+        shards = [self.sharded_model.shard(part) for part in parts]
         losses: list[Tensor] = []
         with attention_mode(self.net, self.options.attention):
             for n, shard in enumerate(shards, 1):
-                loss = self.compute_loss(shard.batch) / total + self._aux_loss() * (
-                    shard.rows / rows
-                )
+                share = shard.rows / len(batch.labels)
+                loss = self.compute_loss(shard.batch) / total + self._aux_loss() * share
                 if n == len(shards):
                     self.sharded_model.begin_final_backward()
                 loss.backward()
@@ -403,10 +290,9 @@ class TrainStep:
         return cross_entropy(logits, labels.to(self.device), self.recipe.label_smoothing)
 
     def _aux_loss(self) -> Tensor | float:
-        aux_losses = AuxLosses(self._terms)
-        return (
-            compute_aux_loss(aux_losses, self.recipe.aux_losses) if self.recipe.aux_losses else 0.0
-        )
+        if not self.recipe.aux_losses:
+            return 0.0
+        return compute_aux_loss(AuxLosses(self._terms), self.recipe.aux_losses)
 
     def _scored_positions(self, part: Batch) -> tuple[Tensor | None, Tensor]:
         """Flat indices of the labelled positions (None for all), and their labels; the output head
@@ -425,11 +311,9 @@ def attention_mode(net: Transformer, mode: str) -> Iterator[None]:
     """Context in which mode="plain" runs every attention with the "dense" backend; "fused" changes
     nothing.
     """
-    layers = (
-        [module for module in net.modules() if isinstance(module, Attention)]
-        if mode == "plain"
-        else []
-    )
+    layers: list[Attention] = []
+    if mode == "plain":
+        layers = [module for module in net.modules() if isinstance(module, Attention)]
     backend_names = [layer.backend_name for layer in layers]
     for layer in layers:
         layer.backend_name = "dense"
@@ -448,9 +332,7 @@ def autocast(options: StepOptions, device: torch.device) -> AbstractContextManag
 def check_label_shape(logits: Tensor, labels: Tensor) -> None:
     """Raise ValueError unless there is one label per logits vector."""
     if logits.shape[:-1] != labels.shape:
-        logits_shape, labels_shape = list(logits.shape[:-1]), list(labels.shape)
         raise ValueError(
-            f"labels have the shape {labels_shape}, but the first output head has logits for "
-            f"{logits_shape}; "
-            "give one label for each"
+            f"labels have the shape {list(labels.shape)}, but the first output head has logits for "
+            f"{list(logits.shape[:-1])}; give one label for each"
         )

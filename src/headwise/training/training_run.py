@@ -58,10 +58,11 @@ class TrainingCheckpoint:
 
     def tensors_of_kind(self, name: str) -> dict[str, Tensor]:
         """Tensors of one kind, such as "model", without the kind in their names."""
+        prefix = f"{name} "
         return {
-            key.removeprefix(f"{name} "): value
+            key.removeprefix(prefix): value
             for key, value in self.tensors.items()
-            if key.startswith(f"{name} ")
+            if key.startswith(prefix)
         }
 
 
@@ -84,9 +85,8 @@ class CheckpointFolder:
         """Write a checkpoint, then delete all but the last `keep` and the one of step `best`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path(checkpoint.step), encode_checkpoint(checkpoint))
-        kept_paths = {*self.paths[: self.keep], *([] if best is None else [self.path(best)])}
-        for path in self.paths:
-            if path not in kept_paths:
+        for path in self.paths[self.keep :]:
+            if best is None or path != self.path(best):
                 path.unlink()
 
     def load_newest(self) -> tuple[TrainingCheckpoint | None, list[str]]:
@@ -147,8 +147,7 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
     if state["format"] != CHECKPOINT_FORMAT:
         raise SpecError(
             f"cannot read {path}: its format is {state['format']}, this version reads "
-            f"{CHECKPOINT_FORMAT}; "
-            "resume with the version of headwise that wrote it"
+            f"{CHECKPOINT_FORMAT}; resume with the version of headwise that wrote it"
         )
     return TrainingCheckpoint(state["step"], tensors, state)
 
@@ -173,11 +172,9 @@ def describe_first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) ->
     'recipe.lr was 0.1, is now 0.2'
     """
     difference = find_difference(old, new)
-    return (
-        None
-        if difference is None
-        else f"{difference[0]} was {difference[1]}, is now {difference[2]}"
-    )
+    if difference is None:
+        return None
+    return f"{difference[0]} was {difference[1]}, is now {difference[2]}"
 
 
 # --- FLOPs of a step ------------------------------------------------------------------------------
@@ -342,14 +339,14 @@ class TrainingRun:
     """State of a training run: the model, its optimiser and the progress."""
 
     def __init__(self, task: Task, train_step: TrainStep, folder: Path, started_at: float) -> None:
-        self.task, self.train_step, self.folder = task, train_step, folder
+        self.task = task
+        self.train_step = train_step
+        self.folder = folder
         self.net: Transformer = train_step.net
         self.recipe: Recipe = train_step.recipe
-        self.sharded_model, self.world, self.device = (
-            train_step.sharded_model,
-            train_step.world,
-            train_step.device,
-        )
+        self.sharded_model = train_step.sharded_model
+        self.world = train_step.world
+        self.device = train_step.device
         self.groups = group_parameters(
             self.sharded_model.own, self.net.spec, self.recipe.decayed_parameters
         )
@@ -358,12 +355,12 @@ class TrainingRun:
         self.evaluator = TaskEvaluator(task, self.recipe, train_step.options, self.world)
         self.progress = RunProgress()
         self.history: list[dict[str, Any]] = []  # changes of the recipe, as plain values
-        self._started_at, self._earlier_seconds = started_at, 0.0
+        self._started_at = started_at
+        self._earlier_seconds = 0.0
         self.peak_flops = measure_peak_flops(self.device, train_step.options.dtype or torch.float32)
         self._pace: float | None = None
-        self._rng_before_step: dict[str, Tensor] | None = (
-            None  # of a step that has not changed weights
-        )
+        # Of a step that has not changed weights.
+        self._rng_before_step: dict[str, Tensor] | None = None
         self._flops: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -419,16 +416,14 @@ class TrainingRun:
 
     def step(self, batches: BatchPrefetcher) -> dict[str, Any]:
         """Take one training step; returns its record for the loggers."""
-        start, step = time.perf_counter(), self.progress.step + 1
+        start = time.perf_counter()
+        step = self.progress.step + 1
         self._rng_before_step = self._rng_states() if self.world.size == 1 else None
         batch = batches.get(step - 1)
         check_batch(batch, self.net.spec, f"batch {step - 1}")
         self.net.train()
-        if (
-            self.recipe.redraw_features
-            and step > 1
-            and (step - 1) % self.recipe.redraw_features == 0
-        ):
+        redraw_every = self.recipe.redraw_features
+        if redraw_every and step > 1 and (step - 1) % redraw_every == 0:
             self._rng_before_step = None
             redraw_features(self.net, self.recipe.seed + step)
         loss = self.train_step.compute_gradients(batch)
@@ -462,47 +457,45 @@ class TrainingRun:
         """Evaluate the model on the validation split and update `progress`; returns the record for
         the loggers.
         """
-        step, best_loss = self.progress.step, self.progress.loss
+        step = self.progress.step
+        progress = self.progress
         metrics = self.evaluator.compute_metrics(self.sharded_model.forward, "valid")
         if not math.isfinite(metrics["loss"]):
             raise TrainingDiverged(
                 self._divergence_message(f"step {step}: the validation loss is {metrics['loss']}")
             )
-        if best_loss is None or metrics["loss"] < best_loss:
-            self.progress.best, self.progress.loss, self.progress.waited = step, metrics["loss"], 0
+        if progress.loss is None or metrics["loss"] < progress.loss:
+            progress.best = step
+            progress.loss = metrics["loss"]
+            progress.waited = 0
         else:
-            self.progress.waited += 1
-        return {
-            "event": "evaluation",
-            "step": step,
-            "metrics": metrics,
-            "best": self.progress.best == step,
-        }
+            progress.waited += 1
+        is_best = progress.best == step
+        return {"event": "evaluation", "step": step, "metrics": metrics, "best": is_best}
 
     def save_checkpoint(self, config: Mapping[str, Any]) -> None:
         """Write a checkpoint; sharded tensors are gathered, so that it can be resumed on any number
         of ranks.
         """
-        tensors = {
-            f"model {name}": value
-            for name, value in self._gather_on_leader(self.sharded_model.tensors())
+        kinds = {
+            "model": self._gather_on_leader(self.sharded_model.tensors()),
+            "optimiser": self._gather_on_leader(self._optimiser_tensors()),
+            "random": self._rng_states().items(),
         }
-        tensors |= {
-            f"optimiser {key}": value
-            for key, value in self._gather_on_leader(self._optimiser_tensors())
-        }
-        tensors |= {f"random {name}": value for name, value in self._rng_states().items()}
+        tensors: dict[str, Tensor] = {}
+        for kind, of_kind in kinds.items():
+            for name, value in of_kind:
+                tensors[f"{kind} {name}"] = value
         self.progress.seconds = self.elapsed_seconds
         state = {
             "config": config,
             "choice": asdict(self.train_step.options),
             "progress": asdict(self.progress),
+            "history": self.history,
         }
-        state["history"] = self.history
         if self.world.is_leader:
-            self.checkpoints.save(
-                TrainingCheckpoint(self.progress.step, tensors, state), self.progress.best
-            )
+            checkpoint = TrainingCheckpoint(self.progress.step, tensors, state)
+            self.checkpoints.save(checkpoint, self.progress.best)
 
     def save_model(self, readme: str) -> None:
         """Save the model in the folder of the run."""
@@ -531,10 +524,10 @@ class TrainingRun:
     def restore(self, checkpoint: TrainingCheckpoint) -> None:
         """Restore model, optimiser, progress and random states from a checkpoint."""
         self.sharded_model.load(checkpoint.tensors_of_kind("model"))
-        moments = checkpoint.tensors_of_kind("optimiser").items()
-        self.optimiser.load_state(
-            {key: self.sharded_model.part(get_parameter_name(key), value) for key, value in moments}
-        )
+        moments = checkpoint.tensors_of_kind("optimiser")
+        for key, value in moments.items():
+            moments[key] = self.sharded_model.part(get_parameter_name(key), value)
+        self.optimiser.load_state(moments)
         self.progress = RunProgress(**checkpoint.state["progress"])
         self._earlier_seconds = self.progress.seconds
         self.history = list(checkpoint.state["history"])
@@ -557,40 +550,32 @@ class TrainingRun:
         number.
         """
         local_states = {"cpu": torch.get_rng_state()}
-        local_states |= (
-            {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
-        )
-        workers = enumerate(
-            self.world.all_gather_objects(local_states)[:: self.world.parallelism.tensor]
-        )
-        return {
-            _worker_key(name, worker): state
-            for worker, states in workers
-            for name, state in states.items()
-        }
+        if self.device.type == "cuda":
+            local_states["cuda"] = torch.cuda.get_rng_state(self.device)
+        gathered = self.world.all_gather_objects(local_states)
+        named: dict[str, Tensor] = {}
+        for worker, states in enumerate(gathered[:: self.world.parallelism.tensor]):
+            for name, state in states.items():
+                named[_worker_key(name, worker)] = state
+        return named
 
     def _restore_rng(self, states: Mapping[str, Tensor]) -> None:
         """Restore the random state of this worker; a worker that the checkpoint lacks starts with a
         new seed.
         """
-        cpu, cuda = (
-            states.get(_worker_key(name, self.world.worker_index)) for name in ("cpu", "cuda")
-        )
+        worker = self.world.worker_index
+        cpu = states.get(_worker_key("cpu", worker))
+        cuda = states.get(_worker_key("cuda", worker))
         if cpu is None:
-            torch.manual_seed(
-                derive_worker_seed(self.recipe.seed + self.progress.step, self.world.worker_index)
-            )
+            torch.manual_seed(derive_worker_seed(self.recipe.seed + self.progress.step, worker))
             return
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self.device)
 
     def _throughput(self, batch: Batch, seconds: float) -> dict[str, float]:
-        self._pace = (
-            seconds
-            if self._pace is None
-            else TIME_SMOOTHING * self._pace + (1 - TIME_SMOOTHING) * seconds
-        )
+        old_pace = seconds if self._pace is None else self._pace
+        self._pace = TIME_SMOOTHING * old_pace + (1 - TIME_SMOOTHING) * seconds
         flops = self._required_flops(batch) / seconds / self.world.size
         # A step that reaches more than was measured shows that the measurement was disturbed.
         self.peak_flops = max(self.peak_flops, flops)
@@ -603,12 +588,9 @@ class TrainingRun:
 
     def _required_flops(self, batch: Batch) -> int:
         """FLOPs that a step on this batch requires; with packed rows the sum over its texts."""
-        parts = (
-            [batch]
-            if self.train_step.options.rows == "padded"
-            else iter_texts(pack_batch(batch).batch)
-        )
-        return sum(self._batch_flops(part) for part in parts)
+        if self.train_step.options.rows == "padded":
+            return self._batch_flops(batch)
+        return sum(map(self._batch_flops, iter_texts(pack_batch(batch).batch)))
 
     def _batch_flops(self, batch: Batch) -> int:
         shape = (batch.x.shape, None if batch.source is None else batch.source.shape)
@@ -621,21 +603,16 @@ class TrainingRun:
         cause = find_first_non_finite(
             self.sharded_model, self.groups, lambda: self.train_step.compute_loss(shard)
         )
-        symptom = (
-            "the gradient holds NaN or inf"
-            if bool(loss.isfinite())
-            else f"the loss is {loss.item()}"
-        )
+        symptom = f"the loss is {loss.item()}"
+        if bool(loss.isfinite()):
+            symptom = "the gradient holds NaN or inf"
         raise TrainingDiverged(self._divergence_message(f"step {step}: {symptom}; {cause}"))
 
     def _divergence_message(self, fact: str) -> str:
         paths = self.checkpoints.paths
-        checkpoint = (
-            f"the checkpoint of step {int(paths[0].stem)} is in {self.folder}; " if paths else ""
-        )
-        return (
-            f"{fact}; {checkpoint}train again with lr below {self.recipe.lr:g} or a longer warmup"
-        )
+        if paths:
+            fact += f"; the checkpoint of step {int(paths[0].stem)} is in {self.folder}"
+        return f"{fact}; train again with lr below {self.recipe.lr:g} or a longer warmup"
 
 
 def derive_worker_seed(seed: int, worker: int) -> int:
