@@ -50,7 +50,7 @@ def test_metrics_are_means_over_all_labels(split: str):
         longer = make_task("group", length=length, group="S3")
         assert _main(metrics) == pytest.approx(by_hand(net, longer, 2, 3, split), rel=1e-5)
     lines = {line.split()[0]: line.split()[1:] for line in str(result).splitlines()}
-    assert lines["the"] == ["task", "length", "7", "length", "11"]
+    assert lines["metric"] == ["the", "task", "length", "7", "length", "11"]
     rows = (result.metrics, *result.by_length.values())
     assert lines["loss"] == [f"{row['loss']:.4f}" for row in rows]
     assert lines["accuracy@t<=8"] == [
@@ -70,9 +70,9 @@ def test_an_evaluated_model_stays_in_its_mode():
 def test_wrong_sizes_and_tasks_without_a_length_are_refused():
     task = make_task("group", length=12)
     net = hw.Transformer(task.model())
-    with pytest.raises(hw.SpecError, match="batches must be a whole number of at least 1, got 0"):
+    with pytest.raises(hw.SpecError, match="batches must be a whole number of at least 1; got 0"):
         hw.evaluate(net, task, batches=0)
-    with pytest.raises(hw.SpecError, match="a length must be a whole number of at least 1, got 0"):
+    with pytest.raises(hw.SpecError, match="a length must be a whole number of at least 1; got 0"):
         hw.evaluate(net, task, lengths=(0,))
     with pytest.raises(hw.SpecError, match="the task 'copy' has no option length"):
         hw.evaluate(net, make_task("copy"), lengths=(8,))

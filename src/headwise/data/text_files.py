@@ -19,9 +19,7 @@ from ..errors import SpecError
 CHUNK_BYTES = 1 << 20
 MAX_OTHER_FILES, MAX_OTHERS_PER_FILE = 20_000, 10  # above both, a folder is not one of data
 GZIP_MAGIC = b"\x1f\x8b"
-MAX_UNPACKED_BYTES = (
-    4 * 2**30
-)  # of a compressed file; a file of a few megabytes can unpack to as much as this
+MAX_UNPACKED_BYTES = 4 * 2**30  # of a compressed file; a few megabytes can unpack to as much
 
 
 def existing_path(path_text: str) -> Path:
@@ -29,19 +27,16 @@ def existing_path(path_text: str) -> Path:
     path = Path(path_text)
     try:
         exists = path.exists()
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a name that no file system accepts: too long, or with a NUL
+    except (OSError, ValueError) as error:  # too long for a file system, or with a NUL
         raise SpecError(
             f"{path_text!r} is not a valid path: {error}; give the path of a file or a folder"
         ) from None
     if not path_text or not exists:
         siblings = os.listdir(path.parent) if path_text and path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, siblings, n=1)
-        remedy = (
-            f"did you mean {str(path.parent / close[0])!r}?" if close else "give a path that exists"
-        )
+        remedy = "give a path that exists"
+        if close:
+            remedy = f"did you mean {str(path.parent / close[0])!r}?"
         raise SpecError(f"there is no file {path_text!r}; {remedy}")
     if not (path.is_file() or path.is_dir()):
         raise SpecError(
@@ -80,11 +75,10 @@ def list_files(
         paths += matches
         num_others += len(files) - len(matches)
         if num_others > max(MAX_OTHER_FILES, MAX_OTHERS_PER_FILE * len(paths)):
-            fact = (
+            raise SpecError(
                 f"{folder} contains at least {num_others:,} files that are no data, and "
-                f"{len(paths):,} that may be"
+                f"{len(paths):,} that may be; give the folder with the data"
             )
-            raise SpecError(f"{fact}; give the folder with the data")
     return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
 
@@ -99,7 +93,8 @@ def is_gzipped(path: Path) -> bool:
 
 def read_chunks(path: Path) -> Iterator[bytes]:
     """The bytes of a file in chunks, decompressed if it is a gzip file."""
-    is_packed, size = is_gzipped(path), 0
+    is_packed = is_gzipped(path)
+    size = 0
     try:
         with cast(BinaryIO, gzip.open(path) if is_packed else path.open("rb")) as file:
             while piece := file.read(CHUNK_BYTES):
@@ -117,8 +112,10 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 def check_unpacked_size(path: Path, size: int) -> None:
     """Raise SpecError if a compressed file holds more than `MAX_UNPACKED_BYTES`."""
     if size > MAX_UNPACKED_BYTES:
-        fact = f"{path} unpacks to more than {MAX_UNPACKED_BYTES:,} bytes"
-        raise SpecError(f"{fact}; unpack it, if you trust it, and give the unpacked file")
+        raise SpecError(
+            f"{path} unpacks to more than {MAX_UNPACKED_BYTES:,} bytes; unpack it, if you trust "
+            "it, and give the unpacked file"
+        )
 
 
 def _read_error(path: Path, error: OSError) -> SpecError:
@@ -130,27 +127,27 @@ def _read_error(path: Path, error: OSError) -> SpecError:
 def read_text_chunks(path: Path) -> Iterator[str]:
     """The text of a UTF-8 file in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    bytes_read = num_lines = 0
+    bytes_read = 0
+    num_lines = 1
     for chunk in chain(read_chunks(path), [b""]):
-        start = bytes_read - len(
-            decoder.getstate()[0]
-        )  # the decoder may hold the first bytes of a character
+        # The decoder may hold the first bytes of a character.
+        start = bytes_read - len(decoder.getstate()[0])
         bytes_read += len(chunk)
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            offset, line = (
-                start + error.start,
-                num_lines + error.object[: error.start].count(b"\n") + 1,
-            )
-            fact = f"byte {error.object[error.start]:#04x} at offset {offset}, in line {line}"
+            line = num_lines + error.object[: error.start].count(b"\n")
             raise SpecError(
-                f"{path} is not UTF-8 text: {fact}; convert it, for example with iconv -t utf-8"
+                f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
+                f"{start + error.start}, in line {line}; convert it, for example with iconv -t utf-8"
             ) from None
-        if (nul := text.find("\0")) >= 0:
-            offset, line = start + len(text[:nul].encode()), num_lines + text[:nul].count("\n") + 1
-            fact = f"a NUL byte at offset {offset}, in line {line}"
-            raise SpecError(f"{path} is binary or UTF-16, with {fact}; give plain text in UTF-8")
+        before, nul, _ = text.partition("\0")
+        if nul:
+            raise SpecError(
+                f"{path} is binary or UTF-16, with a NUL byte at offset "
+                f"{start + len(before.encode())}, in line {num_lines + before.count(chr(10))}; give "
+                "plain text in UTF-8"
+            )
         num_lines += text.count("\n")
         if text:
             yield text
@@ -178,14 +175,11 @@ SPLIT_NAMES = {
 }
 
 
-def find_splits(folder: Path, suffixes: Collection[str] = ("",)) -> dict[str, Path]:
-    """Files or folders of each split, found by their names, such as train.bin and val.bin."""
-    split_of_name = {
-        f"{word}{suffix}": split
-        for split, words in SPLIT_NAMES.items()
-        for word in words
-        for suffix in suffixes
-    }
+def find_splits(folder: Path) -> dict[str, Path]:
+    """The folders of each split, found by their names, such as train and val."""
+    split_of_name: dict[str, str] = {}
+    for split, words in SPLIT_NAMES.items():
+        split_of_name |= dict.fromkeys(words, split)
     paths: dict[str, Path] = {}
     for name in sorted(os.listdir(folder)):
         split = split_of_name.get(name, "")

@@ -56,7 +56,8 @@ class Vocabulary(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a sequence of ids; special tokens, such as the end of an answer, are left out."""
         id_list = [int(token_id) for token_id in ids]
-        if invalid := [token_id for token_id in id_list if not 0 <= token_id < self.size]:
+        invalid = [token_id for token_id in id_list if not 0 <= token_id < self.size]
+        if invalid:
             raise ValueError(
                 f"the id {invalid[0]} is outside the vocabulary of {self.size} ids; use "
                 f"0..{self.size - 1}"
@@ -91,14 +92,13 @@ class CharVocabulary(Vocabulary):
 
     def __init__(self, alphabet: Iterable[str]) -> None:
         chars = sorted(set(alphabet))
-        tokenizer = Tokenizer(
-            WordLevel({char: n for n, char in enumerate(chars)}, unk_token="<unk>")
-        )
+        ids = {char: n for n, char in enumerate(chars)}
+        tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         super().__init__(tokenizer)
         self._code_points = np.array(
-            [ord(char) for char in chars], np.uint32
+            list(map(ord, chars)), np.uint32
         )  # sorted; the id is the index
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
@@ -107,7 +107,8 @@ class CharVocabulary(Vocabulary):
     def _encode(self, text: str) -> IdArray:
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = np.searchsorted(self._code_points, codes).clip(max=self.size - 1)
-        if len(unknown := np.flatnonzero(self._code_points[ids] != codes)):
+        unknown = np.flatnonzero(self._code_points[ids] != codes)
+        if len(unknown):
             at = int(unknown[0])
             raise SpecError(
                 f"the character {text[at]!r} at offset {at} is not in the vocabulary of "
@@ -131,12 +132,12 @@ class SubwordVocabulary(Vocabulary):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        tokenizer.encode_special_tokens = (
-            True  # "</s>" in the input is ordinary text, not the special token
-        )
+        # "</s>" in the input is ordinary text, not the special token.
+        tokenizer.encode_special_tokens = True
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
-        remaining, ids = iter(texts), list[IdArray]()
+        remaining = iter(texts)
+        ids: list[IdArray] = []
         while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
             encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             ids += [np.array(encoding.ids, self.dtype) for encoding in encodings]
@@ -178,8 +179,7 @@ def train_bpe(
     if vocab_size < min_size:
         raise SpecError(
             f"vocab={vocab_size} is too small for 256 bytes and {len(special_tokens)} special "
-            "tokens; "
-            f"use {min_size} or more"
+            f"tokens; use {min_size} or more"
         )
     tokenizer = _byte_level_tokenizer(BPE(), splitting="words")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -218,12 +218,12 @@ def _byte_alphabet() -> dict[str, int]:
     """Character for each byte, as in GPT-2: printable bytes stand for themselves, others use code
     points from 256.
     """
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
+    alphabet: dict[str, int] = {}
+    others = 256
+    for byte in range(256):
+        if chr(byte).isprintable() and chr(byte) not in " \xa0\xad":
+            alphabet[chr(byte)] = byte
+        else:
+            alphabet[chr(others)] = byte
+            others += 1
+    return alphabet

@@ -72,7 +72,8 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
     net.eval()
     try:
         examples = examples_from_task(net, task, num_texts).examples_with_frequencies()
-        diversity, support = LayerDiversity(), HeadSupport()
+        diversity = LayerDiversity()
+        support = HeadSupport()
         table = classify_heads(measure_heads(net, examples, collectors=[diversity, support]))
     except ValueError as error:
         return {"note": str(error)}
@@ -93,33 +94,21 @@ def _means(table: HeadTable, kind: str) -> dict[str, float]:
     """Mean over heads of the values or chance levels of every measure that has them."""
     means: dict[str, float] = {}
     for name in HEAD_MEASURES:
-        values = [
-            getattr(head.measures[name], kind) for head in table.heads if name in head.measures
-        ]
-        if finite := [value for value in values if value is not None and math.isfinite(value)]:
+        measures = [head.measures[name] for head in table.heads if name in head.measures]
+        values = [getattr(measure, kind) for measure in measures]
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if finite:
             means[name] = sum(finite) / len(finite)
     return means
 
 
-class LayerDiversity:
-    """Collects the diversity of the heads within each layer during `measure_heads`."""
-
-    def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0.0
-
-    @property
-    def value(self) -> float | None:
-        """Mean over rows and layers; None if no layer has two heads."""
-        return self._sum / self._count if self._count else None
+class BandCollector:
+    """Base class of collectors that read the weights of all heads during `measure_heads`, and
+    measure no single head.
+    """
 
     def start_example(self, example: Example) -> None:
         """Nothing is needed of an example."""
-
-    def add_band(self, site: str, band: WeightBand) -> None:
-        """Add the rows of a band."""
-        heads, rows, _ = band.w_HTS.shape
-        sums, counts = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
-        self._sum, self._count = self._sum + float(sums[0]), self._count + float(counts[0])
 
     def finish_example(self) -> None:
         """Nothing is kept of an example."""
@@ -129,10 +118,28 @@ class LayerDiversity:
         return {}
 
 
-class HeadSupport:
-    """Collects the number of keys to which each head gives a weight above 0
-    during `measure_heads`.
-    """
+class LayerDiversity(BandCollector):
+    """Collects the diversity of the heads within each layer."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._count = 0.0
+
+    @property
+    def value(self) -> float | None:
+        """Mean over rows and layers; None if no layer has two heads."""
+        return self._sum / self._count if self._count else None
+
+    def add_band(self, site: str, band: WeightBand) -> None:
+        """Add the rows of a band."""
+        heads, rows, _ = band.w_HTS.shape
+        sums, counts = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
+        self._sum += float(sums[0])
+        self._count += float(counts[0])
+
+
+class HeadSupport(BandCollector):
+    """Collects the number of keys to which each head gives a weight above 0."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], tuple[float, int]] = {}
@@ -142,21 +149,11 @@ class HeadSupport:
         """Mean number of keys over the rows of each head."""
         return [total / count for total, count in self._sums.values()]
 
-    def start_example(self, example: Example) -> None:
-        """Nothing is needed of an example."""
-
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add the rows of a band."""
         for head, keys in enumerate((band.w_HTS > 0).sum(-1).tolist()):
             total, count = self._sums.get((site, head), (0.0, 0))
-            self._sums[site, head] = total + sum(keys), count + len(keys)
-
-    def finish_example(self) -> None:
-        """Nothing is kept of an example."""
-
-    def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """No measures of single heads."""
-        return {}
+            self._sums[site, head] = (total + sum(keys), count + len(keys))
 
 
 class _CallHook:
@@ -174,13 +171,14 @@ class _CallHook:
         """
         if not isinstance(call, HeadwiseCall):
             return
-        stages, allowed = score_stages(call), call.allowed_pairs(slice(0, MAX_QUERIES))
+        stages = score_stages(call)
+        allowed = call.allowed_pairs(slice(0, MAX_QUERIES))
         if "scores" in stages:
             scores = stages["scores"]
             final = stages.get("mixed", scores)
-            self.scores.append(
-                (_row_deviation(final, allowed), _mean_rank(final), _change(scores, final, allowed))
-            )
+            rank = float(effective_rank(final[0].float()).mean())
+            change = _change(scores, final, allowed)
+            self.scores.append((_row_deviation(final, allowed), rank, change))
         self.gates += [(gate != 0).float().mean((0, 1)).flatten() for gate in call.inputs.gates]
 
     def on_head_outputs(self, outputs: Tensor) -> None:
@@ -198,18 +196,13 @@ def _row_deviation(scores_BHTS: Tensor, allowed: Tensor) -> float:
     return float((squares / (count - 1).clamp(min=1)).sqrt()[count > 1].mean())
 
 
-def _mean_rank(scores_BHTS: Tensor) -> float:
-    return float(effective_rank(scores_BHTS[0].float()).mean())
-
-
 def _change(before_BHTS: Tensor, after_BHTS: Tensor, allowed: Tensor) -> float:
-    allowed = allowed.expand(before_BHTS.shape)
-    difference, scores = (
-        (x.masked_fill(~allowed, 0)) for x in (after_BHTS - before_BHTS, before_BHTS)
-    )
-    return float(
-        difference.norm() / scores.norm()
-    )  # NaN or infinite without scores, as of weights learned by position
+    """Size of the change as a share of the scores; NaN or infinite without scores, as of weights
+    learned by position.
+    """
+    forbidden = ~allowed.expand(before_BHTS.shape)
+    difference = (after_BHTS - before_BHTS).masked_fill(forbidden, 0)
+    return float(difference.norm() / before_BHTS.masked_fill(forbidden, 0).norm())
 
 
 def _summarise_calls(net: Transformer, examples: Sequence[Example]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class ModelEdit:
     - `steps`: training steps after the edit, with the recipe of the cell.
     """
 
-    change: str
+    change: str = ""
     share: float = 0.0
     count: int = 0
     kv: int = 0
@@ -68,23 +68,11 @@ class ModelEdit:
     @staticmethod
     def parse(name: str, values: Mapping[str, Any]) -> ModelEdit:
         """Read the table of an edit; raises SpecError for unknown fields and values."""
-        field_names = [one.name for one in fields(ModelEdit)]
-        for key in values:
-            if key not in field_names:
-                raise SpecError(f"edits.{name} has no field {key!r}; {suggest(key, field_names)}")
         record = Record(f"edits.{name}", values, "correct the file")
-        edit = ModelEdit(
-            record.read_text("change", ""),
-            record.read_number("share", 0.0),
-            record.read_int("count", default=0),
-            record.read_int("kv", default=0),
-            record.read_text("mode", "zero"),
-            record.read_text("ranking", "random"),
-            record.read_int("gate_steps", default=100),
-            record.read_text("align", "none"),
-            record.read_int("texts", default=32),
-            record.read_int("steps", default=0),
-        )
+        record.check_fields(one.name for one in fields(ModelEdit))
+        readers = {str: record.read_text, float: record.read_number, int: record.read_int}
+        given = [one for one in fields(ModelEdit) if one.name in values]
+        edit = ModelEdit(**{one.name: readers[type(one.default)](one.name) for one in given})
         edit.check(name)
         return edit
 
@@ -97,7 +85,8 @@ class ModelEdit:
             "align": tuple(ALIGN_SIDES),
         }
         for key, allowed in choices.items():
-            if (value := getattr(self, key)) not in allowed:
+            value = getattr(self, key)
+            if value not in allowed:
                 raise SpecError(
                     f"edits.{name}.{key} = {value!r} is unknown; {suggest(value, allowed)}"
                 )
@@ -136,24 +125,22 @@ def describe_edits(edits: Mapping[str, ModelEdit]) -> str:
     """
     sentences: list[str] = []
     for name, edit in edits.items():
-        heads = pluralise(edit.kv, "key-value head")
-        chosen = (
-            "chosen at random"
-            if edit.ranking == "random"
-            else f"the least important by {edit.ranking}"
-        )
-        text = {
-            "ablate": f"{_amount(edit)} replaced ({edit.mode}), {chosen}",
-            "prune": f"{edit.share:.0%} of the heads pruned, {chosen}",
-            "convert": f"{heads} in each layer, means of neighbours (aligned: {edit.align})",
-        }[edit.change].replace("%", " %")
-        trained = f", then {pluralise(edit.steps, 'training step')}" if edit.steps else ""
-        sentences.append(f"{name}: {text}{trained}.")
+        chosen = f"the least important by {edit.ranking}"
+        if edit.ranking == "random":
+            chosen = "chosen at random"
+        amount = f"{100 * edit.share:.0f} % of the heads"
+        if edit.count:
+            amount = f"{edit.count} of all heads"
+        text = f"{amount} pruned, {chosen}"
+        if edit.change == "ablate":
+            text = f"{amount} replaced ({edit.mode}), {chosen}"
+        elif edit.change == "convert":
+            heads = pluralise(edit.kv, "key-value head")
+            text = f"{heads} in each layer, means of neighbours (aligned: {edit.align})"
+        if edit.steps:
+            text += f", then {pluralise(edit.steps, 'training step')}"
+        sentences.append(f"{name}: {text}.")
     return " ".join(sentences)
-
-
-def _amount(edit: ModelEdit) -> str:
-    return f"{edit.count} of all heads" if edit.count else f"{edit.share:.0%} of the heads"
 
 
 def evaluate_edit(
@@ -163,7 +150,8 @@ def evaluate_edit(
     edit.
     """
     examples = examples_from_task(net, task, edit.texts).examples
-    edited, context = net, nullcontext()
+    edited = net
+    context = nullcontext()
     if edit.change == "ablate":
         scores = score_heads(net, examples, HeadRanking(edit.ranking, seed=recipe.seed)).scores
         count = edit.count or round(edit.share * len(scores))
@@ -172,9 +160,8 @@ def evaluate_edit(
     elif edit.change == "prune":
         edited = prune(net, _selection(edit, recipe), examples).after
     else:
-        edited = convert(
-            net, Pool(edit.kv, align=edit.align, seed=recipe.seed), examples, kind="self"
-        ).after
+        pool = Pool(edit.kv, align=edit.align, seed=recipe.seed)
+        edited = convert(net, pool, examples, kind="self").after
     if edit.steps:
         edited = _retrain(edited, task, recipe, edit.steps, folder)
     with context:

@@ -42,7 +42,6 @@ def draw_task(
     yield from _draw_costs(results, task, of_task)
     yield from _draw_losses(results, task)
     yield from draw_lengths(results, task, of_task)
-    yield from _draw_heads(results, task)
 
 
 def draw_differences(
@@ -185,26 +184,6 @@ def draw_lengths(
 def _longest(task: Task) -> int:
     """Tokens of the longest of a few inputs."""
     return task.batch(0, 64, "test").labels.shape[-1]
-
-
-def _draw_heads(results: StudyResults, task: StudyTask) -> Iterator[Figure]:
-    """Weight on tokens after an earlier occurrence, and entropy, if measured during training."""
-    for measure in ("induction", "entropy"):
-        curves: dict[str, Points] = {}
-        for variant in results.study.variants:
-            values: dict[int, list[float]] = {}
-            for one in results.done_cells(variant, task.name):
-                last = {f"step {one.result['steps']}": one.result["heads"]}
-                for place, summary in (one.result["heads_at"] | last).items():
-                    if place.startswith("step ") and measure in summary.get("measures", {}):
-                        step = int(place.removeprefix("step "))
-                        values.setdefault(step, []).append(summary["measures"][measure])
-            curves[variant] = [
-                (float(step), sum(column) / len(column)) for step, column in sorted(values.items())
-            ]
-        if any(len(points) > 2 for points in curves.values()):
-            title = f"{task.name}: {measure} during training, mean over heads and seeds"
-            yield from _curves_figure(title, {"step": curves}, measure)
 
 
 def draw_decoding(decoding: Mapping[str, Any]) -> Iterator[Figure]:
