@@ -367,7 +367,9 @@ class TrainingSetup:
         net = self._make_model()
         world = self.ranks
         torch.manual_seed(derive_worker_seed(self.recipe.seed, world.worker_index))
-        batches = [self.task.batch(index, self.recipe.batch) for index in range(TRIAL_BATCHES)]
+        size = self.recipe.batch
+        batches = [self.first_batch]
+        batches += [self.task.batch(index, size) for index in range(1, TRIAL_BATCHES)]
         for index, batch in enumerate(batches):
             check_batch(batch, self.model_spec, f"batch {index}")
         shards = [world.shard(batch).batch for batch in batches]
