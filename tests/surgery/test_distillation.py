@@ -23,8 +23,8 @@ from headwise.surgery.distillation import (
     DistillationBatch,
     DistillationLoader,
     DistillationTexts,
+    Retraining,
     RetrainingPoint,
-    Student,
     UptrainingOptions,
     uptrain,
 )
@@ -386,7 +386,7 @@ def test_an_interrupt_returns_the_best_model_so_far(how):
     examples = DistillationLoader(
         DistillationTexts(student, make_examples(teacher, 20)), uptraining_options
     )
-    pupil = Student(found.net, teacher, examples, [])
+    pupil = Retraining(found.net, teacher, examples, [])
     assert pupil.held_out_loss(found.net) == pytest.approx(found.curve[-1].held_out, abs=1e-12)
 
 

@@ -261,7 +261,7 @@ def test_a_plan_lists_the_heads_it_keeps():
         (lambda: KeepTop(6, RANDOM_RANKING), "no head would be removed: 12 of 12 heads kept"),
         (
             lambda: KeepTop(99, RANDOM_RANKING, scope="model"),
-            "cannot keep 99 heads: the model has 12. Give amount <= 11",
+            "cannot keep 99 heads of the model: it has 12. Give amount <= 12",
         ),
         (lambda: KeepTop(0.5, HeadRanking("loudness")), "unknown ranking method 'loudness'"),
         (

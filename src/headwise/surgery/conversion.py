@@ -30,6 +30,7 @@ from .attention_replacement import (
     replace_attentions,
 )
 from .head_alignment import (
+    SIMILARITY_KINDS,
     AlignmentResult,
     CrossProducts,
     align_heads,
@@ -130,13 +131,11 @@ class Pool(AttentionConversion):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("align", ALIGN_SIDES),
-            ("grouping", GROUPINGS),
-            ("score", ("distance", "cosine")),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                raise SpecError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
+        choices = {"align": ALIGN_SIDES, "grouping": GROUPINGS, "score": SIMILARITY_KINDS}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise SpecError(f"unknown {name}={value!r}; {suggest(str(value), allowed)}")
 
     @property
     def needs_statistics(self) -> bool:
@@ -152,18 +151,12 @@ class Pool(AttentionConversion):
     @property
     def summary(self) -> str:
         """The converted layer in one clause."""
-        if self.align == "none":
-            aligned = ""
-        else:
-            aligned = (
-                f", after aligning {'keys and values' if self.align == 'both' else self.align}"
-            )
+        sides = "keys and values" if self.align == "both" else self.align
+        aligned = "" if self.align == "none" else f", after aligning {sides}"
         if self.kv == 1:
             return f"one key-value head per layer, the mean of all{aligned}"
-        return (
-            f"{self.kv} key-value heads per layer, means of "
-            f"{_describe_grouping(self.grouping)}{aligned}"
-        )
+        heads = "neighbours" if self.grouping == "consecutive" else "similar heads"
+        return f"{self.kv} key-value heads per layer, means of {heads}{aligned}"
 
     def convert_layer(
         self,
@@ -172,47 +165,31 @@ class Pool(AttentionConversion):
         statistics: KVStatistics,
         importance: Sequence[float],
     ) -> ConvertedLayer:
-        groups = self._group_heads(spec, weights, statistics)
-        spec.with_heads(
-            kv=self.kv
-        )  # raises before heads are aligned if parts of the layer need more key-value heads
-        alignment = AlignmentResult(dict(weights), {}, {})
-        if sides := ALIGN_SIDES[self.align]:
+        groups = group_adjacent_heads(spec.heads.kv, self.kv)  # raises for unequal groups
+        if self.grouping == "similar":
+            assert statistics is not None
+            symmetry, _ = find_symmetry(spec, weights, "v")
+            similarity = compute_similarity(statistics["v"], symmetry, kind=self.score)
+            groups = group_similar_heads(similarity, self.kv, seed=self.seed)
+        spec.with_heads(kv=self.kv)  # raises before alignment if parts need more key-value heads
+        alignment, sides = AlignmentResult(dict(weights), {}, {}), ALIGN_SIDES[self.align]
+        if sides:
             assert statistics is not None
             alignment = align_heads(spec, weights, groups, statistics, sides=sides)
-            if alignment.skip_reasons.keys() == set(sides):
-                raise SpecError(
-                    f"cannot align heads: {'; '.join(alignment.skip_reasons.values())}. Use "
-                    "align='none'"
-                )
-        notes = tuple(
-            f"{KV_NAMES[side]} were not aligned: {reason}"
-            for side, reason in alignment.skip_reasons.items()
-        )
+        skipped = alignment.skip_reasons
+        if sides and skipped.keys() == set(sides):
+            raise SpecError(f"cannot align heads: {'; '.join(skipped.values())}. Use align='none'")
+        notes = [f"{KV_NAMES[side]} were not aligned: {skipped[side]}" for side in skipped]
         errors = {
-            side: error
-            for side, error in alignment.pooling_errors.items()
-            if side not in alignment.skip_reasons
+            side: error for side, error in alignment.pooling_errors.items() if side not in skipped
         }
-        pooled_spec, pooled_weights = make_groups_contiguous(
-            *head_axis_ops.share_kv_heads(spec, alignment.weights, groups)
-        )
+        pooled = head_axis_ops.share_kv_heads(spec, alignment.weights, groups)
         return ConvertedLayer(
-            pooled_spec, pooled_weights, alignment.weights if sides else None, groups, errors, notes
-        )
-
-    def _group_heads(
-        self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics
-    ) -> HeadGroups:
-        if self.grouping == "consecutive":
-            return group_adjacent_heads(spec.heads.kv, self.kv)
-        assert statistics is not None
-        group_adjacent_heads(
-            spec.heads.kv, self.kv
-        )  # raises if the heads do not divide into equal groups
-        symmetry, _ = find_symmetry(spec, weights, "v")
-        return group_similar_heads(
-            compute_similarity(statistics["v"], symmetry, kind=self.score), self.kv, seed=self.seed
+            *make_groups_contiguous(*pooled),
+            alignment.weights if sides else None,
+            groups,
+            errors,
+            tuple(notes),
         )
 
 
@@ -234,8 +211,7 @@ class ToMHA(AttentionConversion):
         statistics: KVStatistics,
         importance: Sequence[float],
     ) -> ConvertedLayer:
-        split_spec, split_weights = head_axis_ops.split_kv_heads(spec, weights)
-        return ConvertedLayer(split_spec, split_weights)
+        return ConvertedLayer(*head_axis_ops.split_kv_heads(spec, weights))
 
 
 @dataclass(frozen=True)
@@ -258,8 +234,7 @@ class ToLatent(AttentionConversion):
         statistics: KVStatistics,
         importance: Sequence[float],
     ) -> ConvertedLayer:
-        latent_spec, latent_weights = convert_to_latent(spec, weights)
-        return ConvertedLayer(latent_spec, latent_weights)
+        return ConvertedLayer(*convert_to_latent(spec, weights))
 
 
 @dataclass(frozen=True)
@@ -321,23 +296,15 @@ class ToMixtureOfHeads(AttentionConversion):
         statistics: KVStatistics,
         importance: Sequence[float],
     ) -> ConvertedLayer:
-        if not 0 <= self.num_always_active <= len(importance):
+        count = self.num_always_active
+        if not 0 <= count <= len(importance):
             raise SpecError(
                 f"num_always_active must be between 0 and {len(importance)}, the number of heads, "
-                "got "
-                f"{self.num_always_active}"
+                f"got {count}"
             )
-        always_active = sorted(range(len(importance)), key=lambda head: -importance[head])[
-            : self.num_always_active
-        ]
-        routed_spec, routed_weights = convert_to_mixture_of_heads(
-            spec, weights, sorted(always_active), self.num_active
-        )
-        return ConvertedLayer(routed_spec, routed_weights)
-
-
-def _describe_grouping(grouping: str) -> str:
-    return "neighbours" if grouping == "consecutive" else "similar heads"
+        ranked = sorted(range(len(importance)), key=lambda head: -importance[head])
+        routed = convert_to_mixture_of_heads(spec, weights, sorted(ranked[:count]), self.num_active)
+        return ConvertedLayer(*routed)
 
 
 # --- Conversion of a whole model ------------------------------------------------------------------
@@ -374,66 +341,54 @@ class ConversionResult:
 
         It is made anew at each access, in float32 if `before` has 16 bits.
         """
-        aligned = {
-            site: AttentionChange(get_attention(self.before, site).spec, layer.equivalent_weights)
-            for site, layer in self.layers.items()
-            if layer.equivalent_weights is not None
-        }
+        aligned = dict[str, AttentionChange]()
+        for site, layer in self.layers.items():
+            if layer.equivalent_weights is not None:
+                spec = get_attention(self.before, site).spec
+                aligned[site] = AttentionChange(spec, layer.equivalent_weights)
         return self._in_float32(aligned) if aligned else None
 
     @property
     def proof_options(self) -> dict[str, Any]:
         """The arguments of `ProofOptions` that check this change."""
+
+        def convert_in_float32() -> Transformer:
+            return self._in_float32(_attention_changes(self.layers))
+
         equivalents = dict[str, Callable[[], Any]]()
         if any(layer.equivalent_weights is not None for layer in self.layers.values()):
             equivalents["aligned, before heads are pooled"] = lambda: self.equivalent
         if self.conversion.is_exact:
-            equivalents["the new form, an exact rewrite"] = self._converted_in_float32
+            equivalents["the new form, an exact rewrite"] = convert_in_float32
         return {
             "equivalents": equivalents,
             "surgery_pair": (self.before, self.after),
-            "exact_change": self._converted_in_float32,
+            "exact_change": convert_in_float32,
         }
-
-    def _converted_in_float32(self) -> Transformer:
-        return self._in_float32(_attention_changes(self.layers))
 
     def _in_float32(self, changes: Mapping[str, AttentionChange]) -> Transformer:
-        return replace_attentions(
-            cast_model(self.before, full_precision(parameter_dtype(self.before))), changes
-        )
+        dtype = full_precision(parameter_dtype(self.before))
+        return replace_attentions(cast_model(self.before, dtype), changes)
 
     @property
-    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+    def groups(self) -> dict[str, HeadGroups]:
         """The groups of key-value heads that were pooled, by site."""
-        return {
-            site: tuple(map(tuple, layer.groups))
-            for site, layer in self.layers.items()
-            if layer.groups
-        }
+        groups = {site: layer.groups for site, layer in self.layers.items() if layer.groups}
+        return {site: tuple(map(tuple, own)) for site, own in groups.items()}
 
     @property
     def data(self) -> dict[str, Any]:
         """The conversion as JSON-serialisable values."""
-        groups = {
-            site: [list(group) for group in site_groups]
-            for site, site_groups in self.groups.items()
-        }
-        conversion = {
-            "name": type(self.conversion).__name__.lower(),
-            "options": repr(self.conversion),
-            "sentence": self.conversion.summary,
-        }
-        errors = {
-            site: dict(layer.pooling_errors)
-            for site, layer in self.layers.items()
-            if layer.pooling_errors
-        }
+        errors = {site: dict(own.pooling_errors) for site, own in self.layers.items()}
         return {
             "operation": "convert",
-            "conversion": conversion,
-            "groups": groups,
-            "pooling_errors": errors,
+            "conversion": {
+                "name": type(self.conversion).__name__.lower(),
+                "options": repr(self.conversion),
+                "sentence": self.conversion.summary,
+            },
+            "groups": {site: list(map(list, groups)) for site, groups in self.groups.items()},
+            "pooling_errors": {site: own for site, own in errors.items() if own},
             "notes": list(self.notes),
         }
 
@@ -506,31 +461,24 @@ def _attention_changes(
     """Return the changes of all layers, with weights of float32 rounded to the
     dtype of the model.
     """
-    return {
-        site: AttentionChange(
-            layer.spec,
-            {
-                name: w.to(dtype) if w.dtype == torch.float32 else w
-                for name, w in layer.weights.items()
-            },
-        )
-        for site, layer in layers.items()
-    }
+    changes = dict[str, AttentionChange]()
+    for site, layer in layers.items():
+        rounded = dict(layer.weights)
+        for name, weight in layer.weights.items():
+            rounded[name] = weight.to(dtype) if weight.dtype == torch.float32 else weight
+        changes[site] = AttentionChange(layer.spec, rounded)
+    return changes
 
 
 def _pooling_notes(layers: Mapping[str, ConvertedLayer]) -> Iterator[str]:
     """Yield the range of pooling errors over all layers, aligned and unaligned."""
     for side, name in KV_NAMES.items():
-        errors = [
-            layer.pooling_errors[side] for layer in layers.values() if side in layer.pooling_errors
-        ]
+        errors = [own.pooling_errors[side] for own in layers.values() if side in own.pooling_errors]
         if errors:
-            (low, high), (least, most) = (
-                (min(column), max(column)) for column in zip(*errors, strict=True)
-            )
+            unaligned, aligned = zip(*errors, strict=True)
             yield (
-                f"pooling {name} loses {least:.0%} to {most:.0%} of their squared norm, "
-                f"unaligned {low:.0%} to {high:.0%}"
+                f"pooling {name} loses {min(aligned):.0%} to {max(aligned):.0%} of their squared "
+                f"norm, unaligned {min(unaligned):.0%} to {max(unaligned):.0%}"
             )
 
 
@@ -545,23 +493,18 @@ def _convert_layers(
     ranking, layers = conversion.importance_ranking, dict[str, ConvertedLayer]()
     scores = {} if ranking is None else score_heads(net, examples, ranking, log).scores
     for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
-        log(
-            f"collecting keys and values of {len(batches)} examples: {group[0]} and "
-            f"{len(group) - 1} more"
-        )
-        counted = count_items(batches, log, "collecting keys and values", "texts")
-        statistics = (
-            collect_kv_statistics(net.eval(), counted, group) if conversion.needs_statistics else {}
-        )
+        statistics = dict[str, dict[str, CrossProducts]]()
+        if conversion.needs_statistics:
+            log(f"collecting keys and values: {group[0]} and {len(group) - 1} more")
+            counted = count_items(batches, log, "collecting keys and values", "texts")
+            statistics = collect_kv_statistics(net.eval(), counted, group)
         for site in group:
-            spec, parameters = get_attention(net, site).spec, get_attention_parameters(net, site)
-            weights = {
-                name: w.to(full_precision(w.dtype)) if w.is_floating_point() else w
-                for name, w in parameters.items()
-            }
-            importance = [
-                scores.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))
-            ]
+            spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+            for name, weight in weights.items():
+                if weight.is_floating_point():
+                    weights[name] = weight.to(full_precision(weight.dtype))
+            heads = range(len(spec.score_head_of_output))
+            importance = [scores.get((site, head), math.inf) for head in heads]
             log(f"{site}: {conversion.summary}")
             try:
                 layers[site] = conversion.convert_layer(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..data import IGNORE_INDEX
 from ..data.example_order import EpochOrder, make_rng
 from ..errors import SpecError, TrainingDiverged, pluralise
+from ..generation import eval_mode
 from ..head_analysis.annotated_examples import Example
 from ..head_analysis.objectives import EvaluationInput, Objective, choose_objective
 from ..interfaces.part import CheckedDataclass
@@ -142,78 +143,62 @@ class DistillationTexts:
         self.has_loss = questions[0].labels is not None
         self.numbers = [number for number, question in enumerate(questions) if question.num_targets]
         num_skipped = len(examples) - len(self.numbers)
-        self.notes = tuple(
-            filter(
-                None,
-                [
-                    note,
-                    f"left out {pluralise(num_skipped, 'text')} without targets"
-                    if num_skipped
-                    else "",
-                ],
-            )
-        )
+        skipped = f"left out {pluralise(num_skipped, 'text')} without targets"
+        self.notes = tuple(filter(None, [note, skipped if num_skipped else ""]))
 
     def make_batch(self, numbers: Sequence[int], epoch_seed: int = 0) -> DistillationBatch:
         """Return a padded batch of these texts; random masks, if the objective has any, differ by
         `epoch_seed`.
         """
-        return collate_questions(
-            self.net, [self._question(number, epoch_seed) for number in numbers]
-        )
+        questions = [self._question(number, epoch_seed) for number in numbers]
+        return collate_questions(self.net, questions)
 
     def _question(self, number: int, epoch_seed: int = 0) -> EvaluationInput:
         """Return the input and labels of a text; all texts are checked once
         before training starts.
         """
-        question = self.objective.prepare_input(
-            self.net, self.examples[number], number + epoch_seed * len(self.examples)
-        )
-        if wrong := [
-            name
-            for name in question.inputs.kwargs
-            if name not in (*STREAM_ARGUMENTS, *STREAM_ARGUMENTS.values())
-        ]:
-            raise SpecError(
-                f"cannot train on text {number}: it has the input {wrong[0]!r}. Supported are "
-                f"{' and '.join(STREAM_ARGUMENTS)}"
-            )
+        seed = number + epoch_seed * len(self.examples)
+        question = self.objective.prepare_input(self.net, self.examples[number], seed)
+        for name in question.inputs.kwargs:
+            if name not in (*STREAM_ARGUMENTS, *STREAM_ARGUMENTS.values()):
+                raise SpecError(
+                    f"cannot train on text {number}: it has the input {name!r}. Supported are "
+                    f"{' and '.join(STREAM_ARGUMENTS)}"
+                )
         if question.inputs.args:
             raise SpecError(
                 f"cannot train on text {number}: it has positional inputs. Give named ones such "
                 "as {'x': ids}"
             )
-        if epoch_seed == 0:
-            _check_labels(self.net, question, number)
+        if epoch_seed == 0 and question.labels is not None:
+            _check_labels(self.net, question.labels, question.inputs.kwargs, number)
         return question
 
 
-def _check_labels(net: Transformer, question: EvaluationInput, number: int) -> None:
-    if question.labels is None:
-        return
-    num_positions, num_classes = (
-        _count_positions(net, question.inputs.kwargs),
-        net.spec.heads[0].outputs,
-    )
-    if len(question.labels) != num_positions:
-        fact = (
-            f"text {number} has {num_positions} output positions and {len(question.labels)} labels"
+def _check_labels(
+    net: Transformer, all_labels: Tensor, inputs: Mapping[str, Any], number: int
+) -> None:
+    num_positions, num_classes = _count_positions(net, inputs), net.spec.heads[0].outputs
+    if len(all_labels) != num_positions:
+        raise SpecError(
+            f"text {number} has {num_positions} output positions and {len(all_labels)} labels; "
+            "give one label per position"
         )
-        raise SpecError(f"{fact}; give one label per position")
-    labels = question.labels[question.labels != IGNORE_INDEX]
-    if len(wrong := labels[(labels < 0) | (labels >= num_classes)]):
-        fact = f"text {number} has the label {int(wrong[0])}, the model has {num_classes} outputs"
-        raise SpecError(f"{fact}; give labels in 0..{num_classes - 1}")
+    labels = all_labels[all_labels != IGNORE_INDEX]
+    wrong = labels[(labels < 0) | (labels >= num_classes)]
+    if len(wrong):
+        raise SpecError(
+            f"text {number} has the label {int(wrong[0])}, the model has {num_classes} outputs; "
+            f"give labels in 0..{num_classes - 1}"
+        )
 
 
 def _count_positions(net: Transformer, inputs: Mapping[str, Any]) -> int:
     """Return the number of output positions of a text."""
     heads = net.spec.heads
-    return (
-        1
-        if heads and heads[0].at != "each"
-        else _count_stack_tokens(net.spec.stacks[-1], _ids(inputs["x"]))
-    )
+    if heads and heads[0].at != "each":
+        return 1
+    return _count_stack_tokens(net.spec.stacks[-1], _ids(inputs["x"]))
 
 
 def _ids(x: Tensor | TokenTypeInput) -> Tensor:
@@ -232,35 +217,30 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
     """Collate texts into one batch; shorter ones are padded on the right."""
     inputs: dict[str, Any] = {}
     names = set(questions[0].inputs.kwargs)
-    sequence_arguments = {*STREAM_ARGUMENTS.values()}
-    if any(
-        set(question.inputs.kwargs) | sequence_arguments != names | sequence_arguments
-        for question in questions
-    ):
+    arguments = {*STREAM_ARGUMENTS.values()}
+    if any(set(question.inputs.kwargs) | arguments != names | arguments for question in questions):
         raise SpecError(
             "some texts have a source and some have none; give a source with every text"
         )
-    for (stream, sequence_argument), stack in zip(
-        STREAM_ARGUMENTS.items(), (net.spec.stacks[-1], net.spec.stacks[0]), strict=True
-    ):
-        if stream in names:
-            rows = [question.inputs.kwargs[stream] for question in questions]
-            inputs[stream] = _stack_rows(rows)
-            sequences = [
-                _input_sequence(question.inputs.kwargs, stream, stack) for question in questions
-            ]
-            inputs[sequence_argument] = _stack_sequences(
-                sequences, _count_stack_tokens(stack, _ids(inputs[stream]))
-            )
+    stacks = {"x": net.spec.stacks[-1], "source": net.spec.stacks[0]}
+    for stream, argument in STREAM_ARGUMENTS.items():
+        if stream not in names:
+            continue
+        stack, rows = stacks[stream], [question.inputs.kwargs[stream] for question in questions]
+        inputs[stream] = _stack_rows(rows)
+        sequences = list[SequenceInfo]()
+        for question, row in zip(questions, rows, strict=True):
+            own, ids = question.inputs.kwargs.get(argument), _ids(row)
+            if own is None:
+                own = SequenceInfo.contiguous(0, _count_stack_tokens(stack, ids), ids.device)
+            sequences.append(own)
+        count = _count_stack_tokens(stack, _ids(inputs[stream]))
+        inputs[argument] = _stack_sequences(sequences, count)
     counts = [_count_positions(net, question.inputs.kwargs) for question in questions]
     positions = torch.arange(max(counts))[None] < torch.tensor(counts)[:, None]
     device = next(net.parameters()).device
-    label_rows = [question.labels for question in questions if question.labels is not None]
-    labels = (
-        _pad_rows([row[None] for row in label_rows], IGNORE_INDEX).to(device)
-        if label_rows
-        else None
-    )
+    label_rows = [question.labels[None] for question in questions if question.labels is not None]
+    labels = _pad_rows(label_rows, IGNORE_INDEX).to(device) if label_rows else None
     return DistillationBatch(inputs, positions.to(device), labels)
 
 
@@ -274,26 +254,15 @@ def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
     """Rows [1, tokens] of ids, or [1, ..., tokens, width], in one tensor."""
     axis = 1 if rows[0].dim() == 2 else -2
     longest = max(row.shape[axis] for row in rows)
-    no_padding = (0,) if axis == 1 else (0, 0, 0)
+    unpadded = (0,) if axis == 1 else (0, 0, 0)
     try:
-        return torch.cat(
-            [F.pad(row, (*no_padding, longest - row.shape[axis]), value=value) for row in rows]
-        )
+        padded = [F.pad(row, (*unpadded, longest - row.shape[axis]), value=value) for row in rows]
+        return torch.cat(padded)
     except (RuntimeError, IndexError):
         shapes = sorted({str(list(row.shape[1:])) for row in rows})
         raise SpecError(
             f"cannot batch texts of shapes {' and '.join(shapes)}. Use batch=1"
         ) from None
-
-
-def _input_sequence(inputs: Mapping[str, Any], stream: str, stack: StackSpec) -> SequenceInfo:
-    x = _ids(inputs[stream])
-    sequence = inputs.get(STREAM_ARGUMENTS[stream])
-    return (
-        SequenceInfo.contiguous(0, _count_stack_tokens(stack, x), x.device)
-        if sequence is None
-        else sequence
-    )
 
 
 def _stack_sequences(rows: Sequence[SequenceInfo], count: int) -> SequenceInfo | None:
@@ -413,100 +382,12 @@ class DistillationLoader:
             yield self.texts.make_batch(numbers), len(numbers)
 
 
-class Student:
-    """A model being trained, with or without a teacher; only parameters named in `trainable` are
-    updated.
-    """
-
-    def __init__(
-        self,
-        net: Transformer,
-        teacher: Transformer | None,
-        loader: DistillationLoader,
-        trainable: Collection[str],
-    ) -> None:
-        self.net, self.teacher, self.loader, self.options = net, teacher, loader, loader.options
-        has_loss = loader.texts.has_loss
-        self.alpha = self.options.alpha if has_loss else 1.0
-        if teacher is None and not has_loss:
-            raise SpecError(
-                f"{net.spec.name} has no loss on these texts and no teacher; give a teacher"
-            )
-        if teacher is None:
-            self.alpha = 0.0
-        heads = net.spec.heads
-        self._has_logits = bool(heads and heads[0].outputs)
-        parameters = {name: p for name, p in net.named_parameters() if name in trainable}
-        self._optimiser = (
-            AdamWOptimiser(group_parameters(parameters, net.spec, "matrices"), self.options.recipe)
-            if parameters
-            else None
-        )
-        self._parameters = list(parameters.values())
-        for name, parameter in net.named_parameters():
-            parameter.requires_grad_(name in trainable)
-
-    def loss(self, net: Transformer, batch: DistillationBatch) -> Tensor:
-        """Return the training loss of a batch, a mean over texts."""
-        outputs = batch.compute_outputs(net)
-        parts = []
-        if self.alpha < 1:
-            parts.append((1 - self.alpha) * batch.losses(outputs))
-        if self.alpha > 0:
-            parts.append(self.alpha * self._teacher_loss(batch, outputs))
-        return torch.stack(parts).sum(0).mean()
-
-    def _teacher_loss(self, batch: DistillationBatch, outputs: Tensor) -> Tensor:
-        assert self.teacher is not None
-        with torch.no_grad():
-            teacher_outputs = batch.compute_outputs(self.teacher)
-        if teacher_outputs.shape != outputs.shape:
-            fact = (
-                f"the teacher has {teacher_outputs.shape[-1]} outputs per position, the model "
-                f"{outputs.shape[-1]}"
-            )
-            raise SpecError(f"{fact}; use the model that this one was made from as the teacher")
-        if self._has_logits:
-            return batch.kl_divergences(outputs, teacher_outputs, self.options.temperature)
-        return batch.state_distances(outputs, teacher_outputs, self.options.states)
-
-    def held_out_loss(self, net: Transformer) -> float:
-        """Return the loss on the held-out texts, of this model or one derived from it."""
-        was_training = net.training
-        net.eval()
-        with torch.no_grad():
-            losses = [
-                (float(self.loss(net, batch)) * count, count)
-                for batch, count in self.loader.iter_held_out()
-            ]
-        net.train(was_training)
-        return sum(loss for loss, _ in losses) / sum(count for _, count in losses)
-
-    def step(self, step: int, extra_loss: Callable[[], Tensor | float]) -> float:
-        """Take one optimiser step; return the loss without `extra_loss`."""
-        self.net.train()
-        loss = self.loss(self.net, self.loader.get_batch(step))
-        (loss + extra_loss()).backward()
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        if not (loss.isfinite() and norm.isfinite()):
-            fact = f"loss {loss.item():g}, gradient norm {float(norm):g} at step {step}"
-            raise TrainingDiverged(f"{fact}; use a rate below {self.options.rate:g}")
-        if self.options.clip:
-            nn.utils.clip_grads_with_norm_(self._parameters, self.options.clip, norm)
-        if self._optimiser is not None:
-            self._optimiser.step(self.options.recipe.lr_at(step))
-        return loss.item()
-
-
 def cast_for_training(net: Transformer, student: Transformer) -> Transformer:
     """Return the student in float32 or more: in lower precision, small updates are lost to
     rounding.
     """
     dtype = torch.promote_types(next(net.parameters()).dtype, torch.float32)
     return student.to(dtype)
-
-
-# --- Training loop --------------------------------------------------------------------------------
 
 
 class RetrainingPoint(NamedTuple):
@@ -533,7 +414,7 @@ class AuxiliaryTraining(ABC):
     """Training of additional parameters next to the model, such as gates."""
 
     @abstractmethod
-    def extra_loss(self, step: int) -> Tensor | float:
+    def extra_loss(self, step: int) -> Tensor:
         """Return the term added to the loss of a step."""
 
     @abstractmethod
@@ -542,102 +423,140 @@ class AuxiliaryTraining(ABC):
 
     @property
     @abstractmethod
-    def num_open_gates(self) -> float | None:
-        """Expected number of open gates, None without gates."""
+    def num_open_gates(self) -> float:
+        """Expected number of open gates."""
 
 
-class NoAuxiliaryTraining(AuxiliaryTraining):
-    """No additional parameters."""
+class Retraining:
+    """Training of a model, with or without a teacher; only parameters named in `trainable` are
+    updated.
 
-    def extra_loss(self, step: int) -> float:
-        return 0.0
-
-    def step(self, step: int) -> None:
-        pass
-
-    @property
-    def num_open_gates(self) -> None:
-        return None
-
-
-class RetrainingLoop:
-    """Training loop of a student: its loss curve, and its weights at the best
-    or last evaluation.
+    `curve` has the evaluations, `saved_step` is the step of the weights that `run` leaves in `net`:
+    the best, or with keep="last" the last evaluation.
     """
 
     def __init__(
-        self, student: Student, auxiliary: AuxiliaryTraining, progress: PointCallback, keep: str
+        self,
+        net: Transformer,
+        teacher: Transformer | None,
+        loader: DistillationLoader,
+        trainable: Collection[str],
+        auxiliary: AuxiliaryTraining | None = None,
+        progress: PointCallback = no_progress,
+        keep: str = "last",
     ) -> None:
-        self.student, self.auxiliary, self.progress, self._keep = student, auxiliary, progress, keep
+        self.net, self.teacher, self.loader, self.options = net, teacher, loader, loader.options
+        self.auxiliary, self.progress, self._keep = auxiliary, progress, keep
+        has_loss = loader.texts.has_loss
+        if teacher is None and not has_loss:
+            raise SpecError(
+                f"{net.spec.name} has no loss on these texts and no teacher; give a teacher"
+            )
+        self.alpha = 0.0 if teacher is None else self.options.alpha if has_loss else 1.0
+        self._has_logits = bool(net.spec.heads and net.spec.heads[0].outputs)
+        parameters = {name: p for name, p in net.named_parameters() if name in trainable}
+        self._parameters = list(parameters.values())
+        self._optimiser: AdamWOptimiser | None = None
+        if parameters:
+            groups = group_parameters(parameters, net.spec, "matrices")
+            self._optimiser = AdamWOptimiser(groups, self.options.recipe)
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name in trainable)
         self.curve: list[RetrainingPoint] = []
         self.step = self.saved_step = 0  # steps done, and the step of the saved weights
         self.stop_reason = ""
         self._losses: list[float] = []
         self._tensors: dict[str, Tensor] = {}
 
+    def loss(self, net: Transformer, batch: DistillationBatch) -> Tensor:
+        """Return the training loss of a batch, a mean over texts."""
+        outputs = batch.compute_outputs(net)
+        parts = list[Tensor]()
+        if self.alpha < 1:
+            parts.append((1 - self.alpha) * batch.losses(outputs))
+        if self.alpha > 0:
+            parts.append(self.alpha * self._teacher_loss(batch, outputs))
+        return torch.stack(parts).sum(0).mean()
+
+    def _teacher_loss(self, batch: DistillationBatch, outputs: Tensor) -> Tensor:
+        assert self.teacher is not None
+        with eval_mode(self.teacher):
+            expected = batch.compute_outputs(self.teacher)
+        if expected.shape != outputs.shape:
+            raise SpecError(
+                f"the teacher has {expected.shape[-1]} outputs per position, the model "
+                f"{outputs.shape[-1]}; use the model that this one was made from as the teacher"
+            )
+        if self._has_logits:
+            return batch.kl_divergences(outputs, expected, self.options.temperature)
+        return batch.state_distances(outputs, expected, self.options.states)
+
+    def held_out_loss(self, net: Transformer) -> float:
+        """Return the loss on the held-out texts, of this model or one derived from it."""
+        total, num_texts = 0.0, 0
+        with eval_mode(net):
+            for batch, count in self.loader.iter_held_out():
+                total += float(self.loss(net, batch)) * count
+                num_texts += count
+        return total / num_texts
+
     def run(self) -> None:
         """Train for all steps or until interrupted, then load the saved weights."""
-        stopped = False
+        options, stopped = self.options, False
         try:
-            with (
-                InterruptGuard() as interrupts,
-                fork_rng(self.student.options.seed),
-                eval_mode(self.student.teacher),
-            ):
+            with InterruptGuard() as interrupts, fork_rng(options.seed):
                 self._evaluate()
-                while self.step < self.student.options.steps and not interrupts.is_requested:
+                while self.step < options.steps and not interrupts.is_requested:
                     self._train_step()
                 if self._losses:
                     self._evaluate()
         except KeyboardInterrupt:  # within a step: weights saved before it are complete
             stopped = True
-        if stopped or self.step < self.student.options.steps:
-            self.stop_reason = f"interrupted at step {self.step} of {self.student.options.steps}"
+        if stopped or self.step < options.steps:
+            self.stop_reason = f"interrupted at step {self.step} of {options.steps}"
         if not self._tensors:
             raise KeyboardInterrupt("interrupted before the first step; the model is unchanged")
-        self.student.net.load_state_dict(self._tensors)
+        self.net.load_state_dict(self._tensors)
 
     def _train_step(self) -> None:
         """Take one step, and evaluate every `options.every` steps."""
         self.step += 1
-        self._losses.append(
-            self.student.step(self.step, lambda: self.auxiliary.extra_loss(self.step))
-        )
-        self.auxiliary.step(self.step)
-        if self.step % self.student.options.every == 0:
+        self.net.train()
+        loss = self.loss(self.net, self.loader.get_batch(self.step))
+        (loss if self.auxiliary is None else loss + self.auxiliary.extra_loss(self.step)).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if not (loss.isfinite() and norm.isfinite()):
+            raise TrainingDiverged(
+                f"loss {loss.item():g}, gradient norm {float(norm):g} at step {self.step}; use a "
+                f"rate below {self.options.rate:g}"
+            )
+        if self.options.clip:
+            nn.utils.clip_grads_with_norm_(self._parameters, self.options.clip, norm)
+        if self._optimiser is not None:
+            self._optimiser.step(self.options.recipe.lr_at(self.step))
+        if self.auxiliary is not None:
+            self.auxiliary.step(self.step)
+        self._losses.append(loss.item())
+        if self.step % self.options.every == 0:
             self._evaluate()
         else:
-            self.progress(
-                RetrainingPoint(
-                    self.step, self._losses[-1], num_open_gates=self.auxiliary.num_open_gates
-                )
-            )
+            self.progress(self._make_point(self._losses[-1], None))
+
+    def _make_point(self, loss: float | None, held_out: float | None) -> RetrainingPoint:
+        gates = None if self.auxiliary is None else self.auxiliary.num_open_gates
+        return RetrainingPoint(self.step, loss, held_out, gates)
 
     def _evaluate(self) -> None:
         mean = sum(self._losses) / len(self._losses) if self._losses else None
-        point = RetrainingPoint(
-            self.step,
-            mean,
-            self.student.held_out_loss(self.student.net),
-            self.auxiliary.num_open_gates,
-        )
-        best = min(
-            (earlier.held_out for earlier in self.curve if earlier.held_out is not None),
-            default=None,
-        )
-        self.curve.append(point)
-        if (
-            self._keep == "last"
-            or best is None
-            or (point.held_out is not None and point.held_out < best)
-        ):
+        held_out = self.held_out_loss(self.net)
+        earlier = [point.held_out for point in self.curve if point.held_out is not None]
+        self.curve.append(self._make_point(mean, held_out))
+        if self._keep == "last" or not earlier or held_out < min(earlier):
             self.saved_step = self.step
-            self._tensors = {
-                name: tensor.detach().clone()
-                for name, tensor in self.student.net.state_dict().items()
-            }
+            state = self.net.state_dict().items()
+            self._tensors = {name: tensor.detach().clone() for name, tensor in state}
         self._losses = []
-        self.progress(point)
+        self.progress(self.curve[-1])
 
 
 @contextmanager
@@ -647,19 +566,6 @@ def fork_rng(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
-
-
-@contextmanager
-def eval_mode(net: Transformer | None) -> Iterator[None]:
-    """Put a model into eval mode within the block; None is ignored."""
-    was_training = net is not None and net.training
-    if net is not None:
-        net.eval()
-    try:
-        yield
-    finally:
-        if net is not None:
-            net.train(was_training)
 
 
 # --- Uptraining of a changed model ----------------------------------------------------------------
@@ -712,13 +618,12 @@ def uptrain(
     """
     loader = DistillationLoader(DistillationTexts(student, examples, options.objective), options)
     net = cast_for_training(student, replace_attentions(student, {}))
-    trainee = Student(net, teacher, loader, list_trainable(net, options.which))
-    loop = RetrainingLoop(trainee, NoAuxiliaryTraining(), progress, options.keep)
-    loop.run()
+    trainable = list_trainable(net, options.which)
+    training = Retraining(net, teacher, loader, trainable, None, progress, options.keep)
+    training.run()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
-    return UptrainingResult(
-        net, tuple(loop.curve), loop.saved_step, loop.stop_reason, loader.texts.notes
-    )
+    curve, notes = tuple(training.curve), loader.texts.notes
+    return UptrainingResult(net, curve, training.saved_step, training.stop_reason, notes)
 
 
 def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:

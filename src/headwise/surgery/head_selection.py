@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from ..head_analysis.head_classes import classify_heads
 from ..head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
 from ..head_analysis.head_measurement import measure_heads
 from ..head_analysis.head_redundancy import RedundancyOptions, measure_redundancy
-from ..head_analysis.head_table import HeadTable
 from ..head_analysis.importance_methods import ImportanceOptions
 from ..head_analysis.objectives import Objective, choose_objective
 from ..model_spec import ModelSpec
@@ -227,17 +227,14 @@ class KeepTop(HeadSelection):
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("ranking heads")
-        scores, units_by_site = (
-            score_heads(net, examples, self.ranking, log),
-            list_units(net.spec, self.unit),
-        )
-        select = {
-            "layer": self._select_per_layer,
-            "stack": self._select_per_stack,
-            "model": self._select_per_model,
-        }[self.scope]
+        scores = score_heads(net, examples, self.ranking, log)
+        units_by_site = list_units(net.spec, self.unit)
+        if self.scope == "model":
+            selected = self._select_per_model(units_by_site, scores)
+        else:
+            selected = self._select_per_layer(units_by_site, scores)
         keep: dict[str, list[int]] = {site: [] for site in units_by_site}
-        for unit in select(units_by_site, scores):
+        for unit in selected:
             keep[unit.site] += unit.heads
         scope = {
             "layer": "each layer",
@@ -245,30 +242,27 @@ class KeepTop(HeadSelection):
             "model": "the model",
         }[self.scope]
         notes = (*list_rounded_shares(self.amount, self.scope, keep, units_by_site), *scores.notes)
-        return PruningPlan.of(
-            net.spec, keep, f"the most important of {scope} by {scores.method}", notes
-        )
+        reason = f"the most important of {scope} by {scores.method}"
+        return PruningPlan.of(net.spec, keep, reason, notes)
 
     def _select_per_layer(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
     ) -> Iterator[HeadUnit]:
-        for site, units in units_by_site.items():
-            yield from _top_units(units, scores.unit_score, self._num_units(site, units))
-
-    def _select_per_stack(
-        self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
-    ) -> Iterator[HeadUnit]:
-        stacks: dict[tuple[str, str], list[str]] = {}
+        """Yield the best units of each layer; with scope="stack", of all layers of a stack and kind
+        together.
+        """
+        pools: dict[str, list[str]] = {}
         for site in units_by_site:
             stack, _, kind = site.split(".")
-            stacks.setdefault((stack, kind), []).append(site)
-        for (stack, kind), sites in stacks.items():
+            pools.setdefault(site if self.scope == "layer" else f"{kind} of {stack}", []).append(
+                site
+            )
+        for pool, sites in pools.items():
             rows = [units_by_site[site] for site in sites]
             if len({tuple(unit.heads for unit in row) for row in rows}) > 1:
                 raise SpecError(
-                    f"cannot select per stack: layers of {stack} have different heads of {kind}. "
-                    "Use scope='layer' "
-                    "or 'model'"
+                    f"cannot select per stack: layers have different heads in {pool}. Use "
+                    "scope='layer' or 'model'"
                 )
             columns = sorted(
                 zip(*rows, strict=True),
@@ -280,32 +274,31 @@ class KeepTop(HeadSelection):
 
     def _select_per_model(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
-    ) -> Iterator[HeadUnit]:
+    ) -> list[HeadUnit]:
         num_heads = sum(len(unit.heads) for units in units_by_site.values() for unit in units)
         num_kept = self.amount if isinstance(self.amount, int) else round(self.amount * num_heads)
-        if num_kept > num_heads:
-            raise SpecError(
-                f"cannot keep {self.amount} heads: the model has {num_heads}. Give amount <= "
-                f"{num_heads - 1}"
-            )
-        yield from select_top_units(units_by_site, scores, num_kept, self.min_units)
+        self._check_amount("the model", num_heads)
+        return select_top_units(units_by_site, scores, num_kept, self.min_units)
 
     def _num_units(self, site: str, units: Sequence[HeadUnit]) -> int:
         """Return how many units of a site are kept."""
         if isinstance(self.amount, float):
             return max(1, round(self.amount * len(units) + 1e-9))
-        size, heads = len(units[0].heads), sum(len(unit.heads) for unit in units)
-        if self.amount > heads:
-            raise SpecError(
-                f"cannot keep {self.amount} heads of {site}: it has {heads}. Give amount <= {heads}"
-            )
+        size = len(units[0].heads)
+        self._check_amount(site, sum(len(unit.heads) for unit in units))
         if self.amount % size:
             raise SpecError(
                 f"cannot keep {self.amount} heads of {site}: its heads come in groups of {size}. "
-                "Give a multiple, "
-                "or use unit='head'"
+                "Give a multiple, or use unit='head'"
             )
         return self.amount // size
+
+    def _check_amount(self, where: str, num_heads: int) -> None:
+        if self.amount > num_heads:
+            raise SpecError(
+                f"cannot keep {self.amount} heads of {where}: it has {num_heads}. Give amount <= "
+                f"{num_heads}"
+            )
 
 
 @dataclass(frozen=True)
@@ -339,18 +332,13 @@ class DropClasses(HeadSelection):
             raise SpecError(
                 f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], class_names)}"
             )
-        return PruningPlan.without(
-            net.spec,
-            self._heads_to_drop(table),
-            f"without class {' and '.join(self.classes)}",
-            table.notes,
-        )
-
-    def _heads_to_drop(self, table: HeadTable) -> list[HeadId]:
-        named = [(head, {label.name for label in head.classes}) for head in table.heads]
-        return [
-            (head.site, head.head) for head, names in named if names and names <= set(self.classes)
-        ]
+        dropped = list[HeadId]()
+        for head in table.heads:
+            names = {label.name for label in head.classes}
+            if names and names <= set(self.classes):
+                dropped.append((head.site, head.head))
+        reason = f"without class {' and '.join(self.classes)}"
+        return PruningPlan.without(net.spec, dropped, reason, table.notes)
 
 
 @dataclass(frozen=True)
@@ -367,34 +355,25 @@ class KeepOnePerCluster(HeadSelection):
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("comparing heads")
-        redundancy = measure_redundancy(
-            net,
-            examples,
-            options=RedundancyOptions(
-                seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1
-            ),
+        options = RedundancyOptions(
+            seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1
         )
+        redundancy = measure_redundancy(net, examples, options=options)
         log("ranking heads")
-        scores, keep = score_heads(net, examples, self.ranking, log), dict[str, list[int]]()
-        clusters = [
-            [(member.site, member.head) for member in members]
-            for same_input in redundancy.readers
-            for members in (
-                *same_input.cluster_members,
-                *((head,) for head in same_input.without_rest),
-            )
-        ]
-        for members in clusters:
-            site, head = max(members, key=lambda member: scores.scores[member])
-            keep.setdefault(site, []).append(head)
-        clustered_sites = {site for members in clusters for site, _ in members}
-        keep = {
-            site: keep.get(site, []) for site in count_heads(net.spec) if site in clustered_sites
-        }
+        scores = score_heads(net, examples, self.ranking, log)
+        keep, num_clusters = dict[str, list[int]](), 0
+        for same_input in redundancy.readers:
+            singles = [(head,) for head in same_input.without_rest]
+            for members in (*same_input.cluster_members, *singles):
+                heads = [(member.site, member.head) for member in members]
+                best_site, best_head = max(heads, key=lambda head: scores.scores[head])
+                for site, _ in heads:
+                    keep.setdefault(site, [])
+                keep[best_site].append(best_head)
+                num_clusters += 1
+        reason = f"the most important head of each of {num_clusters} clusters"
         notes = (*scores.notes, *redundancy.notes)
-        return PruningPlan.of(
-            net.spec, keep, f"the most important head of each of {len(clusters)} clusters", notes
-        )
+        return PruningPlan.of(net.spec, keep, reason, notes)
 
 
 def select_top_units(
@@ -416,25 +395,17 @@ def select_top_units(
     ... ]
     ['a', 'b']
     """
-    selected = [
-        unit
-        for units in units_by_site.values()
-        for unit in _top_units(units, scores.unit_score, min(min_units, len(units)))
-    ]
-    candidates = [
-        unit for units in units_by_site.values() for unit in units if unit not in selected
-    ]
-    for unit in sorted(candidates, key=scores.unit_score, reverse=True):
-        if sum(len(other.heads) for other in selected) + len(unit.heads) <= num_heads:
+    selected, others = list[HeadUnit](), list[HeadUnit]()
+    for units in units_by_site.values():
+        ranked = sorted(units, key=scores.unit_score, reverse=True)
+        selected += ranked[:min_units]
+        others += [unit for unit in units if unit not in ranked[:min_units]]
+    count = sum(len(unit.heads) for unit in selected)
+    for unit in sorted(others, key=scores.unit_score, reverse=True):
+        if count + len(unit.heads) <= num_heads:
             selected.append(unit)
+            count += len(unit.heads)
     return selected
-
-
-def _top_units(
-    units: Sequence[HeadUnit], score: Callable[[HeadUnit], float], count: int
-) -> list[HeadUnit]:
-    """Return the `count` units with the highest scores; ties go to the first."""
-    return sorted(units, key=score, reverse=True)[:count]
 
 
 # --- Pruning to a budget --------------------------------------------------------------------------
@@ -443,22 +414,19 @@ BUDGET_KINDS = ("parameters", "cache", "time", "loss")
 DEFAULT_TIMING = TimingOptions(seconds=2.0)
 
 
-class PruningBudget(NamedTuple):
+@dataclass(frozen=True)
+class PruningBudget:
     """Limit that a pruned model has to meet.
 
     `kind` is "parameters", "cache" (bytes of keys and values per token), "time" (of the attentions)
     or "loss". A limit below 1 is a fraction of the current value, a larger one an absolute value;
     for "loss" it is the largest increase.
-
-    >>> PruningBudget("cache", 0.5).validate()
-    PruningBudget(kind='cache', limit=0.5)
     """
 
     kind: str
     limit: float
 
-    def validate(self) -> PruningBudget:
-        """Return this budget; raise SpecError if it is unknown or cannot be met."""
+    def __post_init__(self) -> None:
         if self.kind not in BUDGET_KINDS:
             raise SpecError(f"unknown budget {self.kind!r}; {suggest(self.kind, BUDGET_KINDS)}")
         if not self.limit > 0 and not (self.kind == "loss" and self.limit == 0):
@@ -468,10 +436,14 @@ class PruningBudget(NamedTuple):
         if self.kind == "time" and not self.limit < 1:
             raise SpecError(
                 f"budget time must be a fraction of the current time, got {self.limit:g}; give a "
-                "value below 1 "
-                "such as 0.7"
+                "value below 1 such as 0.7"
             )
-        return self
+
+    def is_met(self, value: float, initial: float) -> bool:
+        """True if a value is within the limit."""
+        if self.kind == "loss":
+            return value - initial <= self.limit
+        return value <= (self.limit * initial if self.limit < 1 else self.limit)
 
 
 @dataclass(frozen=True)
@@ -494,150 +466,100 @@ class PruneToBudget(HeadSelection):
 
     @property
     def text_uses(self) -> tuple[str, ...]:
-        """Uses of the texts: the ranking of heads, unless it is random, and a
-        budget of the loss.
-        """
-        return (
-            ()
-            if self.ranking.method == RANDOM and self.budget.kind != "loss"
-            else super().text_uses
-        )
+        """Uses of the texts: the ranking of heads, unless it is random, and a budget of the loss."""
+        is_unused = self.ranking.method == RANDOM and self.budget.kind != "loss"
+        return () if is_unused else super().text_uses
 
     def __post_init__(self) -> None:
-        self.budget.validate()
-        if self.rescore_every is not None and (
-            type(self.rescore_every) is not int or self.rescore_every < 1
-        ):
-            raise SpecError(
-                f"rescore_every must be an int >= 1 or None, got {self.rescore_every!r}"
-            )
+        every = self.rescore_every
+        if every is not None and (type(every) is not int or every < 1):
+            raise SpecError(f"rescore_every must be an int >= 1 or None, got {every!r}")
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        if self.budget.kind == "loss" and len(examples) < 2:
+        budget, search = self.budget, _BudgetSearch(self, net, examples)
+        is_loss = budget.kind == "loss"
+        if is_loss and len(examples) < 2:
             raise SpecError(f"cannot measure the loss on {len(examples)} examples. Give at least 2")
-        search = _BudgetSearch(self, net, examples, log)
-        if search.is_met:
-            return self._build_plan(net, search)
-        for _ in search.steps():
-            if search.is_met:
+        initial = search.measure(net)
+        search.load_state()
+        value = search.measure(search.remove_units()) if search.removed else initial
+        while is_loss or not budget.is_met(value, initial):
+            unit = search.next_unit()
+            if unit is None and is_loss:
                 break
-        else:
-            if self.budget.kind != "loss":
-                reached = (
-                    f"{search.current:g} with the {sum(map(len, search.keep.values()))} "
-                    "heads that have to be kept"
-                )
+            if unit is None:
+                count = sum(map(len, search.keep_without(search.removed).values()))
                 raise SpecError(
-                    f"cannot meet budget {self.budget.kind}={self.budget.limit:g}: it is "
-                    f"{reached}. Give a larger limit"
+                    f"cannot meet budget {budget.kind}={budget.limit:g}: it is {value:g} with the "
+                    f"{count} heads that have to be kept. Give a larger limit"
                 )
-        return self._build_plan(net, search)
-
-    def _build_plan(self, net: Transformer, search: _BudgetSearch) -> PruningPlan:
-        end = "would have grown by more than" if self.budget.kind == "loss" else "reached"
-        reason = f"the least important removed until {self.budget.kind} {end} {self.budget.limit:g}"
-        return PruningPlan.of(net.spec, search.keep, reason, search.notes)
+            search.removed.append(unit)
+            value = search.measure(search.remove_units())
+            if is_loss and not budget.is_met(value, initial):
+                search.removed.pop()
+                break
+            search.save_state()
+            done = f"{len(search.removed)} of {len(search.units)} units removed"
+            log(f"{done}, {budget.kind} {value:.6g}")
+        end = "would have grown by more than" if is_loss else "reached"
+        reason = f"the least important removed until {budget.kind} {end} {budget.limit:g}"
+        keep = search.keep_without(search.removed)
+        return PruningPlan.of(net.spec, keep, reason, search.notes)
 
 
 STATE_FILE = FileKind("state of a pruning", (b'{"model": ',))
 
 
 class _BudgetSearch:
-    """State of a budget search: the units removed so far, in order, and the current value of the
-    budget.
-    """
+    """State of a budget search: the units removed so far, in order."""
 
     def __init__(
-        self,
-        selection: PruneToBudget,
-        net: Transformer,
-        examples: Sequence[Example],
-        log: LogFunction,
+        self, selection: PruneToBudget, net: Transformer, examples: Sequence[Example]
     ) -> None:
-        self.selection, self.net = selection, net
-        self.examples, self.log = examples, log
+        self.selection, self.net, self.examples = selection, net, examples
         self.units = [
-            unit for units in list_units(net.spec, selection.unit).values() for unit in units
+            u for of_site in list_units(net.spec, selection.unit).values() for u in of_site
         ]
-        self.removed_units, self.notes = list[HeadUnit](), list[str]()
-        self.current, self.is_met = self._measure(net), False
-        self.initial = self.current
-        self._scores, self._scored_at = (
-            HeadScores({}),
-            -1,
-        )  # and the number of units removed when they were estimated
-        self._load_state()
+        self.removed, self.notes = list[HeadUnit](), list[str]()
+        self._scores: dict[int, HeadScores] = {}  # by the number of units removed before
 
-    @property
-    def keep(self) -> dict[str, tuple[int, ...]]:
-        """The heads of every site that have not been removed."""
-        return self._heads_without(self.removed_units)
-
-    def _heads_without(self, units: Sequence[HeadUnit]) -> dict[str, tuple[int, ...]]:
+    def keep_without(self, units: Sequence[HeadUnit]) -> dict[str, tuple[int, ...]]:
+        """Return the heads of every site that are in none of these units."""
         removed = {(unit.site, head) for unit in units for head in unit.heads}
-        head_counts = count_heads(self.net.spec)
-        return {
-            site: tuple(h for h in range(count) if (site, h) not in removed)
-            for site, count in head_counts.items()
-        }
+        keep = dict[str, tuple[int, ...]]()
+        for site, count in count_heads(self.net.spec).items():
+            keep[site] = tuple(head for head in range(count) if (site, head) not in removed)
+        return keep
 
-    def steps(self) -> Iterator[None]:
-        """Remove one unit per iteration, as long as one may be removed."""
-        while (unit := self._next_unit()) is not None:
-            before = list(self.removed_units)
-            self.removed_units.append(unit)
-            value = self._measure(remove_heads(self.net, self.keep))
-            if (
-                self.selection.budget.kind == "loss"
-                and value - self.initial > self.selection.budget.limit
-            ):
-                self.removed_units, self.is_met = before, True
-                yield
-                return
-            self.current, self.is_met = value, self._is_within(value)
-            self._save_state()
-            self.log(
-                f"{len(self.removed_units)} of {len(self.units)} units removed, "
-                f"{self.selection.budget.kind} "
-                f"{value:.6g}"
-            )
-            yield
+    def remove_units(self) -> Transformer:
+        """Return the model without the units removed so far."""
+        return remove_heads(self.net, self.keep_without(self.removed))
 
-    def _is_within(self, value: float) -> bool:
-        kind, limit = self.selection.budget
-        return kind != "loss" and value <= (limit * self.initial if limit < 1 else limit)
-
-    def _next_unit(self) -> HeadUnit | None:
+    def next_unit(self) -> HeadUnit | None:
         """Return the unit with the lowest score among those that may be removed."""
-        remaining = [unit for unit in self.units if unit not in self.removed_units]
-        removable = [
-            unit
-            for unit in remaining
-            if sum(other.site == unit.site for other in remaining) > self.selection.min_units
-        ]
+        remaining = [unit for unit in self.units if unit not in self.removed]
+        counts = Counter(unit.site for unit in remaining)
+        removable = [unit for unit in remaining if counts[unit.site] > self.selection.min_units]
         if len(remaining) < 2 or not removable:
             return None
         interval = self.selection.rescore_every or len(self.units)
-        if (scored_at := len(self.removed_units) // interval * interval) != self._scored_at:
-            self._scores, self._scored_at = self._score_without(scored_at), scored_at
-        return min(removable, key=self._scores.unit_score)
+        scored_at = len(self.removed) // interval * interval
+        if scored_at not in self._scores:
+            self._scores[scored_at] = self._score_without(scored_at)
+        return min(removable, key=self._scores[scored_at].unit_score)
 
     def _score_without(self, count: int) -> HeadScores:
         """Score the heads without the first `count` removed units; heads keep their indices in the
         original model.
         """
-        keep = self._heads_without(self.removed_units[:count])
-        importance = score_heads(
-            remove_heads(self.net, keep) if count else self.net,
-            self.examples,
-            self.selection.ranking,
-        )
+        keep = self.keep_without(self.removed[:count])
+        net = remove_heads(self.net, keep) if count else self.net
+        importance = score_heads(net, self.examples, self.selection.ranking)
         self.notes = self.notes or list(importance.notes)
-        return HeadScores(
-            {(site, keep[site][head]): score for (site, head), score in importance.scores.items()}
-        )
+        scores = importance.scores.items()
+        return HeadScores({(site, keep[site][head]): score for (site, head), score in scores})
 
-    def _measure(self, net: Transformer) -> float:
+    def measure(self, net: Transformer) -> float:
         """Return the value that the budget limits."""
         kind = self.selection.budget.kind
         if kind == "parameters":
@@ -645,55 +567,44 @@ class _BudgetSearch:
         if kind == "cache":
             return count_cache_bytes(net.spec, next(net.parameters()).element_size())
         if kind == "time":
-            return (
-                1.0
-                if net is self.net
-                else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
-            )
-        return (
-            measure_quality(net, self.examples, self.selection.ranking.objective, self.net)
-            .rows[0]
-            .after.value
-        )
+            if net is self.net:
+                return 1.0
+            return 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
+        objective = self.selection.ranking.objective
+        return measure_quality(net, self.examples, objective, self.net).rows[0].after.value
 
-    # --- saved state ------------------------------------------------------------------------------
-
-    def _load_state(self) -> None:
+    def load_state(self) -> None:
+        """Read the units removed so far from the file of the selection, if there is one."""
         path = self.selection.state_path
         if path is None or not check_output(path, STATE_FILE, "continue").is_file():
             return
         try:
             state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-            fingerprint, selection_key = state["model"], state["selection"]
+            identity = {"model": state["model"], "selection": state["selection"]}
             removed = [HeadUnit(site, tuple(heads)) for site, heads in state["removed_units"]]
             notes = [str(note) for note in state["notes"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(
                 f"cannot resume from {path}: {error}. Delete the file to start again"
             ) from None
-        if (
-            fingerprint != fingerprint_model(self.net)
-            or selection_key != self._selection_key
-            or not set(removed) <= set(self.units)
-        ):
+        if identity != self._identity or not set(removed) <= set(self.units):
             raise SpecError(
                 f"cannot resume from {path}: it belongs to another model or selection. Delete the "
                 "file to start again"
             )
-        self.removed_units, self.notes = removed, notes
-        self.current = self._measure(remove_heads(self.net, self.keep)) if removed else self.current
-        self.is_met = self._is_within(self.current)
+        self.removed, self.notes = removed, notes
 
-    def _save_state(self) -> None:
+    def save_state(self) -> None:
+        """Write the units removed so far to the file of the selection, if it names one."""
         if self.selection.state_path is not None:
-            removed = [[unit.site, list(unit.heads)] for unit in self.removed_units]
-            state = {"model": fingerprint_model(self.net), "selection": self._selection_key}
-            state |= {"removed_units": removed, "notes": self.notes}
+            removed = [[unit.site, list(unit.heads)] for unit in self.removed]
+            state = self._identity | {"removed_units": removed, "notes": self.notes}
             write_atomically(self.selection.state_path, json.dumps(state).encode())
 
     @property
-    def _selection_key(self) -> str:
-        return repr(replace(self.selection, state_path=None))
+    def _identity(self) -> dict[str, str]:
+        selection = repr(replace(self.selection, state_path=None))
+        return {"model": fingerprint_model(self.net), "selection": selection}
 
 
 def count_cache_bytes(model_spec: ModelSpec, element_size: int) -> int:

@@ -32,10 +32,9 @@ from .distillation import (
     DistillationLoader,
     DistillationTexts,
     PointCallback,
-    RetrainingLoop,
+    Retraining,
     RetrainingOptions,
     RetrainingPoint,
-    Student,
     cast_for_training,
     no_progress,
 )
@@ -154,13 +153,15 @@ def train_gates(
     gated = cast_for_training(
         net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites})
     )
-    student = Student(
-        gated, net if options.alpha > 0 else None, loader, _trainable_names(net, options.freeze)
+    training = Retraining(
+        gated,
+        net if options.alpha > 0 else None,
+        loader,
+        _trainable_names(net, options.freeze),
+        GateCountConstraint(gated, units, target, options),
+        progress,
     )
-    loop = RetrainingLoop(
-        student, GateCountConstraint(gated, units, target, options), progress, "last"
-    )
-    loop.run()
+    training.run()
     ungated = replace_attentions(
         gated, {site: _remove_gate(gated, site, spec) for site, spec in sites.items()}
     ).requires_grad_(True)
@@ -168,16 +169,16 @@ def train_gates(
         site: tuple(get_open_probabilities(gated, site).tolist()) for site in sites
     }
     keep = select_most_open(open_probabilities, units, target)
-    held_out = student.held_out_loss(remove_heads(ungated, keep))
-    notes = [*loader.texts.notes, *_target_notes(loop, target)]
+    held_out = training.held_out_loss(remove_heads(ungated, keep))
+    notes = [*loader.texts.notes, *_target_notes(training.curve, target)]
     ungated.to(next(net.parameters()).dtype).train(net.training)
     return GateTrainingResult(
         ungated,
         keep,
         open_probabilities,
-        tuple(loop.curve),
+        tuple(training.curve),
         held_out,
-        loop.stop_reason,
+        training.stop_reason,
         tuple(notes),
     )
 
@@ -204,9 +205,9 @@ def select_most_open(
     }
 
 
-def _target_notes(loop: RetrainingLoop, target: int) -> list[str]:
+def _target_notes(curve: Sequence[RetrainingPoint], target: int) -> list[str]:
     """Return a note if the expected number of open gates is not near the target."""
-    num_open = loop.curve[-1].num_open_gates or 0.0
+    num_open = curve[-1].num_open_gates or 0.0
     if abs(num_open - target) <= COUNT_TOLERANCE:
         return []
     return [

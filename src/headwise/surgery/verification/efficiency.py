@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ... import costs
-from ...costs.cost_report import CostEstimate, CostReport, Workload, cost
+from ...costs.cost_report import CostReport, Workload, cost
 from ...costs.workload import image_tokens, max_lengths
 from ...errors import SpecError
 from ...generation import eval_mode, max_positions as known
 from ...kernels.compilation import compile_when_called
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ...models.transformer import EncoderOutput, ModelCache
+from ...models.transformer import ModelCache
 from ...spec.attention_spec import AttentionSpec
 
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
@@ -103,20 +103,17 @@ class CostComparison:
     @property
     def summary(self) -> str:
         """One sentence: parameters and cache bytes saved."""
-        savings: dict[str, list[str]] = {"Saved": [], "Added": []}
-        for name, what in (
-            ("parameters", "parameters"),
-            ("cache per token", "cache bytes per token"),
-        ):
-            pair = next((cost for cost in self.costs if cost.name == name), None)
-            if pair is not None and pair.before:
+        changes: dict[str, list[str]] = {"Saved": [], "Added": []}
+        for pair in self.costs:
+            what = {"parameters": "parameters", "cache per token": "cache bytes per token"}
+            if pair.name in what and pair.before:
                 saved = pair.before - pair.after
                 amount = f"{saved:,} of" if saved >= 0 else f"{-saved:,} to"
-                change = f"{amount} {pair.before:,} {what} ({abs(saved) / pair.before:.1%})"
-                savings["Saved" if saved >= 0 else "Added"].append(change)
-        return " ".join(
-            f"{verb}: {' and '.join(parts)}." for verb, parts in savings.items() if parts
-        )
+                share = f"{abs(saved) / pair.before:.1%}"
+                text = f"{amount} {pair.before:,} {what[pair.name]} ({share})"
+                changes["Saved" if saved >= 0 else "Added"].append(text)
+        sentences = [f"{verb}: {' and '.join(parts)}." for verb, parts in changes.items() if parts]
+        return " ".join(sentences)
 
     @property
     def uncut_cache_notes(self) -> list[str]:
@@ -125,16 +122,16 @@ class CostComparison:
         """
         sites_by_note: dict[str, list[str]] = {}
         for site, (before, after) in self.sites.items():
-            if (
-                after.heads < before.heads
-                and before.remembered == after.remembered
-                and after.remembered
-            ):
+            is_uncut = before.remembered == after.remembered > 0
+            if after.heads < before.heads and is_uncut:
                 removed = f"{before.heads - after.heads} of {before.heads} heads removed"
-                sites_by_note.setdefault(
-                    f"{removed}, but all {before.kv} key-value heads are still in use", []
-                ).append(site)
-        return [f"{_join_sites(sites)}: {note}" for note, sites in sites_by_note.items()]
+                note = f"{removed}, but all {before.kv} key-value heads are still in use"
+                sites_by_note.setdefault(note, []).append(site)
+        notes = list[str]()
+        for note, sites in sites_by_note.items():
+            others = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+            notes.append(f"{sites[0]}{others}: {note}")
+        return notes
 
 
 def compare_cost(
@@ -158,29 +155,28 @@ def compare_cost(
     (512, 64, 1.0)
     """
     workload = default_workload(before, length, source_length)
-    estimates = cost({"before": before.spec, "after": after.spec}, workload)
     nets = {"before": before, "after": after}
+    estimates = cost({name: net.spec for name, net in nets.items()}, workload)
     for name, net in nets.items():
-        _check_parameter_count(name, net, estimates[name])
-    specs = tuple(dict(net.spec.attention_specs()) for net in nets.values())
-    sites = {
-        site: (AttentionSize.of_spec(specs[0].get(site)), AttentionSize.of_spec(specs[1].get(site)))
-        for site in specs[0]
-    }
-    dtype = str(next(before.parameters()).dtype).removeprefix("torch.")
-    changed = {site: pair for site, pair in sites.items() if pair[0] != pair[1]}
-    source = workload.source if len(before.spec.stacks) > 1 else None
+        actual = sum(p.numel() for p in net.parameters())
+        counted = estimates[name].parameters.total
+        if actual != counted:
+            raise ValueError(
+                f"the model {name} has {actual:,} parameters but its spec counts {counted:,}. "
+                "Rebuild it from its spec"
+            )
+    after_specs = dict(after.spec.attention_specs())
+    changed = dict[str, tuple[AttentionSize, AttentionSize]]()
+    for site, spec in before.spec.attention_specs():
+        pair = (AttentionSize.of_spec(spec), AttentionSize.of_spec(after_specs.get(site)))
+        changed |= {site: pair} if pair[0] != pair[1] else {}
     return CostComparison(
-        estimates["before"].full_call.tokens,
-        source,
-        dtype,
-        tuple(_iter_costs(nets, estimates)),
-        changed,
+        length=estimates["before"].full_call.tokens,
+        source_length=workload.source if len(before.spec.stacks) > 1 else None,
+        dtype=str(next(before.parameters()).dtype).removeprefix("torch."),
+        costs=tuple(_iter_costs(nets, estimates)),
+        sites=changed,
     )
-
-
-def _join_sites(sites: Sequence[str]) -> str:
-    return sites[0] if len(sites) == 1 else f"{sites[0]} and {len(sites) - 1} more"
 
 
 def default_workload(net: Transformer, length: int | None, source_length: int | None) -> Workload:
@@ -194,59 +190,30 @@ def default_workload(net: Transformer, length: int | None, source_length: int | 
 
 
 def _iter_costs(nets: Mapping[str, Transformer], estimates: CostReport) -> Iterator[CostPair]:
-    before_estimate, after_estimate = estimates["before"], estimates["after"]
-    element_sizes = {name: next(net.parameters()).element_size() for name, net in nets.items()}
-    numels = {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()}
-    yield CostPair(
-        "parameters", "", before_estimate.parameters.total, after_estimate.parameters.total
-    )
-    yield CostPair("weights", "bytes", *(numels[name] * element_sizes[name] for name in nets))
-    yield CostPair(
-        "forward" if before_estimate.decode_flops is None else "prefill",
-        "FLOPs",
-        before_estimate.prefill_flops.total,
-        after_estimate.prefill_flops.total,
-    )
-    if before_estimate.decode_flops is None:
+    """Yield the costs of both models; bytes are those of their own dtypes."""
+    old, new = estimates["before"], estimates["after"]
+    sizes = [next(net.parameters()).element_size() for net in nets.values()]
+    counts = [old.parameters.total, new.parameters.total]
+    yield CostPair("parameters", "", *counts)
+    yield CostPair("weights", "bytes", counts[0] * sizes[0], counts[1] * sizes[1])
+    name = "forward" if old.decode_flops is None else "prefill"
+    yield CostPair(name, "FLOPs", old.prefill_flops.total, new.prefill_flops.total)
+    if old.decode_flops is None:
         return
-    yield CostPair(
-        "decode step",
-        "FLOPs",
-        before_estimate.decode_flops.total,
-        0 if after_estimate.decode_flops is None else after_estimate.decode_flops.total,
-    )
-    for name, get_bytes in (
-        ("cache per token", _cache_per_token),
-        ("cache per source token", _source_cache_per_token),
-        ("cache total", _cache_bytes),
-    ):
-        before, after = (
-            get_bytes(estimates[key]) // COUNTED_BYTES * element_sizes[key] for key in nets
-        )
-        if before or after:
-            yield CostPair(name, "bytes", before, after)
-
-
-def _cache_per_token(estimate: CostEstimate) -> int:
-    return estimate.cache_bytes_per_token or 0
-
-
-def _source_cache_per_token(estimate: CostEstimate) -> int:
-    return estimate.source_cache_bytes_per_token or 0
-
-
-def _cache_bytes(estimate: CostEstimate) -> int:
-    return estimate.cache_bytes
-
-
-def _check_parameter_count(name: str, net: Transformer, estimate: CostEstimate) -> None:
-    """Raise ValueError if the spec counts other parameters than the model has."""
-    actual, counted = sum(p.numel() for p in net.parameters()), estimate.parameters.total
-    if actual != counted:
-        raise ValueError(
-            f"the model {name} has {actual:,} parameters but its spec counts {counted:,}. Rebuild "
-            "it from its spec"
-        )
+    after_decode = 0 if new.decode_flops is None else new.decode_flops.total
+    yield CostPair("decode step", "FLOPs", old.decode_flops.total, after_decode)
+    caches = {
+        "cache per token": (old.cache_bytes_per_token, new.cache_bytes_per_token),
+        "cache per source token": (
+            old.source_cache_bytes_per_token,
+            new.source_cache_bytes_per_token,
+        ),
+        "cache total": (old.cache_bytes, new.cache_bytes),
+    }
+    for name, (before, after) in caches.items():
+        numbers = [(count or 0) // COUNTED_BYTES for count in (before, after)]
+        if any(numbers):
+            yield CostPair(name, "bytes", numbers[0] * sizes[0], numbers[1] * sizes[1])
 
 
 # --- Timed phases ---------------------------------------------------------------------------------
@@ -344,62 +311,40 @@ def make_timing_input(net: Transformer, batch: int, length: int) -> Tensor:
 
 
 def list_phases(
-    net: Transformer, inputs: Tensor, timing_and_length: tuple[TimingOptions, int], notes: list[str]
+    net: Transformer, inputs: Tensor, timing: TimingOptions, length: int, notes: list[str]
 ) -> Iterator[TimedPhase]:
     """Yield the phases of this kind of model; phases that cannot be timed are added to `notes`."""
-    timing, length = timing_and_length
-    num_tokens = timing.batch * length
+    kind, batch = net.spec.kind, timing.batch
+    unit, count = ("images/s", batch) if kind == "vision" else ("tokens/s", batch * length)
     if any(net.spec.attention_specs()):
-        count, unit = (
-            (timing.batch, "images/s") if net.spec.kind == "vision" else (num_tokens, "tokens/s")
-        )
-        yield TimedPhase(
-            ATTENTION_PHASE, unit, count, partial(_prepare_attentions, timing.batch, length)
-        )
-    if net.spec.kind == "vision":
-        yield TimedPhase("forward", "images/s", timing.batch, lambda model: partial(model, inputs))
-    elif net.spec.kind == "encoder":
-        yield TimedPhase("forward", "tokens/s", num_tokens, lambda model: partial(model, inputs))
-    elif net.spec.kind == "encoder-decoder":
-        yield TimedPhase(
-            "encode", "tokens/s", num_tokens, lambda model: partial(model.encode, inputs)
-        )
-        yield TimedPhase(
-            "decode",
-            "tokens/s",
-            timing.batch * timing.steps,
-            partial(_prepare_source_decode, inputs, timing.steps),
-        )
+        run_attentions = partial(_prepare_attentions, batch, length)
+        yield TimedPhase(ATTENTION_PHASE, unit, count, run_attentions)
+    if kind in ("vision", "encoder"):
+        yield TimedPhase("forward", unit, count, lambda model: partial(model, inputs))
+        return
+    if kind == "encoder-decoder":
+        yield TimedPhase("encode", unit, count, lambda model: partial(model.encode, inputs))
     else:
-        yield TimedPhase(
-            "prefill",
-            "tokens/s",
-            num_tokens,
-            lambda model: partial(_prefill, model, inputs, length),
-        )
+        run_prompt = partial(partial, _prefill, inputs=inputs, capacity=length)
+        yield TimedPhase("prefill", unit, count, run_prompt)
         if next(iter(cost(net.spec, default_workload(net, None, None)))).decode_flops is None:
             notes.append(
                 f"decoding is not timed: {net.spec.name} attends to later tokens and cannot "
                 "decode token by token"
             )
-        else:
-            yield TimedPhase(
-                "decode",
-                "tokens/s",
-                timing.batch * timing.steps,
-                partial(_prepare_decode, inputs, timing.steps),
-            )
+            return
+    decode = partial(_prepare_decode, inputs, timing.steps)
+    yield TimedPhase("decode", unit, batch * timing.steps, decode)
 
 
 def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[], object]:
     """Prepare a run of all attention layers of a model on random inputs."""
     weight, generator = next(net.parameters()), torch.Generator().manual_seed(0)
-    inputs = {
-        stack.name: torch.randn(
-            batch, min(length, known(stack) or length), stack.model, generator=generator
-        ).to(weight)
-        for stack in net.spec.stacks
-    }
+    inputs = dict[str, Tensor]()
+    for stack in net.spec.stacks:
+        count = min(length, known(stack) or length)
+        shape = (batch, count, stack.model)
+        inputs[stack.name] = torch.randn(shape, generator=generator).to(weight)
     source, calls = next(iter(inputs.values())), list[Callable[[], object]]()
     for name, stack in net.stacks.items():
         for layer in stack.blocks:
@@ -416,36 +361,29 @@ def _prefill(net: Transformer, inputs: Tensor, capacity: int) -> tuple[Tensor, M
 
 
 def _prepare_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
-    length = inputs.shape[1]
-    _, cache = _prefill(net, inputs, length + steps)
-    return partial(_decode_steps, net, inputs[:, :1], cache, (steps, length, None))
+    """Prepare decode steps after a prompt, or after a source that is encoded.
 
-
-def _prepare_source_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
-    memory = net.encode(inputs)
-    first = torch.zeros(len(inputs), 1, dtype=torch.int64, device=inputs.device)
-    return partial(
-        _decode_steps, net, first, _make_cache(net, len(inputs), steps), (steps, 0, memory)
-    )
-
-
-def _decode_steps(
-    net: Transformer,
-    token: Tensor,
-    cache: ModelCache | None,
-    step_options: tuple[int, int, EncoderOutput | None],
-) -> Tensor:
-    """Decode one token at a time; always with one token id, because its value does not affect the
-    time.
+    All steps take one token id, because its value does not affect the time.
     """
-    steps, past, memory = step_options
-    logits = token
-    for step in range(steps):
-        sequence = (
-            None if cache is not None else SequenceInfo.contiguous(past + step, 1, token.device)
-        )
-        logits = net.apply_head(net.hidden(token, sequence=sequence, source=memory, cache=cache))
-    return logits
+    if len(net.spec.stacks) > 1:
+        past, memory = 0, net.encode(inputs)
+        token = torch.zeros(len(inputs), 1, dtype=torch.int64, device=inputs.device)
+        cache = _make_cache(net, len(inputs), steps)
+    else:
+        past, memory, token = inputs.shape[1], None, inputs[:, :1]
+        _, cache = _prefill(net, inputs, past + steps)
+
+    def decode() -> Tensor:
+        logits = token
+        for position in range(past, past + steps):
+            sequence = None
+            if cache is None:
+                sequence = SequenceInfo.contiguous(position, 1, token.device)
+            hidden = net.hidden(token, sequence=sequence, source=memory, cache=cache)
+            logits = net.apply_head(hidden)
+        return logits
+
+    return decode
 
 
 def _make_cache(net: Transformer, batch: int, capacity: int) -> ModelCache | None:
@@ -592,7 +530,7 @@ def compare_speed(
     length, steps = fit_lengths(before, timing)
     timing = replace(timing, steps=steps)
     inputs, notes = make_timing_input(before, timing.batch, length), list[str]()
-    phases = list(list_phases(before, inputs, (timing, length), notes))
+    phases = list(list_phases(before, inputs, timing, length, notes))
     if not any(after.spec.attention_specs()):
         phases = [phase for phase in phases if phase.name != ATTENTION_PHASE]
         notes.append("the model after has no attention layer left, so attention alone is not timed")
@@ -651,21 +589,9 @@ def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int
     """
     median = np.median(seconds, axis=0)
     low, high = np.quantile(seconds, (0.25, 0.75), axis=0)
-    gains = seconds[:, 0] / seconds[:, 1]
     spread = float(((high - low) / median).max())
     before, after = (phase.count / float(median_seconds) for median_seconds in median)
-    low_gain, median_gain, high_gain = (
-        float(np.quantile(gains, share)) for share in (0.25, 0.5, 0.75)
-    )
+    gains = np.quantile(seconds[:, 0] / seconds[:, 1], (0.5, 0.25, 0.75)).tolist()
     return PhaseSpeed(
-        phase.name,
-        phase.unit,
-        before,
-        after,
-        median_gain,
-        low_gain,
-        high_gain,
-        spread,
-        len(seconds),
-        peak_bytes,
+        phase.name, phase.unit, before, after, *gains, spread, len(seconds), peak_bytes
     )
