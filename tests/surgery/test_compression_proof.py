@@ -25,11 +25,7 @@ from headwise.surgery.verification.model_comparison import (
     compare_ablated,
     compare_outputs,
 )
-from headwise.surgery.verification.proof import (
-    MAX_CONTINUATION_TOKENS,
-    ProofOptions,
-    prove,
-)
+from headwise.surgery.verification.proof import MAX_CONTINUATION_TOKENS, ProofOptions, prove
 from headwise.surgery.verification.proof_report import render_proof, render_summary, write_proof
 from support.pruned_models import (
     KEEP,

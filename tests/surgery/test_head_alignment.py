@@ -253,10 +253,7 @@ def test_an_unaligned_side_gives_a_reason_and_is_unchanged():
         name
         for name, tensor in built.weights.items()
         if not torch.equal(tensor, layer.state_dict()[name])
-    ] == [
-        "project.v",
-        "output.o",
-    ]
+    ] == ["project.v", "output.o"]
 
 
 def brute(x: np.ndarray) -> float:

@@ -134,11 +134,7 @@ def test_chance_is_drawn_so_often_and_its_band_is_the_range(found: PruningCurves
         point.loss_change.value for line in own for point in line.points if point.num_heads == 8
     ]
     mark = found.list_values(ALL_PARTS, "random", "loss")[8]
-    assert mark == (
-        pytest.approx(np.mean(values)),
-        min(values),
-        max(values),
-    )
+    assert mark == (pytest.approx(np.mean(values)), min(values), max(values))
     assert len(found.select_curves(ALL_PARTS, "leave-one-out")) == 1
 
 

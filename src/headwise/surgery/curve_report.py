@@ -199,10 +199,7 @@ def _part_table(curves: PruningCurves) -> Table:
 
 
 def _value_table(
-    curves: PruningCurves,
-    part: str,
-    name: str,
-    form: Callable[[Estimate], str] = _format_change,
+    curves: PruningCurves, part: str, name: str, form: Callable[[Estimate], str] = _format_change
 ) -> Table:
     """Change of a metric from the full model by heads kept, a column for each order."""
     values = {order: curves.list_values(part, order, name) for order in curves.orders}

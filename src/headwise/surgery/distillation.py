@@ -441,12 +441,12 @@ class Retraining:
         teacher: Transformer | None,
         loader: DistillationLoader,
         trainable: Collection[str],
-        auxiliary: AuxiliaryTraining | None = None,
         progress: PointCallback = no_progress,
         keep: str = "last",
     ) -> None:
         self.net, self.teacher, self.loader, self.options = net, teacher, loader, loader.options
-        self.auxiliary, self.progress, self._keep = auxiliary, progress, keep
+        self.progress, self._keep = progress, keep
+        self.auxiliary: AuxiliaryTraining | None = None
         has_loss = loader.texts.has_loss
         if teacher is None and not has_loss:
             raise SpecError(
@@ -619,7 +619,7 @@ def uptrain(
     loader = DistillationLoader(DistillationTexts(student, examples, options.objective), options)
     net = cast_for_training(student, replace_attentions(student, {}))
     trainable = list_trainable(net, options.which)
-    training = Retraining(net, teacher, loader, trainable, None, progress, options.keep)
+    training = Retraining(net, teacher, loader, trainable, progress, options.keep)
     training.run()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
     curve, notes = tuple(training.curve), loader.texts.notes

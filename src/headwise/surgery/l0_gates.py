@@ -153,14 +153,10 @@ def train_gates(
     gated = cast_for_training(
         net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites})
     )
-    training = Retraining(
-        gated,
-        net if options.alpha > 0 else None,
-        loader,
-        _trainable_names(net, options.freeze),
-        GateCountConstraint(gated, units, target, options),
-        progress,
-    )
+    teacher = net if options.alpha > 0 else None
+    trainable = _trainable_names(net, options.freeze)
+    training = Retraining(gated, teacher, loader, trainable, progress)
+    training.auxiliary = GateCountConstraint(gated, units, target, options)
     training.run()
     ungated = replace_attentions(
         gated, {site: _remove_gate(gated, site, spec) for site, spec in sites.items()}

@@ -23,11 +23,11 @@ from ...files import sha256, sync_folder
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from ...hub.pretrained_models import CONFIG_FILE
 from ...hub.transformers_loading import check_config_values, remove_code_settings
-from ...model_spec import ModelSpec, StackSpec, to_dict
+from ...model_spec import ModelSpec, to_dict
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE, RECORD_FORMAT, SurgeryRecord
 from ...models import Transformer
 from ...output_paths import FolderKind, stage_folder
-from ...spec.attention_spec import AttentionSpec
+from ...spec.heads import Heads
 from . import resized_modules as resized
 from .load_check import LoadCheck, check_load
 from .shard_rewrite import CanonicalForm, ShardRewrite, to_canonical_form, write_shards
@@ -80,43 +80,22 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
     """Return how layers differ in their heads, which one config cannot express; "" if all are
     equal.
     """
-    return next(
-        (
-            reason
-            for stack in model_spec.stacks
-            for reason in _iter_uneven_layers(
-                stack, (f"in the {stack.name} " if len(model_spec.stacks) > 1 else "")
-            )
-        ),
-        "",
-    )
-
-
-def _iter_uneven_layers(stack: StackSpec, prefix: str) -> Iterator[str]:
-    first = dict[str, tuple[int, AttentionSpec]]()
-    for depth, block in enumerate(stack.layers):
-        yield from (
-            f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left"
-            for role in block.constant_sublayers
-        )
-        for role, spec in block.attention_specs.items():
-            first_depth, first_spec = first.setdefault(role, (depth, spec))
-            if difference := _describe_difference(spec, depth, first_spec, first_depth):
-                yield f"{prefix}{difference}"
-
-
-def _describe_difference(
-    spec: AttentionSpec, depth: int, other: AttentionSpec, other_depth: int
-) -> str:
-    for kind, count, other_count in (
-        ("head", spec.heads.q, other.heads.q),
-        ("key-value head", spec.heads.kv, other.heads.kv),
-    ):
-        if count != other_count:
-            return (
-                f"layer {depth} keeps {count} {kind}{'s' * (count > 1)} and layer "
-                f"{other_depth} {other_count}"
-            )
+    for stack in model_spec.stacks:
+        prefix = f"in the {stack.name} " if len(model_spec.stacks) > 1 else ""
+        first = dict[str, tuple[int, Heads]]()
+        for depth, block in enumerate(stack.layers):
+            for role in block.constant_sublayers:
+                return f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left"
+            for role, spec in block.attention_specs.items():
+                first_depth, heads = first.setdefault(role, (depth, spec.heads))
+                for kind, count, first_count in (
+                    ("head", spec.heads.q, heads.q),
+                    ("key-value head", spec.heads.kv, heads.kv),
+                ):
+                    if count != first_count:
+                        kept = f"{count} {kind}{'s' * (count > 1)}"
+                        other = f"layer {first_depth} {first_count}"
+                        return f"{prefix}layer {depth} keeps {kept} and {other}"
     return ""
 
 
@@ -127,22 +106,11 @@ def _candidate_configs(
     specs = dict(model_spec.attention_specs())
     if not specs:
         return
-    updated = dict(config)
-    sites = {
-        name: [spec for site, spec in specs.items() if site.startswith(f"{name}.")]
-        for name in (stack.name for stack in model_spec.stacks)
-    }
-    last_heads = list(specs.values())[-1].heads
+    updated, last_heads = dict(config), list(specs.values())[-1].heads
     for name in HEAD_COUNT_KEYS:
-        heads = next(
-            (
-                stack_specs[0].heads
-                for stack_name, stack_specs in sites.items()
-                if stack_specs and name.startswith(stack_name)
-            ),
-            last_heads,
-        )
-        updated |= {name: heads.q} if name in config else {}
+        if name in config:
+            own = [s for site, s in specs.items() if name.startswith(site.partition(".")[0])]
+            updated[name] = own[0].heads.q if own else last_heads.q
     updated |= {name: last_heads.kv for name in KV_COUNT_KEYS if config.get(name) is not None}
     yield updated
     # Keys that have a derived default if the config does not set them.
@@ -246,20 +214,18 @@ def write_model_folder(
         kind, sentence, extra_document = _write_first_kind(net, source, fresh)
         for name, data in extra_files.items():
             (fresh / name).write_bytes(data)
-        files = {
-            path.relative_to(fresh).as_posix(): path
-            for path in sorted(fresh.rglob("*"))
-            if path.is_file()
-        }
+        paths = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
+        files = {path.relative_to(fresh).as_posix(): path for path in paths}
         document = {
             "format": RECORD_FORMAT,
             "kind": kind,
             "sentence": sentence,
             "change": dict(record),
             "source": source_hashes,
-        }
-        document |= extra_document | {
-            "files": {name: sha256(path) for name, path in files.items() if name not in extra_files}
+            **extra_document,
+            "files": {
+                name: sha256(path) for name, path in files.items() if name not in extra_files
+            },
         }
         _write_json(fresh / RECORD_FILE, document)
     return WrittenFolder(kind, sentence, (*files, RECORD_FILE))
@@ -303,18 +269,11 @@ def hash_source_files(source: Path | None) -> dict[str, str]:
         return {}
     if source.is_file():
         return {source.name: sha256(source)}
-    names = (
-        [MANIFEST_FILE, RECORD_FILE]
-        if (source / MANIFEST_FILE).is_file()
-        else [CONFIG_FILE, RECORD_FILE]
-    )
-    weights = (
-        SafetensorsFolder(source).files
-        if (source / INDEX_FILE).is_file() or (source / WEIGHTS_FILE).is_file()
-        else []
-    )
-    paths = [path for path in (*(source / name for name in names), *weights) if path.is_file()]
-    return {path.name: sha256(path) for path in paths}
+    main = MANIFEST_FILE if (source / MANIFEST_FILE).is_file() else CONFIG_FILE
+    has_weights = any((source / name).is_file() for name in (INDEX_FILE, WEIGHTS_FILE))
+    weights = SafetensorsFolder(source).files if has_weights else []
+    paths = [source / main, source / RECORD_FILE, *weights]
+    return {path.name: sha256(path) for path in paths if path.is_file()}
 
 
 # --- kinds of folders -----------------------------------------------------------------------------
@@ -326,68 +285,49 @@ def _write_first_kind(
     """Write the first kind of folder that reproduces the model; return kind, sentence and additions
     to heads.json.
     """
-    if source is None or not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
-        origin = "like its source" if source else "because the model was built in memory"
-        return _write_native(
-            net, fresh, f"A headwise folder, {origin}; load it with headwise.load."
-        )
-    form = to_canonical_form(net)
-    described = read_model_spec(source)
-    if missing := find_unnamed_weight(form.model_spec, get_weight_names(described.name)):
-        reason = f"a checkpoint of {described.name} has no tensor for {missing}"
-        return _write_native(
-            net, fresh, f"A headwise folder, because {reason}; load it with headwise.load."
-        )
+
+    def write_native(reason: str) -> tuple[str, str, dict[str, Any]]:
+        models.save(net, fresh)
+        return "ours", f"A headwise folder, {reason}; load it with headwise.load.", {}
+
+    if source is None:
+        return write_native("because the model was built in memory")
+    if not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
+        return write_native("like its source")
+    form, described = to_canonical_form(net), read_model_spec(source)
+    missing = find_unnamed_weight(form.model_spec, get_weight_names(described.name))
+    if missing:
+        return write_native(f"because a checkpoint of {described.name} has no tensor for {missing}")
     rewrite = ShardRewrite.of(source, described, form)
-    config = find_config_keys(
-        form.model_spec, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
-    )
-    extra_constants = form.find_extra_constants(rewrite.weight_names)
-    if unstorable := rewrite.find_unstorable_tensor():
-        return _write_native(
-            net, fresh, f"A headwise folder, because {unstorable}; load it with headwise.load."
-        )
-    reason = config.reason or (
-        f"{next(iter(extra_constants))} differs from what config.json implies"
-        if extra_constants
-        else ""
-    )
+    old_config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = find_config_keys(form.model_spec, old_config)
+    unstorable = rewrite.find_unstorable_tensor()
+    if unstorable:
+        return write_native(f"because {unstorable}")
+    reason = config.reason
+    for name in form.find_extra_constants(rewrite.weight_names):
+        reason = reason or f"{name} differs from what config.json implies"
     if not reason and config.keys:
         _rewrite_folder(source, rewrite, dict(config.keys), fresh)
         check = _check_load(fresh, net, form)
-        if check.agrees:
-            sentence = (
-                "A transformers checkpoint: config.json describes every layer, and "
-                "AutoModel.from_pretrained loads it."
-            )
+        sentence = {
+            True: "A transformers checkpoint: config.json describes every layer, and "
+            "AutoModel.from_pretrained loads it.",
+            False: "A transformers checkpoint, not tested with transformers, which is not "
+            "installed: config.json describes every layer.",
+        }[check.agrees]
+        if check.agrees or check.is_skipped:
             return "transformers", sentence, {"checked": check.message}
-        if check.is_skipped:
-            sentence = (
-                "A transformers checkpoint, not tested with transformers, which is not installed"
-            )
-            return (
-                "transformers",
-                f"{sentence}: config.json describes every layer.",
-                {"checked": check.message},
-            )
         reason = check.message
         shutil.rmtree(fresh)
     if ".part = " in reason:  # another computation; the loader script only changes sizes
-        return _write_native(
-            net, fresh, f"A headwise folder, because {reason}; load it with headwise.load."
-        )
-    _rewrite_folder(
-        source, rewrite, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")), fresh
-    )
+        return write_native(f"because {reason}")
+    _rewrite_folder(source, rewrite, old_config, fresh)
     resized_folder = resized.add_loader(fresh, rewrite, net, reason)
     if not isinstance(resized_folder, str):
         return "resized", resized_folder.summary, dict(resized_folder.document)
     shutil.rmtree(fresh)
-    return _write_native(
-        net,
-        fresh,
-        f"A headwise folder, because {reason}, and {resized_folder}; load it with headwise.load.",
-    )
+    return write_native(f"because {reason}, and {resized_folder}")
 
 
 def _check_load(fresh: Path, net: Transformer, form: CanonicalForm) -> LoadCheck:
@@ -395,11 +335,6 @@ def _check_load(fresh: Path, net: Transformer, form: CanonicalForm) -> LoadCheck
         return check_load(fresh, net, form)
     except SpecError as error:
         return LoadCheck(False, 0, str(error))
-
-
-def _write_native(net: Transformer, fresh: Path, sentence: str) -> tuple[str, str, dict[str, Any]]:
-    models.save(net, fresh)
-    return "ours", sentence, {}
 
 
 def _rewrite_folder(
@@ -420,13 +355,10 @@ def list_companion_files(source: Path) -> Iterator[Path]:
     """Yield the files of a model folder that are copied besides its weights."""
     for path in sorted(source.iterdir()):
         if path.is_dir() and SENTENCE_TRANSFORMERS_MODULE.fullmatch(path.name):
-            inner = sorted(path.iterdir())
-            yield from (
-                file
-                for file in inner
-                if file.is_file()
-                and (COMPANION_FILES.fullmatch(file.name) or file.name == WEIGHTS_FILE)
-            )
+            for file in sorted(path.iterdir()):
+                is_copied = COMPANION_FILES.fullmatch(file.name) or file.name == WEIGHTS_FILE
+                if file.is_file() and is_copied:
+                    yield file
         elif path.is_file() and COMPANION_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
             yield path
 

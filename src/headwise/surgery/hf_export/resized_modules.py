@@ -81,44 +81,28 @@ def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChang
         changes.setdefault(module, {}).setdefault("shapes", {})[leaf] = list(shape)
     for host, columns in _table_columns(rewrite, names, locations):
         changes[host]["columns"] = columns
-    modules = dict(model.named_modules())
+    modules, repeats = dict(model.named_modules()), dict[str, dict[str, int]]()
     for location in locations:
         own, module = changes[location.module_path], modules[location.module_path]
         own |= _forward_changes(module, location, rewrite, has_columns="columns" in own)
-    candidates = list[ModuleChanges]()
-    return_counts = (
-        RETURN_COUNTS
-        if any("constant" in change for change in changes.values())
-        else RETURN_COUNTS[:1]
-    )
-    repeats = {
-        path: location.repeats
-        for location in locations
-        for path in location.kv_paths
-        if location.repeats
-    }
+        if location.repeats:
+            repeats |= dict.fromkeys(location.kv_paths, location.repeats)
+    has_constant = any("constant" in change for change in changes.values())
+    return_counts = RETURN_COUNTS if has_constant else RETURN_COUNTS[:1]
     new_numbers = list(islice(_list_new_numbers(modules, locations), MAX_CANDIDATES))
+    candidates = list[ModuleChanges]()
     for repeated in ({}, repeats) if repeats else ({},):
         for return_count, numbers in islice(product(return_counts, new_numbers), MAX_CANDIDATES):
-            candidates.append(_merge_changes(changes, numbers, return_count, repeated))
+            merged = {path: dict(change) for path, change in changes.items()}
+            for path, values in numbers.items():
+                merged.setdefault(path, {})["set"] = dict(values)
+            for path, repeat in repeated.items():
+                merged.setdefault(path, {})["repeat"] = dict(repeat)
+            for change in merged.values():
+                if "constant" in change:
+                    change["constant"] = change["constant"] | {"num_outputs": return_count}
+            candidates.append(merged)
     return candidates
-
-
-def _merge_changes(
-    changes: ModuleChanges,
-    numbers: Mapping[str, Mapping[str, int]],
-    returns: int,
-    repeats: Mapping[str, Mapping[str, int]],
-) -> ModuleChanges:
-    merged = {path: dict(change) for path, change in changes.items()}
-    for path, values in numbers.items():
-        merged.setdefault(path, {})["set"] = dict(values)
-    for path, repeat in repeats.items():
-        merged.setdefault(path, {})["repeat"] = dict(repeat)
-    for change in merged.values():
-        if "constant" in change:
-            change["constant"] = change["constant"] | {"num_outputs": returns}
-    return merged
 
 
 def _build_hf_model(folder: Path) -> nn.Module:
@@ -159,29 +143,23 @@ def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> tuple[dict[str, str]
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
-    paths_with_heads = {
-        path
-        for path, own in rewrite.old_plan.pieces.items()
-        if any(set(HEAD_AXES) & set(p.file_view.axis_sizes) for p in own)
-    }
+    modules = dict[str, str]()
     for name in (*rewrite.source_tensors.infos, *rewrite.new_tensors):
         names[name], converted = rename_source_key(
             name, renamings, converters, model.base_model_prefix, model_tensors
         )
-        if converted is not None and rewrite.plan_name(name) in paths_with_heads:
-            raise SpecError(f"transformers converts {name} to another layout when loading")
-        converted_names |= set() if converted is None else {name}
+        if converted is not None:
+            converted_names.add(name)
+            pieces = rewrite.old_plan.pieces.get(rewrite.plan_name(name), ())
+            if any(set(HEAD_AXES) & set(piece.file_view.axis_sizes) for piece in pieces):
+                raise SpecError(f"transformers converts {name} to another layout when loading")
+        if names[name] in model_tensors:
+            modules[_parent_path(name)] = _parent_path(names[name])
     # A tensor missing in the model gets the path of its module's other tensors, which includes the
     # trunk's name.
-    modules = {
-        _parent_path(name): _parent_path(new) for name, new in names.items() if new in model_tensors
-    }
-    missing = [
-        name
-        for name, new in names.items()
-        if new not in model_tensors and _parent_path(name) in modules
-    ]
-    names |= {name: f"{modules[_parent_path(name)]}.{name.rpartition('.')[2]}" for name in missing}
+    for name, new in names.items():
+        if new not in model_tensors and _parent_path(name) in modules:
+            names[name] = f"{modules[_parent_path(name)]}.{name.rpartition('.')[2]}"
     return names, converted_names
 
 
@@ -210,42 +188,30 @@ def _locate_attentions(
     """
     files_by_path = {rewrite.plan_name(name): name for name in rewrite.source_tensors.infos}
     plan = CheckpointPlan.from_spec(before, rewrite.weight_names, rewrite.prefix)
-    owner = {
-        piece.name: files_by_path[path]
-        for path, own in plan.pieces.items()
-        if path in files_by_path
-        for piece in own
-    }
+    module_of_tensor = dict[str, str]()
+    for path, pieces in plan.pieces.items():
+        if path in files_by_path:
+            module_path = _parent_path(names[files_by_path[path]])
+            module_of_tensor |= dict.fromkeys((piece.name for piece in pieces), module_path)
     new_specs = dict(rewrite.form.model_spec.attention_specs())
     for site, spec in before.attention_specs():
-        paths = {
-            key: names[owner[f"{site}.{key}"]].rpartition(".")[0]
-            for key in spec.params()
-            if f"{site}.{key}" in owner
-        }
-        projection_paths = [path for key, path in paths.items() if key.startswith("project.")]
+        paths = {key: module_of_tensor.get(f"{site}.{key}") for key in spec.params()}
+        paths = {key: path for key, path in paths.items() if path is not None}
+        projections = [_parent_path(paths[key]) for key in paths if key.startswith("project.")]
         output_path = paths.get("output.o")
-        if not projection_paths or output_path is None:
+        if not projections or output_path is None:
             raise SpecError(f"{site} has no weight matrices of its own in these files")
-        module_path = _common_module([path.rpartition(".")[0] for path in projection_paths])
-        layer_path = _layer_path(module_path)
-        tensor_paths = {*paths.values()}
-        inner_paths = {
-            parent
-            for path in tensor_paths
-            for parent in _parent_paths(path)
-            if len(parent) > len(layer_path) and parent not in tensor_paths
-        }
-        output_weight = (
-            output_path.removeprefix(f"{module_path}.")
-            if output_path.startswith(f"{module_path}.")
-            else None
-        )
+        module_path = _common_module(projections)
+        layer_path, tensor_paths = _layer_path(module_path), {*paths.values()}
+        inner_paths = {module_path}
+        for path in tensor_paths:
+            inner_paths |= {one for one in _parent_paths(path) if len(one) > len(layer_path)}
+        prefix = f"{module_path}."
         yield AttentionLocation(
             site,
             module_path,
-            output_weight,
-            tuple(sorted(inner_paths | {module_path})),
+            output_path.removeprefix(prefix) if output_path.startswith(prefix) else None,
+            tuple(sorted((inner_paths - tensor_paths) | {module_path})),
             spec,
             new_specs.get(site),
             _separate_paths(paths),
@@ -316,38 +282,29 @@ def _list_new_numbers(
     Those that follow from the sizes come first, then those in which a number is equal to one of
     them by chance.
     """
-    if uneven := [
-        location.site
-        for location in locations
-        if location.after and not location.after.heads.is_evenly_grouped
-    ]:
-        raise SpecError(
-            f"transformers does not support key-value groups of unequal size ({uneven[0]})"
-        )
+    for location in locations:
+        if location.after and not location.after.heads.is_evenly_grouped:
+            raise SpecError(
+                f"transformers does not support key-value groups of unequal size ({location.site})"
+            )
     rows = dict[tuple[str, str], list[ModuleNumber]]()
-    for row in (
-        ModuleNumber(path, location, *attribute)
-        for location in locations
-        for path in location.tensor_paths
-        for attribute in _integer_attributes(modules[path])
-    ):
-        if row.location.after:
-            rows.setdefault((type(modules[row.path]).__name__, row.name), []).append(row)
-    ambiguous = [
-        (name, choices)
-        for (_, name), numbers in rows.items()
-        if (choices := _interpret_numbers(numbers))
-    ]
-    strict = [choices for _, choices in ambiguous]
+    for location in locations:
+        for path in location.tensor_paths if location.after else ():
+            for name, value in _integer_attributes(modules[path]):
+                row = ModuleNumber(path, location, name, value)
+                rows.setdefault((type(modules[path]).__name__, name), []).append(row)
+    choices_of_name = [(name, _interpret_numbers(numbers)) for (_, name), numbers in rows.items()]
+    names = [name for name, choices in choices_of_name if choices]
+    strict = [choices for _, choices in choices_of_name if choices]
     loose = [choices if {} in choices else [*choices, {}] for choices in strict]
     by_chance = (
         chosen
         for chosen in product(*loose)
-        if any(c not in own for c, own in zip(chosen, strict, strict=True))
+        if any(choice not in own for choice, own in zip(chosen, strict, strict=True))
     )
     for chosen in chain(product(*strict), by_chance):
         new_values = dict[str, dict[str, int]]()
-        for (name, _), choice in zip(ambiguous, chosen, strict=True):
+        for name, choice in zip(names, chosen, strict=True):
             for path, value in choice.items():
                 new_values.setdefault(path, {})[name] = value
         yield new_values
@@ -376,18 +333,14 @@ def _interpret_numbers(rows: Sequence[ModuleNumber]) -> list[dict[str, int]]:
     choices = list[dict[str, int]]()
     for size_name in _derived_sizes(rows[0].location.before):
         if all(row.value == _derived_sizes(row.location.before)[size_name] for row in rows):
-            sizes = {
-                row.path: _derived_sizes(row.location.after)[size_name]
-                for row in rows
-                if row.location.after
-            }
-            changed = {row.path: sizes[row.path] for row in rows if sizes[row.path] != row.value}
+            changed = dict[str, int]()
+            for row in rows:
+                if row.location.after is not None:
+                    new = _derived_sizes(row.location.after)[size_name]
+                    changed |= {row.path: new} if new != row.value else {}
             choices += [changed] if changed not in choices else []
-    if (
-        choices
-        and {} not in choices
-        and all(row.value in _fixed_widths(row.location.before) for row in rows)
-    ):
+    may_be_chance = all(row.value in _fixed_widths(row.location.before) for row in rows)
+    if choices and {} not in choices and may_be_chance:
         choices.append({})
     return [] if choices == [{}] else choices
 
@@ -490,12 +443,13 @@ def _table_columns(
     of them in order.
     """
     form: CanonicalForm = rewrite.form
-    tensor_paths = {
-        piece.name: names[path]
-        for path, own in rewrite.new_plan.pieces.items()
-        for piece in own
-        if path in names
-    }
+    tensor_paths = dict[str, str]()
+    for path, pieces in rewrite.new_plan.pieces.items():
+        if path in names:
+            tensor_paths |= dict.fromkeys((piece.name for piece in pieces), names[path])
+    moved = set[str]()
+    for path in rewrite.new_tensors:
+        moved |= {piece.name for piece in rewrite.new_plan.pieces[path]}
     by_stack = dict[str, list[tuple[AttentionLocation, str, list[int]]]]()
     for location in locations:
         for constant, table, _ in list_index_constants(location.after) if location.after else ():
@@ -503,22 +457,14 @@ def _table_columns(
             by_stack.setdefault(location.site.split(".")[0], []).append((location, table, keep))
     for stack, rows in by_stack.items():
         table = rows[0][1]
-        owner = next(
-            name
-            for name in form.tensors
-            if name.startswith(f"{stack}.") and name.endswith(f".{table}")
-        )
-        size = form.tensors[owner].shape[-1]
-        moved = any(
-            piece.name == owner
-            for path in rewrite.new_tensors
-            for piece in rewrite.new_plan.pieces[path]
-        )
-        if moved or any(keep != list(range(size)) for _, _, keep in rows):
+        owners = [name for name in form.tensors if name.endswith(f".{table}")]
+        owner = next(name for name in owners if name.startswith(f"{stack}."))
+        in_order = list(range(form.tensors[owner].shape[-1]))
+        if owner in moved or any(keep != in_order for _, _, keep in rows):
             for location, _, keep in rows:
                 yield (
                     location.module_path,
-                    {"table": tensor_paths[owner].rpartition(".")[0], "keep": keep},
+                    {"table": _parent_path(tensor_paths[owner]), "keep": keep},
                 )
 
 
