@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import SpecError, suggest
 from ..hub.pretrained_models import copy_live_model
 from ..interfaces.part import field_defaults
-from ..model_spec import BlockSpec, ModelSpec
+from ..model_spec import BlockSpec, ModelSpec, StackSpec
 from ..model_spec.model import ATTENTION_SUBLAYERS, group_blocks
 from ..models import Transformer, build
 from ..models.feed_forward import NormLayer
@@ -103,49 +103,31 @@ def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> A
     if layer.spec.form == "merged":
         raise SpecError(
             f"cannot remove {site}: in a merged block it computes a running mean, which is no "
-            "constant. Keep one "
-            "of its heads"
+            "constant. Keep one of its heads"
         )
-    added = (
-        change.weights.get("constant", torch.zeros(attention.spec.model)).to(next(net.parameters()))
-        * layer.scale
-    )
-    norm = layer._modules.get(
-        {"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, "")
-    )
+    constant = change.weights.get("constant", torch.zeros(attention.spec.model))
+    added = constant.to(next(net.parameters())) * layer.scale
+    norm_name = {"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, "")
+    norm = layer._modules.get(norm_name)
     with torch.no_grad():
-        return AttentionChange(
-            None, {"constant": added if norm is None else cast(NormLayer, norm)(added)}
-        )
+        added = added if norm is None else cast(NormLayer, norm)(added)
+    return AttentionChange(None, {"constant": added})
 
 
 def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> ModelSpec:
-    stacks = []
+    stacks = list[StackSpec]()
     for stack in model.stacks:
-        blocks = list(stack.layers)
-        for depth, block in enumerate(blocks):
-            block_changes = {
-                role: changes[site]
-                for role in ATTENTION_SUBLAYERS
-                if (site := f"{stack.name}.{depth}.{role}") in changes
-            }
-            blocks[depth] = _replace_block_specs(block, block_changes)
+        blocks = list[BlockSpec]()
+        for depth, block in enumerate(stack.layers):
+            specs, constants = dict[str, AttentionSpec | None](), list[str]()
+            for role in ATTENTION_SUBLAYERS:
+                change = changes.get(f"{stack.name}.{depth}.{role}")
+                specs[role] = getattr(block, role) if change is None else change.spec
+                if role in block.constant_sublayers or (change and change.spec is None):
+                    constants.append(role)
+            blocks.append(replace(block, **specs, constant_sublayers=tuple(constants)))
         stacks.append(replace(stack, runs=group_blocks(blocks)))
     return replace(model, stacks=tuple(stacks))
-
-
-def _replace_block_specs(block: BlockSpec, changes: Mapping[str, AttentionChange]) -> BlockSpec:
-    if not changes:
-        return block
-    removed = [role for role, change in changes.items() if change.spec is None]
-    constant_sublayers = tuple(
-        role for role in ATTENTION_SUBLAYERS if role in block.constant_sublayers or role in removed
-    )
-    specs = {
-        role: changes[role].spec if role in changes else getattr(block, role)
-        for role in ATTENTION_SUBLAYERS
-    }
-    return replace(block, **specs, constant_sublayers=constant_sublayers)
 
 
 def _tensors(
@@ -157,12 +139,10 @@ def _tensors(
         site, inner = ".".join(name.split(".")[:3]), ".".join(name.split(".")[3:])
         if site in changes:
             tensor = changes[site].weights[inner]
+        elif name in old_tensors:
+            tensor = old_tensors[name]
         else:
-            tensor = (
-                old_tensors[name]
-                if name in old_tensors
-                else _get_parameter(get_attention(net, site), inner)
-            )
+            tensor = _get_parameter(get_attention(net, site), inner)
         yield name, tensor.detach().clone().contiguous()
 
 
@@ -173,9 +153,8 @@ def _check_shared(new: Transformer, changes: Mapping[str, AttentionChange]) -> N
             continue
         attention = get_attention(new, site)
         for name, expected in change.weights.items():
-            if not torch.equal(
-                _get_parameter(attention, name), expected.to(_get_parameter(attention, name))
-            ):
+            actual = _get_parameter(attention, name)
+            if not torch.equal(actual, expected.to(actual)):
                 raise SpecError(
                     f"{site}.{name} is shared with other layers; make the same change in all of "
                     "them"
@@ -209,18 +188,18 @@ def remove_heads(
     ...     torch.allclose(net(x), small(x), atol=1e-6)
     True
     """
-    if wrong := [site for site in constants if site not in keep]:
-        raise SpecError(
-            f"cannot add a constant to {wrong[0]}: keep does not list it. Add the heads that it "
-            "keeps"
-        )
+    for site in constants:
+        if site not in keep:
+            raise SpecError(
+                f"cannot add a constant to {site}: keep does not list it. Add the heads that it "
+                "keeps"
+            )
     changes = {
         site: _shrink_attention(net, site, heads, constants.get(site))
         for site, heads in keep.items()
     }
-    if changes.keys() >= {site for site, _ in net.spec.attention_specs()} and not any(
-        keep.values()
-    ):
+    all_sites = {site for site, _ in net.spec.attention_specs()}
+    if changes.keys() >= all_sites and not any(keep.values()):
         raise SpecError(f"cannot remove all heads of {net.spec.name}. Keep at least one")
     return replace_attentions(net, changes)
 
@@ -230,26 +209,21 @@ def _shrink_attention(
 ) -> AttentionChange:
     spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
     check_heads(site, heads, len(spec.score_head_of_output))
-    _check_removable(net, site)
-    if not heads:
-        bias = output_without_heads(spec, weights, next(net.parameters()))
-        return AttentionChange(
-            None, {"constant": bias if constant is None else _add_rounded(bias, constant)}
-        )
-    smaller, weights_left = keep_heads(spec, weights, heads)
-    if constant is None:
-        return AttentionChange(smaller, weights_left)
-    return add_constant(smaller, weights_left, constant, next(net.parameters()))
-
-
-def _check_removable(net: Transformer, site: str) -> None:
     stack, depth, _ = site.split(".")
     if net.stacks[stack].blocks[int(depth)].spec.form == "merged":
         raise SpecError(
             f"cannot remove heads of {site}: a merged block uses the same heads for "
-            "cross-attention and for its "
-            "running mean. Remove heads of other layers"
+            "cross-attention and for its running mean. Remove heads of other layers"
         )
+    like = next(net.parameters())
+    if not heads:
+        bias = output_without_heads(spec, weights, like)
+        bias = bias if constant is None else _add_rounded(bias, constant)
+        return AttentionChange(None, {"constant": bias})
+    smaller, weights_left = keep_heads(spec, weights, heads)
+    if constant is None:
+        return AttentionChange(smaller, weights_left)
+    return add_constant(smaller, weights_left, constant, like)
 
 
 def output_without_heads(
@@ -258,14 +232,18 @@ def output_without_heads(
     """Return the output of a layer with all heads ablated to zero, [model]: its output bias, or
     zeros.
     """
-    merge_weights = {
-        name.removeprefix("output."): tensor
-        for name, tensor in weights.items()
-        if name.startswith("output.")
-    }
     zeros_BTOV = like.new_zeros(1, 1, len(spec.score_head_of_output), spec.heads.vdim)
+    return merge_heads(spec, weights, zeros_BTOV)
+
+
+def merge_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], outputs_BTOV: Tensor) -> Tensor:
+    """Return what these head outputs of one token become after the output projection, [model]."""
+    prefix = "output."
+    own = {k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)}
+    for name, weight in own.items():
+        own[name] = weight.to(outputs_BTOV) if weight.is_floating_point() else weight
     with torch.no_grad():
-        return spec.merge.merge(zeros_BTOV, merge_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
+        return spec.merge.merge(outputs_BTOV, own)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
 
 
 def add_constant(

@@ -495,7 +495,8 @@ def _convert_layers(
     for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
         statistics = dict[str, dict[str, CrossProducts]]()
         if conversion.needs_statistics:
-            log(f"collecting keys and values: {group[0]} and {len(group) - 1} more")
+            more = f"{group[0]} and {len(group) - 1} more"
+            log(f"collecting keys and values of {len(batches)} examples: {more}")
             counted = count_items(batches, log, "collecting keys and values", "texts")
             statistics = collect_kv_statistics(net.eval(), counted, group)
         for site in group:

@@ -17,6 +17,7 @@ from ..models import Transformer
 from .attention_replacement import (
     get_attention,
     get_attention_parameters,
+    merge_heads,
     output_without_heads,
     remove_heads,
 )
@@ -56,36 +57,28 @@ def compute_head_constants(
         raise SpecError(
             "fold='mean' needs examples to average over, got none; give examples or use fold='none'"
         )
-    head_outputs = (
-        _mean_outputs(net, plan, examples) if fold == "mean" else _bias_outputs(net, plan)
-    )
-    return HeadConstants(
-        head_outputs, {site: _site_constant(net, site, head_outputs) for site in plan.changed_sites}
-    )
-
-
-def _mean_outputs(
-    net: Transformer, plan: PruningPlan, examples: Sequence[Example]
-) -> dict[HeadId, Tensor]:
-    means = head_means(net, [example.model_inputs for example in examples], plan.removed_heads)
-    return {(site, head): means[site, head] for site, head in plan.removed_heads}
+    if fold == "mean":
+        inputs = [example.model_inputs for example in examples]
+        means = head_means(net, inputs, plan.removed_heads)
+        head_outputs = {(site, head): means[site, head] for site, head in plan.removed_heads}
+    else:
+        head_outputs = _bias_outputs(net, plan)
+    constants = {site: _site_constant(net, site, head_outputs) for site in plan.changed_sites}
+    return HeadConstants(head_outputs, constants)
 
 
 def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
     """Return the value bias of each removed head, if it can be folded into the output bias."""
     head_outputs = dict[HeadId, Tensor]()
-    for site, kept_heads in plan.changed_sites.items():
+    for site, head in plan.removed_heads:
         spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
         shift_OV = spec.project.constant_biases(spec, weights).get("v")
         if shift_OV is None:
             continue
-        if reason := fold_bias(spec, weights).reasons_kept.get("v"):
+        reason = fold_bias(spec, weights).reasons_kept.get("v")
+        if reason:
             raise SpecError(f"cannot fold the value bias of {site}: {reason}. Use fold='mean'")
-        head_outputs |= {
-            (site, head): shift_OV[head].double()
-            for head in range(len(spec.score_head_of_output))
-            if head not in kept_heads
-        }
+        head_outputs[site, head] = shift_OV[head].double()
     if not head_outputs:
         raise SpecError(
             f"cannot fold biases: no removed head of {net.spec.name} has a value bias. Use "
@@ -96,29 +89,14 @@ def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
 
 def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Tensor]) -> Tensor:
     """Return what the given constant head outputs add to the output of a site, [model]."""
-    spec, weights, like = (
-        get_attention(net, site).spec,
-        get_attention_parameters(net, site),
-        next(net.parameters()),
-    )
-    outputs_BTOV = torch.zeros(
-        1,
-        1,
-        len(spec.score_head_of_output),
-        spec.heads.vdim,
-        dtype=torch.float64,
-        device=like.device,
-    )
+    spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+    like = next(net.parameters())
+    shape = (1, 1, len(spec.score_head_of_output), spec.heads.vdim)
+    outputs_BTOV = torch.zeros(shape, dtype=torch.float64, device=like.device)
     for (head_site, head), vector in head_outputs.items():
         if head_site == site:
             outputs_BTOV[0, 0, head] = vector
-    output_weights = {
-        name.removeprefix("output."): t.double()
-        for name, t in weights.items()
-        if name.startswith("output.")
-    }
-    with torch.no_grad():
-        output = spec.merge.merge(outputs_BTOV, output_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
+    output = merge_heads(spec, weights, outputs_BTOV)
     return output - output_without_heads(spec, weights, like).double()
 
 
@@ -132,7 +110,7 @@ def list_text_uses(selection: HeadSelection, fold: str) -> tuple[str, ...]:
     ... )
     ((), ('mean outputs were computed',))
     """
-    return (*selection.text_uses, *(("mean outputs were computed",) if fold == "mean" else ()))
+    return (*selection.text_uses, *(["mean outputs were computed"] if fold == "mean" else []))
 
 
 # --- Pruning --------------------------------------------------------------------------------------
@@ -175,9 +153,8 @@ class PruningResult:
         """Remove the heads from a copy in float32, in which folded constants are not rounded to 16
         bits.
         """
-        source = cast_model(
-            self.removal_source, full_precision(parameter_dtype(self.removal_source))
-        )
+        dtype = full_precision(parameter_dtype(self.removal_source))
+        source = cast_model(self.removal_source, dtype)
         return remove_heads(source, self.plan.changed_sites, self.constants.site_constants)
 
     @property
@@ -247,12 +224,5 @@ def prune(
         raise SpecError(f"no head would be removed: {plan.summary}. Keep fewer heads")
     log("removing heads")
     constants = compute_head_constants(source, plan, examples, fold)
-    return PruningResult(
-        net,
-        source,
-        remove_heads(source, plan.changed_sites, constants.site_constants),
-        plan,
-        constants,
-        fold,
-        original,
-    )
+    after = remove_heads(source, plan.changed_sites, constants.site_constants)
+    return PruningResult(net, source, after, plan, constants, fold, original)

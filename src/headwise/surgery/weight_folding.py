@@ -15,6 +15,7 @@ from ..interfaces import Merge, Modifier, QKTransform
 from ..interfaces.core_types import Phase
 from ..interfaces.part import field_defaults
 from ..spec.attention_spec import AttentionSpec
+from .attention_replacement import merge_heads
 
 
 class FoldedWeights(NamedTuple):
@@ -90,11 +91,9 @@ def _merge_with_bias(
     """Return the merge with an output bias, and the bias: the projected value bias plus the old
     output bias.
     """
-    biased = replace(spec.merge, bias="o")
-    merge_weights = _weights_of_part(weights, "output")
-    merge_weights.setdefault("o_bias", bias_OV.new_zeros(spec.model))
-    with torch.no_grad():
-        return biased, biased.merge(bias_OV[None, None], merge_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
+    biased = replace(spec, merge=replace(spec.merge, bias="o"))
+    own = {**weights, "output.o_bias": weights.get("output.o_bias", bias_OV.new_zeros(spec.model))}
+    return biased.merge, merge_heads(biased, own, bias_OV[None, None])
 
 
 def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeights:
@@ -111,44 +110,31 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
     >>> folded.spec.modifiers[1], folded.reasons_kept["knocking.q"]
     (Knocking(sides='q'), 'rotary transforms q before it')
     """
-    folded_weights, folded_sides, reasons_kept = (
-        dict(weights),
-        dict[str, frozenset[str]](),
-        dict[str, str](),
-    )
+    folded_weights, reasons_kept = dict(weights), dict[str, str]()
+    folded_sides = dict[str, frozenset[str]]()
     for side in "qkv":
         blocked_by = ""
-        transforms = spec.parts_of(QKTransform)
-        for name, transform in [
-            (name, part) for name, part in transforms if side in part.transformed_sides(spec)
-        ]:
+        for name, transform in spec.parts_of(QKTransform):
+            if side not in transform.transformed_sides(spec):
+                continue
             matrix = transform.as_matrix(side, _weights_of_part(folded_weights, name))
-            absorbed = _absorb_transform(spec, folded_weights, side, None if blocked_by else matrix)
+            absorbed: Mapping[str, Tensor] = {}
+            if matrix is None:
+                reason = "it is not one matrix for every head and token"
+            elif blocked_by:
+                reason = f"{blocked_by} transforms {side} before it"
+            else:
+                kind = type(spec.project).__name__
+                reason = f"{kind} cannot absorb a matrix into its projection of {side}"
+                with torch.no_grad():
+                    absorbed = spec.project.absorb_matrix(spec, folded_weights, side, matrix)
             if absorbed:
                 folded_weights |= absorbed
                 folded_sides[name] = folded_sides.get(name, frozenset()) | {side}
-                continue
-            reasons_kept[f"{name}.{side}"] = _reason_transform_stays(spec, side, matrix, blocked_by)
-            blocked_by = blocked_by or name
+            else:
+                reasons_kept[f"{name}.{side}"] = reason
+                blocked_by = blocked_by or name
     return FoldedWeights(*_without_transforms(spec, folded_weights, folded_sides), reasons_kept)
-
-
-def _absorb_transform(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor | None
-) -> Mapping[str, Tensor]:
-    with torch.no_grad():
-        return {} if matrix is None else spec.project.absorb_matrix(spec, weights, side, matrix)
-
-
-def _reason_transform_stays(
-    spec: AttentionSpec, side: str, matrix: Tensor | None, blocked_by: str
-) -> str:
-    """Return why a transform stays on a side."""
-    if matrix is None:
-        return "it is not one matrix for every head and token"
-    if blocked_by:
-        return f"{blocked_by} transforms {side} before it"
-    return f"{type(spec.project).__name__} cannot absorb a matrix into its projection of {side}"
 
 
 def _without_transforms(
