@@ -12,9 +12,9 @@ from ...files import write_atomically
 from ...output_paths import check_output
 from ...report.data import Column, Estimate, Page, Table
 from ...report.numbers import (
+    NO_SPREAD,
     format_bytes,
     format_count,
-    format_interval,
     format_number,
     format_share,
 )
@@ -76,10 +76,14 @@ def iter_summary(proof: ModelProof) -> Iterator[str]:
 
 def _describe_change(name: str, row: MetricRow) -> str:
     name = _one_line(name[:1].upper() + name[1:])
+    interval = row.after if row.before is None or row.change is None else row.change
+    spread = NO_SPREAD
+    if interval.low < interval.high:
+        spread = f"{format_number(interval.low)} to {format_number(interval.high)}"
     if row.before is None or row.change is None:
-        return f"{name} {format_interval(*row.after)}"
+        return f"{name} {format_number(row.after.value)} ({spread})"
     values = f"{format_number(row.before.value)} -> {format_number(row.after.value)}"
-    return f"{name} {values}: {describe_change(row)} (change {format_interval(*row.change)})"
+    return f"{name} {values}: {describe_change(row)} (change {spread})"
 
 
 # --- Page -----------------------------------------------------------------------------------------
