@@ -44,12 +44,9 @@ def _machine(measured: dict[str, Any]) -> str:
 
 
 def _compared(measured: dict[str, Any]) -> str:
-    ours, theirs, sizes, report = (
-        measured["ours"],
-        measured["transformers"],
-        measured["bytes"],
-        measured["ours"]["report"],
-    )
+    ours = measured["ours"]
+    theirs = measured["transformers"]
+    sizes = measured["bytes"]
     rows = [
         ("`Engine`", _whole(ours["tokens_per_second"]), _seconds(ours), _millions(sizes["peak"])),
         (
@@ -60,15 +57,6 @@ def _compared(measured: dict[str, Any]) -> str:
         ),
     ]
     total, speedup = measured["requests"], measured["ratio"]["seconds"]
-    waits = " and ".join(
-        f"{what} is {report[name]['mean'] * 1e3:,.0f} ms (median "
-        f"{report[name]['p50'] * 1e3:,.0f}, 95th percentile "
-        f"{report[name]['p95'] * 1e3:,.0f})"
-        for name, what in (
-            ("first_token_seconds", "the mean time to the first token"),
-            ("token_seconds", "between tokens"),
-        )
-    )
     return (
         f"{total} requests of log-normal lengths, submitted together: "
         f"{measured['prompt_tokens']:,} prompt tokens and "
@@ -78,8 +66,7 @@ def _compared(measured: dict[str, Any]) -> str:
         f"({measured['ratio']['processor']:.1f} by processor time) of `generate` on the padded "
         "batch with the same "
         f"weights. The KV cache is limited to {_millions(sizes['budget'])} and takes "
-        f"{_millions(sizes['allocated'])}; "
-        f"{waits}.\n\n"
+        f"{_millions(sizes['allocated'])}.\n\n"
         + _table(["", "tokens per second", "seconds (processor time)", "peak KV cache"], rows)
     )
 

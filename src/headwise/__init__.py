@@ -9,7 +9,7 @@ them. Public names are imported when they are first used.
 Packages of a layer: `spec`, `interfaces`, `parts` and `presets` describe it, `masking` and `cache`
 hold positions and past tokens, `nn` runs it through `backends`, `ops` and `kernels`, and `costs`
 counts it. Of models: `model_spec`, `families`, `models` and `hub`; `data`, `training`,
-`distributed` and `studies`; `generation` and `serving`. Of heads: `inspect`, `traces`,
+`distributed` and `studies`; `generation`. Of heads: `inspect`, `traces`,
 `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`,
 `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
 `size_limits`, `machine` and `translation`.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .costs.training_memory import ActivationSettings, activation_memory
     from .distributed import Parallelism
     from .errors import CacheFull, NoBackend, SpecError, TrainingDiverged
+    from .generation import BatchingConfig, Engine
     from .generation.decoding_config import DecodingConfig
     from .generation.decoding_strategies import greedy_decode
     from .generation.generate import generate, stream
@@ -108,7 +109,6 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .parts.talking_heads import TalkingHeads
     from .parts.weight_dropout import WeightDropout
     from .presets import PRESETS, design, from_json, from_toml
-    from .serving import BatchingConfig, Engine
     from .spec.attention_spec import AttentionSpec
     from .spec.heads import Heads
     from .spec.serialization import to_json, to_toml
@@ -209,8 +209,8 @@ _MODULE_OF_NAME = {
     "compare_traces": "traces",
     "save": "models",
     "Transformer": "models",
-    "BatchingConfig": "serving",
-    "Engine": "serving",
+    "BatchingConfig": "generation",
+    "Engine": "generation",
     "convert_to_collaborative": "parts.collaborative",
     "Workload": "costs.cost_report",
     "cost": "costs.cost_report",
@@ -262,7 +262,6 @@ _MODULES = (
     "part_checks",
     "parts",
     "presets",
-    "serving",
     "spec",
     "surgery",
     "traces",

@@ -13,9 +13,10 @@ from headwise.backends import CallSignature, CoreInputs
 from headwise.backends.backend_report import why
 from headwise.cache import PagePool
 from headwise.cache.kv_cache import FullVisibility, retained_tokens
+from headwise.generation import batch_runner
+from headwise.generation.kv_memory import PagedSupport
 from headwise.masking.patterns import Causal
 from headwise.masking.sequence_info import AttentionMask
-from headwise.serving.kv_memory import PagedSupport
 from support import layer_cases as cases
 from support.paged_layers import (
     LONGEST,
@@ -326,7 +327,7 @@ def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyP
     )
     net = language(near, far)
     monkeypatch.setattr(
-        hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9)
+        batch_runner, "CALL_OVERHEAD_BYTES", -(10**9)
     )  # a call of its own would cost nothing
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     assert engine.memory.reading == PagedSupport(2, {})
@@ -342,7 +343,7 @@ def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
         far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far
     )
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
-    monkeypatch.setattr(hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9))
+    monkeypatch.setattr(batch_runner, "CALL_OVERHEAD_BYTES", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     gathers = engine.memory.reading.gathers
     assert gathers["decoder.1.attention"] == "needs softmax, not Entmax"

@@ -18,7 +18,6 @@ from headwise import model_spec as bp
 from headwise.cli import main
 from headwise.costs import roofline
 from headwise.costs.roofline import Device
-from headwise.serving.metrics import LatencySummary
 
 LETTERS = "<>abcdefghijk"
 
@@ -201,9 +200,3 @@ def test_a_file_without_requests_gives_no_answers(folder: Path, tmp_path: Path, 
 
 
 # --- what is reported -----------------------------------------------------------------------------
-
-
-def test_median_and_95th_percentile_latency():
-    assert LatencySummary.of(range(1, 101)) == (50.5, 50, 95)
-    assert LatencySummary.of([7.0]) == (7.0, 7.0, 7.0)
-    assert LatencySummary.of([]) == (0.0, 0.0, 0.0)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import costs, families, model_spec as bp, models
+from headwise.generation import Engine
 from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput
 from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
 from headwise.ops.counter_rng import dropout
-from headwise.serving import Engine
 from support.model_configs import FAMILIES, PUBLIC, TINY
 
 MODEL, WORDS = 12, 11

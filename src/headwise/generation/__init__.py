@@ -5,6 +5,8 @@
 decides when a decode step is worth compiling; `decoding_strategies` has greedy decoding and beam
 search; `text_output` turns ids into text as they arrive, with their log-probabilities; `generate`
 is the public entry point. `single_pass` answers with one forward pass: classes, and masked tokens.
+`engine` answers many requests together: `requests` holds them, `kv_memory` assigns cache pages within
+a budget, `batch_runner` runs one step.
 """
 
 from .decoding_config import DecodingConfig
@@ -17,17 +19,24 @@ from .decoding_state import (
     run_decode_steps,
     sample_tokens,
 )
+from .engine import Engine, EngineReport
 from .generate import GenerationOutput, TextGenerator, generate, make_random_streams, stream
+from .kv_memory import BatchingConfig
 from .prompts import PromptBatch, encode_prompt, encode_text, get_decoder_start_ids, parse_prompts
+from .requests import RequestStream
 from .text_output import IncrementalDetokenizer, ModelTokenizer, load_tokenizers
 
 __all__ = [
+    "BatchingConfig",
     "DecodingConfig",
     "DecodingState",
+    "Engine",
+    "EngineReport",
     "GenerationOutput",
     "IncrementalDetokenizer",
     "ModelTokenizer",
     "PromptBatch",
+    "RequestStream",
     "TextGenerator",
     "eval_mode",
     "generate",

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
 from ..errors import SpecError, suggest
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.part import CheckedDataclass
 from ..size_limits import MAX_WIDTH, check_size
+from ..spec.attention_spec import AttentionSpec
+from ..spec.serialization import to_dict as spec_to_dict
 
 # --- Processing of inputs and outputs -------------------------------------------------------------
 
@@ -187,6 +189,22 @@ class SpecNode(CheckedDataclass):
                 choice = getattr(self, key)
                 suggestion = suggest(choice, [word for word in allowed if word])
                 raise SpecError(f"{name}({key}={choice!r}) is unknown; {suggestion}")
+
+
+def to_plain(value: Any) -> Any:
+    """Return a spec as plain values; fields that equal their defaults are left out."""
+    if isinstance(value, AttentionSpec):
+        return spec_to_dict(value)
+    if isinstance(value, SpecNode):
+        plain = dict[str, Any]()
+        for field_ in fields(value):
+            item = getattr(value, field_.name)
+            if field_.default is MISSING or item != field_.default:
+                plain[field_.name] = to_plain(item)
+        return plain
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in cast("tuple[Any, ...]", value)]
+    return value
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,6 +11,7 @@ from ..errors import SpecError
 from ..interfaces import Part
 from ..interfaces.axis_layout import AxisLayout
 from ..spec.attention_spec import AttentionSpec
+from ..spec.serialization import dump_toml
 from .components import (
     EmbeddingSpec,
     ExpertsSpec,
@@ -21,6 +22,7 @@ from .components import (
     WeightSpec,
     add_prefix,
     make_weight,
+    to_plain,
 )
 from .mixers import ConvolutionSpec, RecurrentSpec
 from .quantization import QuantizationSpec
@@ -586,9 +588,7 @@ class ModelSpec(SpecNode):
         }
 
     def __str__(self) -> str:
-        from .serialization import to_toml
-
-        return to_toml(self)
+        return dump_toml(to_plain(self))
 
 
 def _owns_table(embedding: EmbeddingSpec | None) -> bool:

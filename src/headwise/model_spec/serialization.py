@@ -18,7 +18,7 @@ from ..interfaces.external_parts import ExternalPart, find_external_parts
 from ..size_limits import parse_json, parse_toml
 from ..spec import serialization
 from ..spec.attention_spec import AttentionSpec
-from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode
+from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode, to_plain
 from .model import ModelSpec
 
 SpecDefaults = Mapping[str, Any] | None
@@ -26,7 +26,7 @@ SpecDefaults = Mapping[str, Any] | None
 
 def to_dict(model: ModelSpec) -> dict[str, Any]:
     """Return a model spec as plain values; fields that equal their defaults are left out."""
-    return _to_plain(model)
+    return to_plain(model)
 
 
 def from_dict(values: Mapping[str, Any], defaults: SpecDefaults = None) -> ModelSpec:
@@ -48,46 +48,12 @@ def from_json(text: str, defaults: SpecDefaults = None) -> ModelSpec:
 
 def to_toml(model: ModelSpec) -> str:
     """Return a model spec as a TOML document."""
-    return dump_toml(to_dict(model))
-
-
-def dump_toml(values: dict[str, Any]) -> str:
-    """Return plain values as TOML: values that contain tables get a [heading], all others one line.
-
-    >>> print(
-    ...     dump_toml({"format": 1, "model": {"name": "small", "stacks": [{"model": 8}]}}), end=""
-    ... )
-    format = 1
-    <BLANKLINE>
-    [model]
-    name = "small"
-    <BLANKLINE>
-    [[model.stacks]]
-    model = 8
-    """
-    return "\n".join(_toml_lines("", values)).strip() + "\n"
+    return serialization.dump_toml(to_dict(model))
 
 
 def from_toml(text: str, defaults: SpecDefaults = None) -> ModelSpec:
     """Return the model spec of a TOML document."""
     return from_dict(parse_toml("this", text, "write what to_toml gives"), defaults)
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, AttentionSpec):
-        return serialization.to_dict(value)
-    if isinstance(value, SpecNode):
-        own = [(f.name, getattr(value, f.name), f.default) for f in fields(value)]
-        return {
-            name: _to_plain(item)
-            for name, item, default in own
-            if default is MISSING or item != default
-        }
-    return (
-        [_to_plain(item) for item in cast("tuple[Any, ...]", value)]
-        if isinstance(value, tuple)
-        else value
-    )
 
 
 def _read_value(where: str, value: Any, kind: Any, defaults: SpecDefaults) -> Any:
@@ -131,32 +97,6 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
     )
 
 
-def _toml_lines(path: str, table: dict[str, Any]) -> list[str]:
-    plain = {name: value for name, value in table.items() if not _needs_heading(value)}
-    lines = [f"{name} = {serialization.format_toml(value)}" for name, value in plain.items()]
-    for name, value in table.items():
-        inner = f"{path}.{name}" if path else name
-        head = f"[[{inner}]]" if isinstance(value, list) else f"[{inner}]"
-        for row in _as_list(value) if name not in plain else ():
-            lines += ["", head, *_toml_lines(inner, row)]
-    return lines
-
-
-def _needs_heading(value: Any) -> bool:
-    """Whether TOML needs a heading for this value: a table that contains tables or lists, or a list
-    of tables.
-    """
-    if isinstance(value, dict):
-        return any(
-            isinstance(item, (dict, list)) for item in cast("dict[str, Any]", value).values()
-        )
-    return bool(value) and all(isinstance(item, dict) for item in _as_list(value))
-
-
-def _as_list(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
-
-
 # --- The manifest of a saved model ----------------------------------------------------------------
 
 MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "headwise.toml", "model.safetensors", "tokenizer.json"
@@ -183,7 +123,7 @@ class ModelManifest(NamedTuple):
         usage = {"usage": self.usage.to_dict} if self.usage.to_dict else {}
         rows = [external._asdict() for external in find_external_parts(self.model)]
         parts = {"parts": rows} if rows else {}
-        return dump_toml(
+        return serialization.dump_toml(
             {
                 "format": MANIFEST_FORMAT,
                 "files": files,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import cast
@@ -15,7 +16,40 @@ from ..model_spec import ExpertsSpec, FeedForwardSpec, NormSpec, WeightSpec
 from ..nn.parallel_context import HasParallelContext
 from ..ops.counter_rng import dropout
 from ..ops.linear import linear, linear_many
-from .initialisation import initialise_weight
+from ..parts.initialisers import normal_with_std, uniform_within, xavier_uniform_bound, zeros_init
+
+TABLE_AXES = (
+    "token",
+    "position",
+    "type",
+    "first",
+)  # first axes of tables, which hold one vector per index
+
+
+def initialise_weight(weight: WeightSpec) -> Tensor:
+    """Return the initial tensor: zeros for biases, N(0, 1/width) for tables, Xavier-uniform for
+    each matrix.
+
+    The matrices of experts are initialised one expert at a time, so that the first axis does not
+    change the bound.
+
+    >>> from headwise.model_spec import FeedForwardSpec
+    >>> up, down = FeedForwardSpec(2).weights(4)
+    >>> (
+    ...     bool(initialise_weight(up).abs().max() <= 1),
+    ...     initialise_weight(up).shape,
+    ... )  # sqrt(6 / (2 + 4))
+    (True, torch.Size([2, 4]))
+    """
+    shape, axes = weight.shape, weight.layout.axes
+    if weight.name.endswith("bias"):
+        return zeros_init(shape)
+    if axes[0] in TABLE_AXES:
+        return normal_with_std(shape[-1] ** -0.5)(shape)
+    matrix_shape = shape[1:] if axes[0] == "expert" and len(axes) == 3 else shape
+    bound = xavier_uniform_bound((matrix_shape[0], math.prod(matrix_shape[1:])))
+    return uniform_within(bound, shape)
+
 
 ActivationFunction = Callable[[Tensor], Tensor]
 ProjectionLookup = Callable[[str], Tensor]  # the projection of the input by name, "up" or "gate"

@@ -168,7 +168,7 @@ def build(
         if seed is not None:
             (torch.manual_seed if gpus else torch.default_generator.manual_seed)(seed)
         net = Transformer(spec, dropout)
-        initialise_model(net, init)
+        initialise_model(net, net.stacks, init)
     return net
 
 

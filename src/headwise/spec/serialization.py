@@ -58,17 +58,7 @@ def from_json(text: str, defaults: Mapping[str, Any] | None = None) -> Attention
 
 def to_toml(spec: AttentionSpec) -> str:
     """The spec as a TOML document; nested parts are inline tables."""
-    data = to_dict(spec)
-    modifiers: list[dict[str, Any]] = data.pop("modifiers", [])
-    tables: dict[str, dict[str, Any]] = {
-        name: value for name, value in data.items() if isinstance(value, dict)
-    }
-    lines = [f"{name} = {format_toml(value)}" for name, value in data.items() if name not in tables]
-    sections = [(f"[{name}]", table) for name, table in tables.items()]
-    sections += [("[[modifiers]]", table) for table in modifiers]
-    for header, table in sections:
-        lines += ["", header, *(f"{key} = {format_toml(value)}" for key, value in table.items())]
-    return "\n".join(lines)
+    return dump_toml(to_dict(spec), depth=1).rstrip("\n")
 
 
 def from_toml(text: str, defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
@@ -182,3 +172,47 @@ def format_toml(value: Any) -> str:
             + "}"
         )
     return repr(value)
+
+
+def dump_toml(values: Mapping[str, Any], *, depth: int | None = None) -> str:
+    """Plain values as TOML: tables that contain tables or lists get a [heading], all others one
+    line. With `depth`, all tables down to this depth get one, and none below.
+
+    >>> values = {"format": 1, "model": {"name": "small", "stacks": [{"model": 8}]}}
+    >>> print(dump_toml(values), end="")
+    format = 1
+    <BLANKLINE>
+    [model]
+    name = "small"
+    <BLANKLINE>
+    [[model.stacks]]
+    model = 8
+    """
+    return "\n".join(_toml_lines("", values, depth)).strip() + "\n"
+
+
+def _toml_lines(path: str, table: Mapping[str, Any], depth: int | None) -> list[str]:
+    with_heading = {name for name, value in table.items() if _needs_heading(value, depth)}
+    lines = [
+        f"{name} = {format_toml(value)}"
+        for name, value in table.items()
+        if name not in with_heading
+    ]
+    inner_depth = None if depth is None else depth - 1
+    for name, value in table.items():
+        if name in with_heading:
+            inner = f"{path}.{name}" if path else name
+            is_list = isinstance(value, list)
+            head = f"[[{inner}]]" if is_list else f"[{inner}]"
+            for row in _list("", value) if is_list else [value]:
+                lines += ["", head, *_toml_lines(inner, row, inner_depth)]
+    return lines
+
+
+def _needs_heading(value: Any, depth: int | None) -> bool:
+    if isinstance(value, list):
+        rows = _list("", value)
+        return bool(rows) and all(isinstance(row, dict) for row in rows) and depth != 0
+    if not isinstance(value, dict) or depth is not None:
+        return isinstance(value, dict) and depth != 0
+    return any(isinstance(item, (dict, list)) for item in check_table("", value).values())

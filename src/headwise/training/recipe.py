@@ -13,7 +13,7 @@ from ..distributed.parallelism import AUTO, Parallelism
 from ..errors import SpecError, suggest
 from ..interfaces.part import CheckedDataclass
 from ..size_limits import parse_toml
-from ..spec.serialization import format_toml
+from ..spec.serialization import dump_toml
 
 # --- Learning-rate schedules ----------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ def to_toml(recipe: Recipe) -> str:
     ... )
     True
     """
-    return "".join(f"{name} = {format_toml(value)}\n" for name, value in to_dict(recipe).items())
+    return dump_toml(to_dict(recipe))
 
 
 def from_toml(text: str, defaults: Recipe | None = None) -> Recipe:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import suggest
-from ...generation import make_random_streams
+from ...generation import BatchingConfig, Engine, RequestStream, make_random_streams
 from ...generation.decoding_config import DecodingConfig
 from ...generation.decoding_state import MIXED_REQUESTS
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
-from ...serving import BatchingConfig, Engine, RequestStream
 from ..arguments import parse_bytes, print_note, print_page, to_json
 from ..options import UsageError
 from .answers import CompileNotices, parse_decoding, parse_length
@@ -126,8 +125,7 @@ def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:
     if stream.error is not None:
         return {"line": number, "error": " ".join(str(stream.error).split())}
     text = {"text": stream.result()} if isinstance(stream.result(), str) else {}
-    seconds = {"first_token_seconds": stream.timing.wait, "token_seconds": stream.timing.each}
-    return {"line": number, **text, "ids": stream.ids, "ended": stream.ended, **seconds}
+    return {"line": number, **text, "ids": stream.ids, "ended": stream.ended}
 
 
 def _check_request_options(args: Any, defaults: RequestDefaults) -> None:

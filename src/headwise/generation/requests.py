@@ -1,5 +1,5 @@
-"""Requests with their prompts, options and outputs, and the order in which they are admitted and
-grouped.
+"""Requests of an engine with their prompts, options and outputs, and how they are grouped in
+calls.
 """
 
 from __future__ import annotations
@@ -8,45 +8,18 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from time import perf_counter
-from typing import NamedTuple
 
 from ..cache import PagedSequence
-from ..generation.decoding_config import DecodingConfig
-from ..generation.text_output import Completion
 from ..ops.counter_rng import RandomStream as Numbers
-from .kv_memory import BatchingConfig, CacheSlot
+from .decoding_config import DecodingConfig
+from .kv_memory import CacheSlot
+from .text_output import Completion
 
 # --- Requests -------------------------------------------------------------------------------------
 
 
-class RequestTiming(NamedTuple):
-    """When a request was submitted, and when its first and last token arrived
-    (0 if there is none).
-    """
-
-    submitted_at: float
-    first: float = 0.0
-    last: float = 0.0
-    tokens: int = 0
-
-    @property
-    def wait(self) -> float:
-        """Seconds until the first token."""
-        return self.first - self.submitted_at
-
-    @property
-    def each(self) -> float:
-        """Seconds from token to token."""
-        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
-
-    def after(self, now: float) -> RequestTiming:
-        """Return the timing after one more token, which arrived at `now`."""
-        return RequestTiming(self.submitted_at, self.first or now, now, self.tokens + 1)
-
-
 @dataclass(eq=False)
-class ServingRequest:
+class Request:
     """A request that is waiting or running.
 
     `ids` are the prompt and the output so far; `num_output_ids` counts the output ids,
@@ -69,10 +42,7 @@ class ServingRequest:
     emitted_ids: list[int] = field(default_factory=list)
     ended: str = ""
     error: Exception | None = None
-    cancelled: bool = False
-    times_overtaken: int = 0
     place: CacheSlot | None = None
-    timing: RequestTiming = field(default_factory=lambda: RequestTiming(perf_counter()))
 
     @property
     def tokens(self) -> int:
@@ -122,7 +92,6 @@ class ServingRequest:
         self.ids.append(token_id)
         self.num_output_ids += 1
         self.completion.take(token_id)
-        self.timing = self.timing.after(perf_counter())
         if not self.completion.over and self.num_output_ids == self.count:
             self.completion.close()
             self.ended = "length"
@@ -131,36 +100,23 @@ class ServingRequest:
         self.emitted_ids += self.completion.take_new_ids()
 
 
-StepUntil = Callable[[Callable[[], bool]], None]
-
-
 class RequestStream:
-    """Iterator over the ids of one request as they arrive.
+    """Iterator over the ids of one request as they arrive; reading runs steps of the engine.
 
-    The engine never waits for the reader: ids are kept until they are read, at most
-    `max_new_tokens`. Reading runs engine steps unless another thread does.
+    Ids are kept until they are read, at most `max_new_tokens`.
     """
 
-    def __init__(
-        self,
-        request: ServingRequest,
-        step_until: StepUntil,
-        cancel: Callable[[ServingRequest], None],
-    ) -> None:
-        self._request, self._step_until, self._cancel, self._num_read = (
-            request,
-            step_until,
-            cancel,
-            0,
-        )
+    def __init__(self, request: Request, step: Callable[[], object]) -> None:
+        self._request = request
+        self._step = step
+        self._num_read = 0
 
     def __iter__(self) -> Iterator[int]:
         return self
 
     def __next__(self) -> int:
-        self._step_until(
-            lambda: len(self._request.emitted_ids) > self._num_read or bool(self._request.ended)
-        )
+        while len(self._request.emitted_ids) == self._num_read and not self._request.ended:
+            self._step()
         if len(self._request.emitted_ids) > self._num_read:
             self._num_read += 1
             return self._request.emitted_ids[self._num_read - 1]
@@ -193,45 +149,22 @@ class RequestStream:
         """Why it failed, if it did."""
         return self._request.error
 
-    @property
-    def timing(self) -> RequestTiming:
-        """When it was submitted and when its tokens arrived."""
-        return self._request.timing
-
     def result(self) -> list[int] | str:
-        """Wait for the end and return the output: text for text, else ids. A cancelled request
-        returns what it has.
+        """Run the engine until the end and return the output: text for text, else ids. A cancelled
+        request returns what it has.
         """
-        self._step_until(lambda: bool(self._request.ended))
+        while not self._request.ended:
+            self._step()
         if self._request.error is not None:
             raise self._request.error
         return self.text if self._request.kind == "text" else self.ids
 
     def cancel(self) -> None:
-        """End the request; its memory is freed at once, or after the running step."""
-        self._cancel(self._request)
+        """End the request; the next step of the engine frees its memory."""
+        self._request.ended = self._request.ended or "cancelled"
 
 
-# --- Scheduling -----------------------------------------------------------------------------------
-
-
-def select_next_request(
-    waiting: Sequence[ServingRequest], batching: BatchingConfig
-) -> ServingRequest:
-    """Return the request to admit next; the oldest goes first once it was overtaken `patience`
-    times.
-    """
-    oldest = waiting[0]
-    if batching.order == "arrival" or oldest.times_overtaken >= batching.patience:
-        return oldest
-    return min(waiting, key=lambda request: request.tokens)
-
-
-def record_overtaking(waiting: Sequence[ServingRequest], chosen: ServingRequest) -> None:
-    """Increment `times_overtaken` of each request that is older than the chosen one."""
-    for request in waiting:
-        if request.number < chosen.number:
-            request.times_overtaken += 1
+# --- Groups of requests ---------------------------------------------------------------------------
 
 
 def split_prefill(

@@ -16,7 +16,7 @@ from ..backends import CallSignature
 from ..cache import KVCache, PagedSequence, PagePool, ProjectedSource, RecurrentStateCache
 from ..cache.block_table import PageLayout
 from ..cache.paged_cache import PagedBatch, list_stored_specs, reserve_zeros
-from ..errors import SpecError, suggest
+from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..models import EncoderOutput, ModelCache, Transformer
 from ..nn.attention import Attention
@@ -79,17 +79,14 @@ def _gather_reason(layer: Attention) -> str:
 
 # --- Memory ---------------------------------------------------------------------------------------
 
-ADMISSION_ORDERS = ("arrival", "shortest")
-
 
 @dataclass(frozen=True)
 class BatchingConfig:
     """How requests share a model: at most `rows` requests run at once, in cache pages of `page`
     tokens.
 
-    A step prefills at most `chunk` prompt tokens and decodes one token per row. `order` is the
-    order of admission: "arrival", or "shortest" first, where no request is overtaken more than
-    `patience` times. `source` is the maximum source length of an encoder-decoder.
+    A step prefills at most `chunk` prompt tokens and decodes one token per row. `source` is the
+    maximum source length of an encoder-decoder.
 
     >>> BatchingConfig(rows=0)
     Traceback (most recent call last):
@@ -99,23 +96,16 @@ class BatchingConfig:
     rows: int = 64
     page: int = 16
     chunk: int = 256
-    order: str = "arrival"
-    patience: int = 16
     source: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("rows", "page", "chunk", "patience", "source"):
+        for name in ("rows", "page", "chunk", "source"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise SpecError(
                     f"BatchingConfig: {name} must be an integer of at least 1, got {size!r}; try "
                     f"{name}=64"
                 )
-        if self.order not in ADMISSION_ORDERS:
-            raise SpecError(
-                f"BatchingConfig(order={self.order!r}) is unknown; "
-                f"{suggest(str(self.order), ADMISSION_ORDERS)}"
-            )
 
 
 @dataclass

@@ -8,7 +8,6 @@ import ctypes
 import functools
 import mmap
 import sys
-import threading
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from hypothesis import given, settings, strategies as st
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.cli.arguments import PRESETS
-from headwise.serving import model_runner
-from headwise.serving.requests import split_by_size, split_prefill
+from headwise.generation import batch_runner
+from headwise.generation.requests import split_by_size, split_prefill
 
 TOKENS, MODEL = 13, 16
 ROOMY = 40_000_000
@@ -122,8 +121,6 @@ CONFIGS = st.builds(
     rows=st.integers(1, 6),
     page=st.integers(1, 5),
     chunk=st.integers(1, 9),
-    order=st.sampled_from(["arrival", "shortest"]),
-    patience=st.integers(1, 3),
 )
 
 
@@ -193,7 +190,7 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
         recorded.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
         return hw.generation.sample_tokens(logits, past, **how)
 
-    monkeypatch.setattr(model_runner, "sample_tokens", watched)
+    monkeypatch.setattr(batch_runner, "sample_tokens", watched)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3, page=4, chunk=7))
     values = [
         ([n * n % 5 for n in range(length)], count)
@@ -270,7 +267,7 @@ def test_the_first_rows_of_a_burst_wait_until_half_of_it_is_read():
 
 
 def test_the_first_rows_of_a_burst_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model_runner, "MAX_POSTPONED_STEPS", 3)
+    monkeypatch.setattr(batch_runner, "MAX_POSTPONED_STEPS", 3)
     engine = hw.Engine(MODELS["mixed"](), budget=ROOMY, batching=hw.BatchingConfig(chunk=4))
     streams = [engine.submit([1, 2, 3, 4], max_new_tokens=9)]
     streams += [engine.submit([n, 5] * 10, max_new_tokens=3) for n in (6, 7, 8)]
@@ -443,34 +440,26 @@ def test_a_budget_beyond_all_memory_is_refused():
 # --- who is next ----------------------------------------------------------------------------------
 
 
-def order_of(batching: hw.BatchingConfig, counts: list[int]) -> list[int]:
-    """The order in which requests of these lengths have their first token, one row at a time."""
-    engine = hw.Engine(model("gqa"), budget=ROOMY, batching=batching)
-    streams = [engine.submit([1, 2], max_new_tokens=count) for count in counts]
-    engine.run()
-    return sorted(range(len(counts)), key=lambda n: streams[n].timing.first)
+def order_of(
+    budget: int, batching: hw.BatchingConfig, requests: list[tuple[int, int]]
+) -> list[int]:
+    """The order in which requests of these sizes and counts have their first token."""
+    engine = hw.Engine(language(plain()), budget=budget, batching=batching)
+    streams = [engine.submit([1] * size, max_new_tokens=count) for size, count in requests]
+    order = list[int]()
+    while engine.step():
+        order += [n for n, stream in enumerate(streams) if stream.ids and n not in order]
+    return order
 
 
 def test_requests_run_in_order_of_arrival():
-    assert order_of(hw.BatchingConfig(rows=1), [5, 1, 3, 2]) == [0, 1, 2, 3]
-
-
-def test_short_requests_overtake_without_starvation():
-    assert order_of(hw.BatchingConfig(rows=1, order="shortest"), [5, 1, 3, 2]) == [1, 3, 2, 0]
-    assert order_of(
-        hw.BatchingConfig(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]
-    ) == [1, 2, 0, 3, 4, 5]
+    requests = [(2, count) for count in (5, 2, 3, 4)]
+    assert order_of(ROOMY, hw.BatchingConfig(rows=1), requests) == [0, 1, 2, 3]
 
 
 def test_a_long_one_is_not_passed_by_short_ones_while_it_waits_for_room():
-    spec = plain()
-    engine = hw.Engine(language(spec), budget=2 * 12 * 4 * 96, batching=hw.BatchingConfig(page=1))
-    sizes = [8, 20, 3, 3]
-    streams = [engine.submit([1] * size, max_new_tokens=4) for size in sizes]
-    engine.run()
-    first = [stream.timing.first for stream in streams]
-    assert first[1] <= first[2]
-    assert first == sorted(first)
+    requests = [(size, 4) for size in (8, 20, 3, 3)]
+    assert order_of(2 * 12 * 4 * 96, hw.BatchingConfig(page=1), requests) == [0, 1, 2, 3]
 
 
 def test_rows_of_like_length_share_a_call():
@@ -502,7 +491,7 @@ def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening:
 # --- one request's end is its own -----------------------------------------------------------------
 
 
-def test_cancelled_requests_free_their_pages_at_once():
+def test_cancelled_requests_free_their_pages():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
     removed, other = (
@@ -515,6 +504,7 @@ def test_cancelled_requests_free_their_pages_at_once():
     assert [next(removed), next(removed)] == alone(net, [1, 2, 3], 20)[:2]
     used = engine.memory.used
     removed.cancel()
+    engine.step()
     assert engine.memory.used < used
     assert removed.ended == "cancelled"
     assert removed.result() == alone(net, [1, 2, 3], 20)[: len(removed.ids)]
@@ -677,7 +667,7 @@ def test_an_engine_that_cannot_be_is_refused():
         hw.Engine(net, budget=100)
     with pytest.raises(ValueError, match=r"give a model from hw\.build"):
         hw.Engine(net.decoder, budget=100)
-    for options in ({"rows": 0}, {"page": 1.5}, {"chunk": True}, {"order": "longest"}):
+    for options in ({"rows": 0}, {"page": 1.5}, {"chunk": True}):
         with pytest.raises(hw.SpecError, match="BatchingConfig"):
             hw.BatchingConfig(**options)
     with pytest.raises(ValueError, match="the source of 9 tokens exceeds the limit of 8"):
@@ -748,56 +738,3 @@ def letters() -> str:
         decoders.Fuse(),
     )
     return tokenizer.to_str()
-
-
-# --- who drives -----------------------------------------------------------------------------------
-
-
-def test_readers_in_many_threads_drive_together():
-    net, recorded = model("gqa"), {}
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3))
-
-    def client(n: int) -> None:
-        recorded[n] = list(engine.submit([n % 7, n % 5], max_new_tokens=3 + n))
-
-    threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert recorded == {n: alone(net, [n % 7, n % 5], 3 + n) for n in range(8)}
-
-
-def test_a_thread_runs_the_engine_until_stopped():
-    net = model("gqa")
-    engine = hw.Engine(net, budget=ROOMY)
-    before = threading.active_count()
-    with engine.background_thread():
-        first = engine.submit([1, 2], max_new_tokens=5)
-        assert list(first) == alone(net, [1, 2], 5)
-        with (
-            pytest.raises(ValueError, match="a background thread already runs"),
-            engine.background_thread(),
-        ):
-            pass
-        later = engine.submit([3], max_new_tokens=40)
-    assert later.result() == alone(net, [3], 40)  # whoever reads goes on where the thread left it
-    assert threading.active_count() == before
-
-
-def test_a_failing_thread_ends_the_requests_that_wait_for_it(monkeypatch: pytest.MonkeyPatch):
-    engine = hw.Engine(model("gqa"), budget=ROOMY)
-    monkeypatch.setattr(engine.memory, "can_admit", lambda *_: 1 / 0)
-    with engine.background_thread():
-        stream, recorded = engine.submit([1, 2], max_new_tokens=5), []
-
-        def client() -> None:
-            with pytest.raises(ZeroDivisionError):
-                stream.result()
-            recorded.append(stream.ended)
-
-        thread = threading.Thread(target=client, daemon=True)
-        thread.start()
-        thread.join(20)
-        assert recorded == ["failed"]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..generation.decoding_state import sample_tokens
 from ..models import Transformer
+from .decoding_state import sample_tokens
 from .kv_memory import KVMemory
-from .requests import ServingRequest, split_by_size, split_prefill
+from .requests import Request, split_by_size, split_prefill
 
 CALL_OVERHEAD_BYTES = 2**25  # fixed overhead of a call, as bytes that could be moved meanwhile
 CALL_OVERHEAD_TOKENS = 32  # cost of reading the weights once, as tokens that could be computed
@@ -24,7 +24,7 @@ MAX_POSTPONED_STEPS = 16  # steps that only read prompts although rows could dec
 GATHER_PASSES = 3  # a gathered page is read, written, and read again
 MAX_RECORDED_STEPS = 2**16  # steps whose records are kept
 
-RequestPart = tuple[ServingRequest, int]  # a request and its number of tokens in this call
+RequestPart = tuple[Request, int]  # a request and its number of tokens in this call
 
 
 class StepRecord(NamedTuple):
@@ -40,7 +40,7 @@ class StepRecord(NamedTuple):
     seconds: float
 
 
-class ModelRunner:
+class BatchRunner:
     """Calls the model for the rows of an engine."""
 
     def __init__(self, net: Transformer, memory: KVMemory, max_positions: int | None) -> None:
@@ -55,7 +55,7 @@ class ModelRunner:
             moved / (GATHER_PASSES * memory.page_bytes) if memory.page_bytes else float("inf")
         )
 
-    def step(self, requests: Sequence[ServingRequest]) -> None:
+    def step(self, requests: Sequence[Request]) -> None:
         """Run one step for these requests."""
         begun = perf_counter()
         for request in requests:
@@ -73,7 +73,7 @@ class ModelRunner:
             )
 
     def _rows_to_decode(
-        self, requests: Sequence[ServingRequest], *, is_reading: bool
+        self, requests: Sequence[Request], *, is_reading: bool
     ) -> list[RequestPart]:
         """The rows that get a token in this step: all whose prompts are read, or none.
 
@@ -97,11 +97,11 @@ class ModelRunner:
 
     # --- prefill ----------------------------------------------------------------------------------
 
-    def _schedule_prefill(self, reading: Sequence[ServingRequest]) -> list[RequestPart]:
+    def _schedule_prefill(self, reading: Sequence[Request]) -> list[RequestPart]:
         """Choose prompts and their token counts; a request that could share a prefix being computed
         waits for it.
         """
-        candidates: list[tuple[ServingRequest, int]] = []
+        candidates: list[tuple[Request, int]] = []
 
         def unread() -> Iterator[int]:
             in_progress, sources = set[bytes](), 0
@@ -132,14 +132,14 @@ class ModelRunner:
             if not request.ended
         ]
 
-    def _num_cached_tokens(self, request: ServingRequest) -> int:
+    def _num_cached_tokens(self, request: Request) -> int:
         """Number of its tokens that are cached, or that it could share before it starts."""
         row, block_tables = request.row, self.memory.pool.block_tables
         if row.length or not self.memory.shares:
             return row.length
         return block_tables.find_prefix(row, request.context, self.memory.min_first_chunk)
 
-    def _start_request(self, request: ServingRequest, length: int) -> None:
+    def _start_request(self, request: Request, length: int) -> None:
         """Reuse a cached prefix and encode the source."""
         if request.row.length:
             return
@@ -155,7 +155,7 @@ class ModelRunner:
             except Exception as error:  # other requests continue
                 request.fail(error)
 
-    def _restart_long_request(self, request: ServingRequest) -> None:
+    def _restart_long_request(self, request: Request) -> None:
         """Restart a request from its last tokens once it exceeds the last position."""
         if self.longest is not None and len(request.context) > self.longest:
             request.base = len(request.ids) - (request.config.window or 1)
@@ -210,7 +210,7 @@ class ModelRunner:
             for part in parts:
                 self._run_call([part])
 
-    def _forward(self, parts: Sequence[RequestPart]) -> tuple[list[ServingRequest], Tensor]:
+    def _forward(self, parts: Sequence[RequestPart]) -> tuple[list[Request], Tensor]:
         """Return the fully read requests and their next-token logits; a failed call changes no
         state.
         """
@@ -243,7 +243,7 @@ class ModelRunner:
             self.memory.pool.block_tables.publish_prefix(request.row, request.context)
         return [parts[n][0] for n in done], logits
 
-    def _append_tokens(self, requests: Sequence[ServingRequest], logits: Tensor) -> None:
+    def _append_tokens(self, requests: Sequence[Request], logits: Tensor) -> None:
         """Choose and append the next token of each request; rows with equal options are sampled
         together.
         """
