@@ -3,8 +3,7 @@ send each other.
 
 `python -m benchmarks.distributed [--json]` starts two processes by torchrun, one thread each. Both
 take steps of one GPT every way that work can be divided; in between the first takes them alone
-while the other waits. Efficiency is the speed-up over two. Bytes are those that a rank sends in a
-ring: counted from the description, and seen as collectives were called.
+while the other waits. Efficiency is the speed-up over two.
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 import headwise as hw
 from benchmarks.reference_models import GPTShape, to_model_spec
 from headwise.data import Batch
 from headwise.distributed import Parallelism, ProcessInfo, join_process_group
-from headwise.distributed.communication_volume import (
-    BatchShape,
-    CommunicationMeter,
-    count_communication,
-)
+from headwise.distributed.model_sharding import shard_model
 from headwise.distributed.ranks import ProcessMesh
-from headwise.distributed.sharded_model import shard_model, wrap_single_process
+from headwise.distributed.sharded_model import wrap_single_process
 from headwise.training import Recipe
 from headwise.training.optimisers import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
@@ -70,14 +66,12 @@ class Work:
         self.holding.clip(self.clip, self.holding.norm())
         self.optimiser.step(1e-4)
 
-    def sent(self) -> tuple[int, float]:
-        """How many messages the gradients of a step take, and the bytes that this rank sends with
-        them.
-        """
-        with CommunicationMeter() as meter:
+    def count_messages(self) -> int:
+        """How many messages the gradients of a step take."""
+        with CommDebugMode() as counter:
             self.train_step.compute_gradients(self.batch)
         self.optimiser.zero_grad()
-        return len(meter.messages), sum(message.moved for message in meter.messages)
+        return counter.get_total_counts()
 
 
 def timed(work: Callable[[], None], calls: int) -> float:
@@ -109,14 +103,6 @@ def rows_of(
     size = sum(p.numel() for p in (first or works[MODES[0]]).holding.own.values())
     found = []
     for mode, work in works.items():
-        messages, seen = work.sent()
-        batch = BatchShape(rows, shape.length)
-        counted = sum(
-            message.moved
-            for message in count_communication(
-                to_model_spec(shape), Parallelism.parse(mode), batch_shape=batch
-            )
-        )
         found.append(
             {
                 "name": f"{size / 1e6:.1f} M, {rows} rows of {shape.length}, {mode}",
@@ -124,9 +110,7 @@ def rows_of(
                 "step_s": median[mode],
                 "efficiency": median["alone"] / median[mode] / launch.size,
                 "spread": (max(taken[mode]) - min(taken[mode])) / median[mode],
-                "messages": messages,
-                "bytes_seen": seen,
-                "bytes_counted": counted,
+                "messages": work.count_messages(),
             }
         )  # fmt: skip
     return found
@@ -158,9 +142,8 @@ def main() -> int:
             print(
                 f"{row['name']:<38} one {row['alone_s'] * 1e3:.1f} ms, two "
                 f"{row['step_s'] * 1e3:.1f} ms a step: "
-                f"efficiency {row['efficiency']:.0%}; {row['messages']} messages, "
-                f"{row['bytes_seen'] / 1e6:.2f} MB "
-                f"sent ({row['bytes_counted'] / 1e6:.2f} counted); spread {row['spread']:.0%}"
+                f"efficiency {row['efficiency']:.0%}; {row['messages']} messages; "
+                f"spread {row['spread']:.0%}"
             )
     return 0
 

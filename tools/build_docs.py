@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import os
 import re
 import sys
@@ -66,42 +67,9 @@ def layers() -> str:
 
 
 @generates
-def traffic() -> str:
-    """Communication of one training step, by parallelism."""
-    from headwise import families
-    from headwise.distributed import Parallelism
-    from headwise.distributed.communication_volume import BatchShape, count_communication
-
-    sizes = {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 65}
-    described, rows = families.read_model_spec({"model_type": "gpt2", **sizes}), []
-    unmixed = ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4")
-    for text in (
-        *unmixed,
-        "tensor=2",
-        "tensor=4",
-        "context=2",
-        "context=8",
-        "data=2,tensor=2",
-        "context=2,tensor=2",
-    ):
-        messages = count_communication(
-            described, Parallelism.parse(text), batch_shape=BatchShape(16, 64)
-        )
-        moved = sum(message.moved for message in messages) / 1e6
-        counts = {
-            kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")
-        }
-        rows.append([f"`{text}`", *(str(count) for count in counts.values()), f"{moved:.2f} MB"])
-    return table(
-        ["parallelism", "all-reduces", "all-gathers", "reduce-scatters", "sent per rank"], rows
-    )
-
-
-@generates
 def divided() -> str:
     """Every preset with 8 heads on two ranks: tensor parallelism and context parallelism."""
     from headwise import PRESETS, SpecError, costs, design
-    from headwise.distributed.communication_volume import count_kv_entry_numbers
     from headwise.distributed.head_partition import partition_heads
 
     rows = []
@@ -114,7 +82,13 @@ def divided() -> str:
             cell = f"{share:.0%}"
         except SpecError as refused:
             cell = f"not divisible: {str(refused).partition(': ')[2].partition(',')[0]}"
-        rows.append([f"`{name}`", cell, f"{count_kv_entry_numbers(spec):,}"])
+        rows.append(
+            [
+                f"`{name}`",
+                cell,
+                f"{sum(math.prod(shape) for shape in spec.kv_entry_shapes().values()):,}",
+            ]
+        )
     return table(
         [
             "preset",

@@ -4,14 +4,12 @@ against one rank.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headwise.distributed import Parallelism, ProcessInfo
-from headwise.distributed.communication_volume import CollectiveMessage
 from headwise.files import read_lines
 from headwise.training import train
 from support.data_parallel_checks import run_until
@@ -72,19 +70,6 @@ def test_kinds_of_parallelism_multiply(four: list[dict[str, Any]], way: str, cas
         check_equal_steps(rank["steps"][way][case], expected)
 
 
-def check_sent(counter: Counter[Any], counted: Counter[Any]) -> None:
-    assert counter == counted
-    assert sum(CollectiveMessage(*message).moved for message in counter.elements()) > 0
-
-
-@pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
-@pytest.mark.parametrize("way", TWO_RANKS)
-def test_a_step_sends_the_counted_bytes(
-    two: tuple[Path, list[dict[str, Any]]], way: str, name: str
-):
-    check_sent(*two[1][0]["sent"][way, name])
-
-
 @pytest.mark.slow
 def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
     """A head for each rank, most of which share a key and a value with others;
@@ -106,15 +91,6 @@ def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
         tmp_path,
     ).values():
         check_no_failure(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
-@pytest.mark.parametrize("way", FOUR_RANKS)
-def test_two_kinds_of_parallelism_send_the_counted_bytes(
-    four: list[dict[str, Any]], way: str, name: str
-):
-    check_sent(*four[0]["sent"][way, name])
 
 
 # --- runs -----------------------------------------------------------------------------------------

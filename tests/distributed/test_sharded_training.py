@@ -14,7 +14,6 @@ import torch.nn.functional as F
 import headwise as hw
 from headwise.data import IGNORE_INDEX
 from headwise.distributed import Parallelism, ProcessInfo
-from headwise.distributed.communication_volume import count_communication
 from headwise.errors import SpecError
 from headwise.files import read_lines
 from headwise.training import train
@@ -153,26 +152,6 @@ def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFacto
             check_equal_steps(
                 torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], expected
             )
-
-
-@pytest.mark.parametrize("case", ["wide", "odd"])
-@pytest.mark.parametrize("way", ["data=2", "shards=2"])
-def test_sent_bytes_are_the_counted_bytes(
-    two: tuple[Path, list[dict[str, Any]]], way: str, case: str
-):
-    """The collectives that were called, with the bytes they were called with."""
-    for rank in two[1]:
-        entry = rank["sent"][way, case]
-        assert sorted(entry) == sorted(rank["sent"][way, case, "counted"])
-        assert len(entry) > (2 if case == "wide" else 1)
-
-
-def test_costs_that_depend_on_the_batch_need_the_batch():
-    with pytest.raises(
-        SpecError,
-        match=r"communication of tensor=2 depends on the batch; give batch_shape=BatchShape\(",
-    ):
-        count_communication(Echo().model(), Parallelism(tensor=2))
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch, Task
 from headwise.distributed import Parallelism, join_process_group, parallelism
-from headwise.distributed.communication_volume import CommunicationMeter, count_communication
+from headwise.distributed.model_sharding import shard_model
 from headwise.distributed.parallelism import ProcessInfo
 from headwise.distributed.ranks import ProcessMesh, fingerprint_code
-from headwise.distributed.sharded_model import shard_model
 from headwise.models import Transformer
 from headwise.training import Recipe, run_setup, train
 from headwise.training.autotune import Autotuner
@@ -145,33 +144,6 @@ def parallelisms_of(launch: ProcessInfo) -> list[str]:
         f"shards={launch.size}",
         *(["data=2,shards=2"] if launch.size == 4 else []),
     ]
-
-
-def sent_messages(folder: Path) -> dict[str, Any]:
-    """Collectives that the gradients of one step call, under every parallelism; one model fills
-    several messages.
-    """
-    wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
-    messages: dict[str, Any] = {}
-    with join_process_group() as launch:
-        for parallelism in parallelisms_of(launch):
-            for name, model, parts in (("wide", wide, 1), ("odd", Irregular().model(), 3)):
-                sharded = shard_model(
-                    hw.build(model, seed=3),
-                    ProcessMesh(launch, Parallelism.over(parallelism, launch.size)),
-                )
-                stepper = TrainStep(
-                    sharded, short_recipe(batch=6, accumulate=parts), StepOptions("fp32", "off")
-                )
-                with CommunicationMeter() as meter:
-                    stepper.compute_gradients(
-                        (Irregular() if name == "odd" else Echo()).batch(0, 6)
-                    )
-                messages[parallelism, name] = [tuple(message) for message in meter.messages]
-                messages[parallelism, name, "counted"] = [
-                    tuple(m) for m in count_communication(model, sharded.world.parallelism, parts)
-                ]
-    return messages
 
 
 def wait_for_silent_rank(folder: Path) -> str:
@@ -315,7 +287,7 @@ def run_two_ranks(folder: Path) -> dict[str, Any]:
     most checks.
     """
     with join_process_group():
-        return {"steps": steps(folder), "sent": sent_messages(folder), "runs": runs(folder)}
+        return {"steps": steps(folder), "runs": runs(folder)}
 
 
 def runs(folder: Path) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,20 +12,12 @@ import torch
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import Batch, Task
-from headwise.distributed import Parallelism, ProcessInfo, join_process_group
-from headwise.distributed.communication_volume import (
-    BatchShape,
-    CommunicationMeter,
-    count_communication,
-)
-from headwise.distributed.ranks import ProcessMesh
-from headwise.distributed.sharded_model import shard_model
+from headwise.distributed import ProcessInfo, join_process_group
 from headwise.training import train
-from headwise.training.train_step import StepOptions, TrainStep
+from headwise.training.train_step import StepOptions
 from support.data_parallel_checks import (
     STEPPED,
     Interrupted,
-    Irregular,
     run_until,
     steps_of_case,
     take_steps,
@@ -50,7 +41,7 @@ def run_everything(folder: Path) -> dict[str, Any]:
     than most checks.
     """
     with join_process_group() as launch:
-        results = {"steps": steps(launch), "sent": sent_messages(launch)}
+        results = {"steps": steps(launch)}
         return results | (
             {"runs": runs(folder), "refusals": refusals(folder)} if launch.size == 2 else {}
         )
@@ -81,40 +72,6 @@ def steps_of_any_case(case: str, launch: ProcessInfo, way: str, **more: Any) -> 
 
 def parallelisms_of(launch: ProcessInfo) -> tuple[str, ...]:
     return TWO_RANKS if launch.size == 2 else FOUR_RANKS
-
-
-def sent_messages(launch: ProcessInfo) -> dict[str, Any]:
-    """Collectives that the gradients of one step call, and those counted, for
-    rows without padding.
-    """
-    found: dict[str, Any] = {}
-    for parallelism in parallelisms_of(launch):
-        for name, task, parts in (
-            ("echo", Echo(), 1),
-            ("odd", Irregular(), 2),
-            ("pooled", Pooled(), 1),
-        ):
-            model, world = (
-                task.model(),
-                ProcessMesh(launch, Parallelism.over(parallelism, launch.size)),
-            )
-            stepper = TrainStep(
-                shard_model(hw.build(model, seed=3), world),
-                short_recipe(batch=8, accumulate=parts),
-                PLAIN,
-            )
-            batch = replace(task.batch(0, 8), tokens=None, source_tokens=None)
-            rows = BatchShape(
-                8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1]
-            )
-            with CommunicationMeter() as meter:
-                stepper.compute_gradients(batch)
-            counted = count_communication(model, world.parallelism, parts, rows)
-            found[parallelism, name] = (
-                Counter(map(tuple, meter.messages)),
-                Counter(map(tuple, counted)),
-            )
-    return found
 
 
 def runs(folder: Path) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 `parallelism` describes how ranks divide the work and joins the processes; `ranks` checks that they
 agree; `collectives` are the messages; `sharded_model` is what one rank holds with fully sharded
-data parallelism, `tensor_parallel` (with `head_partition`) divides heads; `parallel_attention` is a
-layer whose heads or tokens are divided; `communication_volume` predicts the bytes sent.
+data parallelism, `tensor_parallel` (with `head_partition`) divides heads; `model_sharding` puts
+them together; `parallel_attention` is a
+layer whose heads or tokens are divided.
 """
 
 from .parallelism import PARALLEL_DIMS, Parallelism, ProcessInfo, join_process_group

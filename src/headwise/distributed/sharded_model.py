@@ -1,36 +1,22 @@
-"""The part of a model that one rank holds, how it is gathered, loaded and clipped; fully sharded
-data parallelism.
-"""
+"""The part of a model that one rank holds, how it is gathered, loaded and clipped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data import Batch
-from ..errors import SpecError
 from ..model_spec import ModelSpec
 from ..models import Transformer, build
 from .collectives import CollectiveGroup, GradientBuckets
-from .head_partition import partition_model
-from .parallel_attention import (
-    TensorContextParallel,
-    check_context_parallel,
-    set_parallel_context,
-    shard_tokens,
-)
+from .parallel_attention import shard_tokens
 from .parallelism import Parallelism, ProcessInfo
-from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
-
-# Importing FSDP2 and its tensors takes half a second, and every command that trains needs this
-# module.
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from .ranks import BatchShard, ProcessMesh
 
 
 class BatchForward(nn.Module):
@@ -216,176 +202,7 @@ def wrap_single_process(net: Transformer, device: torch.device | str = "cpu") ->
     return ShardedModel(
         BatchForward(net),
         ProcessMesh(ProcessInfo(), Parallelism(), device),
-        _trainable_params(net),
+        {name: p for name, p in net.named_parameters() if p.requires_grad},
         GradientBuckets((), None),
         net.spec,
     )
-
-
-def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
-    """Return this rank's part of a model that every rank has built in full; the rest is freed."""
-    check_partition(net.spec, mesh.parallelism)
-    groups = {
-        dim: CollectiveGroup(mesh.group(dim))
-        for dim in ("context", "tensor")
-        if getattr(mesh.parallelism, dim) > 1
-    }
-    if "tensor" in groups:
-        from .tensor_parallel import TensorParallelModel
-
-        tensor_parallel_model = TensorParallelModel(net.spec, groups["tensor"])
-        sharded = tensor_parallel_model.with_inner_sharding(
-            _shard_parameters(tensor_parallel_model.shard_model(net), mesh)
-        )
-    else:
-        sharded = _shard_parameters(net, mesh)
-    if groups:
-        set_parallel_context(
-            sharded.net, TensorContextParallel(groups.get("tensor"), groups.get("context"))
-        )
-    return replace(sharded, context=groups.get("context"))
-
-
-def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
-    """Raise SpecError if a model cannot be divided this way, before anything is built."""
-    if min(parallelism.data, parallelism.context, parallelism.shards) > 1:
-        raise SpecError(
-            f"{parallelism}: FSDP2 supports one replicated dimension beside shards=; leave out "
-            "data= or context="
-        )
-    if parallelism.context > 1:
-        check_context_parallel(spec)
-    if parallelism.tensor > 1:
-        partition_model(spec, parallelism.tensor)
-
-
-def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
-    """Apply FSDP2, or keep all parameters and sum their gradients in buckets."""
-    if mesh.parallelism.shards > 1:
-        return apply_fsdp(net, mesh)
-    params = _trainable_params(net)
-    return ShardedModel(
-        BatchForward(net),
-        mesh,
-        params,
-        GradientBuckets(params.values(), get_gradient_group(mesh)),
-        net.spec,
-    )
-
-
-def get_gradient_group(mesh: ProcessMesh) -> dist.ProcessGroup | None:
-    """Return the group of ranks with different data, whose gradients are summed; None for a single
-    worker.
-    """
-    return mesh.group(*GRADIENT_DIMS) if mesh.num_workers > 1 else None
-
-
-def _trainable_params(net: Transformer) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in net.named_parameters() if p.requires_grad}
-
-
-# --- Fully sharded data parallelism (FSDP2, 2304.11277) -------------------------------------------
-
-
-class FSDPSharding:
-    """A tensor whose first axis is divided as FSDP2 does: ceil(n / ranks) rows per rank, fewer on
-    the last.
-
-    >>> [FSDPSharding(5, rank, 3).part(torch.arange(5)).tolist() for rank in range(3)]
-    [[0, 1], [2, 3], [4]]
-    """
-
-    dims = ("shards",)
-
-    def __init__(
-        self, length: int, rank: int, num_ranks: int, group: dist.ProcessGroup | None = None
-    ) -> None:
-        self.length, self.rank, self.ranks, self.group = length, rank, num_ranks, group
-        self.each = -(-length // num_ranks)
-
-    def part(self, full: Tensor) -> Tensor:
-        """Return the slice of this rank, which may be empty."""
-        return full[self.rank * self.each : (self.rank + 1) * self.each]
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Gather the full tensor from the slices of all ranks; a collective call."""
-        padded = part.new_zeros(self.each, *part.shape[1:])
-        padded[: len(part)] = part
-        slices = [torch.empty_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(slices, padded, group=self.group)
-        return torch.cat(slices)[: self.length]
-
-    def square(self, part: Tensor) -> Tensor:
-        """Return the sum of squares of a slice; no other rank of the group holds its elements."""
-        return part.square().sum()
-
-
-def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
-    """Shard a model with FSDP2: one layer is gathered at a time, embeddings and heads once per
-    step.
-
-    Tied tensors stay whole because they are read outside the layer that owns them; scalars stay
-    whole as well.
-    """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    copies = [
-        dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1
-    ]  # at most one of them
-    mesh = (
-        process_mesh.device_mesh[*copies, "shards"]
-        if copies
-        else process_mesh.device_mesh["shards"]
-    )
-    trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    tied = {name for name, weight in net.spec.params().items() if weight.tied_to}
-    unsharded = {name: p for name, p in net.named_parameters() if name in tied or not p.dim()}
-    whole, lengths = (
-        set(unsharded.values()),
-        {name: len(p) for name, p in trainable.items() if name not in unsharded},
-    )
-    for layers in net.stacks.values():
-        for layer in layers.blocks:
-            fully_shard(layer, mesh=mesh, ignored_params=whole)
-    batch_forward = BatchForward(net)
-    fully_shard(batch_forward, mesh=mesh, ignored_params=whole)
-    for module in batch_forward.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(
-                1.0
-            )  # losses are already parts of one mean, so gradients are summed
-            module.set_force_sum_reduction_for_comms(True)
-    group, rank = process_mesh.group("shards"), process_mesh.place["shards"]
-    shardings = {
-        name: FSDPSharding(length, rank, process_mesh.parallelism.shards, group)
-        for name, length in lengths.items()
-    }
-    slices = {name: cast("DTensor", p) for name, p in net.named_parameters() if name in shardings}
-    own = {
-        name: unsharded[name] if name in unsharded else _local_parameter(slices[name])
-        for name in trainable
-    }
-    summed = GradientBuckets(
-        [p for name, p in unsharded.items() if name in trainable], get_gradient_group(process_mesh)
-    )
-    return ShardedModel(
-        batch_forward,
-        process_mesh,
-        own,
-        summed,
-        net.spec,
-        shardings,
-        collect_gradients=lambda: _collect_gradients(own, slices),
-    )
-
-
-def _local_parameter(param: DTensor) -> nn.Parameter:
-    """Return this rank's slice as a plain parameter that shares the memory of the DTensor."""
-    return nn.Parameter(cast("DTensor", param.detach()).to_local())
-
-
-def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
-    """Move the gradients of slices from FSDP2's parameters to those of the optimiser."""
-    for name, param in slices.items():
-        own[name].grad = None if param.grad is None else cast("DTensor", param.grad).to_local()
-        param.grad = None

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..data import Task
 from ..distributed import join_process_group
-from ..distributed.sharded_model import shard_model
+from ..distributed.model_sharding import shard_model
 from ..errors import SpecError
 from ..model_spec import ModelSpec, serialization as model_serialization
 from ..models import build

@@ -16,8 +16,8 @@ import torch
 
 from ..data import Batch, Task
 from ..distributed import Parallelism, ProcessInfo
+from ..distributed.model_sharding import check_partition, shard_model
 from ..distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
-from ..distributed.sharded_model import check_partition, shard_model
 from ..errors import SpecError, pluralise
 from ..masking.patterns import Causal, Full
 from ..model_spec import (
