@@ -406,30 +406,23 @@ def test_registration_waits_until_the_import_is_complete(
     models.write_text("raise ImportError('something is missing')")
     done: list[int] = []
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(transformers_backend, "MODELS_MODULE", "theirs.models_of_theirs")
-    monkeypatch.setattr(transformers_backend, "register_backend", lambda: done.append(len(done)))
+    hook = "theirs.models_of_theirs", lambda: done.append(len(done))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the second text is as old as the first
     for _ in range(2):
-        transformers_backend.register_on_import()
-    assert (
-        sum(
-            isinstance(finder, transformers_backend.TransformersImportHook)
-            for finder in sys.meta_path
-        )
-        == 1
-    )
+        transformers_backend.register_after_import(*hook)
+    hooks = [one for one in sys.meta_path if isinstance(one, transformers_backend.ImportHook)]
+    assert [one.module for one in hooks].count("theirs.models_of_theirs") == 1
     with pytest.raises(ImportError, match="missing"):
         import_module("theirs.models_of_theirs")
     assert done == []
     models.write_text("value = 3")
     assert import_module("theirs.models_of_theirs").value == 3
     assert done == [0]
-    transformers_backend.register_on_import()
+    transformers_backend.register_after_import(*hook)
     assert done == [0, 1]
-    assert not any(
-        isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path
-    )
+    hooks = [one for one in sys.meta_path if isinstance(one, transformers_backend.ImportHook)]
+    assert "theirs.models_of_theirs" not in [one.module for one in hooks]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,15 @@ Importing this package registers that implementation once.
 """
 
 from .pretrained_models import export, load
-from .transformers_backend import register_falcon_on_import, register_on_import
+from .transformers_backend import (
+    FALCON_MODULE,
+    MODELS_MODULE,
+    register_after_import,
+    register_backend,
+    register_falcon,
+)
 
 __all__ = ["export", "load"]
 
-register_on_import()
-register_falcon_on_import()
+register_after_import(MODELS_MODULE, register_backend)
+register_after_import(FALCON_MODULE, register_falcon)

@@ -19,7 +19,6 @@ new architecture, also in its cache.
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
@@ -160,25 +159,12 @@ def allow_continuous_batching() -> None:
     inputs.attn_mask_is_needed = is_mask_needed_or_ours
 
 
-def register_on_import() -> None:
-    """Register now if transformers is imported already, else when it is imported."""
-    if MODELS_MODULE in sys.modules:
-        register_backend()
-    elif not any(isinstance(finder, TransformersImportHook) for finder in sys.meta_path):
-        sys.meta_path.insert(0, TransformersImportHook())
+class ImportHook(MetaPathFinder):
+    """Import hook that calls `register` once, after `module` was imported."""
 
-
-class ModuleImportHook(MetaPathFinder):
-    """Base class of import hooks that call `register` once, after a module was imported."""
-
-    @property
-    @abstractmethod
-    def module(self) -> str:
-        """Full name of the module to wait for."""
-
-    @abstractmethod
-    def register(self) -> None:
-        """Register with the module that was imported."""
+    def __init__(self, module: str, register: Callable[[], None]) -> None:
+        self.module = module
+        self.register = register
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -199,15 +185,13 @@ class ModuleImportHook(MetaPathFinder):
         loader.exec_module = exec_module
 
 
-class TransformersImportHook(ModuleImportHook):
-    """Import hook that registers the backend when transformers' models are imported."""
-
-    @property
-    def module(self) -> str:
-        return MODELS_MODULE
-
-    def register(self) -> None:
-        register_backend()
+def register_after_import(module: str, register: Callable[[], None]) -> None:
+    """Register now if the module is imported already, else when it is imported."""
+    hooks = [finder for finder in sys.meta_path if isinstance(finder, ImportHook)]
+    if module in sys.modules:
+        register()
+    elif all(hook.module != module for hook in hooks):
+        sys.meta_path.insert(0, ImportHook(module, register))
 
 
 def _attend_sdpa(
@@ -363,25 +347,6 @@ DYNAMIC_IMPLEMENTATIONS = (
     "sdpa",
     BACKEND_NAME,
 )  # those that one class of Falcon's attention can run
-
-
-class FalconImportHook(ModuleImportHook):
-    """Import hook that registers the backend when the models of Falcon are imported."""
-
-    @property
-    def module(self) -> str:
-        return FALCON_MODULE
-
-    def register(self) -> None:
-        register_falcon()
-
-
-def register_falcon_on_import() -> None:
-    """Register with Falcon now if its models are imported already, else when they are imported."""
-    if FALCON_MODULE in sys.modules:
-        register_falcon()
-    elif not any(isinstance(finder, FalconImportHook) for finder in sys.meta_path):
-        sys.meta_path.insert(0, FalconImportHook())
 
 
 def register_falcon() -> None:
