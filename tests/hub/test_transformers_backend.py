@@ -388,7 +388,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from headwise.hub import transformers_backend as registered
 assert AttentionInterface()["headwise"] is registered.attention_forward
 assert AttentionMaskInterface()["headwise"] is registered.make_mask
-assert not any(isinstance(finder, registered.TransformersImportHook) for finder in sys.meta_path)
+assert not any(isinstance(finder, registered.ImportHook) for finder in sys.meta_path)
 """
 
 
