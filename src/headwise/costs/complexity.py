@@ -290,9 +290,11 @@ def _dilated_path(sizes: LayerSizes) -> int:
     """Number of layers whose dilation grows by a factor of k each; together they see k^layers
     tokens.
     """
-    layers, reached = 1, sizes.kernel
+    layers = 1
+    reached = sizes.kernel
     while reached < sizes.tokens:
-        layers, reached = layers + 1, reached * sizes.kernel
+        layers += 1
+        reached *= sizes.kernel
     return layers
 
 
@@ -370,10 +372,10 @@ class ScalingMeasurement:
         )
         headers = [Column(f"{length:,} tokens", align="right") for length in self.lengths]
         factors = self.growth_factors
-        rows = [
-            [name, format_seconds(seconds[0]), *(f"x {factor:.1f}" for factor in factors[name])]
-            for name, seconds in self.layers.items()
-        ]
+        rows: list[list[str]] = []
+        for name, seconds in self.layers.items():
+            growth = [f"x {factor:.1f}" for factor in factors[name]]
+            rows.append([name, format_seconds(seconds[0]), *growth])
         return [Table(title, ["", *headers], rows)]
 
 

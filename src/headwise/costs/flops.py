@@ -142,7 +142,8 @@ def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct
     """Yield every matrix product of a call with the projections as given; the core covers
     `work.pairs` pairs.
     """
-    spec, work = name_sizes(spec), _symbolic_sizes(work)
+    spec = name_sizes(spec)
+    work = _symbolic_sizes(work)
     core = spec.core_of(spec.project)
     parts_with_constant_input, _ = _find_constant_weights(spec, core)
     for name, part in spec.parts():
@@ -223,11 +224,10 @@ def _find_constant_weights(spec: AttentionSpec, core: CoreShape) -> tuple[list[P
     parameter.
     """
     modifiers = spec.parts_of(Modifier)
-    on_scores, on_weights = (
-        [part for _, part in modifiers if part.phase is phase]
-        for phase in (Phase.SCORES, Phase.WEIGHTS)
-    )
-    constant, is_constant = list[Part](), not core.score_dim
+    on_scores = [part for _, part in modifiers if part.phase is Phase.SCORES]
+    on_weights = [part for _, part in modifiers if part.phase is Phase.WEIGHTS]
+    constant: list[Part] = []
+    is_constant = not core.score_dim
     for part in (spec.similarity, *on_scores, spec.normaliser, *on_weights):
         if is_constant:
             constant.append(part)

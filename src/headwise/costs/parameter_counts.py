@@ -44,13 +44,12 @@ def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:
 
 
 def _axis_names(weight: WeightSpec) -> list[str]:
-    return [name for axis in weight.layout.axes for name in axis.split("|")]
+    return "|".join(weight.layout.axes).split("|") if weight.layout.axes else []
 
 
 def _num_elements(weight: WeightSpec) -> int:
-    renamed = (
-        {"source": "model"} if weight.role == "attention" else {}
-    )  # the source of self-attention is its stack
+    # The source of self-attention is its stack.
+    renamed = {"source": "model"} if weight.role == "attention" else {}
     sizes = {
         axis: SymbolicInt.of(weight.axis_sizes[axis], renamed.get(axis, axis))
         for axis in _axis_names(weight)
@@ -78,21 +77,14 @@ def active_parameters(spec_or_model: SpecOrModel, *, embeddings: bool = True) ->
     total = parameter_terms(spec_or_model).total
     if isinstance(spec_or_model, AttentionSpec):
         return total
-    feeds = [
-        (stack.model, block.feed)
-        for stack in spec_or_model.stacks
-        for block in stack.layers
-        if block.feed
-    ]
-    inactive = sum(
-        sum(weight.numel for weight in feed.weights(model)) - feed.active_params(model, 1)
-        for model, feed in feeds
-    )
-    return (
-        total
-        - inactive
-        - (0 if embeddings else sum(weight.numel for weight in _lookup_tables(spec_or_model)))
-    )
+    for stack in spec_or_model.stacks:
+        for block in stack.layers:
+            if block.feed:
+                total -= sum(weight.numel for weight in block.feed.weights(stack.model))
+                total += block.feed.active_params(stack.model, 1)
+    if embeddings:
+        return total
+    return total - sum(weight.numel for weight in _lookup_tables(spec_or_model))
 
 
 def _lookup_tables(model: ModelSpec) -> Iterator[WeightSpec]:

@@ -284,13 +284,16 @@ def time_run(run: Callable[[], Any], max_seconds: float) -> float:
     """
     run()
     synchronize_device()
-    begun, best, count = time.perf_counter(), math.inf, 0
+    begun = time.perf_counter()
+    best = math.inf
+    count = 0
     while True:
         start = time.perf_counter()
         run()
         synchronize_device()
         now = time.perf_counter()
-        best, count = min(best, max(now - start, 1e-9)), count + 1
+        best = min(best, max(now - start, 1e-9))
+        count += 1
         if now - begun >= max_seconds and count >= MIN_RUNS:
             return best
 
@@ -332,10 +335,9 @@ def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> Roof
     of its time.
     """
     operations = list(operations)
-    seconds_by_bound = {
-        bound: sum(operation.seconds for operation in operations if operation.bound == bound)
-        for bound in ("compute", "memory")
-    }
+    seconds_by_bound = {"compute": 0.0, "memory": 0.0}
+    for operation in operations:
+        seconds_by_bound[operation.bound] += operation.seconds
     return RooflineOperation(
         name,
         sum(operation.flops for operation in operations),

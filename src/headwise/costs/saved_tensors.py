@@ -131,7 +131,10 @@ class SavedTensorRecorder:
         """Find the part and method that is running in the interpreter's frames, and whether a
         backend called it.
         """
-        frame, owner, step, in_core = sys._getframe(2), None, "", False
+        frame = sys._getframe(2)
+        owner = None
+        step = ""
+        in_core = False
         while frame is not None:
             instance = frame.f_locals.get("self")
             if isinstance(instance, Part) and owner in (None, id(instance)):

@@ -7,13 +7,12 @@ bytes are nearest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from ..errors import SpecError, suggest
 from ..interfaces import Modifier, Part
-from ..masking.patterns import Pattern
 from ..spec.attention_spec import SLOTS, AttentionSpec
 from ..spec.heads import HEAD_MAPS
 from . import count_parameters
@@ -94,13 +93,15 @@ class SizeSearch:
         """Return a size above which no count is nearer; found by doubling, which preserves
         divisibility by heads.
         """
-        size, num_equal = self.start, 0
+        size = self.start
+        num_equal = 0
         first_count = self._valid_count(size)
         for _ in range(MAX_DOUBLINGS if first_count != target else 0):
             larger = self._first_valid(range(2 * size, 2 * size + self.gap + 1))
             if larger is None:
                 return self._last_valid(size, 2 * size)
-            size, count = larger, self._valid_count(larger)
+            size = larger
+            count = self._valid_count(size)
             num_equal = num_equal + 1 if count == first_count else 0
             moves_away = abs(count - target) > abs(first_count - target)
             is_bracketed = min(first_count, count) <= target <= max(first_count, count)
@@ -144,7 +145,8 @@ class SizeSearch:
             middle = (low + high) // 2
             size = self._first_valid(range(middle, high))
             if size is None:
-                high, size = middle, self._first_valid(range(middle - 1, low, -1))
+                high = middle
+                size = self._first_valid(range(middle - 1, low, -1))
                 if size is None:
                     return
             if (self._valid_count(size) < target) == is_rising:
@@ -261,15 +263,15 @@ def match_size(
             )
     if by not in MATCH_QUANTITIES:
         raise SpecError(f"cannot match by={by!r}; {suggest(by, MATCH_QUANTITIES)}")
-    workload, sizes = workload or Workload(), list_sizes(spec)
+    workload = workload or Workload()
+    sizes = list_sizes(spec)
     if free is not None and free not in sizes:
         raise SpecError(f"the spec has no size {free!r} to change; {suggest(free, sizes)}")
     goal = _MatchGoal(spec, by, MATCH_QUANTITIES[by][0](like, workload), workload)
-    _ = goal.count(
-        spec
-    )  # raises an error now if the quantity does not apply to the spec, whatever its size
+    goal.count(spec)  # raises an error if the quantity does not apply to the spec at any size
     for name in sizes if free is None else [free]:
-        if match := goal.match(name):
+        match = goal.match(name)
+        if match:
             return match
     raise SpecError(goal.no_match_reason(free, sizes))
 
@@ -283,15 +285,13 @@ def list_sizes(spec: AttentionSpec) -> dict[str, int]:
     2
     """
     parts = {slot: getattr(spec, slot) for slot in PART_SLOTS} | dict(spec.parts_of(Modifier))
-    values = {
-        f"{name}.{field.name}": getattr(part, field.name)
-        for name, part in parts.items()
-        for field in fields(part)
-    }
-    values |= {
-        f"pattern.{field.name}": getattr(spec.pattern, field.name)
-        for field in _key_count_fields(spec.pattern)
-    }
+    values: dict[str, Any] = {}
+    for name, part in parts.items():
+        for one in fields(part):
+            values[f"{name}.{one.name}"] = getattr(part, one.name)
+    # Of a pattern, `keys` is the number of visible keys; other numbers have other purposes.
+    if any(one.name == "keys" for one in fields(spec.pattern)):
+        values["pattern.keys"] = getattr(spec.pattern, "keys")  # noqa: B009 - not in every pattern
     part_sizes = {name: size for name, size in values.items() if type(size) is int and size > 0}
     heads = spec.heads
     return {
@@ -329,13 +329,6 @@ def with_size(spec: AttentionSpec, name: str, size: int) -> AttentionSpec:
     for part in parts:
         changes["heads"] = part.widen_heads(changes["heads"])
     return replace(spec, modifiers=tuple(modifiers.values()), **changes)
-
-
-def _key_count_fields(pattern: Pattern) -> list[Field[Any]]:
-    """Fields of a pattern that set the number of visible keys directly; other numbers have other
-    purposes.
-    """
-    return [field for field in fields(pattern) if field.name == "keys"]
 
 
 def _resize_dim(spec: AttentionSpec, dim: int) -> dict[str, Any]:

@@ -187,8 +187,10 @@ def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, int, str]:
 def _max_positions(stack: StackSpec) -> Iterator[int | None]:
     if stack.embedding and stack.embedding.positions:
         yield stack.embedding.positions.length
-    specs = [block.attention_specs.get("attention") for run in stack.runs for block in run.blocks]
-    yield from (length for spec in specs if spec for length in _max_positions_of_parts(spec))
+    for run in stack.runs:
+        for block in run.blocks:
+            if spec := block.attention_specs.get("attention"):
+                yield from _max_positions_of_parts(spec)
 
 
 def _max_positions_of_parts(spec: AttentionSpec) -> list[int | None]:
@@ -330,7 +332,8 @@ def list_calls(
 
 def _full_call(spec_or_model: SpecOrModel, workload: Workload) -> ForwardCall:
     """A single forward over the whole workload, or over all patches of an image."""
-    limits, source = max_lengths(spec_or_model), workload.source or workload.context
+    limits = max_lengths(spec_or_model)
+    source = workload.source or workload.context
     if isinstance(spec_or_model, AttentionSpec):
         check_depth_known(spec_or_model)
         if spec_or_model.source is not None and workload.source is None:
