@@ -191,18 +191,6 @@ def test_the_route_sends_a_file_to_save(sample: OpenModel):
     assert html.headers["content-type"] == "application/octet-stream"
 
 
-@pytest.mark.parametrize("path", ["/api/export?kind=csv", "/api/export/sizes"])
-@pytest.mark.parametrize(
-    "header", [{"X-Session-Token": "wrong"}, {"Origin": "http://evil.example"}, {"Host": "evil"}]
-)
-def test_other_sessions_and_origins_get_no_file(
-    sample: OpenModel, path: str, header: dict[str, str]
-):
-    answer = connect(sample).get(path, headers=header)
-    assert answer.status_code in (401, 403, 421)
-    assert answer.content == b""
-
-
 @pytest.mark.parametrize(
     ("query", "fact"),
     [

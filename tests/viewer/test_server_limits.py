@@ -5,8 +5,6 @@ stale answers.
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -418,30 +416,6 @@ def test_a_text_is_counted_before_the_model_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(net), "forward", lambda *_, **__: pytest.fail("the model ran"))
     with pytest.raises(TextTooLong, match="23 tokens; give at most 19"):
         capture_trace(net, "words", "", 19)
-
-
-def test_files_are_served_without_torch_for_a_trace(tmp_path: Path, opened: OpenModel):
-    """A trace opens, and a text for it is refused, before torch is imported."""
-    save_trace(opened.get_trace(), tmp_path / "a.trace")
-    program = f"""
-import sys
-from starlette.testclient import TestClient
-from headwise.traces import load_trace
-from headwise.viewer.open_model import OpenModel
-from headwise.viewer.server import ViewServer, open_socket
-view = ViewServer(OpenModel(load_trace({str(tmp_path / "a.trace")!r})), {{}})
-client = TestClient(view.app())
-for path in ("document", "thumbnails", "tile?site=0&head=0", "measures", "row?site=0&head=0&query=1"):
-    assert client.get("/api/" + path).status_code == 200
-job = client.post("/api/jobs", json={{"kind": "text", "text": "a"}}).json()["job"]
-assert "only a trace is open" in client.get(f"/api/jobs/{{job}}/events").text
-view.worker.close()
-assert "torch" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_pages_of_a_real_server_follow_one_job_and_leave(server: ViewServer, opened: OpenModel):

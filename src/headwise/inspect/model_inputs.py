@@ -454,7 +454,7 @@ def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> Mode
                 "texts of several lengths cannot be traced together while they go on; trace one "
                 "at a time"
             )
-        kwargs = {"x": ids} if tokens is None else {"x": ids, "sequence": tokens}
+        kwargs = {"x": ids} | ({} if tokens is None else {"sequence": tokens})
     prompts = [list(row.ids) for row in rows]
     decode = decoder_tokenizer.token_text
     return ModelInputs((), kwargs, token_rows, counts, len(rows), has_source, prompts, decode)
