@@ -63,8 +63,8 @@ def on_page_content(html: str, **_: Any) -> str:
 def keep_options(code: str) -> str:
     """Code of a sentence whose options browsers do not break after a hyphen.
 
-    >>> keep_options("<code>demo --train</code>")
-    '<code>demo <span class="option">--train</span></code>'
+    >>> keep_options("<code>demo --quick</code>")
+    '<code>demo <span class="option">--quick</span></code>'
     """
     return OPTION.sub(r'<span class="option">\g<0></span>', code)
 

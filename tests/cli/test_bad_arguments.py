@@ -428,7 +428,7 @@ CASES = [
         "spec mha --set modifiers=[{part=Rotary}]",
         "[{part=Rotary}] is no TOML value; quote it so that its quotes stay",
     ),
-    ("demo --steps 3", "--steps is for training; add --train"),
+    ("demo --out texts.txt", "cannot write to texts.txt"),
 ]
 # Mistakes that are found before torch is imported.
 LIGHT = (

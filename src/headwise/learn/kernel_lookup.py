@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..demo import soft_lookup
-from ..demo.soft_lookup import KEYS, QUERY, VALUES
 from ..nn.tensor_attention import attend
 from ..presets import design, from_toml
+from . import soft_lookup
 from .catalogue import ItemList, Outcome, judge
 from .measured_layers import largest_difference, make_layer, sample
+from .soft_lookup import KEYS, QUERY, VALUES
 
 
 def between_neighbours(*, query: float = QUERY) -> Outcome:

@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..translation.terminal_text import pad, pad_left, wrap
-
 KEYS, VALUES, QUERY = (51.0, 56.0, 58.0), (40.0, 43.0, 48.0), 57.0
 KERNEL_WIDTHS = (0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -96,73 +94,4 @@ def look_up(
     weights = tuple(weight_of_key.get(key, 0.0) for key in KEYS)
     return LookupAnswer(
         method, query, weights, sum(w * value for w, value in zip(weights, VALUES, strict=True))
-    )
-
-
-def look_up_by_all_methods() -> list[LookupAnswer]:
-    """Look up the default query with every method."""
-    return [
-        look_up("|q-k| over all keys", distance_weights),
-        look_up("|q-k| over two neighbours", distance_weights, keys=KEYS[1:]),
-        look_up("1/|q-k|", inverse_distance_weights),
-        look_up("linear interpolation", linear_interpolation_weights),
-        *(
-            look_up(f"gaussian, width {width:g}", gaussian_weights(width))
-            for width in KERNEL_WIDTHS
-        ),
-    ]
-
-
-def counterexamples() -> list[tuple[LookupAnswer, LookupAnswer]]:
-    """Return two queries where weights that grow with distance fail, each with linear
-    interpolation.
-    """
-    between = (
-        look_up("two neighbours", distance_weights, 56.5, KEYS[1:]),
-        look_up("line", linear_interpolation_weights, 56.5),
-    )
-    at_key = (
-        look_up("all keys", distance_weights, 51.0),
-        look_up("line", linear_interpolation_weights, 51.0),
-    )
-    return [between, at_key]
-
-
-def format_lookup() -> str:
-    """Format all answers as a table, and the erratum that follows from them."""
-    rows = [
-        pad(answer.method, 28)
-        + "".join(f"{weight:>9.4f}" for weight in answer.weights)
-        + f"{answer.value:>14.10g}"
-        for answer in look_up_by_all_methods()
-    ]
-    (between, line), (at_key, key) = counterexamples()
-    store = ", ".join(f"{key:g} -> {value:g}" for key, value in zip(KEYS, VALUES, strict=True))
-    erratum = (
-        "Erratum. |q-k| / sum |q-k| is often printed as a weight that favours near keys, but it "
-        "grows with distance. "
-        f"Over two neighbours it is right only if both are equally far: at {between.query:g} it "
-        "gives "
-        f"{between.value:g}, linear interpolation gives {line.value:g}. At the key "
-        f"{at_key.query:g}, it gives that "
-        f"key the weight {at_key.weights[0]:g} and returns {at_key.value:.2f}, not {key.value:g}."
-    )
-    return "\n".join(
-        [
-            *wrap(f"A store maps {store}. What is the value for {QUERY:g}?"),
-            *wrap("The answer is the mean of the values, weighted by how near each key is."),
-            "",
-            pad("weights", 28)
-            + "".join(f"{f'w({key:g})':>9}" for key in KEYS)
-            + pad_left("answer", 14),
-            *rows,
-            "",
-            *wrap(erratum),
-            "",
-            *wrap(
-                "A Gaussian kernel does not have this fault, and it is attention: its weights are "
-                "the softmax of the "
-                "scores -(q-k)^2 / 2w^2."
-            ),
-        ]
     )
