@@ -144,10 +144,9 @@ def test_pages_on_a_terminal(
 PRINTS = {
     "cli/__init__.py": 5,
     "cli/arguments.py": 2,
-    "cli/command_parser.py": 2,
     "cli/exit_status.py": 1,
+    "cli/options.py": 2,
     "cli/run/answers.py": 1,
-    "demo/translator.py": 2,
     "masking/patterns.py": 1,
     "progress.py": 2,
     "training/loggers.py": 1,

@@ -13,7 +13,6 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.cli.command_parser import COMMANDS_WITHOUT_PARTS
 from headwise.data.vocabulary import ByteVocabulary
 from headwise.interfaces import external_parts
 from headwise.interfaces.part import find_class
@@ -101,6 +100,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def minimal(verb: str) -> list[str]:
     return [*verb.split(), *("model" if word == "MODEL" else word for word in MINIMAL[verb])]
+
+
+COMMANDS_WITHOUT_PARTS = ("demo", "learn")
 
 
 def test_every_command_is_in_the_table():

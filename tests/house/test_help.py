@@ -7,13 +7,14 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
 from headwise import cli
 from headwise.cli import train
-from headwise.cli.command_parser import CommandParser
+from headwise.cli.options import CommandParser, help_entries
 from headwise.training import Recipe
 
 MAX_LINES, MAX_COLUMNS = 40, 80
@@ -58,9 +59,9 @@ def lists(text: str, option: str) -> bool:
 
 
 def test_help_is_short(parser: CommandParser):
-    lines = parser.format_help().splitlines()
+    lines = parser.format_everyday_help().splitlines()
     assert len(lines) <= MAX_LINES
-    assert max(map(len, [*lines, *parser.format_help_all().splitlines()])) <= MAX_COLUMNS
+    assert max(map(len, [*lines, *parser.format_help().splitlines()])) <= MAX_COLUMNS
 
 
 def test_help_of_all_commands_is_short(capsys: pytest.CaptureFixture[str]):
@@ -74,35 +75,35 @@ def test_help_of_all_commands_is_short(capsys: pytest.CaptureFixture[str]):
 
 
 def test_help_all_lists_every_option(parser: CommandParser):
-    text = parser.format_help_all()
+    text = parser.format_help()
     assert [
         action.option_strings
         for action in options(parser)
         if not lists(text, action.option_strings[-1])
     ] == []
-    assert "--help" in parser.format_help()
-    assert "--help-all" in parser.format_help().splitlines()[-1]
+    assert "--help" in parser.format_everyday_help()
+    assert "--help-all" in parser.format_everyday_help().splitlines()[-1]
 
 
 def test_help_hides_expert_options_only(parser: CommandParser):
-    text = parser.format_help()
+    entries = help_entries(parser.options)
+    text = parser.format_everyday_help()
     for action in options(parser):
-        is_expert = action in parser.expert_actions or "--help-all" in action.option_strings
+        entry = entries.get(action.dest)
+        is_hidden = action.option_strings[-1] in ("--help-all", "--import")
+        is_expert = is_hidden or (entry is not None and entry.group != "")
         assert lists(text, action.option_strings[-1]) != is_expert, action.option_strings
 
 
 def test_defaults_are_shown_by_one_rule(parser: CommandParser):
-    text = " ".join(parser.format_help_all().split())
-    for action in options(parser):
-        if action.nargs == 0 or action.default in (None, "", [], argparse.SUPPRESS):
-            continue
-        entry = re.search(rf" {action.option_strings[-1]} .*?\(default: ([^)]*)\)", text)
-        assert entry is not None, action.option_strings
-        assert entry[1] == str(action.default), action.option_strings
+    defaults = {each.name: each.default for each in fields(parser.options)}
     for action in parser._actions:
-        assert len(re.findall("default", action.help or "")) == len(
-            re.findall(r"\(default: [^)]+\)$", action.help or "")
-        )
+        default = defaults.get(action.dest)
+        stated = re.findall(r"\(default: ([^)]+)\)$", action.help or "")
+        assert len(re.findall("default", action.help or "")) == len(stated)
+        if default in (None, "", (), MISSING) or default is False:
+            continue
+        assert stated == [str(default)], action.option_strings
 
 
 # Options of which exactly one is needed, or which add to a task or a Python process.
@@ -114,7 +115,7 @@ WITHOUT_DEFAULT = (
 
 @pytest.mark.parametrize("parser", ["prune", "prune --sweep", "convert"], indirect=True)
 def test_every_option_of_surgery_states_its_default(parser: CommandParser):
-    text = parser.format_help_all()
+    text = parser.format_help()
     entries = re.split(
         r"^  (?=-)", re.sub(r"\n\n.*?:$", "", text, flags=re.MULTILINE), flags=re.MULTILINE
     )
@@ -127,8 +128,9 @@ def test_every_option_of_surgery_states_its_default(parser: CommandParser):
 
 
 def test_defaults_of_a_recipe_are_those_of_the_library():
-    for name, option in (train.EVERYDAY_OPTIONS | train.EXPERT_OPTIONS).items():
-        assert option.help.endswith(f"(default: {getattr(Recipe(), option.field)})"), name
+    for name in train.RECIPE_FIELDS:
+        text = help_entries(train.TrainOptions)[name].text
+        assert text.endswith(f"(default: {getattr(Recipe(), name)})"), name
 
 
 def test_two_examples_parse(parser: CommandParser):
@@ -178,13 +180,13 @@ WRONG = {
     "no value": (["cost", "gqa", "--batch"], "--batch needs a value; write --batch ROWS; see"),
     "no choice": (
         ["cost", "gqa", "--match", "size"],
-        "--match 'size' is unknown; give one of 'params', 'flops', 'kv'",
+        "--match 'size' is unknown; use one of flops, kv, params",
     ),
     "missing option": (["train", "dates"], "missing --out DIR; add it; see headwise train --help"),
     "missing two": (["prune"], "missing MODEL, --out DIR; add them; see"),
     "both": (
         ["spec", "gqa", "--toml", "--json"],
-        "--json and --toml exclude each other; leave one out; see",
+        "--json and --toml exclude each other; leave one out",
     ),
     "a value": (
         ["spec", "gqa", "--json=3"],

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 import headwise as hw
 from headwise import cli
-from headwise.cli.command_parser import CommandParser
+from headwise.cli.options import CommandParser
 from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.viewer.http_security import SecurityMiddleware, allowed_hosts
 from headwise.viewer.open_model import OpenModel
@@ -208,7 +208,7 @@ QUICK = (
     "sites",
 )  # they answer at once, so that presets in hostile sizes are tried too
 TIMED_OPTIONS = ("--measure",)  # measures this machine for seconds before it reads anything
-STARTS_WITHOUT_INPUT = ("demo", "learn", "bench")
+STARTS_WITHOUT_INPUT = ("demo", "learn")
 ARGUMENTS = st.one_of(
     st.sampled_from(NUMBERS).map(str),
     st.sampled_from(TEXTS),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -132,13 +131,6 @@ class SpecOptions(Options):
                     f"{self.given[name]} is for one spec, and {self.spec} describes a whole model; "
                     f"{remedy}"
                 )
-
-
-def add_json_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--json`."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document instead of text"
-    )
 
 
 def check_engine(engine: str, address: str) -> None:

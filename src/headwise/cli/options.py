@@ -344,7 +344,7 @@ class CommandParser(argparse.ArgumentParser):
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         names = [name for action in self._actions for name in action.option_strings]
         if option is None:
-            remedy = "leave it out"
+            remedy = "leave it out, or quote a value with spaces"
             if "--text" in names:
                 remedy = f"leave it out, or give a text as --text {unknown[0]!r}"
             self.error(f"unexpected argument {unknown[0]!r}; {remedy}")

@@ -285,7 +285,8 @@ def prune_half_of_sample(tour: Tour) -> Section:
     """Remove half of the heads, retrain briefly, verify the result, and compare it with the
     original.
     """
-    from ..surgery import HeadRanking, KeepTop, prune
+    from ..surgery import HeadRanking, KeepTop
+    from ..surgery.pruning import prune
 
     net = load_sample_model()
     texts = make_examples(net, tour.scale.num_distillation_texts, "train")
@@ -302,7 +303,7 @@ def retrain_and_verify(
     """Retrain the pruned model from the original, write it and its proof, and return the numbers."""
     from ..data.date_translation import DateTranslation
     from ..hub.pretrained_models import load
-    from ..surgery.distillation import UptrainingOptions, uptrain
+    from ..surgery.distillation import RetrainingPoint, UptrainingOptions, uptrain
     from ..surgery.hf_export.model_folder import COMPRESSED_MODEL, write_model_folder
     from ..surgery.verification.efficiency import TimingOptions
     from ..surgery.verification.proof import ProofOptions, prove
@@ -313,9 +314,11 @@ def retrain_and_verify(
     task = DateTranslation(digits=DIGITS)
     scores = compare_task_scores(net, result.after, task, scale.num_scored_examples)
     options = UptrainingOptions(steps=scale.steps, batch=64, rate=1e-3, alpha=1.0, every=50)
-    retrained = uptrain(
-        result.after, net, texts, options, lambda point: tour.progress(f"step {point.step}")
-    )
+
+    def report(point: RetrainingPoint) -> None:
+        tour.progress(f"step {point.step}")
+
+    retrained = uptrain(result.after, net, texts, options, report)
     record = {
         **result.data,
         "demo": FOLDER_NAME,
