@@ -163,7 +163,7 @@ def test_a_source_and_its_target(
         ),
         (["none", "--text", "a", "--out", "a.trace"], "there is no folder or file 'none'"),
         (
-            ["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"],
+            ["ours", "--text", "x", "--limit", "-1", "--out", "a.trace"],
             "--limit -1 is too small; give 1 or more",
         ),
         (
