@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))
-from benchmarks.harness import LIMIT, BenchmarkCase, CaseKind, RequiredWork, SpeedTarget  # noqa: E402
-from benchmarks.reference_models import CTranslate2Stepper  # noqa: E402
+from benchmarks.harness import LIMIT, BenchmarkCase, CaseKind, RequiredWork, SpeedTarget
+from benchmarks.reference_models import CTranslate2Stepper
 
-from benchmarks import __main__ as command, gpu, harness, report  # noqa: E402
+from benchmarks import __main__ as command, gpu, harness, report
 
 
 @pytest.fixture(autouse=True)
