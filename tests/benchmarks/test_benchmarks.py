@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
 from benchmarks.harness import LIMIT, BenchmarkCase, CaseKind, RequiredWork, SpeedTarget
 from benchmarks.reference_models import CTranslate2Stepper
 
 from benchmarks import __main__ as command, gpu, harness, report
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
