@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
 from .escaping import make_visible
-from .translation.terminal_text import cut
+from .report.text import cut
 
 LINE_INTERVAL = 10.0  # seconds between progress lines if the output is not a terminal
 TERMINAL_WIDTH = 78

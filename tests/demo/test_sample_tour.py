@@ -14,7 +14,7 @@ import headwise as hw
 from headwise.demo import sample_tour
 from headwise.demo.sample_tour import TEXTS, Tour, TourScale, run_sample_tour
 from headwise.errors import SpecError
-from headwise.translation.terminal_text import text_width
+from headwise.report.text import text_width
 from headwise.viewer.bundled_sample import SOURCE, load_sample_model
 
 SMALL = TourScale(

@@ -19,8 +19,8 @@ from ..machine.capabilities import this_machine
 from ..machine.takeover_points import current_points, machine_notes
 from ..masking.pattern_base import describe_heads
 from ..masking.sequence_info import AttentionMask
+from ..report.text import pad, text_width, wrap
 from ..spec.attention_spec import AttentionSpec
-from ..translation.terminal_text import pad, text_width, wrap
 from .core_interface import CallSignature, CoreInputs
 from .dispatch import (
     MAX_DENSE_LENGTH,

@@ -25,7 +25,7 @@ from importlib import import_module
 from .. import __version__
 from ..errors import suggest
 from ..machine.python_processes import safe_import_path
-from ..translation.terminal_text import wrap
+from ..report.text import wrap
 from .exit_status import open_closed_streams, print_error, run_guarded
 from .options import LIST_OPTIONS, UsageError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..output_paths import FolderKind, check_output, stage_folder
 from ..progress import ProgressReporter
-from ..translation.terminal_text import TERMINAL_WIDTH
+from ..report.text import TERMINAL_WIDTH
 from .argument_checks import check_model_path
 from .arguments import existing_mode, print_page, to_json
 from .options import AtLeastTwo, Count, InputFile, Positive, UsageError, options

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
 from ..progress import ProgressReporter
-from ..translation.terminal_text import wrap
+from ..report.text import wrap
 from .argument_checks import check_heads_of_config, check_input_file, check_model_path
 from .arguments import (
     check_engine,

@@ -37,7 +37,7 @@ from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, dataclass_transform
 
 from ..errors import suggest
-from ..translation.terminal_text import TERMINAL_WIDTH, wrap
+from ..report.text import TERMINAL_WIDTH, wrap
 
 HELP_COLUMN = 24  # column in which the explanations start
 LIST_OPTIONS = "--list-options"  # for scripts of completion; no help text names it

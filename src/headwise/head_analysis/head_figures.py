@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError, pluralise
 from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, check_output
-from ..translation.terminal_text import pad, wrap
+from ..report.text import pad, wrap
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
 from .measure_tables import LINE_WIDTH, format_notes

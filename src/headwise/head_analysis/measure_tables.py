@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..translation.terminal_text import cut, pad, pad_left, text_width, wrap
+from ..report.text import cut, pad, pad_left, text_width, wrap
 from .head_table import HeadTable, ImportanceResult, Measure
 
 if TYPE_CHECKING:

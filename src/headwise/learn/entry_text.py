@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..translation.terminal_text import align_table, pad, wrap
+from ..report.text import pad, text_width, wrap
 from .catalogue import Document, Entry, Result, Verdict, list_topics
 from .language import join_clauses, join_items, localise, use_language
 
@@ -127,6 +127,23 @@ def plain_formula(text: str) -> str:
         for command, plain in LATEX:
             text = command.sub(plain, text)
     return text
+
+
+def align_table(text: str) -> str:
+    """Align the columns of rows that are written as cells between bars; other lines stay.
+
+    >>> print(align_table("键 | 1\\nkeys | 22"))
+    键   | 1
+    keys | 22
+    """
+    lines = text.splitlines()
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines if " | " in line]
+    widths = [max(map(text_width, column)) for column in zip(*rows, strict=True)] if rows else []
+    aligned = iter(
+        " | ".join(pad(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+    return "\n".join(next(aligned) if " | " in line else line for line in lines)
 
 
 def wrap_page(text: str, indent: str) -> list[str]:

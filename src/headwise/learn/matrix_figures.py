@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..escaping import escape_svg as escape
-from ..translation.terminal_text import text_width
+from ..report.text import text_width
 from .language import join_items, localise
 
 CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 40, 26, 24, 26, 34

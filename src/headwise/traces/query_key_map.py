@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..translation.terminal_text import pad, pad_left
+from ..report.text import pad, pad_left
 from .attention_record import Array
 from .attention_trace import Trace
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import pluralise
-from ..translation.terminal_text import pad, pad_left
+from ..report.text import pad, pad_left
 from .attention_record import Array, AttentionRecord
 from .attention_trace import Trace, query_blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.translation.terminal_text import cut, pad, pad_left, rule, text_width, wrap
+from headwise.report.text import cut, pad, pad_left, rule, text_width, wrap
 
 
 def test_chinese_takes_two_columns():

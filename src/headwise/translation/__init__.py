@@ -1,1 +1,0 @@
-"""Layout of wide text: Chinese characters take two columns of a terminal."""
