@@ -80,10 +80,10 @@ def test_conversion_and_training_after_it(net: hw.models.Transformer, tmp_path: 
         ({"change": "convert"}, "give kv = 1 or more"),
         ({"change": "ablate", "share": 0.5, "steps": 3}, "trains heads that it ablates"),
         ({"change": "prune", "share": 0.5, "ranking": "bets"}, "did you mean 'best'"),
-        ({"change": "prune", "chare": 0.5}, "has no field 'chare'"),
+        ({"change": "prune", "chare": 0.5}, "chare is not known; did you mean 'share'"),
         ({"change": "ablate", "share": 0.5, "count": 1}, "leave one of them out"),
         ({"change": "prune", "count": 1}, "leave one of them out"),
-        (0.5, "is no table"),
+        (0.5, "is a float, not a table"),
     ],
 )
 def test_refusals(values: Any, words: str):

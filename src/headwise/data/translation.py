@@ -240,7 +240,10 @@ def _draw_held_out(
                 f"split {split} has {size} of {len(pairs)} pairs instead of {share:.0%}, because "
                 "many pairs share a sentence; use split_by='sources', which lets targets be in both"
             )
-    return {split: [pairs[n] for n in rows] for split, rows in indices.items()}
+    splits: dict[str, list[SentencePair]] = {}
+    for split, rows in indices.items():
+        splits[split] = [pairs[n] for n in rows]
+    return splits
 
 
 def normalise_sentence(sentence: str) -> str:
@@ -311,7 +314,7 @@ class EncodedPairs:
     def side_lengths(self) -> list[IndexArray]:
         """Lengths of the sources and of the targets."""
         sides = (self.sources, self.targets)
-        return [np.array([len(ids) + 1 for ids in side], np.int64) for side in sides]
+        return [np.array(list(map(len, side)), np.int64) + 1 for side in sides]
 
     @property
     def lengths(self) -> IndexArray:
@@ -358,9 +361,10 @@ class TranslationDataset(Dataset):
                 f"{count - len(kept)} of {count} pairs are not trained on because a side has more "
                 f"than longest={longest} tokens",
             )
-            fields = vars(train).items()
             self.encoded["train"] = EncodedPairs(
-                **{name: [values[n] for n in kept] for name, values in fields}
+                [train.pairs[n] for n in kept],
+                [train.sources[n] for n in kept],
+                [train.targets[n] for n in kept],
             )
 
     @property

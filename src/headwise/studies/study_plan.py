@@ -70,13 +70,12 @@ class StudyPlan:
     @property
     def data(self) -> list[dict[str, Any]]:
         """The prices as plain values."""
-        return [
-            {
-                **{key: value for key, value in vars(price).items() if key != "size"},
-                **price.size._asdict(),
-            }
-            for price in self.prices
-        ]
+        records: list[dict[str, Any]] = []
+        for price in self.prices:
+            record = {**vars(price), **price.size._asdict()}
+            del record["size"]
+            records.append(record)
+        return records
 
     def check_budget(self, hours: float) -> None:
         """Raise SpecError if the study is predicted to take longer."""

@@ -212,7 +212,8 @@ class StudyReport:
         for variant in results.study.variants if names or tests else ():
             cells = results.done_cells(variant, task.name)
             row: list[Value] = [variant]
-            row += [_mean([one.result["metrics"].get(name) for one in cells]) for name in names]
+            metrics = [one.result["metrics"] for one in cells]
+            row += [_mean_of(metrics, name) for name in names]
             row += [mean_test(results, variant, task, test) for test in tests]
             rows.append(row)
         columns = ["variant", *names, *(f"test {test}" for test in tests)]
@@ -256,7 +257,7 @@ class StudyReport:
                     rows.append([variant, place, *_head_means(measured), _count_classes(measured)])
                 elif place == "trained" and notes:
                     rows.append([variant, place, *([None] * len(HEAD_NUMBERS)), notes[0]])
-        if all(value is None for row in rows for value in row[2:-1]):
+        if all(set(row[2:-1]) == {None} for row in rows):
             rows = []
         columns = [Column(name, format_number) for name in HEAD_NUMBERS]
         title = f"{task.name}, what heads do"
@@ -328,12 +329,12 @@ def sort_places(places: Sequence[str] | Mapping[str, Any]) -> list[str]:
 def _head_means(summaries: Sequence[Mapping[str, Any]]) -> list[Value]:
     """Means of `HEAD_NUMBERS` over summaries of several seeds."""
     flat = [{**one, **one["measures"], "residual": one["residual"][-1]} for one in summaries]
-    return [_mean([one.get(name) for one in flat]) for name in HEAD_NUMBERS]
+    return [_mean_of(flat, name) for name in HEAD_NUMBERS]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that were measured."""
-    found = [value for value in values if value is not None]
+def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Mean of a value over the records that have it."""
+    found = [record[name] for record in records if record.get(name) is not None]
     return sum(found) / len(found) if found else None
 
 

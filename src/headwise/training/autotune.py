@@ -104,7 +104,8 @@ class Autotuner:
         """
         if self.recipe.attention != "auto":
             return (self.recipe.attention,)
-        inputs = [x for batch in self.batches for x in (batch.x, batch.source) if x is not None]
+        inputs = [batch.x for batch in self.batches]
+        inputs += [batch.source for batch in self.batches if batch.source is not None]
         is_short = max(x.shape[1] for x in inputs) <= MAX_PLAIN_LENGTH
         return ("fused", "plain") if self.device.type == "cpu" and is_short else ("fused",)
 

@@ -125,7 +125,10 @@ class Evaluation:
         names: dict[str, None] = {}
         for of_column in columns.values():
             names |= dict.fromkeys(of_column)
-        rows = [[name, *(one.get(name) for one in columns.values())] for name in names]
+        rows: list[list[Any]] = []
+        for name in names:
+            row = [one.get(name) for one in columns.values()]
+            rows.append([name, *row])
         headers = [Column(label, "{:.4f}".format) for label in columns]
         return to_text(Table("", ["metric", *headers], rows))
 
