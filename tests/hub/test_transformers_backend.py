@@ -388,7 +388,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from headwise.hub import transformers_backend as registered
 assert AttentionInterface()["headwise"] is registered.attention_forward
 assert AttentionMaskInterface()["headwise"] is registered.make_mask
-assert not any(isinstance(finder, registered.ImportHook) for finder in sys.meta_path)
+hooks = [one.module for one in sys.meta_path if isinstance(one, registered.ImportHook)]
+assert registered.MODELS_MODULE not in hooks
 """
 
 
