@@ -12,8 +12,8 @@ import pytest
 
 from headwise.learn import catalogue
 from headwise.learn.catalogue import Text, Verdict
-from headwise.learn.entry_text import MARKS, Words, plain_formula, wrap_page
-from headwise.report.text import align_table, text_width
+from headwise.learn.entry_text import MARKS, Words, align_table, plain_formula, wrap_page
+from headwise.report.text import text_width
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()
