@@ -5,20 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.head_analysis import head_figures
-from headwise.head_analysis.attention_figures import HeadPicture, draw_gallery, draw_head_overlay
-from headwise.head_analysis.head_figures import (
-    format_head_table,
-    with_ansi_colour,
-)
-from headwise.head_analysis.head_similarity import PlaneEmbedding
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
-from headwise.head_analysis.measure_tables import format_head_ranking
+from headwise.report.render import to_text
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.saved_models import save_models
 
@@ -206,47 +198,13 @@ def small() -> HeadTable:
 
 
 def test_letters_are_of_classes():
-    lines = format_head_table(small()).splitlines()
-    legend = "K sink, P positional, S syntactic, · unclear; in lower case if the score is below 0.5"
-    assert " ".join(lines[2:4]) == legend
-    assert lines[6].split() == ["decoder.0.attention", "p", "S"]
-    assert lines[7].split() == ["decoder.1.attention", "·", "K"]
-    assert "\x1b[48;2;86;180;233;38;5;16mp\x1b[0m" in format_head_table(small(), with_ansi_colour)
-    assert format_head_ranking(small(), "sink").splitlines()[3].split()[:6] == [
-        "decoder.0.attention",
-        "0",
-        "0.80",
-        "0.70",
-        "0.90",
-        "0.10",
-    ]
-
-
-@pytest.mark.parametrize("paper", head_figures.FIGURE_THEMES)
-def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
-    weights = np.eye(4)
-    picture = HeadPicture(
-        "previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)]
-    )
-    places = np.random.default_rng(0).normal(size=(4, 2))
-    makers = {
-        "grid": lambda on: head_figures.draw_head_grid(small(), on),
-        "layers": lambda on: head_figures.draw_measure_by_layer(small(), on),
-        "curve": lambda on: head_figures.draw_importance_curve(
-            list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on
-        ),
-        "atlas": lambda on: head_figures.draw_head_map(small(), PlaneEmbedding(places, 0.1), on),
-        "gallery": lambda on: draw_gallery([picture] * 4, "heads", on),
-        "pair": lambda on: draw_head_overlay(picture, picture, "two heads", on),
-    }
-    for name, make in makers.items():
-        for again in (1, 2):
-            head_figures.save_figure(make, tmp_path / f"{name}{again}.svg", paper)
-        assert (tmp_path / f"{name}1.svg").read_bytes() == (tmp_path / f"{name}2.svg").read_bytes()
-    with pytest.raises(ValueError, match=r"the name must end in \.svg or \.png"):
-        head_figures.save_figure(makers["grid"], tmp_path / "a.pdf")
-    with pytest.raises(ValueError, match="unknown theme 'grey'"):
-        head_figures.save_figure(makers["grid"], tmp_path / "a.svg", "grey")
+    lines = str(small()).splitlines()
+    assert lines[2] == "K sink, P positional, S syntactic, · unclear"
+    assert lines[5].split() == ["decoder.0.attention", "p", "S"]
+    assert lines[6].split() == ["decoder.1.attention", "·", "K"]
+    assert "\x1b[48;2;86;180;233;38;5;16mp\x1b[0m" in small().to_text(colour=True)
+    row = to_text(small().ranking("sink")).splitlines()[3].split()
+    assert row[:6] == ["decoder.0.attention", "0", "0.80", "0.70", "0.90", "0.10"]
 
 
 def test_the_report_includes_importance_redundancy_and_baseline(
@@ -277,7 +235,8 @@ def test_the_report_includes_importance_redundancy_and_baseline(
     code, out, err = run_command(capsys, *base, "--sort", "importance")
     assert code == 0, err
     assert max(map(len, out.splitlines())) <= 80
-    assert "importance (taylor, next-token, 4 texts)" in " ".join(out.split())
-    assert "its random baseline" in " ".join(out.split())
+    assert "4 texts: importance by taylor for next-token" in " ".join(out.split())
+    assert "random baseline, 4 texts: similarity of heads" in " ".join(out.split())
+    assert "randomly initialised" in out
     code, _, err = run_command(capsys, *base[:3], "--importance", "mine")
     assert (code, err.count("\n")) == (2, 1)

@@ -14,9 +14,9 @@ import torch
 import headwise as hw
 from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.head_analysis.dependency_syntax import (
-    ProbeCandidates,
     ProbeOptions,
     ProbeSentence,
+    probe_loss,
     train_attention_probe,
     word_attention_maps,
 )
@@ -83,13 +83,12 @@ def test_word_maps_sum_over_keys_and_average_over_queries(monkeypatch: pytest.Mo
 
 def test_the_likelihood_is_its_definition():
     draw = torch.Generator().manual_seed(0)
-    names = [("a", 0), ("a", 1)]
     sentences = [
-        ProbeSentence(torch.rand(2, 4, 4, generator=draw), names, [(0, 2), (1, 0), (3, 1)]),
-        ProbeSentence(torch.rand(2, 3, 3, generator=draw), names, [(2, 0)]),
+        ProbeSentence(torch.rand(2, 4, 4, generator=draw), [(0, 2), (1, 0), (3, 1)]),
+        ProbeSentence(torch.rand(2, 3, 3, generator=draw), [(2, 0)]),
     ]
     weight, expected = np.array([1.5, -2.0, 0.5, 3.0]), []
-    for maps, _, arcs in sentences:
+    for maps, arcs in sentences:
         a = maps.numpy()
         for j, governor in arcs:
             words = [i for i in range(a.shape[1]) if i != j]
@@ -98,9 +97,7 @@ def test_the_likelihood_is_its_definition():
                 for i in words
             }
             expected.append(np.log(sum(np.exp(list(scores.values())))) - scores[governor])
-    result = ProbeCandidates.from_sentences(sentences).negative_log_likelihood(
-        torch.from_numpy(weight).float()
-    )
+    result = probe_loss(sentences)(torch.from_numpy(weight).float())
     assert float(result) == pytest.approx(np.mean(expected), rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of heads from weights against numpy, and the sentences about them."""
+"""Numbers of heads from weights against numpy, and tables of them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,8 @@ import transformers
 
 import headwise as hw
 from headwise import cli
-from headwise.head_analysis.circuit_summary import (
-    HeadCircuit,
-    describe_circuits,
-    describe_collapse,
-    describe_spectrum,
-    measure_head_circuits,
-)
-from headwise.head_analysis.head_table import Measure
-from headwise.head_analysis.rank_analysis import DepthSimilarity, DimensionCount, LayerSpectrum
+from headwise.head_analysis.head_circuits import circuit_table, measure_head_circuits
+from headwise.head_analysis.rank_analysis import spectra_table
 from support.stories_model import write_stories_folder
 
 
@@ -162,34 +155,10 @@ def test_combined_heads_have_the_norm_of_w_o_alone():
         )
         assert math.isnan(head.copying)
         assert head.data["ov_norm"] is None
-    assert next(describe_circuits(heads)) == "copying: no head has a W_V and W_O of its own"
+    assert {row[1] for row in circuit_table(heads).rows} == set(range(len(heads)))
 
 
-def test_sentences_state_numbers_and_a_verdict():
-    heads = [
-        HeadCircuit("a", n, copying, "states", 1.0, 1.0)
-        for n, copying in enumerate((0.9, 0.6, 0.5))
-    ]
-    assert "2 of 3 heads copy the states that they attend to" in next(describe_circuits(heads))
-    head = DimensionCount(5, 16, 5.0)
-    for dims, words in (
-        (43, "in fewer dimensions than chance"),
-        (44, "share no dimensions beyond chance"),
-    ):
-        spectrum = LayerSpectrum("a", (head,), DimensionCount(dims, 128, 48.0), head, head, ())
-        assert words in describe_spectrum(spectrum)
-    first = Measure(0.5, 0.4, 0.6, 0.5)
-    for last, words in (
-        (Measure(0.3, 0.2, 0.39, 0.5), "become more similar"),
-        (Measure(0.7, 0.61, 0.8, 0.5), "become less similar"),
-        (Measure(0.4, 0.3, 0.5, 0.5), "stay as similar as the intervals can tell"),
-    ):
-        depths = [DepthSimilarity("a", 0, first, first), DepthSimilarity("a", 2, last, last)]
-        (sentence,) = describe_collapse(depths)
-        assert words in sentence
-
-
-def test_the_command_prints_sentences_and_all_numbers(
+def test_the_command_prints_tables_and_all_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     spec = hw.families.read_model_spec(
@@ -217,9 +186,9 @@ def test_the_command_prints_sentences_and_all_numbers(
     assert cli.main(options) == 0
     text = " ".join(capsys.readouterr().out.split())
     for sentence in (
-        "norm of W_O: largest for",
-        "dimensions carry 90 % of the scores of all heads",
-        "tokens differ by",
+        "copying scores and norms of the heads' weights",
+        "dimensions that carry 90 % of the scores",
+        "difference of the states of a text's tokens",
     ):
         assert sentence in text
     assert cli.main([*options, "--json"]) == 0
@@ -235,6 +204,7 @@ def test_the_command_prints_sentences_and_all_numbers(
     assert [one["summed"]["dims"] for one in data["spectra"]] == [
         one.summed.dims for one in spectra
     ]
+    assert [row[1] for row in spectra_table(spectra).rows] == [one.summed.dims for one in spectra]
     assert [one["layers"] for one in data["collapse"]] == [0, 1, 2]
     assert data["collapse"][0]["residual"]["value"] == data["collapse"][0]["residual"]["chance"]
 

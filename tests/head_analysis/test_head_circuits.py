@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import headwise as hw
 from headwise.errors import SpecError
@@ -22,14 +21,12 @@ from headwise.head_analysis.head_circuits import (
     get_circuits,
     get_token_tables,
     map_similarity,
-    measure_residual_contributions,
-    principal_angles,
 )
 from headwise.head_analysis.random_baseline import as_native_model, make_random_baseline
 from headwise.head_analysis.rank_analysis import measure_qk_spectra
 from headwise.inspect.attention_sites import find_attention
 from headwise.nn.head_axis_ops import KeptHeads
-from support.number_examples import WORDS, make_examples, small_gpt2
+from support.number_examples import WORDS, small_gpt2
 
 
 def layer(**options: Any) -> AttentionCircuits:
@@ -199,31 +196,6 @@ def test_kin_of_all_heads_of_a_model(which: str):
         compare_circuits(net, "vo")
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_angles_are_those_of_full_products(side: str):
-    one, other = random_map(seed=1), random_map(rank=3, seed=2)
-    spans: list[np.ndarray] = []
-    for each in (one, other):
-        u, size, v = np.linalg.svd(each.product.numpy())
-        rank = int((size > 1e-9).sum())
-        spans.append(u[:, :rank] if side == "left" else v[:rank].T)
-    expected = np.arccos(np.clip(np.linalg.svd(spans[0].T @ spans[1], compute_uv=False), -1, 1))
-    np.testing.assert_allclose(principal_angles(one, other, side).numpy(), expected, atol=1e-7)
-    with pytest.raises(ValueError, match="unknown side='up'; use 'left'"):
-        principal_angles(one, other, "up")
-
-
-def test_squared_cosines_of_drawn_subspaces_are_their_share_of_the_width():
-    values = [
-        principal_angles(random_map(seed=n, wide=20), random_map(seed=n + 500, wide=20))
-        .cos()
-        .square()
-        .mean()
-        for n in range(150)
-    ]
-    assert float(torch.stack(values).mean()) == pytest.approx(2 / 20, rel=0.15)
-
-
 def test_singular_values_are_those_of_the_full_product():
     one = random_map(rank=3)
     expected = np.linalg.svd(one.product.numpy(), compute_uv=False)
@@ -283,53 +255,6 @@ def test_a_model_without_token_outputs_uses_its_embedding_table():
 
 
 # --- what heads write -----------------------------------------------------------------------------
-
-
-def test_norms_and_shares_of_written_vectors():
-    net, texts = small_gpt2(), make_examples(4)
-    values = {(one.site, one.head): one for one in measure_residual_contributions(net, texts)}
-    norms: list[Tensor] = []
-    shares: list[Tensor] = []
-    layer = get_circuits(net)["decoder.1.attention"].layer
-    for text in texts:
-        probe = hw.Probe("heads")
-        net.probes = {"decoder.1.attention": probe}
-        with torch.no_grad():
-            net(text.inputs["x"])
-            z = probe.tensors["heads"]
-            each = torch.stack(
-                [
-                    layer.merge_heads(z * (torch.arange(4) == head)[:, None])[0]
-                    - layer.merge_heads(0 * z)[0]
-                    for head in range(4)
-                ]
-            )
-        net.probes = {}
-        whole = each.sum(0)
-        norms.append(each.norm(dim=-1).T)
-        shares.append(((each * whole).sum(-1) / whole.square().sum(-1)).T)
-    norm, share = torch.cat(norms).mean(0), torch.cat(shares).mean(0)
-    for head in range(4):
-        one = values["decoder.1.attention", head]
-        assert one.norm.value == pytest.approx(norm[head].item(), rel=1e-4)
-        assert one.share.value == pytest.approx(share[head].item(), rel=1e-3, abs=1e-5)
-        assert one.share.chance == 0.25
-        assert one.norm.low <= one.norm.value <= one.norm.high
-    assert sum(
-        one.share.value for (site, _), one in values.items() if site == "decoder.0.attention"
-    ) == pytest.approx(1)
-
-
-def test_vectors_written_in_pieces_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch):
-    net, texts = small_gpt2(), make_examples(2)
-    whole = measure_residual_contributions(net, texts)
-    monkeypatch.setattr("headwise.head_analysis.head_circuits.MAX_CHUNK_CELLS", 200)
-    assert [one.share.value for one in measure_residual_contributions(net, texts)] == pytest.approx(
-        [one.share.value for one in whole]
-    )
-
-
-# --- twins ----------------------------------------------------------------------------------------
 
 
 def test_a_random_baseline_has_the_shapes_and_new_weights():

@@ -1,55 +1,48 @@
-"""Figures of heads: text is inside and apart, scales and names are there, examples show what they
-claim.
-"""
+"""Figures of heads: scales and names are there, examples show what they claim."""
 
 from __future__ import annotations
 
-import functools
 import json
-import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 import headwise as hw
 from headwise import cli
-from headwise.head_analysis import head_figures
 from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.head_analysis.attention_figures import (
     SCALE_LABEL,
     HeadPicture,
     PictureMaker,
-    draw_gallery,
-    draw_head,
-    draw_head_overlay,
     find_cells,
+    head_figure,
+    head_gallery,
+    head_pair_figure,
     score_cells,
 )
 from headwise.head_analysis.head_classes import classify_heads
 from headwise.head_analysis.head_figures import (
-    FIGURE_THEMES,
-    FigureTheme,
-    figure_style,
-    text_colour_on,
+    plot_importance,
+    plot_measure_by_layer,
+    plot_similar_heads,
 )
 from headwise.head_analysis.head_measurement import measure_heads
 from headwise.head_analysis.head_similarity import PlaneEmbedding
 from headwise.head_analysis.head_table import (
     HeadClass,
+    HeadImportance,
     HeadMeasures,
     HeadTable,
+    ImportanceResult,
     Measure,
     locate_head,
 )
 from headwise.inspect.trace_capture import trace
+from headwise.report.data import Figure
+from headwise.report.plots import THEMES, draw, figure_style
 from headwise.traces import save_trace
 from support import handset_heads as handmade
 from support.number_examples import make_examples, small_gpt2
@@ -95,260 +88,72 @@ def table(
 def picture(title: str, queries: int = 17, keys: int = 17, name: str = "previous") -> HeadPicture:
     draw = np.random.default_rng(queries)
     words = ["[CLS]", "extraordinarily", "a", "of", "字", "internationalisation"]
-    query_tokens, key_tokens = (
-        [words[n % len(words)] for n in range(count)] for count in (queries, keys)
-    )
-    return HeadPicture(
-        title, name, draw.dirichlet(np.ones(keys), queries), query_tokens, key_tokens, [(2, 1)]
-    )
+    query_tokens = [words[n % len(words)] for n in range(queries)]
+    key_tokens = [words[n % len(words)] for n in range(keys)]
+    weights = draw.dirichlet(np.ones(keys), queries)
+    return HeadPicture(title, name, weights, query_tokens, key_tokens, [(2, 1)])
+
+
+def importance() -> ImportanceResult:
+    heads = [
+        HeadImportance(*("a", "decoder", "attention", 0, n, n, 1e-6 * n, 1e-6 * (n - 5), 1e-5))
+        for n in range(12)
+    ]
+    return ImportanceResult(MODEL, "leave-one-out", "translation", 9, tuple(heads))
 
 
 def embedding(count: int) -> PlaneEmbedding:
-    """Half of the heads close together, the others apart."""
-    scale = np.where(np.arange(count) < count // 2, 0.02, 0.3)
-    return PlaneEmbedding(np.random.default_rng(3).normal(size=(count, 2)) * scale[:, None], 0.21)
+    return PlaneEmbedding(np.random.default_rng(3).normal(size=(count, 2)), 0.21)
 
 
-RELATIONS = "the top head of each dependency relation", "the dependencies of the relation"
-LONG_TITLE = "alignment 0.53: model.decoder.layers.11.encoder_attn 11"
-FIGURES: dict[str, Callable[[FigureTheme], Figure]] = {
-    "grid": lambda theme: head_figures.draw_head_grid(table(), theme),
-    "small grid": lambda theme: head_figures.draw_head_grid(table(1, 2, "a"), theme),
-    "wide grid": lambda theme: head_figures.draw_head_grid(table(24, 32), theme),
-    "layers": lambda theme: head_figures.draw_measure_by_layer(table(), theme),
-    "few layers": lambda theme: head_figures.draw_measure_by_layer(table(2, 3, "l{}"), theme),
-    "importance": lambda theme: head_figures.draw_importance_curve(
-        [f"{head.site} {head.head}" for head in table().heads],
-        [(1e-6 * n, 1e-6 * (n - 5), 1e-6 * (n + 5)) for n in range(72)],
-        f"{MODEL}: importance of every head for translation, 9 texts",
-        theme,
-        axis_label="importance by leave-one-out",
+FIGURES: dict[str, tuple[Figure, tuple[str, ...]]] = {
+    "grid": (table().class_grid(f"{MODEL}: classes"), ("head", "K sink")),
+    "layers": (plot_measure_by_layer(table()), ("entropy (nats)", "attention layer", "chance")),
+    "importance": (
+        plot_importance(importance()),
+        ("importance by leave-one-out", "heads by decreasing importance"),
     ),
-    "map": lambda theme: head_figures.draw_head_map(table(), embedding(72), theme),
-    "small map": lambda theme: head_figures.draw_head_map(table(1, 3, "a"), embedding(3), theme),
-    "gallery": lambda theme: draw_gallery(
-        [picture(LONG_TITLE)] * 7, f"{MODEL}: {RELATIONS[0]}", theme, RELATIONS[1]
-    ),
-    "one picture": lambda theme: draw_gallery(
-        [picture(LONG_TITLE, 6, 6)], f"{MODEL}: {RELATIONS[0]}", theme
-    ),
-    "head": lambda theme: draw_head(
-        picture(LONG_TITLE, 40, 90), f"{MODEL}: decoder.1.cross 3", theme
-    ),
-    "small head": lambda theme: draw_head(
-        picture("", 3, 2, ""), f"{MODEL}: decoder.1.cross 3", theme
-    ),
-    "pair": lambda theme: draw_head_overlay(
-        *[picture(LONG_TITLE)] * 2, f"{MODEL}: attention of two heads", theme
-    ),
+    "map": (plot_similar_heads(table(1, 3, "a"), embedding(3)), ("0.2", "P positional")),
+    "gallery": (head_gallery([picture("a")] * 4, f"{MODEL}: heads", "pairs"), ("query", "key")),
+    "head": (head_figure(picture("", 40, 90), f"{MODEL}: a 3"), ("query", "key", SCALE_LABEL)),
+    "pair": (head_pair_figure(picture("a"), picture("b"), f"{MODEL}: two"), ("query", "key", "a")),
 }
-DARK_FIGURES = set([*FIGURES][::2])
 
 
-def visible_texts(figure: Figure) -> Iterator[Text]:
-    """All texts that are drawn: of ticks, only those inside the view."""
-    ticks: set[Text] = set()
-    for axes in figure.findobj(Axes):
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
-                ticks |= {tick.label1, tick.label2}
-                if low - 1e-9 <= tick.get_loc() <= high + 1e-9 and axes.axison:
-                    labels = (tick.label1, tick.label2)
-                    yield from (
-                        label for label in labels if label.get_visible() and label.get_text()
-                    )
-        if not axes.axison:
-            ticks |= {axes.xaxis.label, axes.yaxis.label}
-    for text in figure.findobj(Text):
-        if text not in ticks and text.get_visible() and text.get_text().strip():
-            yield text
-
-
-def draw_figure(name: str) -> Figure:
-    theme = FIGURE_THEMES["dark" if name in DARK_FIGURES else "light"]
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_name_the_model_their_axes_and_marks(name: str):
+    figure, expected = FIGURES[name]
+    theme = THEMES["dark" if [*FIGURES].index(name) % 2 else "light"]
     with figure_style(theme):
-        figure = FIGURES[name](theme)
-        head_figures.note_missing_font(figure)
-        FigureCanvasAgg(figure).draw()
-    return figure
-
-
-@functools.cache
-def english_figure(name: str) -> Figure:
-    """A figure that several tests read and none changes."""
-    return draw_figure(name)
-
-
-# --- Chinese --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def square_font(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A font with the name of a common one, whose every Chinese character is a square."""
-    from matplotlib.font_manager import fontManager
-
-    path = tmp_path_factory.mktemp("font") / "square.ttf"
-    name = write_square_font(path)
-    installed = list(fontManager.ttflist)
-    fontManager.addfont(path)
-    yield name
-    fontManager.ttflist[:] = installed
-    fontManager._findfont_cached.cache_clear()
-
-
-def write_square_font(path: Path) -> str:
-    from fontTools.fontBuilder import FontBuilder
-    from fontTools.pens.ttGlyphPen import TTGlyphPen
-
-    name, pen = head_figures.FALLBACK_FONTS[0], TTGlyphPen(None)
-    pen.moveTo((50, 0))
-    for corner in ((950, 0), (950, 850), (50, 850)):
-        pen.lineTo(corner)
-    pen.closePath()
-    font = FontBuilder(1000)
-    font.setupGlyphOrder([".notdef", "square"])
-    characters = [*range(0x2E80, 0xA000), *range(0xFF00, 0xFFF0)]
-    font.setupCharacterMap(dict.fromkeys(characters, "square"))
-    font.setupGlyf(dict.fromkeys((".notdef", "square"), pen.glyph()))
-    font.setupHorizontalMetrics(dict.fromkeys((".notdef", "square"), (1000, 50)))
-    font.setupHorizontalHeader(ascent=880, descent=-120)
-    font.setupNameTable({"familyName": name, "styleName": "Regular"})
-    font.setupOS2(sTypoAscender=880, sTypoDescender=-120)
-    font.setupPost()
-    font.save(path)
-    return name
-
-
-def test_a_font_that_was_installed_after_matplotlib_made_its_list_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from matplotlib import font_manager
-
-    older = [
-        font
-        for font in font_manager.fontManager.ttflist
-        if font.name not in head_figures.FALLBACK_FONTS
-    ]
-    name = write_square_font(tmp_path / "square.ttf")
-    (tmp_path / "broken.ttf").write_bytes(b"no font")
-    monkeypatch.setattr(font_manager.fontManager, "ttflist", older)
-    monkeypatch.setattr(head_figures, "_known_files", set())
-    files = [str(tmp_path / "broken.ttf"), str(tmp_path / "square.ttf")]
-    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
-    assert head_figures.list_fonts() == [head_figures.DEFAULT_FONT, name]
-    monkeypatch.setattr(
-        font_manager, "findSystemFonts", lambda: pytest.fail("it looks for fonts again")
-    )
-    assert head_figures.find_undrawable("字") == []
-
-
-@pytest.fixture
-def no_chinese_font(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_figures, "FALLBACK_FONTS", ())
-
-
-def texts_of(figure: Figure) -> list[str]:
-    return [text.get_text() for text in visible_texts(figure)]
-
-
-PROSE = re.compile(r"[a-z]{2,} [a-z]{2,}")
-
-
-@pytest.mark.parametrize("name", ["gallery", "pair"])
-def test_chinese_tokens_are_drawn_or_named_with_one_note(name: str, request: pytest.FixtureRequest):
-    request.getfixturevalue("square_font")
-    assert "字" in texts_of(draw_figure(name))
-    request.getfixturevalue("no_chinese_font")
-    texts = texts_of(draw_figure(name))
-    assert "U+5B57" in texts
-    assert texts.count(head_figures.FONT_NOTE) == 1
-    assert not any("□" in text or re.search("[\u4e00-\u9fff]", text) for text in texts)
-    assert head_figures.FONT_NOTE not in texts_of(draw_figure("layers"))
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_no_text_is_clipped_or_overlaps_another(name: str):
-    figure = english_figure(name)
-    texts = list(visible_texts(figure))
-    boxes = [text.get_window_extent() for text in texts]
-    page = figure.bbox
-    for text, box in zip(texts, boxes, strict=True):
-        inside = box.x0 > -1 and box.y0 > -1 and box.x1 < page.x1 + 1 and box.y1 < page.y1 + 1
-        assert inside, (text.get_text(), box)
-    for n, one in enumerate(boxes):
-        for m, other in enumerate(boxes[:n]):
-            wide = min(one.x1, other.x1) - max(one.x0, other.x0)
-            high = min(one.y1, other.y1) - max(one.y0, other.y0)
-            assert min(wide, high) < 1.5, (texts[n].get_text(), texts[m].get_text())
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_titles_name_the_model_and_axes_have_names(name: str):
-    figure = english_figure(name)
-    assert MODEL in figure.get_suptitle().replace("\n", "")
-    message = " ".join(text.get_text() for text in visible_texts(figure))
-    expected = {
-        "grid": ("head", "attention layer", "a stronger colour is a higher score"),
-        "layers": ("entropy (nats)", "attention layer", "95 % intervals"),
-        "importance": (
-            "importance by leave-one-out",
-            "heads by decreasing importance",
-            "95 % interval",
-        ),
-        "map": ("nats of Jensen-Shannon divergence", "stress of the map 0.21"),
-        "pair": ("query", "key", "thicker, stronger lines are larger weights"),
-    }
-    words = next(
-        (words for end, words in expected.items() if name.endswith(end)),
-        ("query", "key", SCALE_LABEL),
-    )
-    for word in words:
-        assert word in message.replace("\n", " "), word
+        drawn = draw(figure, theme)
+        for _ in range(2):
+            drawn.draw_without_rendering()
+    assert MODEL in drawn.get_suptitle().replace("\n", "")
+    shown = {text.get_text().replace("\n", " ") for text in drawn.findobj(Text)}
+    assert set(expected) <= shown
+    page = drawn.bbox
+    for axes in drawn.axes:
+        box = axes.get_tightbbox()
+        assert box is not None
+        assert box.x0 > -1
+        assert box.y0 > -1
+        assert box.x1 < page.x1 + 1
+        assert box.y1 < page.y1 + 1
 
 
 def test_colour_and_scale_show_the_square_root_of_the_weight():
-    theme = FIGURE_THEMES["light"]
-    shown = HeadPicture(
-        "a head", "sink", np.array([[0.25, 0.75], [1.0, 0.0]]), ["a", "b"], ["a", "b"]
-    )
-    with figure_style(theme):
-        figure = draw_gallery([shown], "model", theme)
-        FigureCanvasAgg(figure).draw()
+    weights = np.array([[0.25, 0.75], [1.0, 0.0]])
+    shown = HeadPicture("a head", "sink", weights, ["a", "b"], ["a", "b"])
+    with figure_style(THEMES["light"]):
+        drawn = draw(head_gallery([shown], "model"), THEMES["light"])
+        drawn.draw_without_rendering()
     assert "strength of colour: its square root" in SCALE_LABEL
-    heat_map, scale = figure.axes
-    np.testing.assert_allclose(np.asarray(heat_map.images[0].get_array()), np.sqrt(shown.weights))
-    labels = {
-        float(tick.get_loc()): tick.label1.get_text() for tick in scale.xaxis.get_major_ticks()
-    }
+    heat_map, scale = drawn.axes
+    np.testing.assert_allclose(np.asarray(heat_map.images[0].get_array()), np.sqrt(weights))
+    ticks = scale.xaxis.get_major_ticks()
+    labels = {float(tick.get_loc()): tick.label1.get_text() for tick in ticks}
     assert all(place == pytest.approx(float(label) ** 0.5) for place, label in labels.items())
     assert len(labels) >= 5
-
-
-@pytest.mark.parametrize("theme", FIGURE_THEMES.values(), ids=str)
-def test_letters_are_legible_on_their_cells(theme: FigureTheme):
-    """At least the contrast 4.5 of WCAG 2, on every colour at every strength."""
-
-    def luminance(colour: Any) -> float:
-        parts = [
-            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour
-        ]
-        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
-
-    from matplotlib.colors import to_rgb
-
-    for name in head_figures.CLASS_STYLES:
-        colour = head_figures.class_style(name, theme)[1]
-        for alpha in np.linspace(0.35, 1, 14):
-            cell = [
-                alpha * own + (1 - alpha) * below
-                for own, below in zip(to_rgb(colour), to_rgb(theme.background), strict=True)
-            ]
-            light, dark = sorted(
-                (luminance(cell), luminance(to_rgb(text_colour_on(colour, alpha, theme)))),
-                reverse=True,
-            )
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, (name, alpha)
 
 
 # --- examples of classes --------------------------------------------------------------------------
@@ -494,27 +299,3 @@ def test_chosen_heads_are_drawn_with_the_report(tmp_path: Path, capsys: pytest.C
     assert cli.main([*base[:-1], str(tmp_path / "no"), "--draw", "L7H1"]) == 2
     assert "there is no layer L7" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
-
-
-def test_ticks_are_values_and_not_differences():
-    """Of heads that are almost alike, of which matplotlib would label differences from a common
-    value.
-    """
-    heads = tuple(
-        HeadMeasures(
-            "decoder", "attention", 0, n, n, "decoder.0.attention", {"entropy": Measure(*values)}
-        )
-        for n, values in enumerate(
-            ((2.83315, 2.83314, 2.83316, 2.83321), (2.83317, 2.83316, 2.83318, 2.83321))
-        )
-    )
-    theme = head_figures.FIGURE_THEMES["light"]
-    with head_figures.figure_style(theme):
-        figure = head_figures.draw_measure_by_layer(HeadTable("small", "2 texts", heads), theme)
-        figure.draw_without_rendering()
-    axis = figure.axes[0].yaxis
-    assert axis.get_offset_text().get_text() == ""
-    low, high = figure.axes[0].get_ylim()
-    shown = [float(label.get_text()) for label in axis.get_ticklabels()]
-    assert all(2.8331 < value < 2.8333 for value in shown)
-    assert len([value for value in shown if low <= value <= high]) >= 3

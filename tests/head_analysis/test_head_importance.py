@@ -19,16 +19,15 @@ import headwise as hw
 from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
 from headwise.head_analysis.importance_methods import (
-    GradientTimesActivation,
     HeadAblationHook,
     ImportanceOptions,
-    LeaveOneOut,
     PartialForward,
     RepeatedForward,
-    ShapleyValue,
     TimeLimitReached,
     make_forward,
     make_time_check,
+    michel_batch_method,
+    shapley_method,
 )
 from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
 from headwise.inspect.attention_sites import find_attention
@@ -248,7 +247,8 @@ def test_michels_three_scores_equal_explicit_masks(name: str):
         "bertology": batched,
     }
     for kind, own in expected.items():
-        method = GradientTimesActivation(kind, batch_size=2 if kind == "bertology" else 1)
+        methods = {"paper": "michel", "code": "michel-code", "bertology": michel_batch_method(2)}
+        method = methods[kind]
         result = estimate_importance(model, texts, method=method, objective=request)
         np.testing.assert_allclose(values(result), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
     by_layer = expected["code"].clone()
@@ -312,11 +312,7 @@ def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
         for layer in range(2):
             o = net.get_parameter(f"decoder.{layer}.attention.output.o")
             o[:, : 8 if layer else 12] = 0
-    one = (
-        GradientTimesActivation("bertology", batch_size=2)
-        if method == "michel-bertology"
-        else method
-    )
+    one = michel_batch_method(2) if method == "michel-bertology" else method
     result = estimate_importance(net, make_examples(net), method=one)
     for rated in result.heads:
         alone = (rated.layer, rated.head) == (1, 2)
@@ -358,11 +354,7 @@ def permuted(net: Any, order: Sequence[int]) -> Any:
 )  # which draws orders by number
 def test_heads_in_another_order_are_worth_the_same(method: str):
     net, order = build_model(GPT2), [2, 0, 1]
-    one = (
-        GradientTimesActivation("bertology", batch_size=2)
-        if method == "michel-bertology"
-        else method
-    )
+    one = michel_batch_method(2) if method == "michel-bertology" else method
     own, other = (
         estimate_importance(each, make_examples(net), method=one).heads
         for each in (net, permuted(net, order))
@@ -378,16 +370,16 @@ def test_heads_in_another_order_are_worth_the_same(method: str):
 def test_shapley_values_sum_to_the_total():
     net = build_model(GPT2)
     texts = make_examples(net)
-    result = estimate_importance(net, texts, method=ShapleyValue(num_permutations=2))
+    result = estimate_importance(net, texts, method=shapley_method(num_permutations=2))
     every = [(layer, head) for layer in range(2) for head in range(3)]
     before = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
     with hw.ablate(net, every):
         after = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
     assert values(result).sum() == pytest.approx(after - before, abs=1e-12)
-    again = estimate_importance(net, texts, method=ShapleyValue(num_permutations=2))
+    again = estimate_importance(net, texts, method=shapley_method(num_permutations=2))
     assert again == result
     assert (
-        estimate_importance(net, texts, method=ShapleyValue(num_permutations=2, seed=1)) != result
+        estimate_importance(net, texts, method=shapley_method(num_permutations=2, seed=1)) != result
     )
 
 
@@ -405,7 +397,7 @@ def test_shapley_of_many_orders_is_its_definition():
         for place, head in enumerate(order):
             options = frozenset(order[:place])
             expected[head] += (worth[options | {head}] - worth[options]) / 6
-    result = estimate_importance(net, texts, method=ShapleyValue(num_permutations=150))
+    result = estimate_importance(net, texts, method=shapley_method(num_permutations=150))
     np.testing.assert_allclose(values(result), expected, atol=0.2 * np.abs(expected).max())
 
 
@@ -503,7 +495,6 @@ def test_a_result_is_plain_values():
     )
     assert result.by_importance[0].value == values(result).max()
     assert result.heads[0].measure.value == result.heads[0].value
-    assert result.significant_heads == ()
     with pytest.raises(
         ValueError,
         match=r"head 7 of 'decoder.0.attention' was not rated; the rated sites are decoder.0",
@@ -553,14 +544,13 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="in train mode"):
         estimate_importance(net.train(), make_examples(net))
     for built in (
-        lambda: GradientTimesActivation("papr"),
-        lambda: GradientTimesActivation("paper", batch_size=2),
+        lambda: michel_batch_method(0),
         lambda: OutputDrift("token"),
         lambda: ImportanceOptions(num_examples=1),
     ):
         with pytest.raises(
             ValueError,
-            match=r"unknown .*; did you mean|batch_size=2|num_examples must be an integer >= 2",
+            match=r"unknown .*; did you mean|batch_size=0|num_examples must be an integer >= 2",
         ):
             built()
-    assert LeaveOneOut().unsupported_reason(net) == ""
+    assert IMPORTANCE_METHODS["leave-one-out"].unsupported_reason(net) == ""

@@ -19,10 +19,10 @@ from headwise.head_analysis.lrp import (
     BETA,
     STABILISER,
     CoreNodes,
-    LayerwiseRelevance,
     RelevanceForward,
     RelevanceNode,
     RelevanceTape,
+    relevance_method,
 )
 from headwise.inspect.model_inputs import prepare_inputs
 from headwise.interfaces.core_types import CoreShape
@@ -299,7 +299,7 @@ def test_unsupported_models_are_refused():
     )
     bare = with_uneven_attention(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
     assert "bare has no output head" in refused(bare)
-    assert "it needs a headwise model, not Linear" in LayerwiseRelevance().unsupported_reason(
+    assert "it needs a headwise model, not Linear" in relevance_method().unsupported_reason(
         torch.nn.Linear(2, 2)
     )
 
@@ -422,4 +422,4 @@ def test_the_method_is_named_and_refuses_other_weights():
     with pytest.raises(ValueError, match=r"the projection of decoder.0.attention is more than"):
         estimate_importance(normed, examples, method="lrp-jacobian")
     with pytest.raises(ValueError, match="unknown weights='jacobi'; did you mean 'jacobian'"):
-        LayerwiseRelevance("jacobi")
+        relevance_method("jacobi")

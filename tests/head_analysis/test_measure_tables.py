@@ -21,11 +21,7 @@ from headwise.head_analysis.head_table import (
     ImportanceResult,
     Measure,
 )
-from headwise.head_analysis.measure_tables import (
-    format_head_ranking,
-    format_interval,
-    format_numbers,
-)
+from headwise.report.render import to_text
 
 VALUES = [(3.21e-6, 1.5e-6, 4.9e-6), (-8.04e-7, -1e-6, 2e-7), (math.nan, math.nan, math.nan)]
 
@@ -42,8 +38,8 @@ def small_result() -> ImportanceResult:
 
 def test_small_importances_are_printed_in_scientific_form_with_intervals():
     lines = str(small_result()).splitlines()
-    assert lines[0] == "GPT2, 9 texts: importance by leave-one-out for next-token"
-    assert lines[1] == "low and high: 95 % interval"
+    title = "GPT2, 9 texts: importance by leave-one-out for next-token; low and high: 95 % interval"
+    assert " ".join(lines[:2]) == title
     assert re.split(r"  +", lines[3]) == [
         "site",
         "head",
@@ -93,7 +89,7 @@ def test_a_ranking_names_its_columns_in_full(scale: float):
         )
         for n in range(3)
     )
-    lines = format_head_ranking(HeadTable("small", "9 texts", heads), "importance").splitlines()
+    lines = to_text(HeadTable("small", "9 texts", heads).ranking("importance")).splitlines()
     assert re.split(r"  +", lines[2]) == [
         "site",
         "head",
@@ -105,12 +101,6 @@ def test_a_ranking_names_its_columns_in_full(scale: float):
     ]
     numbers = [float(text) for text in re.split(r"  +", lines[3])[2:6]]
     assert numbers == pytest.approx([0.7 * scale, 0.4 * scale, 0.9 * scale, 0.1 * scale])
-
-
-def test_numbers_of_one_column_have_one_form():
-    assert format_numbers([0.0, 0.25, 100.0]) == ["0.00", "0.25", "100.00"]
-    assert format_numbers([0.0, 0.25, 0.001]) == ["0.00e+00", "2.50e-01", "1.00e-03"]
-    assert format_interval(Measure(2e-9, -1e-9, 5e-9, 0)) == "2.00e-09 [-1.00e-09, 5.00e-09]"
 
 
 def test_a_trace_prints_nothing_unless_asked(capsys: pytest.CaptureFixture[str]):

@@ -16,10 +16,7 @@ from headwise.head_analysis.rank_analysis import (
     count_dims,
     effective_rank,
     measure_qk_spectra,
-    measure_score_ranks,
-    stable_rank,
 )
-from support.number_examples import make_examples, small_gpt2
 from support.stories_model import write_stories_folder
 
 Array = NDArray[np.float64]
@@ -120,83 +117,5 @@ def ranks(matrix: Array) -> tuple[float, float]:
 def test_ranks_of_matrices():
     matrix = np.random.default_rng(0).normal(size=(9, 7))
     expected = ranks(matrix)
-    assert stable_rank(torch.tensor(matrix)).item() == pytest.approx(expected[0])
     assert effective_rank(torch.tensor(matrix)).item() == pytest.approx(expected[1])
-    assert stable_rank(torch.zeros(3, 3)).item() == effective_rank(torch.zeros(3, 3)).item() == 0
-
-
-def test_scores_and_weights_of_a_model():
-    net: Any = small_gpt2()
-    texts = make_examples(3)
-    values = {(one.site, one.head, one.stage): one for one in measure_score_ranks(net, texts)}
-    expected: dict[str, list[tuple[float, float]]] = {"q": [], "weights": []}
-    for text in texts:
-        probe = hw.Probe("q", "k", "weights")
-        net.probes = {"decoder.1.attention": probe}
-        with torch.no_grad():
-            net(text.inputs["x"])
-        net.probes = {}
-        q, k = (probe.tensors[side][0, :, 2].double().numpy() for side in "qk")
-        expected["q"].append(ranks(q @ k.T))
-        expected["weights"].append(ranks(probe.tensors["weights"][0, 2].double().numpy()))
-    for stage, key in (("scores", "q"), ("weights", "weights")):
-        one = values["decoder.1.attention", 2, stage]
-        stable, effective = np.mean(expected[key], 0)
-        assert one.stable.value == pytest.approx(stable, rel=1e-4)
-        assert one.effective.value == pytest.approx(effective, rel=1e-3)
-    assert all(
-        one.effective.value <= one.bound == 5 for one in values.values() if one.stage == "scores"
-    )
-    assert not any(one.stage == "mixed" for one in values.values())
-
-
-def test_mixing_heads_lifts_the_rank_of_scores():
-    from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec
-
-    spec = hw.design(model=20, heads=5, dim=2, modifiers=(hw.TalkingHeads(),))
-    stack = StackSpec.from_blocks(
-        "encoder", 20, [BlockSpec(spec, feed=None)], embedding=EmbeddingSpec(29)
-    )
-    net = hw.build(
-        ModelSpec("mixed", "encoder", (stack,), (OutputHeadSpec("tokens", 29),)), seed=0
-    ).eval()
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            if "talking" in name:
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-                )
-    score_ranks = measure_score_ranks(net, make_examples(3))
-    before, mixed = (
-        np.mean([one.effective.value for one in score_ranks if one.stage == stage])
-        for stage in ("scores", "mixed")
-    )
-    assert (
-        max(one.effective.value for one in score_ranks if one.stage == "scores") <= 2 + 1e-3 < mixed
-    )
-    assert mixed > before
-
-
-def test_ranks_of_models_of_others():
-    pytest.importorskip("transformers")
-    from support.transformers_models import ZOO
-
-    model, texts = ZOO["gpt2"].build(), make_examples(3, "input_ids")
-    values = {(one.site, one.head, one.stage): one for one in measure_score_ranks(model, texts)}
-    with torch.no_grad():
-        results = [
-            model(**one.inputs, output_attentions=True).attentions[1][0, 3].double().numpy()
-            for one in texts
-        ]
-    one = values["decoder.1.attention", 3, "weights"]
-    assert one.stable.value == pytest.approx(
-        np.mean([ranks(weights)[0] for weights in results]), rel=1e-4
-    )
-    assert values["decoder.1.attention", 3, "scores"].effective.value <= 8
-
-
-def test_unsupported_models_are_refused():
-    with pytest.raises(ValueError, match="Linear has no attention that can be observed"):
-        measure_score_ranks(torch.nn.Linear(2, 2), make_examples(2))
-    with pytest.raises(ValueError, match="cannot measure ranks without texts; give at least two"):
-        measure_score_ranks(small_gpt2(), [])
+    assert effective_rank(torch.zeros(3, 3)).item() == 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.head_analysis.importance_methods import GradientTimesActivation
 from headwise.surgery import DropHeads, HeadRanking, KeepOnePerCluster, KeepTop, Pool, PruningPlan
 from headwise.surgery.attention_replacement import get_attention, remove_heads
 from headwise.surgery.head_selection import score_heads
@@ -215,7 +214,7 @@ def test_a_unit_is_the_query_heads_of_one_key_head():
 def test_worths_are_importance():
     net = build_model(GPT2)
     found = score_heads(net, make_examples(net), HeadRanking("michel"))
-    expected = hw.estimate_importance(net, make_examples(net), method=GradientTimesActivation())
+    expected = hw.estimate_importance(net, make_examples(net), method="michel")
     assert found.scores == {(one.site, one.head): one.value for one in expected.heads}
     assert "michel" in found.notes[0]
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..output_paths import check_output
 from ..progress import ProgressReporter
-from ..report.text import wrap
+from ..report.data import Table
+from ..report.render import to_text
 from .argument_checks import check_heads_of_config, check_input_file, check_model_path
 from .arguments import (
     check_engine,
@@ -242,15 +243,15 @@ class HeadsOptions(TextOptions):
 class ExtraAnalyses:
     """Results of --importance, --redundancy and --random-baseline; None if not requested.
 
-    `weights` holds the results of --circuits, --spectra and --collapse as plain values. `lines`
-    summarise all of them.
+    `weights` holds the results of --circuits, --spectra and --collapse as plain values. `items` are
+    tables of all of them.
     """
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
     random_baseline: HeadTable | None = None
     weights: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    items: list[Table] = field(default_factory=list)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -286,19 +287,16 @@ def run_extras(
 
         baseline = make_random_baseline(model, seed=args.seed)
         extras.random_baseline = measure(baseline)
-        extras.lines.append(
-            f"classes here: {_count_classes(table)}; of the randomly initialised model: "
-            f"{_count_classes(extras.random_baseline)}"
-        )
+        extras.items.append(_count_classes(table, extras.random_baseline))
     if args.redundancy:
         from ..head_analysis.head_redundancy import measure_redundancy
 
         report("comparing heads")
         extras.redundancy = measure_redundancy(model, examples, name=table.model)
-        extras.lines += extras.redundancy.sentence.splitlines()
+        extras.items.append(extras.redundancy.table)
         if baseline is not None:
-            of_baseline = measure_redundancy(baseline, examples, name="its random baseline")
-            extras.lines += extras.redundancy.compare_with(of_baseline).splitlines()
+            name = "random baseline"
+            extras.items.append(measure_redundancy(baseline, examples, name=name).table)
     _describe_weights(model, examples, args, extras)
     return table, extras
 
@@ -307,20 +305,20 @@ def _describe_weights(
     model: Any, examples: Sequence[Example], args: HeadsOptions, extras: ExtraAnalyses
 ) -> None:
     """Run --circuits, --spectra and --collapse."""
-    from ..head_analysis import circuit_summary, rank_analysis
+    from ..head_analysis import head_circuits, rank_analysis
 
     if args.circuits:
-        heads = circuit_summary.measure_head_circuits(model)
+        heads = head_circuits.measure_head_circuits(model)
         extras.weights["circuits"] = [head.data for head in heads]
-        extras.lines += circuit_summary.describe_circuits(heads)
+        extras.items.append(head_circuits.circuit_table(heads))
     if args.spectra:
         spectra = rank_analysis.measure_qk_spectra(model, seed=args.seed)
         extras.weights["spectra"] = [spectrum.data for spectrum in spectra]
-        extras.lines += [circuit_summary.describe_spectrum(spectrum) for spectrum in spectra]
+        extras.items.append(rank_analysis.spectra_table(spectra))
     if args.collapse:
         depths = rank_analysis.measure_rank_collapse(model, examples)
-        extras.weights["collapse"] = circuit_summary.collapse_data(depths)
-        extras.lines += circuit_summary.describe_collapse(depths)
+        extras.weights["collapse"] = [depth.data for depth in depths]
+        extras.items.append(rank_analysis.collapse_table(depths))
 
 
 def _measure_importance(
@@ -341,11 +339,7 @@ def _measure_importance(
 
 
 def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
-    """Return the table with the importance of every head as a measure; adds a line on the most
-    important ones.
-    """
-    from ..head_analysis.measure_tables import format_interval
-
+    """Return the table with the importance of every head as a measure."""
     result = extras.importance
     assert result is not None
     by_head = {(head.site, head.head): head.measure for head in result.heads}
@@ -355,32 +349,20 @@ def _add_importance(table: HeadTable, extras: ExtraAnalyses) -> HeadTable:
         else head
         for head in table.heads
     )
-    top_heads = ", ".join(
-        f"{head.site} {head.head} {format_interval(head.measure)}"
-        for head in result.by_importance[:5]
-    )
-    extras.lines.append(
-        f"importance ({result.method}, {result.objective}, {result.texts} texts), with 95 % "
-        "intervals: most important "
-        f"are {top_heads}"
-    )
+    extras.items.append(replace(result, notes=()).table)
     return replace(table, heads=heads, notes=(*table.notes, *result.notes))
 
 
-def _count_classes(table: HeadTable) -> str:
-    from ..head_analysis.head_figures import class_group
+def _count_classes(table: HeadTable, baseline: HeadTable) -> Table:
+    from ..head_analysis.head_table import class_group
 
-    counts = Counter(
-        group
-        for head in table.heads
-        for group in {class_group(head_class.name) for head_class in head.classes}
-    )
-    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "no class"
-
-
-def format_extras(extras: ExtraAnalyses) -> str:
-    """Format each summary line as a paragraph."""
-    return "".join("\n\n" + "\n".join(wrap(line)) for line in extras.lines)
+    counts: list[Counter[str]] = []
+    for one in (table, baseline):
+        groups = [{class_group(named.name) for named in head.classes} for head in one.heads]
+        counts.append(Counter(group for named in groups for group in named))
+    names = sorted({*counts[0], *counts[1]}, key=lambda name: -counts[0][name])
+    rows = [(name, counts[0][name], counts[1][name]) for name in names]
+    return Table("heads by class", ("class", "this model", "randomly initialised"), rows)
 
 
 # --- `headwise heads` -----------------------------------------------------------------------------
@@ -414,11 +396,12 @@ def main(argv: list[str]) -> int:
         options = ReportOptions(extras.importance, extras.redundancy, pair, drawn_heads, existing)
         for name in write_head_report(model, table, examples, Path(args.out), options):
             print_note(name)
-    print_page(
-        to_json(table.data | extras.data)
-        if args.json
-        else _format_table(table, args) + format_extras(extras)
-    )
+    if args.json:
+        print_page(to_json(table.data | extras.data))
+        return 0
+    style = supports_style()
+    shown = to_text(table.ranking(args.sort)) if args.sort else table.to_text(colour=style)
+    print_page("\n\n".join([shown, *map(to_text, extras.items)]))
     return 0
 
 
@@ -510,12 +493,3 @@ def _measure_model(
         progress=progress,
     )
     return replace(table, texts=table.texts.replace("text", kind))
-
-
-def _format_table(table: HeadTable, args: HeadsOptions) -> str:
-    from ..head_analysis.head_figures import format_head_table, with_ansi_colour, without_colour
-    from ..head_analysis.measure_tables import format_head_ranking
-
-    if args.sort is not None:
-        return format_head_ranking(table, args.sort)
-    return format_head_table(table, with_ansi_colour if supports_style() else without_colour)

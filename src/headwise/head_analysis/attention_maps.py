@@ -17,6 +17,9 @@ from ..errors import SpecError, suggest
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import ModelRun, ObservedCall
 from ..inspect.model_inputs import get_streams, prepare_inputs
+from ..report.data import Table
+from ..report.numbers import format_numbers
+from ..report.render import to_text
 from ..traces.attention_trace import multiply_rollout
 from .head_circuits import AttentionCircuits, get_circuits
 
@@ -70,12 +73,19 @@ class AttentionTable(NamedTuple):
     @property
     def data(self) -> dict[str, Any]:
         """The whole matrix as plain values."""
-        return {name: getattr(self, name) for name in ("title", "queries", "keys", "values")}
+        fields = self._asdict()
+        del fields["top"]
+        return fields
 
     def __str__(self) -> str:
-        from .measure_tables import format_attention_table
-
-        return format_attention_table(self)
+        texts = iter(format_numbers([value for row in self.values for value in row]))
+        rows: list[tuple[str, int, str]] = []
+        for position, (query, values) in enumerate(zip(self.queries, self.values, strict=True)):
+            numbers = [next(texts) for _ in values]
+            order = sorted(range(len(values)), key=lambda key: -values[key])[: self.top]
+            entries = [f"{self.keys[key]!r} {key}: {numbers[key]}" for key in order if values[key]]
+            rows.append((repr(query), position, "  ".join(entries)))
+        return to_text(Table(self.title, ("query", "position", "largest keys"), rows))
 
 
 @dataclass(frozen=True)

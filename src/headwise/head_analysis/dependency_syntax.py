@@ -16,6 +16,7 @@ from ..errors import pluralise, suggest
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
+from ..report.render import to_plain
 from .annotated_examples import Example, TokenAnnotations
 from .head_metrics import MAX_OFFSET
 from .head_table import Measure
@@ -396,25 +397,14 @@ class ProbeResult:
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        return {
-            "uas": self.uas.data,
-            "random_baseline": None if self.random_baseline is None else self.random_baseline.data,
-            "baseline": self.baseline.data,
-            "offset": self.offset,
-            "head_weights": [weight._asdict() for weight in self.head_weights],
-            "texts": list(self.texts),
-            "arcs": list(self.arcs),
-            "notes": list(self.notes),
-        }
+        weights = [weight._asdict() for weight in self.head_weights]
+        return to_plain(self) | {"head_weights": weights}
 
 
 class ProbeSentence(NamedTuple):
-    """Attention maps [heads, words, words] of a text, the (site, head) of each map, and
-    dependencies (dependent, governor).
-    """
+    """Attention maps [heads, words, words] of a text and its dependencies (dependent, governor)."""
 
     attention_maps: Tensor
-    heads: Sequence[tuple[str, int]]
     dependencies: Sequence[tuple[int, int]]
 
     @property
@@ -427,11 +417,11 @@ class ProbeSentence(NamedTuple):
         from_dependent = self.attention_maps[:, dependents].permute(1, 2, 0)
         return torch.cat([to_dependent, from_dependent], -1)
 
-    @property
-    def is_candidate(self) -> Tensor:
-        """Which words may be the governor, [dependencies, words]: every word but the dependent."""
+    def scores(self, weight: Tensor) -> Tensor:
+        """Score of each word as governor, [dependencies, words]; the dependent itself has none."""
         words = torch.arange(self.attention_maps.shape[1])
-        return words != torch.tensor([dependent for dependent, _ in self.dependencies])[:, None]
+        dependents = torch.tensor([dependent for dependent, _ in self.dependencies])
+        return (self.features @ weight).masked_fill(words == dependents[:, None], -torch.inf)
 
 
 def train_attention_probe(
@@ -453,6 +443,7 @@ def train_attention_probe(
     models = [model] if random_baseline is None else [model, random_baseline]
     sites_by_model = [_self_attention_sites(each) for each in models]
     sentences_by_model: list[list[ProbeSentence]] = [[] for _ in models]
+    heads: list[tuple[str, int]] = []
     left_out = 0
     for example in examples:
         dependencies = _word_dependencies(example)
@@ -461,37 +452,36 @@ def train_attention_probe(
             continue
         for each, sites, sentences in zip(models, sites_by_model, sentences_by_model, strict=True):
             maps = word_attention_maps(each, sites, example)
-            heads = [
-                (site, head) for site, site_maps in maps.items() for head in range(len(site_maps))
-            ]
-            sentences.append(ProbeSentence(torch.cat(list(maps.values())), heads, dependencies))
+            sentences.append(ProbeSentence(torch.cat(list(maps.values())), dependencies))
+            heads = []
+            for site, site_maps in maps.items():
+                heads += [(site, head) for head in range(len(site_maps))]
         progress(len(sentences_by_model[0]))
     own = sentences_by_model[0]
     train, test = _split_texts(len(own), options)
-    weights = [
-        _fit_probe([sentences[n] for n in train], options) for sentences in sentences_by_model
-    ]
-    correct = [
-        [_arc_accuracy(sentences[n], weight) for n in test]
-        for sentences, weight in zip(sentences_by_model, weights, strict=True)
-    ]
+    weights: list[Tensor] = []
+    correct: list[list[list[float]]] = []
+    for sentences in sentences_by_model:
+        weights.append(_fit_probe([sentences[n] for n in train], options))
+        correct.append([_arc_accuracy(sentences[n], weights[-1]) for n in test])
     offset = _best_offset([own[n] for n in train])
-    correct_by_offset = [
-        [float(governor == dependent + offset) for dependent, governor in own[n].dependencies]
-        for n in test
-    ]
-    chance = np.concatenate(
-        [np.full(len(own[n].dependencies), 1 / (own[n].attention_maps.shape[1] - 1)) for n in test]
-    ).mean()
-    scores = [_accuracy_measure(hits, float(chance)) for hits in (*correct, correct_by_offset)]
+    by_offset: list[list[float]] = []
+    chance: list[float] = []
+    for n in test:
+        arcs = own[n].dependencies
+        by_offset.append([float(governor == dependent + offset) for dependent, governor in arcs])
+        chance += [1 / (own[n].attention_maps.shape[1] - 1)] * len(arcs)
+    scores = [_accuracy_measure(hits, float(np.mean(chance))) for hits in (*correct, by_offset)]
     notes = (f"left out {pluralise(left_out, 'text')} without dependencies",) if left_out else ()
     counts = [sum(len(own[n].dependencies) for n in part) for part in (train, test)]
+    ups, downs = weights[0].view(2, -1).tolist()
+    pairs = zip(heads, ups, downs, strict=True)
     return ProbeResult(
         scores[0],
         scores[1] if random_baseline is not None else None,
         scores[-1],
         offset,
-        _head_probe_weights(own[0].heads, weights[0]),
+        tuple(HeadProbeWeight(site, head, up, down) for (site, head), up, down in pairs),
         (len(train), len(test)),
         (counts[0], counts[1]),
         notes,
@@ -572,61 +562,41 @@ def _split_texts(count: int, options: ProbeOptions) -> tuple[list[int], list[int
     return sorted(order[num_test:]), sorted(order[:num_test])
 
 
-class ProbeCandidates(NamedTuple):
-    """Every candidate governor of every dependency: its features, the dependency, and whether it is
-    the governor.
+def probe_loss(sentences: Sequence[ProbeSentence]) -> Callable[[Tensor], Tensor]:
+    """Return the function from probe weights [2 heads] to -log p of the gold governor, averaged over
+    the dependencies of all sentences.
     """
-
-    features: Tensor
-    arc_index: Tensor
-    is_governor: Tensor
-    num_arcs: int
-
-    @staticmethod
-    def from_sentences(sentences: Sequence[ProbeSentence]) -> ProbeCandidates:
-        """Concatenate the candidates of several texts."""
-        counts = [len(sentence.dependencies) for sentence in sentences]
-        is_candidate = torch.cat([sentence.is_candidate.flatten() for sentence in sentences])
-        features = torch.cat([sentence.features.flatten(0, 1) for sentence in sentences])[
-            is_candidate
-        ]
-        is_governor = torch.cat([_gold_governors(sentence).flatten() for sentence in sentences])[
-            is_candidate
-        ]
-        num_words = torch.tensor(
-            [sentence.attention_maps.shape[1] for sentence in sentences]
-        ).repeat_interleave(torch.tensor(counts))
-        return ProbeCandidates(
-            features,
-            torch.arange(sum(counts)).repeat_interleave(num_words)[is_candidate],
-            is_governor,
-            sum(counts),
+    features: list[Tensor] = []
+    is_candidate: list[Tensor] = []
+    governors: list[int] = []
+    for sentence in sentences:
+        features += sentence.features.unbind()
+        is_candidate += torch.isfinite(
+            sentence.scores(features[0].new_zeros(features[0].shape[-1]))
         )
+        governors += [governor for _, governor in sentence.dependencies]
+    all_features = nn.utils.rnn.pad_sequence(features, batch_first=True)
+    left_out = ~nn.utils.rnn.pad_sequence(is_candidate, batch_first=True)
+    targets = torch.tensor(governors)
 
-    def negative_log_likelihood(self, weight: Tensor) -> Tensor:
-        """-log p of the gold governor, averaged over dependencies."""
-        scores, zeros = self.features @ weight, self.features.new_zeros(self.num_arcs)
-        top = (zeros - torch.inf).scatter_reduce(0, self.arc_index, scores.detach(), "amax")
-        total = zeros.index_add(0, self.arc_index, (scores - top[self.arc_index]).exp())
-        return (
-            total.log() + top - zeros.index_add(0, self.arc_index, scores * self.is_governor)
-        ).mean()
+    def loss(weight: Tensor) -> Tensor:
+        scores = (all_features @ weight).masked_fill(left_out, -torch.inf)
+        return nn.functional.cross_entropy(scores, targets)
+
+    return loss
 
 
 def _fit_probe(sentences: Sequence[ProbeSentence], options: ProbeOptions) -> Tensor:
     """Probe weights [2 heads] that maximise the likelihood of the gold governors, by L-BFGS from
     zero.
     """
-    candidates = ProbeCandidates.from_sentences(sentences)
-    weight = torch.zeros(candidates.features.shape[1], requires_grad=True)
+    likelihood = probe_loss(sentences)
+    weight = torch.zeros(2 * len(sentences[0].attention_maps), requires_grad=True)
     optimiser = torch.optim.LBFGS([weight], max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        value = (
-            candidates.negative_log_likelihood(weight)
-            + options.weight_decay * weight.square().sum() / 2
-        )
+        value = likelihood(weight) + options.weight_decay * weight.square().sum() / 2
         value.backward()
         return value
 
@@ -635,50 +605,23 @@ def _fit_probe(sentences: Sequence[ProbeSentence], options: ProbeOptions) -> Ten
     return weight.detach()
 
 
-def _gold_governors(sentence: ProbeSentence) -> Tensor:
-    governors = torch.tensor([governor for _, governor in sentence.dependencies])
-    return (torch.arange(sentence.attention_maps.shape[1]) == governors[:, None]).float()
-
-
 def _arc_accuracy(sentence: ProbeSentence, weight: Tensor) -> list[float]:
     """For each dependency, 1.0 if the likeliest candidate is the governor."""
-    guessed = (
-        (sentence.features @ weight)
-        .masked_fill(~sentence.is_candidate, -torch.inf)
-        .argmax(-1)
-        .tolist()
-    )
-    return [
-        float(guess == governor)
-        for guess, (_, governor) in zip(guessed, sentence.dependencies, strict=True)
-    ]
+    governors = torch.tensor([governor for _, governor in sentence.dependencies])
+    return (sentence.scores(weight).argmax(-1) == governors).double().tolist()
 
 
 def _best_offset(sentences: Sequence[ProbeSentence]) -> int:
-    offsets = [
-        governor - dependent
-        for sentence in sentences
-        for dependent, governor in sentence.dependencies
-    ]
+    offsets: list[int] = []
+    for sentence in sentences:
+        offsets += [governor - dependent for dependent, governor in sentence.dependencies]
     choices = [offset for offset in range(-MAX_BASELINE_OFFSET, MAX_BASELINE_OFFSET + 1) if offset]
     return max(choices, key=lambda offset: (offsets.count(offset), -abs(offset), -offset))
 
 
 def _accuracy_measure(correct: Sequence[Sequence[float]], chance: float) -> Measure:
     """Accuracy with an interval over texts."""
-    sums, counts = (
-        np.array([float(reduction(hits)) for hits in correct]) for reduction in (sum, len)
-    )
-    accuracy = Jackknife.of_ratio(sums, counts)
+    sums = np.array([float(sum(hits)) for hits in correct])
+    accuracy = Jackknife.of_ratio(sums, np.array([float(len(hits)) for hits in correct]))
     low, high = accuracy.interval()
     return Measure(float(accuracy.value), float(low), float(high), chance)
-
-
-def _head_probe_weights(
-    heads: Sequence[tuple[str, int]], weight: Tensor
-) -> tuple[HeadProbeWeight, ...]:
-    up, down = weight.view(2, -1).tolist()
-    return tuple(
-        HeadProbeWeight(site, head, *weights)
-        for (site, head), *weights in zip(heads, up, down, strict=True)
-    )

@@ -8,9 +8,10 @@ keys are not part of them; `fold_norms` adds the norms to the maps from tokens t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,14 @@ from ..inspect.attention_sites import find_attention
 from ..interfaces import Mix, OutputStep, QKTransform
 from ..model_spec.components import NormSpec
 from ..nn.attention import Attention
+from ..report.data import Table
+from ..report.render import to_plain
 from ..spec.attention_spec import AttentionSpec
-from .annotated_examples import Example
-from .head_similarity import HeadLocation, collect_head_outputs
-from .head_table import Measure
+from .head_similarity import HeadLocation
 from .random_baseline import as_native_model
-from .resampling import FoldedSums
 
 # --- Low-rank maps --------------------------------------------------------------------------------
 
-FACTOR_SIDES = ("left", "right")
 CIRCUIT_KINDS = ("qk", "ov")
 
 
@@ -83,33 +82,6 @@ def map_similarity(one: LowRankMap, other: LowRankMap) -> float:
     """
     norms = (one.inner_product(one) * other.inner_product(other)).sqrt()
     return float(one.inner_product(other) / norms) if norms > 0 else float("nan")
-
-
-def principal_angles(one: LowRankMap, other: LowRankMap, side: str = "left") -> Tensor:
-    """Principal angles in radians, in ascending order, between the input spaces ("left") or output
-    spaces ("right") of two maps.
-
-    For random subspaces of r dimensions the squared cosines are r / width on average.
-
-    >>> x, y = torch.eye(3).split([2, 1])
-    >>> principal_angles(LowRankMap(x.T, x), LowRankMap(y.T, y)).tolist() == [torch.pi / 2]
-    True
-    """
-    if side not in FACTOR_SIDES:
-        raise ValueError(
-            f"unknown side={side!r}; use 'left' (input space) or 'right' (output space)"
-        )
-    bases = [
-        _orthonormal_basis(factors.left if side == "left" else factors.right.T)
-        for factors in (one, other)
-    ]
-    return torch.linalg.svdvals(bases[0].T @ bases[1]).clamp(max=1).acos()
-
-
-def _orthonormal_basis(columns: Tensor) -> Tensor:
-    """Orthonormal basis of the column space."""
-    basis, singular, _ = torch.linalg.svd(columns.double(), full_matrices=False)
-    return basis[:, singular > 1e-10 * singular[:1].clamp(min=1e-300)]
 
 
 def copying_score(
@@ -406,78 +378,86 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     return TokenTables(embed, unembed, tables.note)
 
 
-# --- Contributions of heads to the residual stream ------------------------------------------------
-
-MAX_CHUNK_CELLS = 2**22  # largest number of values computed at once for the heads of a layer
+# --- Numbers of every head ------------------------------------------------------------------------
 
 
-class ResidualContribution(NamedTuple):
-    """Contribution of one head to the residual stream: the norm of z W_O, and its share of the
-    layer's output.
+class HeadCircuit(NamedTuple):
+    """Numbers of one head from its weights: its copying score, the norm of its slice of W_O, and
+    that of W_V W_O.
 
-    Both are means over tokens. The share is the component along the sum of all heads, <own, sum> /
-    <sum, sum>. The shares of a layer sum to one; a negative share cancels what other heads write.
-    The chance level of a share is one over the number of heads; a norm has none.
+    `copying` and `ov_norm` are NaN where no single W_V belongs to the head. `over` is what the
+    copying score is over: "tokens", through embedding and unembedding, or "states".
     """
 
     site: str
     head: int
-    norm: Measure
-    share: Measure
+    copying: float
+    over: str
+    output_norm: float
+    ov_norm: float
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values; NaN becomes None."""
+        return to_plain(self._asdict())
 
 
-def measure_residual_contributions(
-    model: nn.Module, examples: Iterable[Example]
-) -> tuple[ResidualContribution, ...]:
-    """Measure how much every head of a model writes into the residual stream, over texts.
+def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
+    """Copying score, norm of W_O and norm of W_V W_O of every head of a model, from the weights
+    alone.
 
-    It needs a model whose circuits are known. Output biases belong to no head, and a norm after the
-    attention is left out.
+    Norms are Frobenius norms. Self-attention of a stack with a token embedding is scored over
+    tokens, with the gains of the norm before it and of the final norm (see `fold_norms`), all other
+    attention over states, without any norm.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
+    >>> [(one.site, one.head, one.over) for one in measure_head_circuits(net)]
+    [('decoder.0.attention', 0, 'tokens'), ('decoder.0.attention', 1, 'tokens')]
     """
-    output_maps = {
-        name: torch.stack(
-            [circuits.output_map(head) for head in range(len(circuits.spec.score_head_of_output))]
-        )
-        for name, circuits in get_circuits(model).items()
-    }
-    sites = [
-        module
-        for module in find_attention(model)
-        if module.site.ablate.possible and module.site.name in output_maps
-    ]
-    sums = {module.site.name: FoldedSums() for module in sites}
-    for index, example in enumerate(examples):
-        for name, z in collect_head_outputs(model, sites, example).items():
-            per_token = _contribution_norms(z, output_maps[name].to(z))
-            sums[name].add(index, per_token.sum(0).cpu().numpy(), len(per_token))
-    rows: list[ResidualContribution] = []
-    for name, folds in sums.items():
-        if folds.count:
-            means = folds.mean_intervals()
-            heads = means.mean.shape[1]
-            rows += [
-                ResidualContribution(
-                    name, head, means.measure_at((0, head)), means.measure_at((1, head), 1 / heads)
-                )
-                for head in range(heads)
-            ]
-    if not rows:
-        raise ValueError("cannot measure contributions without texts; give at least two")
-    return tuple(rows)
+    circuits_of_heads: list[HeadCircuit] = []
+    for circuits in get_circuits(model).values():
+        tables = _token_tables(model, circuits.site)
+        circuits_of_heads += [
+            _measure_head(circuits, head, tables)
+            for head in range(len(circuits.spec.score_head_of_output))
+        ]
+    if not circuits_of_heads:
+        raise SpecError("the model has no attention whose weights can be read; see hw.sites(model)")
+    return tuple(circuits_of_heads)
 
 
-def _contribution_norms(z: Tensor, output_maps: Tensor) -> Tensor:
-    """Norm and share of each head at each token, [tokens, 2, heads], in float64."""
-    step = max(1, MAX_CHUNK_CELLS // max(1, output_maps.shape[0] * output_maps.shape[2]))
-    chunks: list[Tensor] = []
-    for start in range(0, len(z), step):
-        written = torch.einsum("tov,ovd->tod", z[start : start + step], output_maps).double()
-        total = written.sum(1, keepdim=True)
-        squared_norm = total.square().sum(-1)
-        share = torch.where(
-            squared_norm > 0,
-            (written * total).sum(-1) / squared_norm.clamp(min=1e-300),
-            1 / written.shape[1],
-        )
-        chunks.append(torch.stack([written.norm(dim=-1), share], 1))
-    return torch.cat(chunks)
+def _token_tables(model: nn.Module, site: str) -> TokenTables | None:
+    """Embedding and unembedding of a site's stack; None for cross-attention and for stacks without
+    tokens.
+    """
+    if site.rpartition(".")[2] != "attention":
+        return None
+    try:
+        return fold_norms(model, site, get_token_tables(model, site.partition(".")[0]))
+    except SpecError:
+        return None
+
+
+def _measure_head(
+    circuits: AttentionCircuits, head: int, tables: TokenTables | None
+) -> HeadCircuit:
+    output_norm = float(circuits.output_map(head).double().norm())
+    over = "states" if tables is None else "tokens"
+    try:
+        ov = circuits.ov_circuit(head)
+    except SpecError:
+        return HeadCircuit(circuits.site, head, math.nan, over, output_norm, math.nan)
+    copying = (
+        copying_score(ov) if tables is None else copying_score(ov, tables.embed, tables.unembed)
+    )
+    ov_norm = float(ov.inner_product(ov).clamp(min=0).sqrt())
+    return HeadCircuit(circuits.site, head, copying, over, output_norm, ov_norm)
+
+
+def circuit_table(heads: Sequence[HeadCircuit]) -> Table:
+    """Return the numbers of every head, the most copying first; random maps have 0 on average."""
+    columns = ("site", "head", "copying", "over", "norm of W_O", "norm of W_V W_O")
+    rows = sorted(heads, key=lambda one: math.inf if math.isnan(one.copying) else -one.copying)
+    return Table("copying scores and norms of the heads' weights", columns, rows)

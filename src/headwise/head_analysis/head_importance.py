@@ -5,6 +5,7 @@ and a time limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -18,35 +19,40 @@ from .distinct_examples import DistinctExamples
 from .head_table import ImportanceResult
 from .importance_methods import (
     CheckTime,
-    GradientTimesActivation,
     ImportanceInput,
     ImportanceMethod,
     ImportanceOptions,
     ImportanceSums,
-    LeaveOneOut,
-    ShapleyValue,
-    TaylorExpansion,
     TimeLimitReached,
+    leave_one_out,
     make_forward,
     make_time_check,
+    michel,
+    michel_batch_method,
+    michel_code,
     rate_heads,
+    shapley_method,
+    taylor,
+    taylor_size,
 )
-from .lrp import LayerwiseRelevance
+from .lrp import relevance_method
 from .objectives import Objective, choose_objective
 
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
     method.name: method
     for method in (
-        LeaveOneOut(),
-        ShapleyValue(),
-        GradientTimesActivation(),
-        GradientTimesActivation("code"),
-        GradientTimesActivation("code", last_layer="texts"),
-        GradientTimesActivation("bertology", batch_size=8),
-        TaylorExpansion(),
-        TaylorExpansion("size"),
-        LayerwiseRelevance(),
-        LayerwiseRelevance("jacobian"),
+        ImportanceMethod("leave-one-out", leave_one_out, is_tested=True),
+        shapley_method(),
+        ImportanceMethod("michel", michel, needs_gradient=True),
+        ImportanceMethod("michel-code", michel_code, needs_gradient=True),
+        ImportanceMethod(
+            "michel-bert", partial(michel_code, last_over_texts=True), needs_gradient=True
+        ),
+        michel_batch_method(),
+        ImportanceMethod("taylor", taylor, needs_gradient=True, is_tested=True),
+        ImportanceMethod("taylor-size", taylor_size, needs_gradient=True),
+        relevance_method("constant"),
+        relevance_method("jacobian"),
     )
 }
 DEFAULT_OPTIONS = ImportanceOptions()
@@ -90,12 +96,12 @@ def estimate_importance(
     run = ImportanceRun(model, sites, estimator, resolved)
     run.run(chain([first], sampled), check_time, progress)
     run.check_num_units(distinct)
-    heads = rate_heads(sites, run.sums_by_unit, options, estimator.significance_test)
+    heads = rate_heads(sites, run.sums_by_unit, options, estimator.is_tested)
     notes += [
         *([objective_note] if objective_note else []),
         *distinct.notes,
         *run.notes(options),
-        *estimator.notes,
+        *([estimator.note] if estimator.note else []),
     ]
     notes += left_out_notes(model, "ablate")
     quantity = estimator.measured_quantity or resolved.name

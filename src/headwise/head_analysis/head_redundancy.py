@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
+from ..report.data import Table, Value
+from ..report.numbers import format_number, format_p
+from ..report.render import to_plain, to_text
 from .annotated_examples import Example
 from .attention_sinks import mark_first_token_sinks
 from .distinct_examples import DistinctExamples
@@ -44,7 +47,6 @@ from .head_similarity import (
     spread_of_sets,
 )
 from .head_table import Measure
-from .redundancy_summary import compare_redundancy, summarise_redundancy
 from .resampling import (
     Array,
     FoldedSums,
@@ -62,6 +64,7 @@ from .resampling import (
 # --- Diversity of layers and outliers -------------------------------------------------------------
 
 NUM_NULL_DRAWS = 100_000
+SIGNIFICANCE = 0.05
 
 
 class LayerDiversity(NamedTuple):
@@ -82,8 +85,7 @@ class LayerDiversity(NamedTuple):
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        p = None if math.isnan(self.p) else self.p
-        return {"site": self.site, "heads": self.heads, "spread": self.spread.data, "p": p}
+        return to_plain(self._asdict())
 
 
 class HeadOutlier(NamedTuple):
@@ -267,7 +269,7 @@ class WholeRows(NamedTuple):
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        return {**self._asdict(), "distances": _grid_to_lists(self.distances)}
+        return {**self._asdict(), "distances": to_plain(self.distances)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,16 +346,51 @@ class ComparableHeads:
 
     @property
     def sentence(self) -> str:
-        """Whether the heads are redundant, in sentences; see `summarise_redundancy`."""
-        return summarise_redundancy(self)
+        """Whether the heads are redundant, with the number of similar pairs."""
+        test = self.similar_pair_test
+        counts = (
+            f"{len(self.similar_pairs)} of {self.num_pairs} pairs of heads are significantly more "
+            f"similar than chance; {test.chance:.1f} are expected (p {format_p(test.p)})."
+        )
+        if not test.p < SIGNIFICANCE:
+            return f"Not shown to be redundant: {counts}"
+        agreement = self.agreement
+        return f"{counts} Their outputs agree with r = {agreement.value:.2f} (p {format_p(agreement.p)})."
+
+    def list_findings(self) -> dict[str, Value]:
+        """Return the numbers on which the answer rests, by name."""
+        pairs = np.triu_indices(len(self.heads), 1)
+        within, agreement = self.within_layer_test, self.agreement
+        different = sum(layer.p < SIGNIFICANCE for layer in self.layers)
+        outliers = [str(one.head) for one in self.outliers if one.p < SIGNIFICANCE]
+        return {
+            "heads": len(self.heads),
+            "mean weight on sinks, which are left out": self.sink_weight,
+            "median distance, nats": float(np.median(self.distances[pairs])),
+            "median distance of permuted weights": float(np.median(self.chance[pairs])),
+            "median distance with sinks": self.with_sinks.median,
+            "distance that counts as similar": self.threshold,
+            "similar pairs": len(self.similar_pairs),
+            "similar pairs by chance": self.similar_pair_test.chance,
+            "similar pairs, p": format_p(self.similar_pair_test.p),
+            "closest pair": " and ".join(map(str, (*self.similar_pairs, ("-",))[0])),
+            "similar pairs with sinks": self.with_sinks.num_similar,
+            "similar pairs with sinks by chance": self.with_sinks.num_expected,
+            "clusters": len(self.cluster_members),
+            "clusters by chance": self.num_chance_clusters,
+            "distance within layers minus between": within.value,
+            "distance within layers, p": format_p(within.p),
+            "layers unlike randomly chosen heads": different,
+            "outliers in their layer": ", ".join(outliers) or "none",
+            "correlation with distances of outputs": agreement.value,
+            "correlation with outputs, p": format_p(agreement.p),
+        }
 
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        grids = {
-            name: _grid_to_lists(getattr(self, name))
-            for name in ("distances", "low", "high", "chance")
-        }
+        names = ("distances", "low", "high", "chance")
+        grids = {name: to_plain(getattr(self, name)) for name in names}
         return {
             "streams": list(self.streams),
             "heads": [head._asdict() for head in self.heads],
@@ -361,21 +398,21 @@ class ComparableHeads:
             "with_sinks": self.with_sinks.data,
             "sink_weight": self.sink_weight,
             "without_rest": [head._asdict() for head in self.without_rest],
-            "outputs": None if self.outputs is None else _grid_to_lists(self.outputs),
+            "outputs": to_plain(self.outputs),
             "threshold": self.threshold,
             "merges": [merge._asdict() for merge in self.merges],
             "clusters": list(self.clusters),
             "clusters_by_chance": self.num_chance_clusters,
-            "embedding": _grid_to_lists(self.embedding.points),
+            "embedding": to_plain(self.embedding.points),
             "stress": self.embedding.stress,
             "layers": [layer.data for layer in self.layers],
-            "similar_pair_test": _test_to_dict(self.similar_pair_test),
-            "within_layer_test": _test_to_dict(self.within_layer_test),
+            "similar_pair_test": to_plain(self.similar_pair_test._asdict()),
+            "within_layer_test": to_plain(self.within_layer_test._asdict()),
             "outliers": [
                 {**outlier.head._asdict(), "distance": outlier.distance, "p": outlier.p}
                 for outlier in self.outliers
             ],
-            "agreement": _test_to_dict(self.agreement),
+            "agreement": to_plain(self.agreement._asdict()),
             "sentence": self.sentence,
         }
 
@@ -392,26 +429,22 @@ class RedundancyResult:
     notes: tuple[str, ...]
 
     @property
-    def sentence(self) -> str:
-        """Whether the heads are redundant, a paragraph for every group."""
-        return "\n".join(
-            f"{self.model}, {self.texts} texts: {group.sentence}" for group in self.readers
-        )
+    def table(self) -> Table:
+        """The numbers of every group on which the answer rests."""
+        findings = [group.list_findings() for group in self.readers]
+        columns = ["quantity"]
+        columns += [" to ".join(dict.fromkeys(group.streams)) for group in self.readers]
+        rows: list[tuple[str, ...]] = []
+        for name in findings[0] if findings else ():
+            values = [one[name] for one in findings]
+            texts = [format_number(one) if isinstance(one, float) else str(one) for one in values]
+            rows.append((name, *texts))
+        sentences = [group.sentence for group in self.readers]
+        title = f"{self.model}, {self.texts} texts: similarity of heads. {' '.join(sentences)}"
+        return Table(title, columns, rows, self.notes)
 
-    def compare_with(self, other: RedundancyResult) -> str:
-        """Compare with another model on the same texts, such as a random baseline; a paragraph for
-        every group.
-        """
-        pairs = [
-            (own, theirs)
-            for own in self.readers
-            for theirs in other.readers
-            if own.streams == theirs.streams
-        ]
-        return "\n".join(
-            f"{other.model}, {other.texts} texts: {compare_redundancy(own, theirs)}"
-            for own, theirs in pairs
-        )
+    def __str__(self) -> str:
+        return to_text(self.table)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -693,12 +726,3 @@ def _test_agreement(
     if outputs is None or np.isnan(outputs).any():
         return PermutationTest(math.nan, math.nan, math.nan)
     return mantel_test(distances, 1 - outputs, options.num_permutations, options.seed)
-
-
-def _grid_to_lists(grid: Array) -> list[Any]:
-    """Rows of a matrix as lists; NaN becomes None."""
-    return [[None if math.isnan(value) else float(value) for value in row] for row in grid]
-
-
-def _test_to_dict(test: PermutationTest) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in test._asdict().items()}

@@ -5,35 +5,32 @@ viewer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import nn
 
 from ..files import write_atomically
 from ..output_paths import Existing, FolderKind, stage_folder
+from ..report.data import Figure
+from ..report.plots import THEMES, save_figure
 from ..traces import Trace
-from . import head_figures
 from .annotated_examples import Example
 from .attention_figures import (
     HeadPicture,
     PictureMaker,
-    draw_gallery,
-    draw_head,
-    draw_head_overlay,
+    head_figure,
+    head_gallery,
+    head_pair_figure,
     make_picture,
 )
 from .head_classes import UNCLEAR
-from .head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_group, save_figure
+from .head_figures import plot_importance, plot_measure_by_layer, plot_similar_heads
 from .head_redundancy import RedundancyResult
-from .head_table import HeadMeasures, HeadTable, ImportanceResult
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .head_table import CLASS_STYLES, HeadMeasures, HeadTable, ImportanceResult
 
 # --- Files for HeadVis ----------------------------------------------------------------------------
 
@@ -98,20 +95,18 @@ HEAD_REPORT = FolderKind(
     lambda folder: (
         "heads.json",
         "headvis",
-        *(f"*-{theme}.{suffix}" for theme in FIGURE_THEMES for suffix in ("svg", "png")),
+        *(f"*-{theme}.{suffix}" for theme in THEMES for suffix in ("svg", "png")),
     ),
 )
 HeadSelection = Sequence[tuple[str, int]]
-NamedFigure = tuple[str, Callable[[FigureTheme], "Figure"]]
 
 
 class ReportOptions(NamedTuple):
     """Figures of a report besides the table.
 
     - `importance`, `redundancy`: results that get a figure.
-    - `head_pair`: two heads, (site, number) each, for the overlay figure; by default these are the
-      heads with the
-      broadest and the narrowest attention.
+    - `head_pair`: two heads, (site, number) each, for the figure of two heads; by default these are
+      the heads with the broadest and the narrowest attention.
     - `drawn_heads`: heads with a figure of their own on the first text.
     - `existing`: "overwrite" replaces a folder with an earlier report.
     """
@@ -142,66 +137,65 @@ def write_head_report(
         table.head(site, head)  # refuse an unknown head before anything is written
     with stage_folder(folder, HEAD_REPORT, options.existing) as staged:
         write_atomically(staged / "heads.json", json.dumps(table.data, indent=1).encode())
-        short = [
-            example
-            for example in examples
-            if all(tokens.count in EXAMPLE_LENGTHS for tokens in example.streams.values())
-        ]
-        maker = PictureMaker(model, short or list(examples[:1]))
-        figures = [*_list_figures(table, maker, options), *_extra_figures(table, options)]
-        names = [*write_figures(figures, staged)]
+        maker = PictureMaker(model, _short_examples(examples))
+        names = [*write_figures(_list_figures(table, maker, options), staged)]
         names += export_headvis(table, maker.trace(0), maker.examples[0], staged / "headvis")
-        return [
-            str(folder / "heads.json"),
-            *(str(folder / Path(name).relative_to(staged)) for name in names),
-        ]
+        relative = [Path(name).relative_to(staged) for name in names]
+        return [str(folder / "heads.json"), *(str(folder / name) for name in relative)]
 
 
-def write_figures(figures: Iterable[NamedFigure], folder: Path) -> Iterator[str]:
+def _short_examples(examples: Sequence[Example]) -> list[Example]:
+    """Return the examples whose lengths suit a heat map, or the first one if there is none."""
+
+    def is_short(example: Example) -> bool:
+        return all(tokens.count in EXAMPLE_LENGTHS for tokens in example.streams.values())
+
+    return list(filter(is_short, examples)) or list(examples[:1])
+
+
+def write_figures(figures: Mapping[str, Figure], folder: Path) -> Iterator[str]:
     """Write each figure for light and dark backgrounds as SVG and PNG, and yield the path of the
     light SVG.
     """
-    for name, draw in figures:
-        for theme in FIGURE_THEMES:
+    for name, figure in figures.items():
+        for theme in THEMES:
             for suffix in (".svg", ".png"):
-                save_figure(draw, folder / f"{name}-{theme}{suffix}", theme)
+                save_figure(figure, folder / f"{name}-{theme}{suffix}", theme)
         yield str(folder / f"{name}-light.svg")
 
 
 def _list_figures(
     table: HeadTable, maker: PictureMaker, options: ReportOptions
-) -> Iterator[NamedFigure]:
-    yield "grid", partial(head_figures.draw_head_grid, table)
-    yield "entropy", partial(head_figures.draw_measure_by_layer, table)
+) -> dict[str, Figure]:
+    model = table.model
+    figures = {
+        "grid": table.class_grid(f"{model}: class of every head, {table.texts}"),
+        "entropy": plot_measure_by_layer(table),
+    }
     if pictures := list(_class_pictures(table, maker)):
-        title = f"{table.model}: the top head of each class, each on the text that shows it best"
-        yield (
-            "gallery",
-            partial(
-                draw_gallery, pictures, title, marks="the pairs of tokens that the class is about"
-            ),
-        )
+        title = f"{model}: the top head of each class, each on the text that shows it best"
+        marks = "the pairs of tokens that the class is about"
+        figures["gallery"] = head_gallery(pictures, title, marks)
     if pictures := list(_relation_pictures(table, maker)):
-        title = f"{table.model}: the top head of each dependency relation"
-        yield (
-            "relations",
-            partial(draw_gallery, pictures, title, marks="the dependencies of the relation"),
-        )
+        title = f"{model}: the top head of each dependency relation"
+        figures["relations"] = head_gallery(pictures, title, "the dependencies of the relation")
     if pair := _choose_pair(table, maker, options.head_pair):
-        yield "pair", partial(draw_head_overlay, *pair, f"{table.model}: attention of two heads")
+        figures["pair"] = head_pair_figure(*pair, f"{model}: attention of two heads")
     for location in options.drawn_heads:
         head = table.head(*location)
-        classes = [head_class for head_class in head.classes if head_class.name != UNCLEAR]
-        names = (
-            ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in classes[:3])
-            or "no class"
-        )
+        classes = [one for one in head.classes if one.name != UNCLEAR]
+        names = ", ".join(f"{one.name} {one.score:.2f}" for one in classes[:3]) or "no class"
         name = classes[0].name if classes else ""
         picture = make_picture(maker.trace(0), maker.examples[0], head, name, names)
-        yield (
-            head_file_name(*location),
-            partial(draw_head, picture, f"{table.model}: {head.site} {head.head}"),
-        )
+        title = f"{model}: {head.site} {head.head}"
+        figures[head_file_name(*location)] = head_figure(picture, title)
+    if options.importance is not None:
+        figures["importance"] = plot_importance(options.importance)
+    for number, group in enumerate(options.redundancy.readers if options.redundancy else ()):
+        heads = tuple(table.head(location.site, location.head) for location in group.heads)
+        name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
+        figures[name] = plot_similar_heads(replace(table, heads=heads), group.embedding)
+    return figures
 
 
 def head_file_name(site: str, head: int) -> str:
@@ -221,92 +215,47 @@ def draw_traced_heads(
 
     The folder appears complete or not at all.
     """
-    figures: list[NamedFigure] = []
+    figures: dict[str, Figure] = {}
     model = str(trace.model.get("name") or trace.model.get("class") or "model")
     for site, head in heads:
         layer = trace.get_layer(site)
-        query_words, key_words = (
-            trace.streams[stream][0].words for stream in (layer.query_stream, layer.key_stream)
-        )
         weights = trace.head_weights(site, head)
-        query_words, key_words = query_words[: weights.shape[0]], key_words[: weights.shape[1]]
+        queries = trace.streams[layer.query_stream][0].words[: weights.shape[0]]
+        keys = trace.streams[layer.key_stream][0].words[: weights.shape[1]]
         text = f"text 1 of {layer.batch_size}" if layer.batch_size > 1 else ""
-        picture = HeadPicture(
-            text, "", weights[: len(query_words), : len(key_words)], query_words, key_words
-        )
-        figures.append(
-            (
-                head_file_name(layer.name, head),
-                partial(draw_head, picture, f"{model}: {layer.name} {head}"),
-            )
-        )
+        picture = HeadPicture(text, "", weights[: len(queries), : len(keys)], queries, keys)
+        title = f"{model}: {layer.name} {head}"
+        figures[head_file_name(layer.name, head)] = head_figure(picture, title)
     with stage_folder(folder, HEAD_REPORT, existing) as staged:
         return [str(folder / Path(name).name) for name in write_figures(figures, staged)]
 
 
-def _extra_figures(table: HeadTable, options: ReportOptions) -> Iterator[NamedFigure]:
-    importance, redundancy = options.importance, options.redundancy
-    if importance is not None:
-        names = [f"{head.site} {head.head}" for head in importance.heads]
-        values = [(head.value, head.low, head.high) for head in importance.heads]
-        title = (
-            f"{table.model}: importance of every head for {importance.objective}, "
-            f"{importance.texts} texts"
-        )
-        label = f"importance by {importance.method}"
-        yield (
-            "importance",
-            partial(head_figures.draw_importance_curve, names, values, title, axis_label=label),
-        )
-    for number, group in enumerate(redundancy.readers if redundancy is not None else ()):
-        heads = tuple(table.head(location.site, location.head) for location in group.heads)
-        name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
-        yield (
-            name,
-            partial(head_figures.draw_head_map, replace(table, heads=heads), group.embedding),
-        )
-
-
 def _class_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
-    """The head with the highest score of each class, on the text that shows it best."""
+    """Yield the head with the highest score of each class, on the text that shows it best."""
     for group in CLASS_STYLES:
-        members = [
-            (head_class, head)
-            for head in table.heads
-            for head_class in head.classes
-            if class_group(head_class.name) == group
-        ]
-        if not members or group in ("unclear", "syntactic"):
+        members = table.class_members(group)
+        if not members or group in (UNCLEAR, "syntactic"):
             continue
-        head_class, head = max(members, key=lambda member: member[0].score)
-        picture = maker.picture(
-            head,
-            head_class.name,
-            f"{head_class.name} {head_class.score:.2f}: {head.site} {head.head}",
-        )
+        best, head = members[0]
+        title = f"{best.name} {best.score:.2f}: {head.site} {head.head}"
+        picture = maker.picture(head, best.name, title)
         if picture is not None:
             yield picture
 
 
 def _relation_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
-    """The head with the highest score of each relation, on the text on which it finds the
+    """Yield the head with the highest score of each relation, on the text on which it finds the
     dependencies best.
     """
-    members = [
-        (head_class, head)
-        for head in table.heads
-        for head_class in head.classes
-        if class_group(head_class.name) == "syntactic"
-    ]
     done: set[str] = set()
-    for head_class, head in sorted(members, key=lambda member: -member[0].score):
-        if head_class.name in done or len(done) == MAX_RELATIONS:
+    for best, head in table.class_members("syntactic"):
+        if best.name in done or len(done) == MAX_RELATIONS:
             continue
-        _, relation, _, towards = head_class.name.rsplit(" ", 3)
-        title = f"{relation} to {towards} {head_class.score:.2f}: {head.site} {head.head}"
-        picture = maker.picture(head, head_class.name, title)
+        _, relation, _, towards = best.name.rsplit(" ", 3)
+        title = f"{relation} to {towards} {best.score:.2f}: {head.site} {head.head}"
+        picture = maker.picture(head, best.name, title)
         if picture is not None:
-            done.add(head_class.name)
+            done.add(best.name)
             yield picture
 
 

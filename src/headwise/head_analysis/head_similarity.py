@@ -458,18 +458,18 @@ def average_linkage(distances: DistanceArray) -> list[ClusterMerge]:
     >>> [tuple(merge) for merge in average_linkage(apart)]
     [(0, 1, 1.0), (0, 2, 4.5)]
     """
-    remaining = _check_distances(distances).copy()
-    np.fill_diagonal(remaining, np.inf)
-    size, merges = np.ones(len(remaining)), list[ClusterMerge]()
-    for _ in range(len(remaining) - 1):
-        first, second = divmod(int(remaining.argmin()), len(remaining))
-        merges.append(ClusterMerge(first, second, float(remaining[first, second])))
-        mean = (size[first] * remaining[first] + size[second] * remaining[second]) / (
-            size[first] + size[second]
-        )
-        remaining[first], remaining[:, first] = mean, mean
-        remaining[first, first], remaining[second], remaining[:, second] = np.inf, np.inf, np.inf
-        size[first] += size[second]
+    from scipy.cluster.hierarchy import linkage
+    from scipy.spatial.distance import squareform
+
+    checked = _check_distances(distances)
+    if len(checked) < 2:
+        return []
+    first_members = list(range(len(checked)))
+    merges: list[ClusterMerge] = []
+    for one, other, height, _ in linkage(squareform(checked, checks=False), "average").tolist():
+        members = sorted((first_members[int(one)], first_members[int(other)]))
+        merges.append(ClusterMerge(members[0], members[1], height))
+        first_members.append(members[0])
     return merges
 
 
@@ -554,25 +554,19 @@ def _minimise_stress(
     distances: DistanceArray, points: DistanceArray, max_steps: int
 ) -> PlaneEmbedding:
     """Iterate the Guttman transform; every step lowers the stress."""
-    stress = _stress(distances, points)
-    for _ in range(max_steps):
-        point_distances = np.linalg.norm(points[:, None] - points, axis=-1)
-        ratio = -np.divide(
-            distances, point_distances, out=np.zeros_like(distances), where=point_distances > 0
-        )
+    total = float((distances**2).sum()) or 1.0
+    previous = math.inf
+    for step in range(max_steps + 1):
+        apart = np.linalg.norm(points[:, None] - points, axis=-1)
+        stress = float(np.sqrt(((apart - distances) ** 2).sum() / total))
+        if previous - stress < 1e-10 or step == max_steps:
+            break
+        previous = stress
+        ratio = -np.divide(distances, apart, out=np.zeros_like(distances), where=apart > 0)
         np.fill_diagonal(ratio, 0)
         np.fill_diagonal(ratio, -ratio.sum(1))
         points = ratio @ points / len(distances)
-        previous, stress = stress, _stress(distances, points)
-        if previous - stress < 1e-10:
-            break
     return PlaneEmbedding(points, stress)
-
-
-def _stress(distances: DistanceArray, points: DistanceArray) -> float:
-    point_distances = np.linalg.norm(points[:, None] - points, axis=-1)
-    total = float((distances**2).sum())
-    return float(np.sqrt(((point_distances - distances) ** 2).sum() / total)) if total else 0.0
 
 
 def _canonical_orientation(points: DistanceArray) -> DistanceArray:

@@ -1,54 +1,61 @@
-"""The heads of a model with their measures and classes: rows of a table, plain values, and files of
-both; and the importance of every head, as one result.
+"""The heads of a model with their measures, classes and importance: rows of a table, plain values,
+and files of both.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import SpecError
+from ..errors import SpecError, pluralise
 from ..files import write_atomically
 from ..output_paths import FileKind, check_output
+from ..report.data import Column, Estimate as Measure, Figure, HeatMap, Table
+from ..report.numbers import format_p
+from ..report.render import colour_text, note_lines, to_csv, to_json, to_plain, to_text
+from ..report.text import wrap
 
-CSV_COLUMNS = (
-    *("site", "stack", "kind", "layer", "head", "kv", "class", "measure"),
-    *("value", "low", "high", "chance", "rows", "p"),
-)
+# Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes
+# classes without colour.
+CLASS_STYLES: Mapping[str, tuple[str, str]] = {
+    "sink": ("K", "#999999"),
+    "positional": ("P", "#56B4E9"),
+    "syntactic": ("S", "#009E73"),
+    "rare-token": ("R", "#CC79A7"),
+    "induction": ("I", "#D55E00"),
+    "duplicate": ("D", "#E69F00"),
+    "separator": ("E", "#7A7ACF"),
+    "punctuation": ("T", "#B58B5A"),
+    "alignment": ("A", "#0072B2"),
+    "broad": ("B", "#F0E442"),
+    "neighbour": ("N", "#44AA99"),
+    "row": ("H", "#882255"),
+    "column": ("V", "#117733"),
+    "unclear": ("·", ""),
+}
+CLASS_GROUPS = {
+    "offset": "positional",
+    "previous": "positional",
+    "self": "positional",
+    "next": "positional",
+    "first": "sink",
+}
+HEADS_PER_CLASS = 2  # heads listed for each class
+INTERVAL_NOTE = "low and high: 95 % interval"
 
 
-class Measure(NamedTuple):
-    """A value with its confidence interval and the value expected by chance.
+def class_group(name: str) -> str:
+    """Return the group of a class, which has one letter and one colour.
 
-    `rows` is the number of rows (dependencies, alignment links) that the value averages. `p` is the
-    one-sided p-value of the excess over chance, not corrected; NaN if it was not tested.
+    >>> class_group("syntactic det to its governor"), class_group("previous")
+    ('syntactic', 'positional')
     """
-
-    value: float
-    low: float
-    high: float
-    chance: float
-    rows: float = math.nan
-    p: float = math.nan
-
-    @property
-    def is_above_chance(self) -> bool:
-        """True if the lower end of the interval is above chance."""
-        return self.low > self.chance
-
-    @property
-    def data(self) -> dict[str, float | None]:
-        """Dictionary of plain values; NaN (nothing was counted) becomes None."""
-        return {
-            name: None if math.isnan(value) else value for name, value in self._asdict().items()
-        }
+    first = name.partition(" ")[0]
+    return CLASS_GROUPS.get(first, first)
 
 
 class HeadClass(NamedTuple):
@@ -77,6 +84,17 @@ class HeadMeasures:
     classes: tuple[HeadClass, ...] = ()
 
     @property
+    def group(self) -> str:
+        """Group of the first class."""
+        return class_group(self.classes[0].name) if self.classes else "unclear"
+
+    @property
+    def letter(self) -> str:
+        """Letter of the first class, in lower case if its score is below 0.5."""
+        letter = CLASS_STYLES[self.group][0] if self.group in CLASS_STYLES else "?"
+        return letter if not self.classes or self.classes[0].score >= 0.5 else letter.lower()
+
+    @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
         return {
@@ -92,8 +110,9 @@ class HeadMeasures:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """Every measured head of a model, the data it was measured on, and notes on
-    what was left out.
+    """Every measured head of a model, the data it was measured on, and notes on what was left out.
+
+    Prints as a grid of the heads' classes and the heads with the highest scores in each class.
     """
 
     model: str
@@ -106,18 +125,75 @@ class HeadTable:
         return replace(self, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
-        from .head_figures import format_head_table
+        return self.to_text()
 
-        return format_head_table(self)
+    def to_text(self, colour: bool = False) -> str:
+        """Return the table for a terminal; `colour` allows ANSI colours."""
+        lines = [to_text(self.class_grid(), colour=colour), *self._top_heads(colour)]
+        return "\n".join([*lines, *note_lines(self.notes)])
+
+    def class_grid(self, title: str = "") -> Figure:
+        """Return every head of every layer as a cell with the letter and colour of its class.
+
+        A stronger colour is a higher score.
+        """
+        num_heads = max(head.head for head in self.heads) + 1
+        shape = (len(self.sites), num_heads)
+        texts = [[" "] * num_heads for _ in self.sites]
+        colours = [[""] * num_heads for _ in self.sites]
+        strengths = [[1.0] * num_heads for _ in range(shape[0])]
+        for head in self.heads:
+            row = self.sites.index(head.site)
+            texts[row][head.head] = head.letter
+            colours[row][head.head] = CLASS_STYLES.get(head.group, ("?", "muted"))[1]
+            if head.group != "unclear":
+                strengths[row][head.head] = 0.35 + 0.65 * head.classes[0].score
+        columns = [str(n) for n in range(num_heads)]
+        style: dict[str, Any] = {"texts": texts, "colours": colours}
+        grid = HeatMap(strengths, self.sites, columns, x_label="head", **style)
+        note = "class with the highest score; a stronger colour, or a capital, is a higher score"
+        heading = title or f"{self.model}, {self.texts}"
+        return Figure(heading, [grid], self.class_legend, legend_title=note)
+
+    @property
+    def class_legend(self) -> dict[str, str]:
+        """Letter and name of each class of the table -> its colour."""
+        groups = {head.group for head in self.heads}
+        styles = {group: style for group, style in CLASS_STYLES.items() if group in groups}
+        return {f"{letter} {name}": colour or "empty" for name, (letter, colour) in styles.items()}
+
+    def class_members(self, group: str) -> list[tuple[HeadClass, HeadMeasures]]:
+        """Return the classes of a group with their heads, the highest score first."""
+        members: list[tuple[HeadClass, HeadMeasures]] = []
+        for head in self.heads:
+            members += [(one, head) for one in head.classes if class_group(one.name) == group]
+        return sorted(members, key=lambda member: -member[0].score)
+
+    def _top_heads(self, colour: bool) -> Iterator[str]:
+        for group, (letter, shade) in CLASS_STYLES.items():
+            members = [] if group == "unclear" else self.class_members(group)
+            if not members:
+                continue
+            count = pluralise(len({id(head) for _, head in members}), "head")
+            name = f"{letter}  {group}"
+            yield f"\n{colour_text(name, shade) if colour else name}: {count}"
+            for one, head in members[:HEADS_PER_CLASS]:
+                line = f"{head.site} {head.head}: {one.name} {one.score:.2f}, {one.evidence}"
+                yield "\n".join(wrap(line, indent="   "))
+
+    def ranking(self, measure: str) -> Table:
+        """Return the heads by decreasing value of a measure, with its interval and chance."""
+        rows: list[tuple[Any, ...]] = []
+        for head in self.sorted_by(measure):
+            classes = ", ".join(f"{one.name} {one.score:.2f}" for one in head.classes[:2])
+            rows.append((head.site, head.head, *head.measures[measure][:4], classes))
+        columns = ("site", "head", measure, "low", "high", "chance", "classes")
+        title = f"{self.model}, {self.texts}; {INTERVAL_NOTE}"
+        return Table(title, columns, rows, self.notes)
 
     def head(self, site: str, number: int) -> HeadMeasures:
         """Return head `number` of the site named `site`; raise ValueError if the table has none."""
-        matches = [head for head in self.heads if (head.site, head.head) == (site, number)]
-        if not matches:
-            raise ValueError(
-                f"the table has no head {number} of {site!r}; its sites are {', '.join(self.sites)}"
-            )
-        return matches[0]
+        return _find_head(self.heads, site, number)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -131,9 +207,7 @@ class HeadTable:
             raise ValueError(
                 f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(measures)}"
             )
-        return tuple(
-            sorted(self.heads, key=lambda head: -_finite_or_last(head.measures[measure].value))
-        )
+        return tuple(sorted(self.heads, key=lambda head: _descending(head.measures[measure].value)))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -143,30 +217,33 @@ class HeadTable:
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Write the table to a .json file with `data`, or to a .csv file."""
-        save_table(path, self.data, self.to_csv, overwrite=overwrite)
+        save_table(path, self, overwrite=overwrite)
 
     def to_csv(self) -> str:
-        """The table as CSV: one line for each measure of each head, with its interval and its
-        chance level.
+        """Return CSV with one line for each measure of each head.
 
         `class` is the likeliest class of the head. What was not measured, or not tested, is an
         empty field.
         """
-        buffer = io.StringIO()
-        writer = csv.writer(buffer)
-        writer.writerow(CSV_COLUMNS)
+        columns = ("site", "stack", "kind", "layer", "head", "kv", "class", "measure")
+        rows: list[tuple[Any, ...]] = []
         for head in self.heads:
             best = head.classes[0].name if head.classes else ""
             place = (head.site, head.stack, head.kind, head.layer, head.head, head.kv, best)
-            for name, measure in head.measures.items():
-                writer.writerow(
-                    [*place, name, *("" if math.isnan(value) else value for value in measure)]
-                )
-        return buffer.getvalue()
+            rows += [(*place, name, *measure) for name, measure in head.measures.items()]
+        return to_csv(Table("", (*columns, *Measure._fields), rows))
 
 
-def _finite_or_last(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
+def _find_head(heads: Sequence[Any], site: str, number: int) -> Any:
+    for head in heads:
+        if (head.site, head.head) == (site, number):
+            return head
+    sites = ", ".join(dict.fromkeys(head.site for head in heads))
+    raise ValueError(f"there is no head {number} of {site!r} here; the sites are {sites}")
+
+
+def _descending(value: float) -> float:
+    return math.inf if math.isnan(value) else -value
 
 
 # --- Names of heads -------------------------------------------------------------------------------
@@ -233,7 +310,6 @@ def _layer_letter(layer: LayerName) -> str:
 
 # --- Files of tables ------------------------------------------------------------------------------
 
-TABLE_SUFFIXES = (".json", ".csv")
 TABLE_NAME = "table of heads"
 # The first key of the .json files, and the first column names of both kinds of .csv files.
 TABLE_FILE = FileKind(
@@ -243,25 +319,21 @@ TABLE_FILE = FileKind(
 
 
 def save_table(
-    path: Path | str, data: Mapping[str, Any], to_csv: Callable[[], str], *, overwrite: bool = False
+    path: Path | str, table: HeadTable | ImportanceResult, *, overwrite: bool = False
 ) -> None:
     """Write a table as .json or .csv; the file appears complete or not at all."""
     suffix = Path(path).suffix
-    if suffix not in TABLE_SUFFIXES:
-        suffixes = ", ".join(TABLE_SUFFIXES)
-        raise SpecError(
-            f"cannot save heads to {path}: its suffix is {suffix!r}; use one of {suffixes}"
-        )
+    if suffix not in (".json", ".csv"):
+        fact = f"cannot save heads to {path}: its suffix is {suffix!r}"
+        raise SpecError(f"{fact}; use one of .json, .csv")
     target = check_output(path, TABLE_FILE, "overwrite" if overwrite else "refuse")
-    if suffix == ".csv":
-        write_atomically(target, to_csv().encode())
-        return
-    document = {"format": TABLE_NAME} | dict(data)
-    write_atomically(target, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    text = table.to_csv() if suffix == ".csv" else to_json({"format": TABLE_NAME} | table.data)
+    write_atomically(target, text.encode())
 
+
+# --- Importance -----------------------------------------------------------------------------------
 
 SIGNIFICANCE_LEVEL = 0.05  # largest corrected p-value of a significant head
-IMPORTANCE_COLUMNS = ("site", "head", "importance", "low", "high", "corrected p")
 
 
 @dataclass(frozen=True)
@@ -286,17 +358,8 @@ class HeadImportance:
 
     @property
     def measure(self) -> Measure:
-        """The importance as a `Measure`, whose chance level is 0."""
+        """The importance as a `Measure` whose chance level is 0."""
         return Measure(self.value, self.low, self.high, 0.0)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values; NaN becomes None."""
-        fields = asdict(self)
-        return {
-            name: None if isinstance(value, float) and math.isnan(value) else value
-            for name, value in fields.items()
-        }
 
 
 @dataclass(frozen=True)
@@ -316,63 +379,36 @@ class ImportanceResult:
 
     def head(self, site: str, number: int) -> HeadImportance:
         """Return head `number` of the site named `site`; raise ValueError if it was not rated."""
-        matches = [head for head in self.heads if (head.site, head.head) == (site, number)]
-        if not matches:
-            sites = ", ".join(dict.fromkeys(head.site for head in self.heads))
-            raise ValueError(
-                f"head {number} of {site!r} was not rated; the rated sites are {sites}"
-            )
-        return matches[0]
+        return _find_head(self.heads, site, number)
+
+    @property
+    def table(self) -> Table:
+        """The heads by decreasing importance."""
+        columns = ("site", "head", "importance", "low", "high", Column("corrected p", format_p))
+        heads = self.by_importance
+        rows = [(one.site, one.head, one.value, one.low, one.high, one.level) for one in heads]
+        title = (
+            f"{self.model}, {self.texts} texts: importance by {self.method} for {self.objective}"
+        )
+        return Table(f"{title}; {INTERVAL_NOTE}", columns, rows, self.notes)
 
     def __str__(self) -> str:
-        from .measure_tables import format_importance
-
-        return format_importance(self)
+        return to_text(self.table)
 
     @property
     def by_importance(self) -> tuple[HeadImportance, ...]:
         """The heads by decreasing importance; heads with NaN come last."""
-        return tuple(
-            sorted(self.heads, key=lambda head: math.inf if math.isnan(head.value) else -head.value)
-        )
-
-    @property
-    def significant_heads(self) -> tuple[HeadImportance, ...]:
-        """Heads whose corrected p-value is below `SIGNIFICANCE_LEVEL`."""
-        return tuple(head for head in self.heads if head.level < SIGNIFICANCE_LEVEL)
+        return tuple(sorted(self.heads, key=lambda head: _descending(head.value)))
 
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
-        return {
-            "model": self.model,
-            "method": self.method,
-            "objective": self.objective,
-            "texts": self.texts,
-            "heads": [head.data for head in self.heads],
-            "notes": list(self.notes),
-        }
+        return to_plain(self)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the result to a .json file with `data`, or to a .csv file with one line for each
-        head.
-        """
-        save_table(path, self.data, self.to_csv, overwrite=overwrite)
+        """Write the result to a .json file with `data`, or to a .csv file."""
+        save_table(path, self, overwrite=overwrite)
 
     def to_csv(self) -> str:
-        """The result as CSV, the most important head first; what was not tested
-        is an empty field.
-        """
-        buffer = io.StringIO()
-        writer = csv.writer(buffer)
-        writer.writerow(IMPORTANCE_COLUMNS)
-        for head in self.by_importance:
-            numbers = (*head.measure[:3], head.level)
-            writer.writerow(
-                [
-                    head.site,
-                    head.head,
-                    *("" if math.isnan(number) else number for number in numbers),
-                ]
-            )
-        return buffer.getvalue()
+        """Return CSV, the most important head first; what was not tested is an empty field."""
+        return to_csv(self.table)

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -277,46 +276,33 @@ def rate_heads(
     located_sites: Sequence[SiteModule],
     units: Sequence[ImportanceSums],
     options: ImportanceOptions,
-    tested: str,
+    is_tested: bool,
 ) -> tuple[HeadImportance, ...]:
     """Turn the sums of all units (texts or batches) into the importance of every head, with
     intervals and p-values.
 
-    `tested` "t-test" tests whether the importance is 0, "none" leaves p-values NaN. Sites that some
-    unit does not reach are left out.
+    With `is_tested`, a t test asks whether the importance is 0; else p-values are NaN. Sites that
+    some unit does not reach are left out.
     """
-    modules = [
-        module for module in located_sites if all(module.site.name in unit for unit in units)
-    ]
-    means = {
-        module.site.name: Jackknife.of_ratio(
-            *stack_texts([unit[module.site.name] for unit in units])
-        )
-        for module in modules
-    }
-    p_by_site = [
-        mean.p_values() if tested == "t-test" else np.full_like(mean.value, math.nan)
-        for mean in means.values()
-    ]
-    p = np.concatenate([*p_by_site, np.empty(0)])
-    tests = iter(
-        zip(p, correct_p_values(p, options.correction), strict=True)
-    )  # in the order of the heads below
-    heads: list[HeadImportance] = []
+    modules = [one for one in located_sites if all(one.site.name in unit for unit in units)]
+    means: list[Jackknife] = []
+    p_values: list[Array] = [np.empty(0)]
     for module in modules:
-        score = means[module.site.name].map(partial(_normalise_scores, options=options))
-        rows = zip(score.value, *score.interval(), tests, strict=False)
-        heads += [_rate_head(module, len(score.value), head, row) for head, row in enumerate(rows)]
+        mean = Jackknife.of_ratio(*stack_texts([unit[module.site.name] for unit in units]))
+        means.append(mean)
+        p_values.append(mean.p_values() if is_tested else np.full_like(mean.value, math.nan))
+    p = np.concatenate(p_values)
+    tests = zip(p.tolist(), correct_p_values(p, options.correction).tolist(), strict=True)
+    heads: list[HeadImportance] = []
+    for module, mean in zip(modules, means, strict=True):
+        site = module.site
+        score = mean.map(partial(_normalise_scores, options=options))
+        group = max(1, len(score.value) // max(1, site.kv))
+        columns = (score.value.tolist(), *(end.tolist() for end in score.interval()))
+        for head, (value, low, high) in enumerate(zip(*columns, strict=True)):
+            place = (site.name, site.stack, site.kind, site.layer, head, head // group)
+            heads.append(HeadImportance(*place, value, low, high, *next(tests)))
     return tuple(heads)
-
-
-def _rate_head(
-    module: SiteModule, num_heads: int, head: int, row: tuple[Any, ...]
-) -> HeadImportance:
-    site, (value, low, high, (p, level)) = module.site, row
-    kv = head // max(1, num_heads // max(1, site.kv))
-    numbers = (float(value), float(low), float(high), float(p), float(level))
-    return HeadImportance(site.name, site.stack, site.kind, site.layer, head, kv, *numbers)
 
 
 def _normalise_scores(scores: Array, options: ImportanceOptions) -> Array:
@@ -326,7 +312,6 @@ def _normalise_scores(scores: Array, options: ImportanceOptions) -> Array:
 
 
 CheckTime = Callable[[], None]
-GRANULARITIES = ("paper", "code", "bertology")
 
 
 class TimeLimitReached(Exception):
@@ -369,56 +354,51 @@ class ImportanceInput(NamedTuple):
         return float(self.value(self.run.run_with_hooks(hooks)))
 
 
-class ImportanceMethod(ABC):
-    """Interface of importance methods.
+Estimate = Callable[[Sequence[ImportanceInput], CheckTime], ImportanceSums]
+
+
+@dataclass(frozen=True)
+class ImportanceMethod:
+    """A method: a function from texts to sums for the heads of every site, and counts to divide by.
 
     - `needs_gradient`: whether it needs gradients of the objective.
-    - `significance_test`: "t-test" if its values can have either sign, so that 0 can be tested;
-      else "none".
+    - `is_tested`: whether its values can have either sign, so that a t test of 0 makes sense.
     - `measured_quantity`: what it measures if it does not use an objective.
-    - `notes`: added to the notes of every result.
+    - `note`: added to the notes of every result.
     - `batch_size`: texts per call of `estimate`.
+    - `unsupported_reason`: why the method cannot be used on a model; empty if it can.
     """
 
     name: str
-    needs_gradient: ClassVar[bool] = False
-    significance_test: ClassVar[str] = "none"
-    measured_quantity: ClassVar[str] = ""
-    notes: ClassVar[tuple[str, ...]] = ()
+    estimate: Estimate
+    needs_gradient: bool = False
+    is_tested: bool = False
+    measured_quantity: str = ""
+    note: str = ""
     batch_size: int = 1
-
-    def unsupported_reason(self, model: nn.Module) -> str:
-        """Reason why the method cannot be used on this model; empty if it can."""
-        return ""
-
-    @abstractmethod
-    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        """Return sums over these texts for the heads of every site, and the counts to divide them
-        by.
-        """
+    unsupported_reason: Callable[[nn.Module], str] = lambda _: ""
 
 
-@dataclass(frozen=True)
-class LeaveOneOut(ImportanceMethod):
+def leave_one_out(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
     """Increase of the objective when a single head is ablated; positive if the head helps
     (1905.10650).
     """
-
-    name = "leave-one-out"
-    significance_test = "t-test"
-
-    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        text = texts[0]
-        baseline, changes = float(text.value(text.run.baseline_outputs)), dict[str, list[float]]()
-        for site, count in text.run.head_counts.items():
-            for head in range(count):
-                check_time()
-                changes.setdefault(site, []).append(text.value_without({site: [head]}) - baseline)
-        return {site: _as_single_mean(np.array(values)) for site, values in changes.items()}
+    text = texts[0]
+    baseline = float(text.value(text.run.baseline_outputs))
+    changes: dict[str, list[float]] = {}
+    for site, count in text.run.head_counts.items():
+        for head in range(count):
+            check_time()
+            changes.setdefault(site, []).append(text.value_without({site: [head]}) - baseline)
+    return {site: _as_single_mean(np.array(values)) for site, values in changes.items()}
 
 
-@dataclass(frozen=True)
-class ShapleyValue(ImportanceMethod):
+def shapley_value(
+    texts: Sequence[ImportanceInput],
+    check_time: CheckTime,
+    num_permutations: int = 1,
+    seed: int = 0,
+) -> ImportanceSums:
     """Shapley value (2210.05709): mean contribution of a head to the active heads, over random
     orders of ablation.
 
@@ -426,182 +406,117 @@ class ShapleyValue(ImportanceMethod):
     does not. Each text samples `num_permutations` orders of its own. The values of all heads sum
     exactly to the increase of the objective when all heads are ablated.
     """
-
-    name = "shapley"
-    significance_test = "t-test"
-    num_permutations: int = 1
-    seed: int = 0
-
-    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        text = texts[0]
-        heads = [
-            (site, head) for site, count in text.run.head_counts.items() for head in range(count)
-        ]
-        values = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
-        generator = np.random.default_rng((self.seed, text.index))
-        baseline = float(text.value(text.run.baseline_outputs))
-        for _ in range(self.num_permutations):
-            ablated, before = dict[str, list[int]](), baseline
-            for site, head in (heads[n] for n in generator.permutation(len(heads))):
-                check_time()
-                ablated.setdefault(site, []).append(head)
-                after = text.value_without(ablated)
-                values[site][head] += (after - before) / self.num_permutations
-                before = after
-        return {site: _as_single_mean(sums) for site, sums in values.items()}
-
-
-@dataclass(frozen=True)
-class GradientTimesActivation(ImportanceMethod):
-    """Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h
-    (1905.10650).
-
-    - `granularity="paper"`: absolute value of the sum over the tokens of a text, averaged over
-      texts.
-    - `granularity="code"`: as in the authors' code, sum of the absolute values of single tokens,
-      averaged over tokens.
-      With `last_layer="texts"`, as in their code for BERT, the last layer is averaged over texts
-      instead.
-    - `granularity="bertology"`: as in transformers, absolute value of the sum over a batch of
-      `batch_size` texts with
-      one mean loss, over the number of tokens.
-    """
-
-    granularity: str = "paper"
-    batch_size: int = 1
-    last_layer: str = "tokens"
-    needs_gradient = True
-
-    def __post_init__(self) -> None:
-        if self.last_layer not in ("tokens", "texts") or (
-            self.last_layer == "texts" and self.granularity != "code"
-        ):
-            raise ValueError(
-                f"cannot use last_layer={self.last_layer!r}: 'texts' needs granularity='code'"
-            )
-        if self.granularity not in GRANULARITIES:
-            raise ValueError(
-                f"unknown granularity={self.granularity!r}; "
-                f"{suggest(self.granularity, GRANULARITIES)}"
-            )
-        if self.batch_size != 1 and (self.granularity != "bertology" or self.batch_size < 1):
-            fact = f"batch_size={self.batch_size} needs granularity='bertology' and at least 1 text"
-            raise ValueError(f"cannot sum over batches: {fact}; leave batch_size out")
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """Name in `IMPORTANCE_METHODS`."""
-        suffix = "bert" if self.last_layer == "texts" else self.granularity
-        return "michel" if self.granularity == "paper" else f"michel-{suffix}"
-
-    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        if self.granularity == "bertology":
-            return self._estimate_batch(texts, check_time)
-        per_token = {
-            site: gradient.per_token
-            for site, gradient in compute_activation_gradients(texts[0]).items()
-        }
-        if self.granularity == "paper":
-            return {
-                site: _as_single_mean(np.abs(values.sum(0))) for site, values in per_token.items()
-            }
-        last = list(per_token)[-1] if self.last_layer == "texts" else ""
-        counts = {site: 1 if site == last else len(values) for site, values in per_token.items()}
-        return {
-            site: (np.abs(values).sum(0), np.full(values.shape[1], counts[site]))
-            for site, values in per_token.items()
-        }
-
-    def _estimate_batch(
-        self, texts: Sequence[ImportanceInput], check_time: CheckTime
-    ) -> ImportanceSums:
-        num_targets = sum(text.evaluation.num_targets for text in texts)
-        sums, tokens = dict[str, np.ndarray](), dict[str, int]()
-        for text in texts:
+    text = texts[0]
+    heads: list[tuple[str, int]] = []
+    for site, count in text.run.head_counts.items():
+        heads += [(site, head) for head in range(count)]
+    values = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
+    generator = np.random.default_rng((seed, text.index))
+    baseline = float(text.value(text.run.baseline_outputs))
+    for _ in range(num_permutations):
+        ablated: dict[str, list[int]] = {}
+        before = baseline
+        for n in generator.permutation(len(heads)):
             check_time()
-            for site, gradient in compute_activation_gradients(text).items():
-                share = gradient.per_token.sum(0) * text.evaluation.num_targets / num_targets
-                sums[site] = sums.get(site, 0) + share
-                tokens[site] = tokens.get(site, 0) + len(gradient.per_token)
-        return {
-            site: (np.abs(values), np.full(len(values), float(tokens[site])))
-            for site, values in sums.items()
-        }
+            site, head = heads[n]
+            ablated.setdefault(site, []).append(head)
+            after = text.value_without(ablated)
+            values[site][head] += (after - before) / num_permutations
+            before = after
+    return {site: _as_single_mean(sums) for site, sums in values.items()}
 
 
-@dataclass(frozen=True)
-class TaylorExpansion(ImportanceMethod):
-    """First-order estimate of leave-one-out, -z_h . dL/dz_h summed over a text.
+# Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h
+# (1905.10650), in four forms; and the first-order estimate of leave-one-out (1611.06440).
 
-    With `quantity="size"` it is the absolute value of its mean over tokens and channels
-    (1611.06440).
+
+def michel(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+    """Absolute value of gradient times activation, summed over a text, averaged over texts."""
+    gradients = compute_activation_gradients(texts[0])
+    return {site: _as_single_mean(np.abs(one.sum(0))) for site, (one, _) in gradients.items()}
+
+
+def michel_code(
+    texts: Sequence[ImportanceInput], check_time: CheckTime, last_over_texts: bool = False
+) -> ImportanceSums:
+    """Absolute values of single tokens, averaged over tokens, as in the authors' code.
+
+    With `last_over_texts`, as in their code for BERT, the last layer is averaged over texts.
     """
-
-    quantity: str = "change"
-    needs_gradient = True
-
-    def __post_init__(self) -> None:
-        if self.quantity not in ("change", "size"):
-            raise ValueError(
-                f"unknown quantity={self.quantity!r}; {suggest(self.quantity, ('change', 'size'))}"
-            )
-
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """Name in `IMPORTANCE_METHODS`."""
-        return "taylor" if self.quantity == "change" else "taylor-size"
-
-    @property
-    def significance_test(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """The signed estimate is tested, its size is not."""
-        return "t-test" if self.quantity == "change" else "none"
-
-    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        gradients = compute_activation_gradients(texts[0])
-        if self.quantity == "change":
-            return {
-                site: _as_single_mean(-gradient.per_token.sum(0))
-                for site, gradient in gradients.items()
-            }
-        return {
-            site: _as_single_mean(np.abs(gradient.per_token.mean(0)) / gradient.head_dim)
-            for site, gradient in gradients.items()
-        }
+    gradients = compute_activation_gradients(texts[0])
+    last = list(gradients)[-1] if last_over_texts else ""
+    sums: dict[str, tuple[Array, Array]] = {}
+    for site, (per_token, _) in gradients.items():
+        count = 1 if site == last else len(per_token)
+        sums[site] = (np.abs(per_token).sum(0), np.full(per_token.shape[1], count))
+    return sums
 
 
-class ActivationGradient(NamedTuple):
-    """z_h . dL/dz_h at each token, [tokens, heads], and the width of a head."""
+def michel_batch(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+    """Absolute value of the sum over a batch with one mean loss, over the number of tokens, as in
+    the script of transformers for BERT.
+    """
+    num_targets = sum(text.evaluation.num_targets for text in texts)
+    sums: dict[str, Array] = {}
+    tokens: dict[str, int] = {}
+    for text in texts:
+        check_time()
+        share = text.evaluation.num_targets / num_targets
+        for site, (per_token, _) in compute_activation_gradients(text).items():
+            sums[site] = sums.get(site, 0) + per_token.sum(0) * share
+            tokens[site] = tokens.get(site, 0) + len(per_token)
+    return {
+        site: (np.abs(values), np.full(len(values), float(tokens[site])))
+        for site, values in sums.items()
+    }
 
-    per_token: np.ndarray
-    head_dim: int
+
+def taylor(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+    """First-order estimate of leave-one-out, -z_h . dL/dz_h summed over a text."""
+    gradients = compute_activation_gradients(texts[0])
+    return {site: _as_single_mean(-one.sum(0)) for site, (one, _) in gradients.items()}
 
 
-def compute_activation_gradients(text: ImportanceInput) -> dict[str, ActivationGradient]:
-    """Gradient times activation of every head of every site that the text reaches."""
+def taylor_size(texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+    """Absolute value of the mean of z_h . dL/dz_h over tokens and channels (1611.06440)."""
+    gradients = compute_activation_gradients(texts[0])
+    return {
+        site: _as_single_mean(np.abs(per_token.mean(0)) / head_dim)
+        for site, (per_token, head_dim) in gradients.items()
+    }
+
+
+def shapley_method(num_permutations: int = 1, seed: int = 0) -> ImportanceMethod:
+    """Return the method of `shapley_value` with these options."""
+    estimate = partial(shapley_value, num_permutations=num_permutations, seed=seed)
+    return ImportanceMethod("shapley", estimate, is_tested=True)
+
+
+def michel_batch_method(batch_size: int = 8) -> ImportanceMethod:
+    """Return the method of `michel_batch` with this number of texts in a batch."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} is too small; give 1 or more")
+    gradient: dict[str, Any] = {"needs_gradient": True, "batch_size": batch_size}
+    return ImportanceMethod("michel-bertology", michel_batch, **gradient)
+
+
+def compute_activation_gradients(text: ImportanceInput) -> dict[str, tuple[Array, int]]:
+    """Return z_h . dL/dz_h at each token, [tokens, heads], and the width of a head, by site that the
+    text reaches.
+    """
     captures = {module.site.name: HeadOutputCapture() for module in text.run.sites}
     with torch.enable_grad():
         value = text.value(text.run.run_with_gradients(captures))
         outputs = [z for capture in captures.values() for z in capture.outputs]
-        grads = iter(torch.autograd.grad(value, outputs, allow_unused=True))
-    return {
-        name: _activation_gradient([(z, next(grads)) for z in capture.outputs])
-        for name, capture in captures.items()
-        if capture.outputs
-    }
+        grads = iter(torch.autograd.grad(value, outputs, materialize_grads=True))
+    found: dict[str, tuple[Array, int]] = {}
+    for name, capture in captures.items():
+        products = [(z * next(grads)).sum(-1).flatten(0, -2) for z in capture.outputs]
+        if products:
+            per_token = torch.cat(products).detach().double().cpu().numpy()
+            found[name] = (per_token, capture.outputs[0].shape[-1])
+    return found
 
 
-def _activation_gradient(
-    outputs_and_grads: Sequence[tuple[Tensor, Tensor | None]],
-) -> ActivationGradient:
-    """Concatenate the tokens of all calls of a site."""
-    per_call = [
-        (z * (torch.zeros_like(z) if grad is None else grad)).sum(-1).flatten(0, -2)
-        for z, grad in outputs_and_grads
-    ]
-    return ActivationGradient(
-        torch.cat(per_call).detach().double().cpu().numpy(), outputs_and_grads[0][0].shape[-1]
-    )
-
-
-def _as_single_mean(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _as_single_mean(sums: Array) -> tuple[Array, Array]:
     return sums, np.ones(len(sums))

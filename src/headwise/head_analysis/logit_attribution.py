@@ -4,6 +4,7 @@ text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from ..inspect.hooks import ModelRun, ObservedCall
 from ..inspect.model_inputs import prepare_inputs
 from ..models import Transformer
 from ..models.feed_forward import NormLayer
+from ..report.data import Table
+from ..report.render import to_text
 from .head_circuits import get_circuits
 from .random_baseline import as_native_model
 
@@ -46,19 +49,32 @@ class LogitAttribution:
     heads: tuple[LogitShare, ...]
     words: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        from .measure_tables import format_logit_shares
+    @property
+    def table(self) -> Table:
+        """The contributions, the largest first."""
+        tokens = [one for one in (self.token, self.baseline) if one is not None]
+        words = [repr(word) for word in self.words] or [""] * len(tokens)
+        names = [f"token {one} {word}".strip() for one, word in zip(tokens, words, strict=True)]
+        rows = [(share.site, share.head, share.value) for share in self.by_size]
+        rows += [("no head", None, self.rest), ("sum", None, self.logit)]
+        title = f"logit of {' minus '.join(names)} at position {self.position}"
+        return Table(title, ("site", "head", "added"), rows)
 
-        return format_logit_shares(self)
+    def __str__(self) -> str:
+        return to_text(self.table)
 
     @property
     def data(self) -> dict[str, Any]:
         """The attribution as plain values, the largest contribution first."""
-        fields = {
-            name: getattr(self, name)
-            for name in ("position", "token", "baseline", "logit", "rest", "words")
+        return {
+            "position": self.position,
+            "token": self.token,
+            "baseline": self.baseline,
+            "logit": self.logit,
+            "rest": self.rest,
+            "words": self.words,
+            "heads": [share._asdict() for share in self.by_size],
         }
-        return fields | {"heads": [share._asdict() for share in self.by_size]}
 
     @property
     def by_size(self) -> list[LogitShare]:
@@ -102,22 +118,13 @@ def attribute_logit(
     stack = _check_residual_stream(net)
     circuits = get_circuits(net)
     hooks = {name: _OutputHook() for name in circuits}
-    final: list[Tensor] = []
-    handle = (stack.norm or net.head[net.spec.heads[0].name]).register_forward_pre_hook(
-        lambda _, args: final.append(args[0])
-    )
-    try:
-        logits = ModelRun(net, prepare_inputs(net, ids, 0)).run_with_hooks(
-            require_ability(net, "ablate"), hooks
-        )
-    finally:
-        handle.remove()
+    logits, final = _run_to_head(net, stack, ids, hooks)
     count = logits.shape[1]
     if not -count <= position < count:
         raise ValueError(f"there is no position {position}; give one in 0..{count - 1}")
     explained = logits[0, position].double()
     chosen = int(explained.argmax()) if token is None else token
-    direction = _direction(net, final[0][0, position].double(), chosen, baseline)
+    direction = _direction(net, final[position], chosen, baseline)
     shares: list[LogitShare] = []
     for layer in stack.blocks:
         site = f"{layer.name}.attention"
@@ -149,6 +156,23 @@ class _OutputHook:
     def on_head_outputs(self, outputs: Tensor) -> None:
         """Keep the outputs of the first text."""
         self.outputs = outputs[0].detach()
+
+
+def _run_to_head(
+    net: Transformer, stack: Any, inputs: Any, hooks: Mapping[str, _OutputHook]
+) -> tuple[Tensor, Tensor]:
+    """Run a model with hooks; return its outputs, and the last states before its final norm,
+    [tokens, model], in float64.
+    """
+    final: list[Tensor] = []
+    module = stack.norm or net.head[net.spec.heads[0].name]
+    handle = module.register_forward_pre_hook(lambda _, args: final.append(args[0]))
+    try:
+        run = ModelRun(net, prepare_inputs(net, inputs, 0))
+        outputs = run.run_with_hooks(require_ability(net, "ablate"), hooks)
+    finally:
+        handle.remove()
+    return outputs, final[-1][0].double()
 
 
 def _check_residual_stream(net: Transformer) -> Any:
@@ -249,16 +273,8 @@ def attribute_all_logits(
     net = as_native_model(model).eval()
     stack, layer = _find_writing_layer(net, site)
     output_head = net.spec.heads[0]
-    hook, final = _OutputHook(), list[Tensor]()
-    handle = (stack.norm or net.head[output_head.name]).register_forward_pre_hook(
-        lambda _, args: final.append(args[0])
-    )
-    try:
-        ModelRun(net, prepare_inputs(net, inputs, 0)).run_with_hooks(
-            require_ability(net, "ablate"), {site: hook}
-        )
-    finally:
-        handle.remove()
+    hook = _OutputHook()
+    _, final = _run_to_head(net, stack, inputs, {site: hook})
     if not 0 <= position < len(hook.outputs) or not 0 <= head < hook.outputs.shape[1]:
         raise ValueError(
             f"{site} has no head {head} at position {position}; give both in its ranges"
@@ -269,7 +285,7 @@ def attribute_all_logits(
         * layer.scale
     )
     if stack.norm is not None:
-        written = _apply_frozen_norm(stack.norm, final[-1][0, position].double(), written)
+        written = _apply_frozen_norm(stack.norm, final[position], written)
     name, state = f"head.{output_head.name}.weight", net.state_dict(keep_vars=True)
     table = state[net.spec.tied_weights().get(name, name)].detach().double()
     values = table @ written * output_head.scale

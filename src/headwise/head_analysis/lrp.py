@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from ..models.feed_forward import FeedForward, NormLayer
 from ..models.transformer import resolve_sequence
 from ..nn.attention import Attention
 from .importance_methods import CheckTime, ImportanceInput, ImportanceMethod, ImportanceSums
+from .resampling import Array
 
 # --- Operations that propagate relevance ----------------------------------------------------------
 
@@ -299,73 +301,64 @@ WEIGHT_RULES = ("constant", "jacobian")
 TOLERANCE = 1e-4  # relative error allowed between recorded values and those of the model
 
 
-@dataclass(frozen=True)
-class LayerwiseRelevance(ImportanceMethod):
-    """Share of a layer's relevance for the largest logits that passes through each head (LRP,
-    1905.09418).
+def relevance_method(weights: str = "constant") -> ImportanceMethod:
+    """Return LRP (1905.09418): the share of a layer's relevance for the largest logits that passes
+    through each head.
 
     Each text starts with a relevance of 1, divided equally among the largest logits of its
     positions. Gates of feed-forward layers and standard deviations of norms (2202.07304) are
     constants. With `weights` "constant", so are attention weights; with "jacobian", relevance
     passes to queries and keys through the Jacobian of the softmax, as in the authors' code.
     """
+    if weights not in WEIGHT_RULES:
+        raise ValueError(f"unknown weights={weights!r}; {suggest(weights, WEIGHT_RULES)}")
+    is_constant = weights == "constant"
+    constants = "attention weights, gates" if is_constant else "gates"
+    return ImportanceMethod(
+        "lrp" if is_constant else f"lrp-{weights}",
+        partial(relevance, weights=weights),
+        measured_quantity="largest logit",
+        note=f"{constants} and standard deviations of norms are treated as constants",
+        unsupported_reason=why_no_relevance,
+    )
 
-    weights: str = "constant"
-    measured_quantity = "largest logit"
 
-    def __post_init__(self) -> None:
-        if self.weights not in WEIGHT_RULES:
-            raise ValueError(
-                f"unknown weights={self.weights!r}; {suggest(self.weights, WEIGHT_RULES)}"
-            )
+def why_no_relevance(model: nn.Module) -> str:
+    """Return why relevance cannot be propagated through a model; empty if it can."""
+    if not isinstance(model, Transformer):
+        name = type(model).__name__
+        return f"it needs a headwise model, not {name}; load its folder with hw.load"
+    spec = model.spec
+    if not spec.heads or not spec.heads[0].outputs:
+        return f"{spec.name} has no output head"
+    for stack in spec.stacks:
+        for layer, block in enumerate(stack.layers):
+            feature = ""
+            if isinstance(block.feed, ExpertsSpec):
+                feature = "is a mixture of experts"
+            elif block.mixer is not None:
+                feature = f"has a {block.mixer.text}"
+            elif block.form == "merged":
+                feature = "merges two attentions"
+            if feature:
+                return f"{stack.name}.{layer} {feature}, which it does not support"
+    return ""
 
-    @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """The name of the method in `IMPORTANCE_METHODS`."""
-        return "lrp" if self.weights == "constant" else f"lrp-{self.weights}"
 
-    @property
-    def notes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """Names of the quantities that are treated as constants."""
-        constants = "attention weights, gates" if self.weights == "constant" else "gates"
-        return (f"{constants} and standard deviations of norms are treated as constants",)
-
-    def unsupported_reason(self, model: nn.Module) -> str:
-        if not isinstance(model, Transformer):
-            return (
-                f"it needs a headwise model, not {type(model).__name__}; load its folder with "
-                "hw.load"
-            )
-        spec = model.spec
-        if not spec.heads or not spec.heads[0].outputs:
-            return f"{spec.name} has no output head"
-        for stack in spec.stacks:
-            for layer, block in enumerate(stack.layers):
-                if isinstance(block.feed, ExpertsSpec):
-                    return (
-                        f"{stack.name}.{layer} is a mixture of experts, which it does not support"
-                    )
-                if block.mixer is not None:
-                    return (
-                        f"{stack.name}.{layer} has a {block.mixer.text}, which it does not support"
-                    )
-                if block.form == "merged":
-                    return f"{stack.name}.{layer} merges two attentions, which it does not support"
-        return ""
-
-    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        run = texts[0].run
-        assert isinstance(run.model, Transformer)
-        with torch.inference_mode():
-            forward = RelevanceForward(run.model, run.inputs, self.weights)
-            forward.propagate()
-        by_head = {
-            name: node.relevance.sum((0, 2)).cpu().numpy()
-            for name, node in forward.head_outputs.items()
-        }
-        return {
-            name: (values, np.full(len(values), values.sum())) for name, values in by_head.items()
-        }
+def relevance(
+    texts: Sequence[ImportanceInput], check_time: CheckTime, weights: str = "constant"
+) -> ImportanceSums:
+    """Return the relevance of the heads of each layer for one text, and its sum over them."""
+    run = texts[0].run
+    assert isinstance(run.model, Transformer)
+    with torch.inference_mode():
+        forward = RelevanceForward(run.model, run.inputs, weights)
+        forward.propagate()
+    sums: dict[str, tuple[Array, Array]] = {}
+    for name, node in forward.head_outputs.items():
+        values = node.relevance.sum((0, 2)).cpu().numpy()
+        sums[name] = (values, np.full(len(values), values.sum()))
+    return sums
 
 
 class RelevanceForward:

@@ -6,7 +6,7 @@ The spectra of query-key weights are compared with Gaussian weights of the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from .. import backends
 from ..errors import SpecError, suggest
 from ..inspect.adapters.native_attention import HeadwiseCall
-from ..inspect.attention_sites import find_attention
-from ..inspect.hooks import ModelRun, ObservedCall
+from ..inspect.hooks import ObservedCall
 from ..inspect.model_inputs import prepare_inputs
 from ..interfaces.core_types import Probe
 from ..masking.patterns import Pattern
 from ..models import Transformer
 from ..models.block import LayerInputs, TransformerLayer
 from ..nn.attention import Attention
+from ..report.data import Table
+from ..report.render import to_plain
 from .annotated_examples import Example
 from .head_circuits import AttentionCircuits, LowRankMap, get_circuits
 from .head_table import Measure
@@ -119,6 +120,19 @@ def measure_qk_spectra(
     return tuple(spectra)
 
 
+def spectra_table(spectra: Sequence[LayerSpectrum]) -> Table:
+    """Return the dimensions of every layer, beside those of Gaussian weights."""
+    columns = ("site", "of all heads", "at most", "Gaussian", "of a head", "most", "Gaussian head")
+    rows: list[tuple[Any, ...]] = []
+    for one in spectra:
+        count = len(one.heads)
+        dims = sum(head.dims for head in one.heads) / count
+        chance = sum(head.chance for head in one.heads) / count
+        most = max(head.most for head in one.heads)
+        rows.append((one.site, *one.summed[:2], one.summed.chance, dims, most, chance))
+    return Table("dimensions that carry 90 % of the scores", columns, rows)
+
+
 def _layer_spectrum(
     circuits: AttentionCircuits, heads: list[LowRankMap], num_draws: int, generator: torch.Generator
 ) -> LayerSpectrum:
@@ -192,16 +206,6 @@ def _sample_gaussian_maps(
 MAX_QUERIES = 256  # queries of a text that are used
 
 
-def stable_rank(matrices: Tensor) -> Tensor:
-    """Stable rank of matrices [..., T, S]: the sum of squared singular values over the largest one.
-
-    >>> stable_rank(torch.eye(3)).item()
-    3.0
-    """
-    power = torch.linalg.svdvals(matrices.double()).square()
-    return torch.where(power[..., 0] > 0, power.sum(-1) / power[..., 0].clamp(min=1e-300), 0.0)
-
-
 def effective_rank(matrices: Tensor) -> Tensor:
     """Effective rank of matrices [..., T, S]: exp of the entropy of the normalised singular values
     (Roy and Vetterli
@@ -214,50 +218,6 @@ def effective_rank(matrices: Tensor) -> Tensor:
     total = values.sum(-1, keepdim=True)
     share = values / total.clamp(min=1e-300)
     return torch.where(total[..., 0] > 0, (-torch.special.xlogy(share, share).sum(-1)).exp(), 0.0)
-
-
-class HeadRank(NamedTuple):
-    """Ranks of one head at one stage, means over texts.
-
-    `stage` is "scores" (products of queries and keys), "mixed" (scores after all score transforms)
-    or "weights". `bound` is the largest possible rank of scores, the head dimension; 0 at other
-    stages, which have no such bound.
-    """
-
-    site: str
-    head: int
-    stage: str
-    stable: Measure
-    effective: Measure
-    bound: int
-
-
-class _RankHook:
-    """Hook that measures the ranks at one site."""
-
-    needs_call = True
-
-    def __init__(self) -> None:
-        self.ranks: dict[str, np.ndarray] = {}
-        self.width = 0
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Compute the ranks of the first queries."""
-        stages = score_stages(call)
-        self.ranks = {
-            name: np.stack(
-                [rank(matrices[0].float()).cpu().numpy() for rank in (stable_rank, effective_rank)]
-            )
-            for name, matrices in stages.items()
-        }
-        self.width = (
-            call.attention_inputs.q_BTHK.shape[-1] if call.attention_inputs is not None else 0
-        )
-        if isinstance(call, HeadwiseCall):
-            self.width = call.inputs.q.shape[-1]
-
-    def on_head_outputs(self, outputs: Tensor) -> None:
-        """Do nothing: outputs are not needed."""
 
 
 def score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
@@ -293,43 +253,6 @@ def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
         backends.make_dispatch(job).attend(call.mask, inputs, bound, probe)
         stages["mixed"] = probe.tensors["scores"][:, :, :MAX_QUERIES]
     return stages | {"weights": call.all_weights(slice(0, MAX_QUERIES))}
-
-
-def measure_score_ranks(model: nn.Module, examples: Iterable[Example]) -> tuple[HeadRank, ...]:
-    """Measure the rank of scores and weights of every head over texts, for at most the first 256
-    queries of each.
-
-    The head dimension bounds the rank of scores; transforms of scores and the softmax may raise it.
-    Scores include masked pairs, because the mask would otherwise decide the rank. There is no
-    chance level: measure a random baseline on the same texts to see the ranks without training.
-    """
-    sites = [module for module in find_attention(model) if module.site.observe.possible]
-    if not sites:
-        fact = f"{type(model).__name__} has no attention that can be observed"
-        raise ValueError(f"{fact}; see hw.sites(model) for the reasons")
-    sums: dict[tuple[str, str], FoldedSums] = {}
-    widths: dict[str, int] = {}
-    for index, example in enumerate(examples):
-        hooks = {module.site.name: _RankHook() for module in sites}
-        ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
-        for name, hook in hooks.items():
-            widths[name] = hook.width
-            for stage, ranks in hook.ranks.items():
-                sums.setdefault((name, stage), FoldedSums()).add(index, ranks, 1.0)
-    if not sums:
-        raise ValueError("cannot measure ranks without texts; give at least two")
-    ranks_by_site = (
-        _head_ranks(name, stage, folds, widths[name]) for (name, stage), folds in sums.items()
-    )
-    return tuple(rank for ranks in ranks_by_site for rank in ranks)
-
-
-def _head_ranks(site: str, stage: str, folds: FoldedSums, width: int) -> Iterable[HeadRank]:
-    means, bound = folds.mean_intervals(), width if stage == "scores" else 0
-    for head in range(means.mean.shape[1]):
-        yield HeadRank(
-            site, head, stage, means.measure_at((0, head)), means.measure_at((1, head)), bound
-        )
 
 
 # --- Rank collapse of hidden states over depth ----------------------------------------------------
@@ -374,6 +297,23 @@ class DepthSimilarity(NamedTuple):
     layers: int
     residual: Measure
     second: Measure
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values, ready for JSON."""
+        return to_plain(self._asdict())
+
+
+def collapse_table(depths: Sequence[DepthSimilarity]) -> Table:
+    """Return how much the tokens of each stack differ after each layer, as a share of their norm."""
+    columns = ("stack", "layers", "low", "residual", "high", "second / first singular value")
+    rows: list[tuple[Any, ...]] = []
+    for depth in sorted(depths, key=lambda depth: (depth.stack, depth.layers)):
+        value, low, high = depth.residual[:3]
+        rows.append((depth.stack, depth.layers, low, value, high, depth.second.value))
+    return Table(
+        "difference of the states of a text's tokens (0: all tokens are equal)", columns, rows
+    )
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,29 @@ from typing import Any, NamedTuple
 
 
 class Estimate(NamedTuple):
-    """A value with its 95 % interval, the value expected by chance, a p-value and a count.
+    """A value with its 95 % interval, the value expected by chance, a count and a p-value.
 
-    NaN is what was not computed. `p` is not corrected for several tests.
+    NaN is what was not computed. `rows` is the number of units that the value averages; `p` is
+    one-sided and not corrected for several tests.
     """
 
     value: float
     low: float = math.nan
     high: float = math.nan
     chance: float = math.nan
+    rows: float = math.nan
     p: float = math.nan
-    n: float = math.nan
 
     @property
     def is_above_chance(self) -> bool:
         """True if the lower end of the interval is above chance."""
         return self.low > self.chance
+
+    @property
+    def data(self) -> dict[str, float | None]:
+        """Dictionary of plain values; NaN becomes None."""
+        items = self._asdict().items()
+        return {name: None if math.isnan(value) else value for name, value in items}
 
 
 Value = str | int | float | bool | Estimate | None

@@ -131,6 +131,7 @@ def _render(figure: Figure, theme: Theme, suffix: str, font: str = "path") -> by
 
         matplotlib.rcParams["svg.fonttype"] = font
         drawing = draw(figure, theme)
+        drawing.draw_without_rendering()  # the layout of the second pass knows the ticks
         metadata = FIGURE_METADATA[suffix]
         drawing.savefig(buffer, format=suffix[1:], metadata=metadata, **SAVE_OPTIONS[suffix])
     return buffer.getvalue()

@@ -238,7 +238,7 @@ def to_plain(value: Any) -> Any:
     if is_dataclass(value):
         return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, tuple) and isinstance(value, Estimate):
-        return {name: to_plain(part) for name, part in value._asdict().items()}
+        return value.data
     if isinstance(value, Mapping):
         return {str(name): to_plain(part) for name, part in value.items()}
     if isinstance(value, str | int | bool) or value is None:

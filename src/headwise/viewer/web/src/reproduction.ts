@@ -44,11 +44,9 @@ export function reproduceHead(item: Site): Reproduction {
     return `trace.streams[${quotePython(stream)}][0].words[${first}:${end}]`;
   };
   const python = [
-    "from functools import partial",
-    "",
     "import headwise as hw",
-    "from headwise.head_analysis.attention_figures import HeadPicture, draw_head",
-    "from headwise.head_analysis.head_figures import save_figure",
+    "from headwise.head_analysis.attention_figures import HeadPicture, head_figure",
+    "from headwise.report.plots import save_figure",
     "",
     needsModel ? `page = hw.view("MODEL", ${quotePython(doc.value!.streams["text"]?.[0]?.text ?? "")})  # the folder of the model` : `trace = hw.load_trace(${quotePython(traceName())})`,
     ...(needsModel ? ["trace = page.opened.trace"] : []),
@@ -59,7 +57,7 @@ export function reproduceHead(item: Site): Reproduction {
     `keys = ${words(item.keyStream, k0, k1)}`,
     `picture = HeadPicture("", "", weights${isWeight ? "" : " / weights.max()"}, queries, keys)`,
     `title = ${quotePython(`${String(doc.value!.model["name"] ?? "model")}: ${item.name} ${selectedHead.value}`)}`,
-    `save_figure(partial(draw_head, picture, title), "figure.svg", "${themeName()}")`,
+    `save_figure(head_figure(picture, title), "figure.svg", "${themeName()}")`,
   ];
   const shell = `headwise heads ${traceName()} --draw ${quoteShell(`${item.name}:${selectedHead.value}`)} --out figures`;
   return { python: python.join("\n"), shell, needsModel };
