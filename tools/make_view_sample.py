@@ -22,7 +22,6 @@ from headwise.data.date_translation import VOCABULARY, DateTranslation
 from headwise.data.synthetic_task import ModelShape, make_small_translator
 from headwise.files import write_atomically
 from headwise.head_analysis.annotated_examples import ExampleReader
-from headwise.head_analysis.head_figures import format_head_table, without_colour
 from headwise.head_analysis.word_alignment import AlignmentScores
 from headwise.models import Transformer
 from headwise.traces import save_trace
@@ -91,7 +90,7 @@ def main() -> None:
     write_atomically(MEASURES, json.dumps(data, separators=(",", ":")).encode())
     for path in sorted(path for path in FOLDER.rglob("*") if path.is_file()):
         print(f"{path.stat().st_size:10,} bytes  {path.relative_to(FOLDER)}")
-    print(format_head_table(table, without_colour))
+    print(table)
 
 
 if __name__ == "__main__":

@@ -227,10 +227,10 @@ def test_class_grid_as_text_wraps_and_colours() -> None:
         values, ["L0", "L1"], list("012"), x_label="head", texts=letters, colours=colours
     )
     plain = to_text(Figure("", [grid]))
-    assert plain.splitlines() == ["head  0 1 2", "L0    K p", "L1    S · K"]
+    assert plain.splitlines() == ["head   0  1  2", "L0     K  p", "L1     S  ·  K"]
     coloured = to_text(Figure("", [grid]), colour=True)
     assert colour_text("K", "#999999") in coloured
-    assert len(to_text(Figure("", [grid]), width=9).splitlines()) == 6
+    assert len(to_text(Figure("", [grid]), width=11).splitlines()) == 6
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,27 @@
 redundant.
 
 - Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated
-  tokens, `image_examples`
-  images as examples with patches; `distinct_examples` leaves out repetitions.
+  tokens, `image_examples` images as examples with patches; `distinct_examples` leaves out
+  repetitions.
 - Entry points: `text_analysis` has `hw.heads` and `hw.importance`, which take any model and plain
   texts.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`.
-  `attention_sinks` measures if the
-  first token is a sink, `weight_bands` streams the attention weights, `head_metrics` (texts and
-  images) and `literature_metrics` define the measures, `head_classes` names heads by them.
+  `attention_sinks` measures if the first token is a sink, `weight_bands` streams the attention
+  weights, `head_metrics` (texts and images) and `literature_metrics` define the measures,
+  `head_classes` names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment`
   (translation).
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the
-  `objectives`, and
-  returns an `ImportanceResult` (`head_table`).
-- Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`;
-  `redundancy_summary` puts the
-  result into sentences.
-- Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank
-  collapse;
-  `circuit_summary` puts their results into sentences.
+  `objectives`, and returns an `ImportanceResult` (`head_table`).
+- Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
+- Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra and rank
+  collapse.
 - One text: `attention_maps` has weights, norm-weighted attention, rollout and aggregates over heads
-  and layers;
-  `logit_attribution` what each head adds to a logit.
+  and layers; `logit_attribution` what each head adds to a logit.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the
   residual stream.
 - Statistics: `resampling` has intervals, t tests and permutation tests, `random_baseline` untrained
   models.
-- Output: `measure_tables` prints measures with their intervals, `head_table` writes them as JSON or
-  CSV.
-  `head_figures` draws all heads, `attention_figures` single heads on the texts that show their
-  classes; `head_report` writes them.
+- Figures: `head_figures` has those of all heads, `attention_figures` single heads on the texts that
+  show their classes; `head_report` writes them.
 """

@@ -35,7 +35,7 @@ CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "neighbour": ("N", "#44AA99"),
     "row": ("H", "#882255"),
     "column": ("V", "#117733"),
-    "unclear": ("·", ""),
+    "unclear": ("U", ""),
 }
 CLASS_GROUPS = {
     "offset": "positional",
@@ -91,7 +91,9 @@ class HeadMeasures:
     @property
     def letter(self) -> str:
         """Letter of the first class, in lower case if its score is below 0.5."""
-        letter = CLASS_STYLES[self.group][0] if self.group in CLASS_STYLES else "?"
+        if self.group == "unclear":
+            return "·"
+        letter = CLASS_STYLES.get(self.group, ("?", ""))[0]
         return letter if not self.classes or self.classes[0].score >= 0.5 else letter.lower()
 
     @property
@@ -151,7 +153,7 @@ class HeadTable:
         columns = [str(n) for n in range(num_heads)]
         style: dict[str, Any] = {"texts": texts, "colours": colours}
         grid = HeatMap(strengths, self.sites, columns, x_label="head", **style)
-        note = "class with the highest score; a stronger colour, or a capital, is a higher score"
+        note = "in lower case if the score is below 0.5"
         heading = title or f"{self.model}, {self.texts}"
         return Figure(heading, [grid], self.class_legend, legend_title=note)
 
@@ -160,7 +162,9 @@ class HeadTable:
         """Letter and name of each class of the table -> its colour."""
         groups = {head.group for head in self.heads}
         styles = {group: style for group, style in CLASS_STYLES.items() if group in groups}
-        return {f"{letter} {name}": colour or "empty" for name, (letter, colour) in styles.items()}
+        legend = {f"{letter} {name}": colour for name, (letter, colour) in styles.items()}
+        legend |= {"· unclear": "empty"} if legend.pop("U unclear", None) is not None else {}
+        return legend
 
     def class_members(self, group: str) -> list[tuple[HeadClass, HeadMeasures]]:
         """Return the classes of a group with their heads, the highest score first."""

@@ -124,18 +124,17 @@ def attribute_logit(
         raise ValueError(f"there is no position {position}; give one in 0..{count - 1}")
     explained = logits[0, position].double()
     chosen = int(explained.argmax()) if token is None else token
-    direction = _direction(net, final[position], chosen, baseline)
+    readout = _readout(net, chosen, baseline)
     shares: list[LogitShare] = []
     for layer in stack.blocks:
         site = f"{layer.name}.attention"
         if site not in circuits:
             continue
-        z = hooks[site].outputs
-        for head in range(z.shape[1]):
-            written = (
-                z[position, head].double() @ circuits[site].output_map(head).double() * layer.scale
-            )
-            shares.append(LogitShare(site, head, float(written @ direction)))
+        z_OV = hooks[site].outputs[position].double()
+        maps = [circuits[site].output_map(head).double() for head in range(len(z_OV))]
+        written = torch.einsum("ov,ovm->om", z_OV, torch.stack(maps)) * layer.scale
+        values = _apply_frozen_norm(stack.norm, final[position], written) @ readout
+        shares += [LogitShare(site, head, value) for head, value in enumerate(values.tolist())]
     logit = float(explained[chosen] - (explained[baseline] if baseline is not None else 0))
     rest = logit - sum(share.value for share in shares)
     words = tuple(prepared.decode_token(one) for one in (chosen, baseline) if one is not None)
@@ -205,36 +204,24 @@ def _check_residual_stream(net: Transformer) -> Any:
     return stacks[0]
 
 
-def _direction(net: Transformer, h: Tensor, token: int, baseline: int | None) -> Tensor:
-    """The vector whose product with a contribution to the residual stream is its share of the
-    logit.
+def _readout(net: Transformer, token: int, baseline: int | None) -> Tensor:
+    """The vector whose product with a state after the final norm is the logit of a token, or the
+    difference of two.
     """
     head = net.spec.heads[0]
     if not all(0 <= index < head.outputs for index in (token, 0 if baseline is None else baseline)):
         raise ValueError(
             f"token={token}, baseline={baseline}: give tokens in 0..{head.outputs - 1}"
         )
+    table = _output_table(net)
+    return (table[token] - (0 if baseline is None else table[baseline])) * head.scale
+
+
+def _output_table(net: Transformer) -> Tensor:
+    """Weight of the first output head, [tokens, model], which may be tied to the embedding."""
+    name = f"head.{net.spec.heads[0].name}.weight"
     state = net.state_dict(keep_vars=True)
-    name = f"head.{head.name}.weight"
-    table = state[net.spec.tied_weights().get(name, name)].detach().double()
-    readout = (table[token] - (0 if baseline is None else table[baseline])) * head.scale
-    (stack,) = net.stacks.values()
-    return readout if stack.norm is None else _through_norm(stack.norm, h, readout)
-
-
-def _through_norm(norm: NormLayer, h: Tensor, readout: Tensor) -> Tensor:
-    """The direction before a norm that corresponds to `readout` after it, with the norm's scale for
-    the state h.
-    """
-    weight = norm.get_weight("weight")
-    scaled = (
-        readout
-        if weight is None
-        else readout * (weight.double() + (1 if norm.kind == "offset" else 0))
-    )
-    if norm.kind in ("rms", "offset"):
-        return scaled / (h.square().mean() + norm.eps).sqrt()
-    return (scaled - scaled.mean()) / (h.var(unbiased=False) + norm.eps).sqrt()
+    return state[net.spec.tied_weights().get(name, name)].detach().double()
 
 
 # --- What one head adds to every logit ------------------------------------------------------------
@@ -272,7 +259,6 @@ def attribute_all_logits(
     """
     net = as_native_model(model).eval()
     stack, layer = _find_writing_layer(net, site)
-    output_head = net.spec.heads[0]
     hook = _OutputHook()
     _, final = _run_to_head(net, stack, inputs, {site: hook})
     if not 0 <= position < len(hook.outputs) or not 0 <= head < hook.outputs.shape[1]:
@@ -284,11 +270,8 @@ def attribute_all_logits(
         @ get_circuits(net)[site].output_map(head).double()
         * layer.scale
     )
-    if stack.norm is not None:
-        written = _apply_frozen_norm(stack.norm, final[position], written)
-    name, state = f"head.{output_head.name}.weight", net.state_dict(keep_vars=True)
-    table = state[net.spec.tied_weights().get(name, name)].detach().double()
-    values = table @ written * output_head.scale
+    written = _apply_frozen_norm(stack.norm, final[position], written)
+    values = _output_table(net) @ written * net.spec.heads[0].scale
     return LogitEffects(values - values.mean(), _describe_left_out(net, stack))
 
 
@@ -312,13 +295,16 @@ def _find_writing_layer(net: Transformer, site: str) -> tuple[Any, Any]:
     return stack, stack.blocks[int(rest.partition(".")[0])]
 
 
-def _apply_frozen_norm(norm: NormLayer, h: Tensor, written: Tensor) -> Tensor:
-    """A contribution to the state h after the norm, whose scale is held at that of h."""
+def _apply_frozen_norm(norm: NormLayer | None, h: Tensor, written: Tensor) -> Tensor:
+    """Contributions [..., model] to the state h after the norm, whose scale is held at that of h."""
+    if norm is None:
+        return written
     weight = norm.get_weight("weight")
     factor = 1 if weight is None else weight.double() + (1 if norm.kind == "offset" else 0)
     if norm.kind in ("rms", "offset"):
         return written * factor / (h.square().mean() + norm.eps).sqrt()
-    return (written - written.mean()) * factor / (h.var(unbiased=False) + norm.eps).sqrt()
+    centred = written - written.mean(-1, keepdim=True)
+    return centred * factor / (h.var(unbiased=False) + norm.eps).sqrt()
 
 
 def _describe_left_out(net: Transformer, stack: Any) -> str:

@@ -180,12 +180,8 @@ class TargetLoss(Objective):
             )
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
-        own = detect_head_objective(model)
-        if own != self.name:
-            return (
-                f"{type(model).__name__} has {f'a {own} head' if own else 'no head'}, so no "
-                f"{self.name} loss"
-            )
+        if reason := _other_head(model, self.name):
+            return reason
         if self.name == "label" and _get_labels(example) is None:
             return "the texts come without labels"
         return ""
@@ -225,12 +221,8 @@ class MaskedTokenLoss(Objective):
             raise ValueError(f"mask_fraction must be > 0 and <= 1, got {self.mask_fraction!r}")
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
-        own = detect_head_objective(model)
-        if own != self.name:
-            return (
-                f"{type(model).__name__} has {f'a {own} head' if own else 'no head'}, so no "
-                f"{self.name} loss"
-            )
+        if reason := _other_head(model, self.name):
+            return reason
         if self.mask_id is None and _get_labels(example) is None and find_mask_id(model) is None:
             return (
                 f"the mask token of {type(model).__name__} is unknown; set it, as in "
@@ -354,6 +346,13 @@ def choose_objective(
     if reason := objective.unsupported_reason(model, example):
         return OutputDrift(), f"the objective is drift: {reason}"
     return objective, f"the objective is {objective.name} loss, by the model's own head"
+
+
+def _other_head(model: nn.Module, name: str) -> str:
+    """Why a model's own head does not have the loss `name`; empty if it has."""
+    own = detect_head_objective(model)
+    head = f"a {own} head" if own else "no head"
+    return "" if own == name else f"{type(model).__name__} has {head}, so no {name} loss"
 
 
 def _read_inputs(model: nn.Module, example: Example) -> ModelInputs:

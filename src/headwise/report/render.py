@@ -83,7 +83,8 @@ def _text_lines(item: Item | Page, width: int, colour: bool) -> Iterator[str]:
     elif isinstance(item, Figure):
         yield from [*wrap(item.title, width), ""] if item.title else []
         if item.legend:
-            yield from [*wrap(", ".join(item.legend), width), ""]
+            legend = [", ".join(item.legend), *([item.legend_title] if item.legend_title else [])]
+            yield from [*wrap("; ".join(legend), width), ""]
         for panel in item.panels:
             if isinstance(panel, HeatMap):
                 yield from [panel.title] if panel.title else []
@@ -118,13 +119,14 @@ def heat_map_lines(
     """
     corner = panel.x_label if panel.texts else ""
     side = max(map(text_width, [*panel.rows, corner]))
-    sizes = [max(text_width(name), 1) + 1 for name in panel.columns]
+    gap = "  " if panel.texts else " "
+    sizes = [max(text_width(name), 1) + len(gap) for name in panel.columns]
     start = 0
     while start < len(sizes):
         end = start + 1
         while end < len(sizes) and side + 1 + sum(sizes[start : end + 1]) <= width:
             end += 1
-        names = [pad(f" {panel.columns[n]}", sizes[n]) for n in range(start, end)]
+        names = [pad(f"{gap}{panel.columns[n]}", sizes[n]) for n in range(start, end)]
         yield f"{pad(corner, side)} {''.join(names)}".rstrip()
         for row, name in enumerate(panel.rows):
             cells = "".join(_cell(panel, row, n, sizes[n], colour) for n in range(start, end))
