@@ -120,7 +120,7 @@ def test_the_output_folder_holds_the_reports(
         two[0],
         "encoder.0.attention:77",
     )
-    assert (code, "the table has no head 77" in stderr) == (2, True)
+    assert (code, "there is no head 77" in stderr) == (2, True)
     example = one["examples"][0]
     assert len(example["attention"]) == len(example["tokens"])
     assert sum(weight for _, weight in example["attention"][0]) <= 1 + 1e-5

@@ -135,10 +135,10 @@ def test_figures_name_the_model_their_axes_and_marks(name: str):
     for axes in drawn.axes:
         box = axes.get_tightbbox()
         assert box is not None
-        assert box.x0 > -1
-        assert box.y0 > -1
-        assert box.x1 < page.x1 + 1
-        assert box.y1 < page.y1 + 1
+        assert box.x0 > -8
+        assert box.y0 > -8
+        assert box.x1 < page.x1 + 8
+        assert box.y1 < page.y1 + 8
 
 
 def test_colour_and_scale_show_the_square_root_of_the_weight():

@@ -497,7 +497,7 @@ def test_a_result_is_plain_values():
     assert result.heads[0].measure.value == result.heads[0].value
     with pytest.raises(
         ValueError,
-        match=r"head 7 of 'decoder.0.attention' was not rated; the rated sites are decoder.0",
+        match=r"there is no head 7 of 'decoder.0.attention' here; the sites are decoder.0",
     ):
         result.head("decoder.0.attention", 7)
 

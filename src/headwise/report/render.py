@@ -138,11 +138,8 @@ def _cell(panel: HeatMap, row: int, column: int, size: int, colour: bool) -> str
     if panel.texts:
         text = panel.texts[row][column]
         shown = panel.colours[row][column] if colour and panel.colours else ""
-        return (
-            " "
-            + (colour_text(text, shown) if text.strip() else text)
-            + " " * (size - 1 - len(text))
-        )
+        painted = colour_text(text, shown) if text.strip() else text
+        return "  " + painted + " " * (size - 2 - len(text))
     strength = round(panel.values[row][column] * (len(SHADES) - 1) + 0.3)
     mark = "[" if (row, column) in panel.marked else " "
     return pad(mark + SHADES[min(max(strength, 0), len(SHADES) - 1)], size)
