@@ -329,7 +329,7 @@ def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
         classify_heads(decoder, criteria="voita")
     with pytest.raises(ValueError, match="criteria='ours' use; measure with MeasureOptions\\(\\)"):
         classify_heads(HeadTable("small", "9 texts", (head(distance=(1.0, 1.0, 1.0, 1.0)),)))
-    with pytest.raises(ValueError, match="the table has no head 3 of 'decoder"):
+    with pytest.raises(ValueError, match="there is no head 3 of 'decoder"):
         decoder.head(FIRST, 3)
 
 
