@@ -5,6 +5,7 @@ import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
 import { t } from "../i18n";
 import type { Column } from "./basics";
+import { language } from "../state";
 
 const MOST_ROWS = 500; // rows that are drawn at once; sorting always takes all of them
 
