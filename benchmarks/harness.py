@@ -30,7 +30,7 @@ LIMIT = "limit"  # baseline of a target that refers to the machine's limit inste
 OURS = "ours"
 READ_RUN, PRODUCT_RUN = "(read)", "(product)"  # in brackets, so that no peer has this name
 BUFFER_BYTES = 2**30  # read from memory: several times any last-level cache
-MATRIX_SIZE = 2048  # rows of the multiplied matrices
+MATRIX_SIZE = 1024  # rows of the multiplied matrices
 SAMPLE_SECONDS = 0.02  # shortest sample
 ROUNDS = 3, 15  # fewest and most samples of an implementation
 SECONDS_PER_CASE = {False: 20.0, True: 1.5}  # by `quick`
@@ -230,8 +230,8 @@ class MachineLimits:
         }
         rates = {}
         for name, (amount, run) in calls.items():
-            samples = time_in_turns({name: run}, 0.5)[name]
-            rates[name] = amount / statistics.median(samples)
+            timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+            rates[name] = amount / timer.blocked_autorange(min_run_time=SAMPLE_SECONDS).median
         return rates
 
 
