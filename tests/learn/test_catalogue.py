@@ -29,7 +29,7 @@ def texts() -> list[tuple[str, Text]]:
         for e in ENTRIES
         for kind, text in (("line", e.line), ("reason", e.reason_text))
     ]
-    words = catalogue.read_toml("words")
+    words = {"documents": catalogue.read_toml("words")["documents"]}
     return named + [
         (f"{table} {name}", Text(**text))
         for table, rows in words.items()
