@@ -21,6 +21,7 @@ from headwise.costs.layer_reach import (
     longest_chain,
     measure_layer_reach,
 )
+from headwise.report.render import to_text
 
 TOKENS = 40
 Table = dict[str, LayerReach]
@@ -143,7 +144,7 @@ def test_sizes_out_of_range_are_refused(tokens: int):
 
 
 def test_the_printed_table_has_the_measured_numbers(table: Table):
-    text = str(measure_layer_reach(TOKENS))
+    text = to_text(measure_layer_reach(TOKENS).items[0])
     assert f"{table['LSTM'].gradients[8]:.1e}" in text
     assert "longest chain of operations" in text
     assert max(map(len, text.splitlines())) <= 80

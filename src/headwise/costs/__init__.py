@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `flops` counts parameters, FLOPs and cached values term by term (`symbolic_int` keeps the formula
+- `flops` and `parameter_counts` count term by term (`symbolic_int` keeps the formula
   of every number, `pairs_per_head` sums over heads with different patterns), `weight_storage` gives
   the bytes of weights as stored, and `roofline` the least time of an operation on a device;
 - `components` is the one walk over a spec or model, and gives all that a component costs;
