@@ -36,12 +36,8 @@ from .published_models import PUBLISHED_MODELS
 from .quantization_config import with_quantization
 from .weight_names import WeightNames, read_weight_names
 
-READERS = (
-    decoder_families,
-    encoder_decoders,
-    gpt_families,
-    vision,
-)  # importing them registers the families
+# Importing these modules registers their families.
+READERS = (decoder_families, deepseek, encoder_decoders, gpt_families, vision)
 WEIGHT_NAMES = read_weight_names()
 
 __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_config"]
