@@ -109,10 +109,14 @@ def _cut_lists(line: str) -> str:
     >>> _cut_lists(f"{list(range(500))} is long")[-16:]
     ' 76, 7…] is long'
     """
-    pieces, depth, begin, done = list[str](), 0, 0, 0
+    pieces = list[str]()
+    depth = 0
+    begin = 0
+    done = 0
     for n, char in enumerate(line):
         if char in "[{":
-            begin, depth = (begin if depth else n), depth + 1
+            begin = begin if depth else n
+            depth = depth + 1
         elif char in "]}" and depth:
             depth -= 1
             if not depth and n - begin > MAX_QUOTED:

@@ -20,7 +20,8 @@ from typing import Any, Self
 from .errors import SpecError
 
 BLOCK = 1 << 20
-LOCK, HOLDER = ".lock", b"process "  # name of a lock, and how its contents begin
+LOCK = ".lock"
+HOLDER = b"process "  # name of a lock, and how its contents begin
 TEMPORARY = ".tmp"
 TEMPORARY_NAME = re.compile(rf"\..+\.[0-9a-f]{{8}}{re.escape(TEMPORARY)}")
 
@@ -260,7 +261,8 @@ def read_text_file(path: Path | str) -> str:
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
+        line = data[: error.start].count(b"\n") + 1
+        byte = data[error.start]
         source = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
         fact = f"{path}, line {line}: byte {byte:#04x} is not UTF-8"
         raise SpecError(f"{fact}; convert the file, as in iconv -f {source} -t utf-8") from None

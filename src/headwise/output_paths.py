@@ -83,7 +83,8 @@ def check_output(path: Path | str, kind: OutputKind, existing: Existing = "refus
     Traceback (most recent call last):
     headwise.errors.SpecError: cannot write to /dev/null: it is a device; give the path of a new file
     """
-    name, form = os.fspath(path), "file" if isinstance(kind, FileKind) else "folder"
+    name = os.fspath(path)
+    form = "file" if isinstance(kind, FileKind) else "folder"
     if not name or "\0" in name:
         raise SpecError(
             f"cannot write to {name!r}: it is not a path; give the path of a new {form}"
@@ -155,7 +156,8 @@ def _folder_problem(folder: Path, kind: FolderKind) -> str:
     names = _list_names(folder)
     if not names:
         return ""
-    if special := [name for name in names if _is_special(folder / name)]:
+    special = [name for name in names if _is_special(folder / name)]
+    if special:
         return f"it contains {special[0]}, which is a link, device or pipe"
     if not any(fnmatchcase(name, marker) for name in names for marker in kind.markers):
         return f"it contains {names[0]}, and is not a {kind.name} of headwise"

@@ -159,7 +159,9 @@ def _check_sizes(options: Mapping[str, object]) -> None:
 
 
 def _plain_heads(options: dict[str, Any]) -> Heads:
-    model, heads, dim = options["model"], options["heads"], options["dim"]
+    model = options["model"]
+    heads = options["heads"]
+    dim = options["dim"]
     if dim is None and model % heads:
         divisors = [n for n in range(1, min(model, MAX_HEADS) + 1) if model % n == 0]
         raise SpecError(
@@ -176,7 +178,8 @@ def _with_biases(bias: object, project: Project, merge: Merge) -> dict[str, Part
         raise SpecError(
             f"bias={bias!r} is of type {type(bias).__name__}; give text, such as bias='qkvo'"
         )
-    if unknown := sorted(set(bias) - set("qkvo")):
+    unknown = sorted(set(bias) - set("qkvo"))
+    if unknown:
         raise SpecError(
             f"bias={bias!r} has the unknown letter {unknown[0]!r}; use letters of 'qkvo'"
         )
@@ -237,7 +240,8 @@ def mla(*, model: int = 2048, heads: int = 16, **options: Any) -> AttentionSpec:
     """Latent attention (MLA) sized as DeepSeek-V2-Lite: rank 512, 64 RoPE and 128 other channels
     (2405.04434).
     """
-    rope, latent = (Rotary(pairs="interleaved"),), Latent(rank=512, rope=64)
+    rope = (Rotary(pairs="interleaved"),)
+    latent = Latent(rank=512, rope=64)
     return _filled(
         options,
         model=model,
@@ -334,7 +338,8 @@ def diff(
     released flash code does; "repeated" gives score head j the key head j // (heads / kv), as the
     released naive code does.
     """
-    modifiers, dim = (_rotary(pairs, options), Differential()), max(1, model // heads // 2)
+    modifiers = (_rotary(pairs, options), Differential())
+    dim = max(1, model // heads // 2)
     spec = _filled(
         options, model=model, heads=heads, dim=dim, pattern="causal()", modifiers=modifiers
     )
@@ -351,7 +356,8 @@ def diff2(
 
     `pairs` are those of `Rotary`: "interleaved" as in the released code, or "half".
     """
-    modifiers, kv = (_rotary(pairs, options), DifferentialV2()), _quarter(heads)
+    modifiers = (_rotary(pairs, options), DifferentialV2())
+    kv = _quarter(heads)
     return _filled(
         options, model=model, heads=heads, kv=kv, pattern="causal()", modifiers=modifiers
     )
@@ -408,7 +414,8 @@ def longformer_dilated(*, model: int = 512, heads: int = 8, **options: Any) -> A
     4.1); its windows grow from 32 to 512 tokens with the layer. Its released checkpoints have
     windows of 512 and dilate none.
     """
-    near, far = "window(513, after=256) | global((0,))", "dilated(513, 2, after=256) | global((0,))"
+    near = "window(513, after=256) | global((0,))"
+    far = "dilated(513, 2, after=256) | global((0,))"
     num_dilated = min(2, heads // 2)
     pattern = _patterns_of_heads(heads - num_dilated, (near, far), heads)
     return _filled(options, model=model, heads=heads, pattern=pattern, bias="qkvo")

@@ -41,7 +41,9 @@ class CountedMessage(str):
 
     def __new__(cls, label: str, done: int, total: int, unit: str) -> CountedMessage:
         message = super().__new__(cls, f"{label}: {done:,} of {total:,} {unit}")
-        message.label, message.done, message.total = label, done, total
+        message.label = label
+        message.done = done
+        message.total = total
         return message
 
 
@@ -64,8 +66,10 @@ class TimeLeft:
     """Estimates the time left of a stage from its counts; a new label starts a new stage."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._label = now, ""
-        self._start_time, self._start_count = 0.0, 0
+        self._now = now
+        self._label = ""
+        self._start_time = 0.0
+        self._start_count = 0
 
     def seconds(self, message: CountedMessage) -> float | None:
         """Return the seconds left after this message; None while nothing was counted."""
@@ -101,7 +105,8 @@ class ProgressReporter:
     def __init__(
         self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream, self._now = stream, now
+        self._stream = stream
+        self._now = now
         self._time_left, self._last_line_time = TimeLeft(now), now()
 
     def __call__(self, message: str) -> None:

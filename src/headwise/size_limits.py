@@ -53,7 +53,8 @@ def check_nesting(what: str, value: Any) -> None:
 
     >>> check_nesting("the spec", {"a": [[1]]})
     """
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1
         if depth > MAX_NESTING:

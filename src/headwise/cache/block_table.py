@@ -60,7 +60,8 @@ class PageAllocator:
         if self._free_unnamed:
             page = self._free_unnamed.pop()
         elif self._num_touched < self.count:
-            page, self._num_touched = self._num_touched, self._num_touched + 1
+            page = self._num_touched
+            self._num_touched = self._num_touched + 1
         elif self._free_named:
             page, _ = self._free_named.popitem(last=False)
             del self._named[self._names.pop(page)]
@@ -94,7 +95,8 @@ class PageAllocator:
         taken.
         """
         if name not in self._named and page not in self._names:
-            self._names[page], self._named[name] = name, page
+            self._names[page] = name
+            self._named[name] = page
 
     def find(self, name: Hashable) -> int | None:
         """Return the page of this name, allocated or free; None if its contents are gone."""
@@ -202,7 +204,8 @@ class PageLayout:
         starts = [0] * len(groups)
         layers: list[Mapping[str, TensorPlacement]] = []
         for spec in specs:
-            index, places = retentions.index(spec.pattern.retention), dict[str, TensorPlacement]()
+            index = retentions.index(spec.pattern.retention)
+            places = dict[str, TensorPlacement]()
             for name, shape in spec.kv_entry_shapes().items():
                 heads = shape[0] if len(shape) > 1 else 1
                 places[name] = TensorPlacement(
@@ -312,7 +315,8 @@ class BlockTables:
             for row, g, n, _ in touched
             if n in row.tables[g] and self._shared(row.tables[g][n])
         ]
-        if (num_needed := len(fresh) + len(shared)) > self.pages.num_free:
+        num_needed = len(fresh) + len(shared)
+        if num_needed > self.pages.num_free:
             raise CacheFull(
                 f"{num_needed:,} more pages are needed and {self.pages.num_free:,} of "
                 f"{self.pages.count:,} are free; "
@@ -417,7 +421,8 @@ class BlockTables:
         its reservation alone, and a page that is shared now may outlast one of its holders, so it
         counts in addition.
         """
-        rows, total = list(rows), 0
+        rows = list(rows)
+        total = 0
         for index, group in enumerate(self.groups):
             references = Counter(page for row in rows for page in row.tables[index].values())
             total += sum(row.reserved_pages[index] for row in rows)

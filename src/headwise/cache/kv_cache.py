@@ -32,8 +32,10 @@ class FullVisibility:
     """
 
     def __init__(self, pattern: Pattern, min_counted: int = 0) -> None:
-        self._pattern, self._min_counted = pattern, min_counted
-        self.num_counted, self._is_full = 0, False  # pairs are counted up to this number of tokens
+        self._pattern = pattern
+        self._min_counted = min_counted
+        self.num_counted = 0
+        self._is_full = False  # pairs are counted up to this number of tokens
 
     def sees_all(self, used: int, retained: Callable[[], Pattern]) -> bool:
         """Return whether each of the first `used` tokens sees all tokens of the pattern that
@@ -43,7 +45,8 @@ class FullVisibility:
         reference cycle.
         """
         if used > self.num_counted:
-            first, self.num_counted = not self.num_counted, 64 * max(used, self._min_counted)
+            first = not self.num_counted
+            self.num_counted = 64 * max(used, self._min_counted)
             span = range(self.num_counted)
             if self._is_full or first:  # once unequal, always unequal
                 self._is_full = (self._pattern & Causal()).pairs(span, span) == retained().pairs(
@@ -82,7 +85,9 @@ class TokenCache(ABC):
     """
 
     def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.batch, self.dtype, self.device = batch, dtype, device
+        self.batch = batch
+        self.dtype = dtype
+        self.device = device
         self.used = 0  # tokens appended, padding included
         # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
         self.uniform = True
@@ -114,7 +119,8 @@ class TokenCache(ABC):
         """Let the next tokens of each row follow these positions, which are not read back from the
         device.
         """
-        self.uniform, self._last = False, last
+        self.uniform = False
+        self._last = last
 
     def next_positions(self, count: int) -> SequenceInfo:
         """Return the default positions of the next `count` tokens: after the last token of each
@@ -134,7 +140,8 @@ class TokenCache(ABC):
             return
         last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
         self._check_order(last, new_tokens)
-        self._last, self.uniform = last, False
+        self._last = last
+        self.uniform = False
         self.is_single_segment = self.is_single_segment and not bool((new_tokens.segment > 0).any())
         self.used += new_tokens.count
         if new_tokens.count:
@@ -160,7 +167,8 @@ class TokenCache(ABC):
             .cummax(1)
             .values
         )
-        position, segment = position.gather(1, last_real), segment.gather(1, last_real)
+        position = position.gather(1, last_real)
+        segment = segment.gather(1, last_real)
         advances = (segment[:, 1:] == segment[:, :-1]) & (position[:, 1:] > position[:, :-1])
         if bool((is_real[:, 1:] & ~(advances | (segment[:, 1:] > segment[:, :-1]))).any()):
             raise ValueError(
@@ -172,7 +180,8 @@ class TokenCache(ABC):
         latest = (
             torch.where(new_tokens.is_real, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
         )
-        has_token, column = latest.squeeze(1) >= 0, latest.clamp(min=0)
+        has_token = latest.squeeze(1) >= 0
+        column = latest.clamp(min=0)
         for name, values in (("_last", new_tokens.position), ("_segment", new_tokens.segment)):
             latest_values = values.expand(self.batch, -1).gather(1, column).squeeze(1)
             setattr(self, name, torch.where(has_token, latest_values, getattr(self, name)))
@@ -191,7 +200,8 @@ class TokenCache(ABC):
                 f"0..{self.batch - 1}"
             )
         self.batch = len(index)
-        self._last, self._segment = self._last[index], self._segment[index]
+        self._last = self._last[index]
+        self._segment = self._segment[index]
 
 
 class KVCache(TokenCache):
@@ -258,7 +268,8 @@ class KVCache(TokenCache):
         ).device  # resolves "cuda" to the current device, such as cuda:0
         if spec.is_recurrent:
             return RecurrentStateCache(spec, batch, dtype, resolved_device)
-        if groups := split_by_retention(spec):
+        groups = split_by_retention(spec)
+        if groups:
             options = {
                 "batch": batch,
                 "capacity": capacity,

@@ -108,7 +108,10 @@ class RowPages:
         return self._indices[key]
 
     def _gather(self) -> GatheredPages:
-        page, tables, ends, device = self.group.page, self.tables, self.ends, self.device
+        page = self.group.page
+        tables = self.tables
+        ends = self.ends
+        device = self.device
         max_pages = max((len(table) for table in tables), default=0)
         pages = self._as_tensor(
             [[*table.values(), *[self.empty] * (max_pages - len(table))] for table in tables]
@@ -200,7 +203,8 @@ class PagedBatch:
         """Return the positions of the next tokens of each row, padded on the right, and allocate
         their pages.
         """
-        device, most = self.storage.device, max(counts)
+        device = self.storage.device
+        most = max(counts)
         starts = [row.length for row in self.rows]
         if len(set(counts)) == len(set(starts)) == 1:
             new_tokens = SequenceInfo.contiguous(starts[0], most, device)
@@ -218,10 +222,8 @@ class PagedBatch:
         self._begin(new_tokens, self._columns(new_tokens))
 
     def _begin(self, new_tokens: SequenceInfo, columns: list[list[int]]) -> None:
-        changes, storage = (
-            self.block_tables.append_slots(self.rows, [len(live) for live in columns]),
-            self.storage,
-        )
+        changes = self.block_tables.append_slots(self.rows, [len(live) for live in columns])
+        storage = self.storage
         if changes.emptied:
             storage.index_fill_(0, torch.tensor(changes.emptied, device=storage.device), 0)
         for old, new in changes.copied:
@@ -245,7 +247,8 @@ class PagedBatch:
         is freed.
         """
         indices = index.tolist()
-        block_tables, used = self.block_tables, set[int]()
+        block_tables = self.block_tables
+        used = set[int]()
         rows = []
         for number in indices:
             rows.append(
@@ -417,7 +420,8 @@ class PagePool:
             for places in self.paging.layers
         ]
         self.visibilities = [FullVisibility(spec.pattern) for spec in self.stored_specs]
-        self._buffer, self._buffer_end = self.storage.new_zeros(0), 0
+        self._buffer = self.storage.new_zeros(0)
+        self._buffer_end = 0
 
     @property
     def nbytes(self) -> int:
@@ -432,7 +436,8 @@ class PagePool:
 
     def caches(self, batch: PagedBatch) -> list[KVCache]:
         """Return a cache of these rows for each layer."""
-        caches, first = list[KVCache](), 0
+        caches = list[KVCache]()
+        first = 0
         for spec, groups in zip(self.specs, self.head_groups, strict=True):
             own = [
                 PagedCache(self, batch, first + number, number)
@@ -465,7 +470,8 @@ class PagePool:
         of heads has them one after the other in the buffer.
         """
         rows, pages = row_pages.gathered.pages.shape
-        entry, begin = KVEntry(), self._buffer_end if head_group else 0
+        entry = KVEntry()
+        begin = self._buffer_end if head_group else 0
         for name, place in self.paging.layers[layer].items():
             tokens = self.paging.groups[place.group].page
             piece = gcd(tokens * place.width, place.start, self.paging.numel)
@@ -482,7 +488,8 @@ class PagePool:
             slots = gathered.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
                 :, : row_pages.gathered.filled
             ]
-            entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
+            entry[name] = slots.reshape(*slots.shape[:2], *place.shape)
+            begin = end
         self._buffer_end = begin
         return entry
 
@@ -516,13 +523,12 @@ class PagedCache(KVCache):
         super().__init__(
             pool.stored_specs[layer], len(batch.rows), pool.storage.dtype, pool.storage.device
         )
-        self._pool, self._paged_batch, self._layer, self._head_group = (
-            pool,
-            batch,
-            layer,
-            head_group,
-        )
-        self._num_calls, self._num_selections = batch.num_calls, batch.num_selections
+        self._pool = pool
+        self._paged_batch = batch
+        self._layer = layer
+        self._head_group = head_group
+        self._num_calls = batch.num_calls
+        self._num_selections = batch.num_selections
         self._group = next(place.group for place in pool.paging.layers[layer].values())
         self.continue_after(batch.last)
 

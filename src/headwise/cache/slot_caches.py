@@ -42,9 +42,11 @@ class SlotCache(KVCache):
     """Tokens in a fixed number of slots; an empty slot has segment -1."""
 
     def __init__(self, spec: AttentionSpec, shape: tuple[int, int], storage: StorageFormat) -> None:
-        (batch, slots), (dtype, device, store) = shape, storage
+        (batch, slots) = shape
+        (dtype, device, store) = storage
         super().__init__(spec, batch, dtype, device)
-        self.slots, self._store = slots, store
+        self.slots = slots
+        self._store = store
         self._names = [*spec.project.kv_entry_layouts(spec)] if store else []
         shapes = spec.kv_entry_shapes().items()
         empty_entry = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
@@ -70,11 +72,9 @@ class SlotCache(KVCache):
             if self.uniform:
                 self._write_pending_positions(self.used)
             return self.tokens
-        num_filled, position, segment = (
-            min(self.used, self.slots),
-            self.tokens.position,
-            self.tokens.segment,
-        )
+        num_filled = min(self.used, self.slots)
+        position = self.tokens.position
+        segment = self.tokens.segment
         # A compiled step keeps the empty slots, which are not tokens at consecutive positions.
         start = None if torch.compiler.is_compiling() else self._first_position
         return SequenceInfo(position, segment, start, checked=True, num_visible=num_filled)
@@ -147,7 +147,9 @@ class ContiguousCache(SlotCache):
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         self._check_capacity(new_tokens)
-        was_uniform, is_first, first = self.uniform, self.used == 0, self.used
+        was_uniform = self.uniform
+        is_first = self.used == 0
+        first = self.used
         self._record_tokens(new_tokens)
         if self.uniform:
             self._write_entry(entry, first, new_tokens.count)
@@ -169,10 +171,8 @@ class ContiguousCache(SlotCache):
         filled = self.dequantize(
             {name: cached[:, : self._bound] for name, cached in self.entry.items()}
         )
-        position, segment = (
-            self.tokens.position[:, : self._bound],
-            self.tokens.segment[:, : self._bound],
-        )
+        position = self.tokens.position[:, : self._bound]
+        segment = self.tokens.segment[:, : self._bound]
         return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
 
     def _per_row_lengths(self, new_tokens: SequenceInfo) -> SequenceInfo:
@@ -233,14 +233,18 @@ class RingCache(SlotCache):
     ) -> None:
         batch, first, last = shape
         super().__init__(spec, (batch, first + last), storage)
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         self._num_warmup_tokens = (
             self.slots
         )  # once the ring is full, every token overwrites another
 
     def append(self, entry: KVEntry, new_tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        is_first, old_entry, old_tokens = self.used == 0, self.entry, self.tokens
-        visible, sequence = entry, new_tokens
+        is_first = self.used == 0
+        old_entry = self.entry
+        old_tokens = self.tokens
+        visible = entry
+        sequence = new_tokens
         if new_tokens.count != 1 and not is_first:
             order, start = self._slots_in_order(new_tokens)
             past = self.dequantize({name: cached[:, order] for name, cached in old_entry.items()})
@@ -418,7 +422,8 @@ def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
     >>> [(group.kv_heads, group.spec.pattern) for group in split_by_retention(spec)]
     [((1,), Causal()), ((0,), Window(keys=4))]
     """
-    heads, pattern = spec.heads, spec.pattern
+    heads = spec.heads
+    pattern = spec.pattern
     if (
         not isinstance(pattern, PerHead)
         or heads.value_heads
@@ -540,7 +545,8 @@ def _tokens_of(
         is_same_BTS = is_same_BTS & (
             sequence.segment[:, :, None] == cached.sequence.segment[:, None, :]
         )
-    slot_BT, is_cached_BT = is_same_BTS.int().argmax(-1), is_same_BTS.any(-1)
+    slot_BT = is_same_BTS.int().argmax(-1)
+    is_cached_BT = is_same_BTS.any(-1)
     row = torch.arange(batch, device=slot_BT.device)[:, None]
     for name, tensor in cached.entry.items():
         yield name, tensor[row, slot_BT.expand(batch, -1)] * is_cached_BT[..., None, None]

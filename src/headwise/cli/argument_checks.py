@@ -96,7 +96,8 @@ def read_head_counts(model: str) -> HeadCounts | None:
     config = None if (Path(model) / "heads.json").exists() else _read_config(model)
     if config is None or config.get("is_encoder_decoder"):
         return None
-    layers, heads = _find_count(config, LAYER_KEYS), _find_count(config, HEAD_KEYS)
+    layers = _find_count(config, LAYER_KEYS)
+    heads = _find_count(config, HEAD_KEYS)
     if layers is None or heads is None:
         return None
     kv = (
@@ -133,7 +134,8 @@ def check_heads_of_config(model: str, name: str, layer: int | None, heads: Seque
         raise UsageError(
             f"{name}: {model} has no layer {layer}; its layers are 0..{counts.layers - 1}"
         )
-    if wrong := [head for head in heads if head >= counts.heads]:
+    wrong = [head for head in heads if head >= counts.heads]
+    if wrong:
         raise UsageError(
             f"{name}: {model} has no head {wrong[0]}; the heads of a layer are "
             f"0..{counts.heads - 1}"

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # Defaults of --uptrain: they restored the quality of the demo's translator in the fewest steps of
 # pure distillation.
-LEARNING_RATE, BATCH_SIZE = 1e-3, 64
+LEARNING_RATE = 1e-3
+BATCH_SIZE = 64
 
 
 @options
@@ -259,7 +260,8 @@ class CompressionRun:
     ) -> ProofOptions:
         from ..surgery.verification.proof import ProofOptions
 
-        args, command = self.args, shlex.join(["headwise", *sys.argv[1:]])
+        args = self.args
+        command = shlex.join(["headwise", *sys.argv[1:]])
         return ProofOptions(
             summary,
             objective=args.objective,

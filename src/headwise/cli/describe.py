@@ -53,7 +53,8 @@ class DescriptionOptions(SpecOptions):
 def spec_main(argv: list[str]) -> int:
     """Print one spec, or a whole model."""
     args = DescriptionOptions.parse(argv)
-    if (model := load_model_description(args.spec)) is not None and args.preset is None:
+    model = load_model_description(args.spec)
+    if model is not None and args.preset is None:
         print_page(format_model_page(model, args))
         return 0
     spec = parse_spec(args)

@@ -24,7 +24,10 @@ from ..errors import NoBackend
 from ..escaping import escape_page, shorten_message
 from .arguments import BAD_INPUT, prepare_output
 
-INTERNAL_ERROR, INTERRUPTED, PIPE_CLOSED, TERMINATED = 3, 130, 141, 143
+INTERNAL_ERROR = 3
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+TERMINATED = 143
 OUT_OF_MEMORY = "out of memory; use a smaller batch, model or number of tokens"
 MAX_MESSAGE = 2000  # characters of an error line
 REMEDIES = {
@@ -198,10 +201,12 @@ def _notices_in_one_line() -> Iterator[None]:
         with suppress(
             TypeError, ValueError
         ):  # the logger reports arguments that do not fit their message
-            record.msg, record.args = escape_page(record.getMessage()), ()
+            record.msg = escape_page(record.getMessage())
+            record.args = ()
         return record
 
-    make_any_record, format_any_warning = logging.getLogRecordFactory(), warnings.formatwarning
+    make_any_record = logging.getLogRecordFactory()
+    format_any_warning = warnings.formatwarning
     logging.setLogRecordFactory(make_record)
     warnings.formatwarning = lambda message, *_, **__: (
         f"headwise: {shorten_message(str(message))}\n"

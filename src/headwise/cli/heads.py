@@ -392,7 +392,8 @@ def main(argv: list[str]) -> int:
     if args.out is not None:
         from ..head_analysis.head_report import ReportOptions, write_head_report
 
-        pair, existing = _parse_head_pair(args.pair), existing_mode(args)
+        pair = _parse_head_pair(args.pair)
+        existing = existing_mode(args)
         options = ReportOptions(extras.importance, extras.redundancy, pair, drawn_heads, existing)
         for name in write_head_report(model, table, examples, Path(args.out), options):
             print_note(name)

@@ -96,7 +96,8 @@ def _write_pages(args: Any, language: str) -> int:
             write_document_page(document, language, folder / f"{document.id}.html")
     for document in documents:
         print_page(f"{Words(language).phrase('wrote')} {Path(args.html) / f'{document.id}.html'}")
-    if note := font_note(language):
+    note = font_note(language)
+    if note:
         print_note(f"headwise: {note}")
     return 0
 

@@ -267,7 +267,8 @@ def _parse_heads(net: Transformer, names: Sequence[str]) -> list[tuple[str, int]
     """Parse --heads, each LAYER:HEADS; return (site, head) pairs."""
     from ..inspect.attention_sites import sites
 
-    known_sites, heads = sites(net), list[tuple[str, int]]()
+    known_sites = sites(net)
+    heads = list[tuple[str, int]]()
     for name in names:
         layer, numbers = _split_heads(name)
         site = known_sites.find(int(layer) if layer.isdecimal() else layer).name

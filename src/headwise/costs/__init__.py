@@ -98,7 +98,8 @@ def cache_bytes(
             * max(bytes_per_number, 4)
             * sum(layout.numel(sizes) for layout in part.state_layouts(spec).values())
         )
-    if groups := split_by_retention(spec):
+    groups = split_by_retention(spec)
+    if groups:
         sizes = {
             "batch": batch,
             "capacity": capacity,

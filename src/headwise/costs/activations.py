@@ -183,7 +183,8 @@ def head_bytes(head: OutputHeadSpec, width: int, context: ActivationContext) -> 
     is_scaled = head.scale != 1 and not head.transform
     is_copy = head.at == "mean" or (is_scaled and not scores_all_tokens)
     yield "input", context.tensor_bytes(context.rows if is_copy else context.num_tokens, width)
-    if transform := head.transform:
+    transform = head.transform
+    if transform:
         saved = lookup_activation(transform.activation)
         # The output of the activation is usually the input of the next operation, and saved once.
         saves_extra_output = (

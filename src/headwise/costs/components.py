@@ -498,7 +498,8 @@ def list_block_components(
 ) -> Iterator[ModelComponent]:
     """Yield the components of `times` equal layers, the first of which is at `depth`."""
     place = f"{stack.name}.{depth}"
-    if mixer := block.mixer:
+    mixer = block.mixer
+    if mixer:
         # The matrices of every token, and that of the first state, which is computed once a row.
         for suffix in ("", ".start"):
             is_start = bool(suffix)
@@ -524,7 +525,8 @@ def list_block_components(
             spec = replace(spec, source=spec.source or spec.model)
         name = f"{stack.name}.*.{role}"
         yield AttentionComponent(name, spec, role, times, early, f"{place}.{role}")
-    if feed := block.feed:
+    feed = block.feed
+    if feed:
         experts = feed if isinstance(feed, ExpertsSpec) else None
         weights = add_prefix(f"{place}.feed", "feed", feed.weights(stack.model))
         yield LinearComponent(

@@ -19,7 +19,8 @@ from .components import SpecOrModel, list_attentions
 from .cost_report import CostEstimate, estimate_cost
 from .workload import max_lengths
 
-SHORTEST, LONGEST = 2**6, 2**17  # tokens; lines go at least so far
+SHORTEST = 2**6
+LONGEST = 2**17  # tokens; lines go at least so far
 BEYOND = 4  # lines go at least to this multiple of the workload's context
 MAX_PATTERN_TOKENS = 2**14  # for patterns whose rows have more segments the longer they are
 PHASE_MARKERS = {"prefill": "o", "decode": "s"}

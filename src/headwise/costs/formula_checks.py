@@ -29,7 +29,8 @@ from .activations import (
 from .saved_tensors import SavedTensorRecorder
 from .workload import Workload
 
-BATCH, TOKENS = 2, 11
+BATCH = 2
+TOKENS = 11
 PRODUCT_OPERATION = re.compile(
     r"attention|transformer|(^|_)(mm|bmm|addmm|baddbmm|addbmm|matmul|mv|addmv|dot|vdot|ger|addr|linear|bilinear"
     r"|convolution)(_|$)"
@@ -243,7 +244,8 @@ def fused_backward_flops(spec: AttentionSpec, work: CallSize) -> flops.CostBreak
 
 def _check_decoding(spec: AttentionSpec) -> Iterator[FormulaCheck]:
     """Decode token by token; check the bytes of the cache and the FLOPs of the last step."""
-    layer, x = Attention(spec), torch.randn(BATCH, 1, spec.model)
+    layer = Attention(spec)
+    x = torch.randn(BATCH, 1, spec.model)
     cache = layer.cache(batch=BATCH, capacity=TOKENS)
     yield FormulaCheck(
         "cache bytes", costs.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes

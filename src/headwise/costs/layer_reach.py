@@ -21,7 +21,9 @@ from ..report.data import Column, Table
 
 MAX_REACH_TOKENS = 512  # a convolution stacks up to half as many layers
 DISTANCES = (1, 8, 32)
-WIDTH, KERNEL, HEADS = 16, 3, 2
+WIDTH = 16
+KERNEL = 3
+HEADS = 2
 Layer = Callable[[Tensor], Tensor]
 
 

@@ -43,7 +43,8 @@ def pairs_over_heads(spec: AttentionSpec, work: CallSize) -> tuple[int, int]:
     >>> pairs_over_heads(spec, hw.costs.self_attention_work(spec, batch=1, queries=4))
     (14, 14)
     """
-    rows, heads = spec.score_head_of_row, spec.core_score_heads
+    rows = spec.score_head_of_row
+    heads = spec.core_score_heads
     if not work.head_pairs:
         return work.pairs * len(heads), work.pairs * len(rows)
     mixed = {mix.phase for _, mix in spec.parts_of(Mix)}

@@ -371,7 +371,8 @@ def _core_products(spec: AttentionSpec, products: list[MatrixProduct]) -> list[M
     Products of a similarity with constants do not count: they map queries and keys to features
     before the core.
     """
-    if steps := [name for name, _ in spec.parts_of(ValueStep)]:
+    steps = [name for name, _ in spec.parts_of(ValueStep)]
+    if steps:
         fact = (
             f"checkpoint='core' does not support {steps[0]}, which runs after the values are read"
         )

@@ -189,7 +189,8 @@ def _max_positions(stack: StackSpec) -> Iterator[int | None]:
         yield stack.embedding.positions.length
     for run in stack.runs:
         for block in run.blocks:
-            if spec := block.attention_specs.get("attention"):
+            spec = block.attention_specs.get("attention")
+            if spec:
                 yield from _max_positions_of_parts(spec)
 
 

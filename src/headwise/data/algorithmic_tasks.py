@@ -42,7 +42,9 @@ from .task import IGNORE_INDEX, Batch, MetricSums
 
 # --- Copying --------------------------------------------------------------------------------------
 
-NOISE_ID, REPEAT_ID, START_ID = 0, 1, 2  # symbols have the ids after these
+NOISE_ID = 0
+REPEAT_ID = 1
+START_ID = 2  # symbols have the ids after these
 COPY_KINDS = ("induction", "selective", "source")
 
 

@@ -39,7 +39,8 @@ TokenizedPhrase = list[tuple[str, tuple[str, ...]]]
 
 MONTHS = ("January", "February", "March", "April", "May", "June", "July")
 MONTHS += ("August", "September", "October", "November", "December")
-CHINESE_DIGITS, CHINESE_YEAR_DIGITS = "零一二三四五六七八九", "〇一二三四五六七八九"
+CHINESE_DIGITS = "零一二三四五六七八九"
+CHINESE_YEAR_DIGITS = "〇一二三四五六七八九"
 CHINESE_POWERS = ("", "十", "百", "千")
 
 

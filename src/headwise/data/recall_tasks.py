@@ -204,7 +204,8 @@ class AssociativeRecall(SyntheticTask):
 
 # --- Lookup by two keys ---------------------------------------------------------------------------
 
-QUESTION_ID, SAME_ID = 0, 1  # tokens of direct and of composed questions
+QUESTION_ID = 0
+SAME_ID = 1  # tokens of direct and of composed questions
 FIRST_ENTITY_ID = 2
 
 

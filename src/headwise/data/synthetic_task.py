@@ -186,7 +186,8 @@ def sum_by_slice(
     sums = {name: (float(correct[has_label].double().sum()), int(has_label.sum()))}
     for label, mask in (slices or {}).items():
         chosen = has_label & mask
-        if count := int(chosen.sum()):
+        count = int(chosen.sum())
+        if count:
             sums[f"{name}@{label}"] = (float(correct[chosen].double().sum()), count)
     return sums
 

@@ -87,7 +87,8 @@ def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask
     """
     name, colon, path = source.partition(":")
     if not (colon and len(name) > 1 and name.isalpha()):  # a single letter is a Windows drive
-        name, path = find_adapter(source), source
+        name = find_adapter(source)
+        path = source
     adapters = {name: cls for name, cls in TASKS.items() if issubclass(cls, FileTask)}
     if name not in adapters:
         raise SpecError(f"there is no adapter {name!r}; {suggest(name, adapters)}")

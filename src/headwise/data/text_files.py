@@ -17,7 +17,8 @@ from typing import BinaryIO, cast
 from ..errors import SpecError
 
 CHUNK_BYTES = 1 << 20
-MAX_OTHER_FILES, MAX_OTHERS_PER_FILE = 20_000, 10  # above both, a folder is not one of data
+MAX_OTHER_FILES = 20_000
+MAX_OTHERS_PER_FILE = 10  # above both, a folder is not one of data
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_UNPACKED_BYTES = 4 * 2**30  # of a compressed file; a few megabytes can unpack to as much
 
@@ -164,7 +165,8 @@ def read_lines(path: Path) -> Iterator[str]:
         for start in following:
             yield "".join(parts).removesuffix("\r")
             parts = [start]
-    if last := "".join(parts).removesuffix("\r"):
+    last = "".join(parts).removesuffix("\r")
+    if last:
         yield last
 
 

@@ -292,7 +292,8 @@ def _group_keys(keys: Sequence[Sequence[SideKey]], num_splits: int) -> list[str]
 
 # --- The task over parallel texts -----------------------------------------------------------------
 
-START_TOKEN, END_TOKEN = "<s>", "</s>"
+START_TOKEN = "<s>"
+END_TOKEN = "</s>"
 CHOICES = {
     "vocabularies": ("shared", "separate"),
     "form": ("bucketed", "budget", "packed"),

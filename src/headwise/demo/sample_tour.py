@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 DIGITS = 8  # of the task that the sample was trained on
 PROBES = (SOURCE, "<iso>20 November 2026", "<en>二〇二六年十一月二十日", "<en>USD 1204.50")
 SHOWN_CLASSES = ("alignment", "previous", "sink")
-FOLDER_NAME, PRUNED_NAME, REPORT_FILE = "sample", "pruned", "report.html"
+FOLDER_NAME = "sample"
+PRUNED_NAME = "pruned"
+REPORT_FILE = "report.html"
 SCORE_NAME = "exact_match"
 
 # Texts of the tour in English and Chinese.

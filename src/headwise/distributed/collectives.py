@@ -144,7 +144,8 @@ class GradientBuckets:
         for bucket, (message, work) in zip(self._buckets, self._pending, strict=True):
             work.wait()
             _unflatten_bucket(bucket, message)
-        self._pending, self._num_missing = [], []
+        self._pending = []
+        self._num_missing = []
 
     def _on_gradient(self, index: int) -> None:
         if self._num_missing:

@@ -163,7 +163,8 @@ def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
 
 
 def _too_few_groups_message(spec: AttentionSpec, groups: int, count: int) -> str:
-    outs, score_heads = len(spec.score_head_of_output), range(spec.heads.q)
+    outs = len(spec.score_head_of_output)
+    score_heads = range(spec.heads.q)
     if groups == outs:
         return (
             f"cannot divide {pluralise(outs, 'head')} among {count} ranks; use tensor={outs} "
@@ -272,7 +273,9 @@ def count_holders(shards: Sequence[TensorShard]) -> Tensor:
     ... ).tolist()
     [[2], [1]]
     """
-    layout, sizes, cut_axes = shards[0].layout, shards[0].sizes, shards[0].indices
+    layout = shards[0].layout
+    sizes = shards[0].sizes
+    cut_axes = shards[0].indices
     shape = [
         size if axis in cut_axes else 1
         for axis, size in zip(layout.axes, layout.unmerged_shape(sizes), strict=True)

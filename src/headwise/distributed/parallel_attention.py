@@ -45,7 +45,9 @@ class TensorContextParallel(ParallelContext):
             raise SpecError(
                 f"token_order={token_order!r} is unknown; {suggest(token_order, TOKEN_ORDERS)}"
             )
-        self.tensor, self.context, self.order = tensor_group, context_group, token_order
+        self.tensor = tensor_group
+        self.context = context_group
+        self.order = token_order
         self.adds_output_bias = tensor_group is None or tensor_group.rank == 0
         self.num_token_shards = 1 if context_group is None else context_group.size
         self._gathered_sequences: list[tuple[SequenceInfo, SequenceInfo]] = []
@@ -61,7 +63,8 @@ class TensorContextParallel(ParallelContext):
     ) -> tuple[dict[str, Tensor], SequenceInfo]:
         if self.context is None:
             return entry, at
-        sequence, entry_of_all = self._gather_sequence(at, self.context), dict[str, Tensor]()
+        sequence = self._gather_sequence(at, self.context)
+        entry_of_all = dict[str, Tensor]()
         for dtype in dict.fromkeys(
             tensor.dtype for tensor in entry.values()
         ):  # one message per dtype
@@ -248,7 +251,8 @@ def shard_tokens(batch: Batch, group: CollectiveGroup, token_order: str = "runs"
         labels = _select_positions(labels, group, token_order, IGNORE_INDEX)
     elif group.rank:
         labels = torch.full_like(labels, IGNORE_INDEX)
-    source, source_sequence = batch.source, batch.source_tokens
+    source = batch.source
+    source_sequence = batch.source_tokens
     if source is not None:
         source, source_sequence = _shard_sequence(source, source_sequence, group, token_order)
     return replace(
@@ -269,7 +273,8 @@ def _shard_sequence(
     x: Tensor, tokens: SequenceInfo | None, group: CollectiveGroup, order: str
 ) -> tuple[Tensor, SequenceInfo]:
     """Return this rank's tokens of an encoder or decoder input, and their positions."""
-    own, count = _select_positions(x, group, order, 0), x.shape[1]
+    own = _select_positions(x, group, order, 0)
+    count = x.shape[1]
     sequence = SequenceInfo.contiguous(0, count, x.device) if tokens is None else tokens
     if sequence.start is not None and order == "runs" and own.shape[1] * group.size == count:
         return own, SequenceInfo.contiguous(

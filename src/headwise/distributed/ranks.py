@@ -107,7 +107,8 @@ class ProcessMesh:
 
     def _index_along(self, dims: Sequence[str]) -> tuple[int, int]:
         """Return the index of this rank in these dimensions, and the number of ranks in them."""
-        index, count = 0, 1
+        index = 0
+        count = 1
         for dim in dims:
             index = index * getattr(self.parallelism, dim) + self.place[dim]
             count = count * getattr(self.parallelism, dim)
@@ -274,7 +275,8 @@ _checksums: dict[
 
 
 def _source_checksum() -> str:
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
     if root not in _checksums:
         for path in sorted(root.rglob("*.py")):
             digest.update(f"{path.relative_to(root).as_posix()} ".encode())
@@ -287,7 +289,8 @@ def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
     """Raise SpecError at the first value that differs between the leader and another rank."""
     first, *others = mesh.all_gather_objects(config)
     for rank, other in enumerate(others, 1):
-        if difference := find_difference(first, other):
+        difference = find_difference(first, other)
+        if difference:
             name, expected, actual = difference
             raise SpecError(
                 f"{name} is {expected} on rank 0, {actual} on rank {rank}; start all ranks with "
@@ -304,7 +307,8 @@ def find_difference(
     >>> find_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
     ('recipe.lr', '0.1', '0.2')
     """
-    first, second = _flatten_config("", one), _flatten_config("", other)
+    first = _flatten_config("", one)
+    second = _flatten_config("", other)
     for name in [*first, *(name for name in second if name not in first)]:
         if first.get(name) != second.get(name):
             return name, _format_value(first, name), _format_value(second, name)

@@ -28,7 +28,8 @@ class BatchForward(nn.Module):
 
     def __init__(self, net: Transformer) -> None:
         super().__init__()
-        self.net, self.hidden = net, net.hidden
+        self.net = net
+        self.hidden = net.hidden
 
     def forward(self, batch: Batch, index: Tensor | None = None) -> Tensor:
         """Return [B, T, outputs] or [B, outputs]; with `index`, [1, n, outputs] for n of the B * T
@@ -128,7 +129,8 @@ class ShardedModel:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for name, parameter in self.own.items():
             if parameter.grad is not None:
-                grad, sharding = parameter.grad.double(), self.shardings.get(name)
+                grad = parameter.grad.double()
+                sharding = self.shardings.get(name)
                 total += (
                     sharding.square(grad) if sharding else grad.square().sum()
                 ) / self._num_replicas(name)

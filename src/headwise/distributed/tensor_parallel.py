@@ -33,7 +33,8 @@ class TensorParallelModel:
     """
 
     def __init__(self, spec: ModelSpec, group: CollectiveGroup) -> None:
-        self.group, self.spec = group, spec
+        self.group = group
+        self.spec = spec
         shards = partition_model(spec, group.size)
         self.own = shards[group.rank].spec
         self.pieces = {name: [shard.pieces[name] for shard in shards] for name in shards[0].pieces}
@@ -134,7 +135,9 @@ class TensorParallelSharding:
     """
 
     def __init__(self, model: TensorParallelModel, name: str, inner: TensorSharding | None) -> None:
-        self.model, self.name, self.inner = model, name, inner
+        self.model = model
+        self.name = name
+        self.inner = inner
         self.dims = ("tensor", *(inner.dims if inner else ()))
         num_holders = model.num_holders(name) if name in model.copied else torch.ones(())
         self._num_holders = inner.part(num_holders) if inner and num_holders.dim() else num_holders

@@ -17,7 +17,8 @@ from .config_reader import TransformersConfig
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
 LLAMA3_RAMP = (("low", 1.0), ("high", 4.0))
 SHARED_ROPE_KEYS = ("partial_rotary_factor",)  # top-level keys that concern every layer type
-SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+FULL_ATTENTION = "full_attention"
 
 
 class RopeConfig:
@@ -124,7 +125,8 @@ class RopeConfig:
         return 0.1 * of * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def _make_yarn(self) -> YaRN:
-        table, swelling = self.table, None
+        table = self.table
+        swelling = None
         if table.values.get("attention_factor") is not None:
             swelling = table.read_float("attention_factor", default=1.0)
         elif table.values.get("mscale") and table.values.get("mscale_all_dim"):
@@ -191,7 +193,8 @@ def read_ropes_by_layer_type(
     tables = {
         kind: dict(own.values) if own else dict[str, Any]() for kind, own in own_tables.items()
     }
-    if scaling := config.read_table("rope_scaling"):
+    scaling = config.read_table("rope_scaling")
+    if scaling:
         if "rope_type" not in scaling.values:
             scaling.fail(
                 "rope_type is missing, without which transformers does not scale", "add rope_type"

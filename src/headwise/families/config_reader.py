@@ -128,14 +128,16 @@ class TransformersConfig:
 
     def read_choice(self, name: str, default: str, choices: Iterable[str]) -> str:
         """Return a string that is one of `choices`."""
-        value, choices = self.values.get(name, default), list(choices)
+        value = self.values.get(name, default)
+        choices = list(choices)
         if value not in choices:
             self.fail(f"{name} = {value!r} is not known", suggest(str(value), choices))
         return value
 
     def read_choices(self, name: str, choices: Iterable[str]) -> list[str] | None:
         """Return a list of strings from `choices`, or None if the key is null or missing."""
-        value, choices = self.values.get(name), list(choices)
+        value = self.values.get(name)
+        choices = list(choices)
         if value is None:
             return None
         if not isinstance(value, (list, tuple)):
@@ -295,7 +297,8 @@ def read_config(config: TransformersConfig) -> ModelSpec:
 
 
 def _find_family(config: TransformersConfig) -> ModelFamily:
-    model_type, classes = config.values.get("model_type"), _read_class_names(config)
+    model_type = config.values.get("model_type")
+    classes = _read_class_names(config)
     by_class_name = [
         f for f in FAMILIES.values() if classes and classes[0].startswith(f.class_prefix)
     ]

@@ -43,7 +43,8 @@ def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
         raise SpecError(
             f"cannot write configs of {family!r}; {suggest(family, ['auto', *WRITERS])}"
         )
-    attempts, refusal = list[tuple[list[Difference], dict[str, Any]]](), SpecError()
+    attempts = list[tuple[list[Difference], dict[str, Any]]]()
+    refusal = SpecError()
     for name in WRITERS if family == "auto" else [family]:
         try:
             attempts.append(_try_family(model, name))
@@ -54,7 +55,8 @@ def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
     differences, keys = min(attempts, key=lambda attempt: len(attempt[0]))
     if not differences:
         return keys
-    (where, theirs, own), name = differences[0], keys["model_type"]
+    (where, theirs, own) = differences[0]
+    name = keys["model_type"]
     raise SpecError(f"a {name} has {where} = {theirs}, {model.name} {own}; {REMEDY}")
 
 
@@ -125,14 +127,16 @@ def _compare_trees(where: str, one: Any, other: Any) -> Iterator[Difference]:
     value in the other.
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        first, second = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
+        first = cast("Mapping[str, Any]", one)
+        second = cast("Mapping[str, Any]", other)
         for key in [*first, *(key for key in second if key not in first)]:
             inner = f"{where}.{key}" if where else key
             yield from _compare_trees(
                 inner, first.get(key, DEFAULT_TEXT), second.get(key, DEFAULT_TEXT)
             )
     elif isinstance(one, list) and isinstance(other, list):
-        items, others = cast("list[Any]", one), cast("list[Any]", other)
+        items = cast("list[Any]", one)
+        others = cast("list[Any]", other)
         for n, (item, another) in enumerate(zip(items, others, strict=False)):
             yield from _compare_trees(f"{where}.{n}", item, another)
         if len(items) != len(others):

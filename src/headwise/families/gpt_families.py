@@ -229,7 +229,8 @@ def _dcformer_layers(config: TransformersConfig, sizes: Sizes) -> list[LayerKind
 
 def _dcformer(config: TransformersConfig, sizes: Sizes) -> Extras:
     """Heads composed before and after the softmax."""
-    dim, heads = sizes.dim, sizes.heads
+    dim = sizes.dim
+    heads = sizes.heads
     config.require_default(
         "head_dim", dim, f"is not dim / n_head = {dim}, which the published code uses"
     )

@@ -18,7 +18,8 @@ from .weight_names import LAYER, WeightNames
 KEY = "quantization_config"
 EXPERTS = ("*.*.feed.each",)
 HEADS = ("head",)
-FLOAT32_BITS, SCALE_BITS = 32, 16
+FLOAT32_BITS = 32
+SCALE_BITS = 16
 
 
 class QuantizedModules(NamedTuple):
@@ -80,7 +81,8 @@ def _read_modules(table: TransformersConfig, *keys: str) -> list[str] | None:
     for key in keys:
         names = table.read_list(key)
         if names is not None:
-            if wrong := [name for name in names if not isinstance(name, str)]:
+            wrong = [name for name in names if not isinstance(name, str)]
+            if wrong:
                 table.fail(f"{key} holds {wrong[0]!r}", "list names of modules")
             return cast("list[str]", names)
     return None
@@ -166,10 +168,8 @@ def _read_compressed_tensors(table: TransformersConfig) -> QuantizedModules | No
     weights = tables[0].read_table("weights") if len(tables) == 1 and tables[0] else None
     if weights is None:
         return None
-    bits, strategy = (
-        weights.read_int("num_bits", default=8, maximum=8),
-        weights.values.get("strategy"),
-    )
+    bits = weights.read_int("num_bits", default=8, maximum=8)
+    strategy = weights.values.get("strategy")
     block = weights.read_pair("block_structure", 128) if strategy == "block" else (0, 0)
     group = weights.read_int("group_size", default=128) if strategy == "group" else 0
     sizes = {"tensor": (0, 0), "channel": (1, 0), "group": (1, group), "block": block}
@@ -228,7 +228,8 @@ def _module_path(weight: WeightSpec, names: WeightNames) -> str:
     """Name of the module that holds a tensor in the file; an axis in braces, such as that of
     experts, is its first.
     """
-    location, layer = names.find_location(weight.name), LAYER.match(weight.name)
+    location = names.find_location(weight.name)
+    layer = LAYER.match(weight.name)
     if location is None:
         return ""
     path = location.path.replace("{layer}", layer[2] if layer else "")

@@ -70,7 +70,8 @@ class TensorView(NamedTuple):
         tensor([[2, 8],
                 [3, 9]])
         """
-        axes, x = list(self.layout.axes), tensor.view(self.layout.unmerged_shape(self.axis_sizes))
+        axes = list(self.layout.axes)
+        x = tensor.view(self.layout.unmerged_shape(self.axis_sizes))
         for axis, place in self.fixed_axes.items():
             dim = axes.index(axis)
             if isinstance(place, int):
@@ -79,7 +80,8 @@ class TensorView(NamedTuple):
             else:
                 parts = axis.split("|")
                 before = sum(self.axis_sizes[part] for part in parts[: parts.index(place)])
-                x, axes[dim] = x.narrow(dim, before, self.axis_sizes[place]), place
+                x = x.narrow(dim, before, self.axis_sizes[place])
+                axes[dim] = place
         return x.permute([axes.index(axis) for axis in self.axis_order])
 
 
@@ -226,7 +228,8 @@ class CheckpointPlan:
         """Return the plan for a model; refuse models with a trainable tensor that these checkpoints
         cannot store.
         """
-        if unnamed := find_unnamed_weight(model_spec, names):
+        unnamed = find_unnamed_weight(model_spec, names)
+        if unnamed:
             raise SpecError(
                 f"cannot store {unnamed} in a checkpoint of {' and '.join(names.families)}; use "
                 "hw.save"
@@ -257,7 +260,8 @@ def find_unnamed_weight(model_spec: ModelSpec, names: WeightNames) -> str:
 
 def _make_pieces(model_spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[TensorPiece]:
     for weight in model_spec.weights():
-        location, layer = names.find_location(weight.name), LAYER.match(weight.name)
+        location = names.find_location(weight.name)
+        layer = LAYER.match(weight.name)
         if location is not None:
             path_args = {"layer": layer[2]} if layer else {}
             yield from make_pieces(

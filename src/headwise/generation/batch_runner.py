@@ -44,7 +44,9 @@ class BatchRunner:
     """Calls the model for the rows of an engine."""
 
     def __init__(self, net: Transformer, memory: KVMemory, max_positions: int | None) -> None:
-        self.net, self.memory, self.longest = net, memory, max_positions
+        self.net = net
+        self.memory = memory
+        self.longest = max_positions
         self.steps: deque[StepRecord] = deque(maxlen=MAX_RECORDED_STEPS)
         self.peak = self.shared = self.sources = 0  # bytes, tokens, tokens
         self._num_postponed = 0  # steps in a row that only read prompts
@@ -67,7 +69,8 @@ class BatchRunner:
         context = sum(request.row.length + 1 for request, _ in rows)
         self._run_calls(rows)
         if prompts or rows:
-            num_tokens, seconds = sum(count for _, count in prompts), perf_counter() - begun
+            num_tokens = sum(count for _, count in prompts)
+            seconds = perf_counter() - begun
             self.steps.append(
                 StepRecord(len(rows), context, len(prompts), num_tokens, past, seconds)
             )
@@ -104,7 +107,8 @@ class BatchRunner:
         candidates: list[tuple[Request, int]] = []
 
         def unread() -> Iterator[int]:
-            in_progress, sources = set[bytes](), 0
+            in_progress = set[bytes]()
+            sources = 0
             for request in reading:
                 length = self._num_cached_tokens(request)
                 next_hash = (
@@ -134,7 +138,8 @@ class BatchRunner:
 
     def _num_cached_tokens(self, request: Request) -> int:
         """Number of its tokens that are cached, or that it could share before it starts."""
-        row, block_tables = request.row, self.memory.pool.block_tables
+        row = request.row
+        block_tables = self.memory.pool.block_tables
         if row.length or not self.memory.shares:
             return row.length
         return block_tables.find_prefix(row, request.context, self.memory.min_first_chunk)
@@ -214,8 +219,10 @@ class BatchRunner:
         """Return the fully read requests and their next-token logits; a failed call changes no
         state.
         """
-        rows, counts = [request.row for request, _ in parts], [count for _, count in parts]
-        before, longest = [row.length for row in rows], max(counts)
+        rows = [request.row for request, _ in parts]
+        counts = [count for _, count in parts]
+        before = [row.length for row in rows]
+        longest = max(counts)
         ids = [
             request.context[start : start + count] + [0] * (longest - count)
             for (request, count), start in zip(parts, before, strict=True)
@@ -260,7 +267,8 @@ class BatchRunner:
             group = [requests[n] for n in rows]
             numbers = [request.numbers for request in group] if group[0].temperature else []
             past = [request.ids for request in group]
-            temperature, how = group[0].temperature, group[0].config
+            temperature = group[0].temperature
+            how = group[0].config
             chosen = (
                 logits if len(rows) == len(logits) else logits[rows]
             )  # without a copy if all rows are alike

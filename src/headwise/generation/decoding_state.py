@@ -30,7 +30,8 @@ COMPILERS = ("c++", "g++", "clang++")
 # Measured on two cores: processor seconds of a graph, and of each
 # layer of it; and seconds a step that it saves for each layer in float32. In bfloat16, whose small
 # operations are slow, it saves more.
-COMPILE_SECONDS, SECONDS_SAVED_PER_LAYER = (22.0, 2.4), 0.08e-3
+COMPILE_SECONDS = (22.0, 2.4)
+SECONDS_SAVED_PER_LAYER = 0.08e-3
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def decide_compile(net: Transformer, mode: str, num_steps: int) -> CompileDecisi
     """
     if mode == "off":
         return CompileDecision(False, "not compiled: compile is off")
-    if reason := find_compile_obstacle(net):
+    reason = find_compile_obstacle(net)
+    if reason:
         if mode == "on":
             raise SpecError(
                 f"steps cannot be compiled: {reason}; leave compile out, or give compile='auto'"
@@ -93,10 +95,8 @@ def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
     >>> estimate_compile_gain(12, 100_000).should_compile
     True
     """
-    gain, cost = (
-        num_steps * num_layers * SECONDS_SAVED_PER_LAYER,
-        COMPILE_SECONDS[0] + COMPILE_SECONDS[1] * num_layers,
-    )
+    gain = num_steps * num_layers * SECONDS_SAVED_PER_LAYER
+    cost = COMPILE_SECONDS[0] + COMPILE_SECONDS[1] * num_layers
     estimate = (
         f"{pluralise(num_steps, 'step')} could gain about {gain:.1f} s, compiling takes "
         f"about {cost:.0f} s"
@@ -237,7 +237,10 @@ class DecodingState:
         self.choice = decision if same_length or not decision.should_compile else UNEQUAL_LENGTHS
         self._compiled_step = compile_decode_step(net) if self.choice.should_compile else None
         self._is_first_step = True  # the first step runs uncompiled; see compile_decode_step
-        self.net, self.memory, self.count, self.window = net, encoder_output, max_new_tokens, window
+        self.net = net
+        self.memory = encoder_output
+        self.count = max_new_tokens
+        self.window = window
         self.texts = _real_token_ids(prompt, sequence)
         self.rows = list(range(len(self.texts)))
         self._max_positions = max_positions(net.spec.stacks[-1])
@@ -283,11 +286,13 @@ class DecodingState:
         """Keep the rows with these indices, in this order; an index may repeat."""
         if list(index) == list(range(len(self.rows))):
             return
-        at, rows = torch.tensor(index, device=self.logits.device), [self.rows[n] for n in index]
+        at = torch.tensor(index, device=self.logits.device)
+        rows = [self.rows[n] for n in index]
         self.cache.rows(at)
         if self.memory is not None and rows != self.rows:
             self.memory = self.memory.rows(at)
-        self.rows, self.logits = rows, self.logits[at]
+        self.rows = rows
+        self.logits = self.logits[at]
         self._cached_lengths = [self._cached_lengths[n] for n in index]
         self.texts = [list(self.texts[n]) for n in index]
 

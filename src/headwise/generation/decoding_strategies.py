@@ -127,7 +127,8 @@ class BeamSearch:
             torch.tensor([[hypothesis.value] for hypothesis in self.active], dtype=torch.float64)
             + log_probs.double().cpu()
         )
-        before, self.active = self.active, []
+        before = self.active
+        self.active = []
         is_last = len(before[0].ids) + 1 == self.count
         parents: list[int] = []
         for rank, (value, place) in enumerate(self._iter_extensions(sums.flatten())):
@@ -166,7 +167,8 @@ class BeamSearch:
 
     def _add_finished(self, answer: BeamHypothesis, rank: int) -> None:
         if rank < self.how.beams:
-            score, ids = answer.value / len(answer.ids) ** self.how.length_penalty, answer.ids
+            score = answer.value / len(answer.ids) ** self.how.length_penalty
+            ids = answer.ids
             finished = [*self.over, BeamHypothesis(score, ids)]
             self.over = sorted(finished, key=lambda hypothesis: -hypothesis.value)[: self.how.beams]
 
@@ -232,7 +234,9 @@ def run_beam_search(
         penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
         if sampling is not None:
             penalised = filter_logits(penalised / sampling.temperature, config)
-        index, ids, at = list[int](), list[int](), 0
+        index = list[int]()
+        ids = list[int]()
+        at = 0
         for prompt, rows in groupby(state.rows):
             log_probs = penalised[at : (stop := at + len(list(rows)))]
             index += [at + parent for parent in searches[prompt].step(log_probs)]

@@ -274,7 +274,8 @@ class TextGenerator:
     def _beam_search(
         self, state: DecodingState, prompts: PromptBatch, streams: Sequence[RandomStream]
     ) -> list[list[GenerationOutput]]:
-        ends, stops = self.ends, self.how.words
+        ends = self.ends
+        stops = self.how.words
         tokenizer = load_tokenizers(self.net)[1] if stops else None
 
         def is_finished(ids: Sequence[int]) -> bool:

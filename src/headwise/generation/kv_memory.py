@@ -57,7 +57,8 @@ class PagedSupport(NamedTuple):
             layer = block.attentions.get("attention")
             if layer is not None and not layer.spec.is_recurrent:
                 layers += 1
-                if why := _gather_reason(layer):
+                why = _gather_reason(layer)
+                if why:
                     reasons[f"{name}.{number}.attention"] = why
         return PagedSupport(layers, reasons)
 
@@ -65,7 +66,8 @@ class PagedSupport(NamedTuple):
 def _gather_reason(layer: Attention) -> str:
     if layer.backend_name not in (None, "paged"):
         return f"the layer sets backend={layer.backend_name!r}"
-    spec, like = layer.spec, layer.weights["project"].first_parameter
+    spec = layer.spec
+    like = layer.weights["project"].first_parameter
     job = CallSignature(
         spec,
         spec.core_of(spec.projection_form(one=True)),
@@ -126,7 +128,8 @@ class KVMemory:
     """
 
     def __init__(self, net: Transformer, budget: int, batching: BatchingConfig) -> None:
-        self.batching, self.budget = batching, budget
+        self.batching = batching
+        self.budget = budget
         self.reading = PagedSupport.of(net)
         layers = net.cache(batch=1, capacity=1).layers
         self._cache_names = [[*layer] for layer in layers]
@@ -145,7 +148,8 @@ class KVMemory:
             )
         self._is_stateful = [cache.spec.is_recurrent for cache in caches]
         paged = [cache.spec for cache in caches if not cache.spec.is_recurrent]
-        like, rows = caches[0], batching.rows
+        like = caches[0]
+        rows = batching.rows
         self._states = [
             RecurrentStateCache(c.spec, rows, c.dtype, c.device)
             for c in caches
@@ -300,7 +304,8 @@ class KVMemory:
         ]
         for cache, all_rows in zip(states, self._states, strict=True):
             cache.set_state({name: tensor[slots] for name, tensor in all_rows.state.items()})
-        paged, stateful = iter(self.pool.caches(batch)), iter(states)
+        paged = iter(self.pool.caches(batch))
+        stateful = iter(states)
         caches = iter(
             [cast(KVCache, next(stateful if is_state else paged)) for is_state in self._is_stateful]
         )
@@ -324,7 +329,8 @@ class KVMemory:
         if not any(self._source_buffers):
             return None
         counts = [place.source for place in places]
-        device, most = slots.device, max(counts)
+        device = slots.device
+        most = max(counts)
         place = torch.arange(most, device=device).expand(len(places), -1)
         live = place < torch.tensor(counts, device=device)[:, None]
         whole = len(set(counts)) == 1
@@ -346,10 +352,8 @@ class KVMemory:
         """Pages that fit beside the states and sources, after the padding page and the gather
         buffer.
         """
-        per_page, padding_page = (
-            self._bytes_per_page(like.dtype.itemsize),
-            self.paging.numel * like.dtype.itemsize,
-        )
+        per_page = self._bytes_per_page(like.dtype.itemsize)
+        padding_page = self.paging.numel * like.dtype.itemsize
         available = self.budget - self.fixed_bytes - padding_page
         pages = available // per_page if per_page else 0
         if available < 0 or (per_page and pages < 1):

@@ -72,7 +72,8 @@ def encode_text(
     `specials` overrides that of the model's `ProcessorSpec`.
     """
     tokenizer, _ = load_tokenizers(net)
-    usage, ids = net.usage, tokenizer.ids(text, specials)
+    usage = net.usage
+    ids = tokenizer.ids(text, specials)
     around = len(usage.before) + len(usage.behind)
     if window is not None and around >= window:
         raise ValueError(
@@ -121,7 +122,8 @@ def get_decoder_start_ids(net: Transformer) -> tuple[int, ...]:
 def _check_id_row(row: Any, net: Transformer, window: int | None) -> list[int]:
     if not isinstance(row, list):
         raise ValueError(f"{row!r} is not a list of ids; {PROMPT_HELP}")
-    if wrong := [item for item in row if not isinstance(item, int) or isinstance(item, bool)]:
+    wrong = [item for item in row if not isinstance(item, int) or isinstance(item, bool)]
+    if wrong:
         raise ValueError(f"{wrong[0]!r} in a prompt is not an id; {PROMPT_HELP}")
     return _check_prompt(row[-window:] if window else row, net)
 
@@ -132,7 +134,8 @@ def _check_prompt(row: list[int], net: Transformer) -> list[int]:
     vocab_size = first.embedding.tokens if first.embedding else 0
     if not row:
         raise ValueError("the prompt is empty; give at least one token")
-    if wrong := [token_id for token_id in row if not 0 <= token_id < vocab_size]:
+    wrong = [token_id for token_id in row if not 0 <= token_id < vocab_size]
+    if wrong:
         raise ValueError(
             f"the prompt holds the id {wrong[0]}, but {first.name} knows {vocab_size}; give "
             f"0..{vocab_size - 1}"

@@ -84,7 +84,8 @@ class Request:
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
-        self.ended, self.error = "failed", error
+        self.ended = "failed"
+        self.error = error
         self.completion.close()
 
     def take(self, token_id: int) -> None:

@@ -61,7 +61,8 @@ def require_class_names(net: Transformer) -> tuple[str, ...]:
     """Return the class names; raise if the model has none or its first output
     head is not pooled.
     """
-    spec, names = net.spec, net.usage.labels
+    spec = net.spec
+    names = net.usage.labels
     if not spec.heads or spec.heads[0].at == "each":
         raise SpecError(
             f"the first output head of {spec.name} is not pooled over the row; give a classifier"
@@ -133,7 +134,8 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
 
     A mask is written as the tokenizer writes it, as in "The [MASK] sat."
     """
-    vocabulary, kind = require_language_model(net.spec), net.spec.kind
+    vocabulary = require_language_model(net.spec)
+    kind = net.spec.kind
     if kind != "encoder":
         raise SpecError(
             f"{net.spec.name} is of kind {kind}, and masks are for encoders; call generate"
@@ -156,7 +158,8 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
 def find_mask_id(net: Transformer, tokenizer: ModelTokenizer) -> int:
     """Return the id of the mask token: `usage.mask`, or the tokenizer's own."""
     candidates = [net.usage.mask, *map(tokenizer.id, MASK_TOKENS)]
-    if (mask := next((one for one in candidates if one is not None), None)) is None:
+    mask = next((one for one in candidates if one is not None), None)
+    if mask is None:
         raise SpecError(
             f"{net.spec.name} has no mask token; set net.usage = hw.ProcessorSpec(mask=103)"
         )

@@ -103,7 +103,8 @@ class ModelTokenizer:
 def _find_unknown_id(tokenizer: Tokenizer, model: Any) -> int | None:
     if model.get("byte_fallback"):
         return None
-    if (token := model.get("unk_token")) is not None:
+    token = model.get("unk_token")
+    if token is not None:
         return tokenizer.token_to_id(token)
     return model.get("unk_id")
 
@@ -124,11 +125,13 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: ModelTokenizer, context_ids: Sequence[int] = ()) -> None:
-        self.words, self.text = tokenizer, ""
+        self.words = tokenizer
+        self.text = ""
         self._settled, self._pending, self._num_emitted = list(context_ids), list[int](), 0
         self._settled_text = tokenizer.text(self._settled)
         if self._settled_text.endswith(REPLACEMENT_CHAR):
-            self._settled, self._settled_text = [], ""
+            self._settled = []
+            self._settled_text = ""
 
     @property
     def whole(self) -> bool:
@@ -142,7 +145,9 @@ class IncrementalDetokenizer:
         waiting = min(MAX_PENDING_BYTES, len(new) - len(new.rstrip(REPLACEMENT_CHAR)))
         self._emit(new, len(new) - waiting)
         if new and not waiting:
-            self._settled, self._pending, self._num_emitted = self._pending, [], 0
+            self._settled = self._pending
+            self._pending = []
+            self._num_emitted = 0
             self._settled_text = self.words.text(self._settled)
 
     def close(self) -> None:
@@ -223,7 +228,8 @@ class Completion:
     ) -> None:
         self.ids: list[int] = []
         self.over = False
-        self._end_ids, self._detokenizer = end_ids, detokenizer
+        self._end_ids = end_ids
+        self._detokenizer = detokenizer
         self._stops = [_StopMatcher(stop) for stop in stop_texts]
         self._searched = 0  # number of characters that the matchers have read
         self._stop_start: int | None = None  # character at which the stop text begins
@@ -272,7 +278,8 @@ class Completion:
         self._searched += len(new)
         if not starts:
             return
-        self._stop_start, self.over = min(starts), True
+        self._stop_start = min(starts)
+        self.over = True
         num_ids = [
             n for n, mark in enumerate(self._text_lengths, 1) if 0 <= mark <= self._stop_start
         ]
@@ -288,15 +295,14 @@ class Completion:
 
     def take_new_text(self) -> str:
         """Return the final text that was not returned before."""
-        first, self._num_taken_chars = (
-            self._num_taken_chars,
-            max(self._num_taken_chars, self._stable_length),
-        )
+        first = self._num_taken_chars
+        self._num_taken_chars = max(self._num_taken_chars, self._stable_length)
         return self.text[first : self._num_taken_chars]
 
     def take_new_ids(self) -> list[int]:
         """Return the final ids that were not returned before."""
-        first, count = self._num_taken_ids, len(self.ids)
+        first = self._num_taken_ids
+        count = len(self.ids)
         if self._stops and not self.over:
             stable_length = self._stable_length
             lengths = enumerate(self._text_lengths[first:], first + 1)
@@ -317,7 +323,8 @@ class _StopMatcher:
     """
 
     def __init__(self, stop: str) -> None:
-        self.stop, self.num_matched = stop, 0
+        self.stop = stop
+        self.num_matched = 0
         self._fallbacks = [
             0
         ]  # num_matched of the first n + 1 characters of `stop`, read after the first character

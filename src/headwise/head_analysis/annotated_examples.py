@@ -151,7 +151,8 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
     'nsubj'),))
     """
     rows: list[_Row] = []
-    text, first_line = "", 1
+    text = ""
+    first_line = 1
     for line_number, line in enumerate([*lines, ""], 1):
         if line.startswith("#"):
             name, _, value = line[1:].partition("=")
@@ -161,7 +162,8 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
             rows.append(_Row(where, _split_columns(line, where)))
         elif rows:
             yield _parse_sentence(text, rows, f"{source}, sentence at line {first_line}")
-            rows, text = [], ""
+            rows = []
+            text = ""
         first_line = line_number + 1 if not rows else first_line
 
 
@@ -209,7 +211,8 @@ def _parse_sentence(text: str, rows: Sequence[_Row], where: str) -> ParsedSenten
         governor = _parse_number(row[6], place)
         if governor:
             dependencies.append((number - 1, governor - 1, row[7].partition(":")[0]))
-    if invalid := [arc for arc in dependencies if not arc[1] < len(words)]:
+    invalid = [arc for arc in dependencies if not arc[1] < len(words)]
+    if invalid:
         dependent, governor, _ = invalid[0]
         raise SpecError(
             f"{where}: the governor of word {dependent + 1} is word {governor + 1} of "
@@ -229,7 +232,8 @@ def _find_word_spans(
     Words of one multi-word token get consecutive spans if they spell the token together; otherwise
     each gets its whole span.
     """
-    position, first_word = 0, 0
+    position = 0
+    first_word = 0
     for piece, count in pieces:
         start = text.find(piece, position)
         if start < 0:
@@ -245,7 +249,8 @@ def _find_word_spans(
                 else (word_start, word_start + len(word))
             )
             word_start += len(word)
-        position, first_word = start + len(piece), first_word + count
+        position = start + len(piece)
+        first_word = first_word + count
 
 
 def _parse_number(text: str, where: str) -> int:
@@ -362,10 +367,8 @@ class ExampleReader:
         for index in range(limit):
             batch = task.batch(index, 1, split)
             assert batch.source is not None, "links lead from a source"
-            ids_by_stream, decoders = (
-                {"text": batch.x, "source": batch.source},
-                self.token_decoders(),
-            )
+            ids_by_stream = {"text": batch.x, "source": batch.source}
+            decoders = self.token_decoders()
             streams = {
                 name: _annotate_tokens(_decode_row(ids[0].tolist(), decoders[name]), None)
                 for name, ids in ids_by_stream.items()
@@ -540,7 +543,8 @@ def examples_from_task(
     model: nn.Module, task: Task, limit: int, split: str = "valid"
 ) -> ExampleReader:
     """Read examples of a task with their labels: `limit` of them, or all if the task has fewer."""
-    reader, first = ExampleReader(model), task.batch(0, 1, split)
+    reader = ExampleReader(model)
+    first = task.batch(0, 1, split)
     _check_task_matches(model, task, first)
     num_examples = task.batches(1, split)
     decoders = (

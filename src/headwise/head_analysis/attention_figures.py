@@ -86,10 +86,8 @@ def make_picture(
 ) -> HeadPicture:
     """The picture of a head on an example."""
     layer = traced.get_layer(head.site)
-    query_words, key_words = (
-        example.streams[layer.query_stream].words,
-        example.streams[layer.key_stream].words,
-    )
+    query_words = example.streams[layer.query_stream].words
+    key_words = example.streams[layer.key_stream].words
     return HeadPicture(
         title, name, traced.head_weights(head.site, head.head), query_words, key_words
     )
@@ -133,7 +131,8 @@ class PictureMaker:
 
     def score(self, number: int, head: HeadMeasures, name: str) -> float:
         """How well an example shows a class of a head."""
-        example, traced = self.examples[number], self.trace(number)
+        example = self.examples[number]
+        traced = self.trace(number)
         layer = traced.get_layer(head.site)
         weights = traced.head_weights(head.site, head.head)
         if _pair_finder(name, layer, head) is not None:

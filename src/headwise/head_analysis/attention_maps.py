@@ -253,7 +253,8 @@ def compute_attention_maps(model: nn.Module, inputs: Any) -> AttentionMaps:
     ModelRun(model, prepared).run_with_hooks(sites, hooks)
     layers: dict[str, LayerAttention] = {}
     for module in sites:
-        site, hook = module.site, hooks[module.site.name]
+        site = module.site
+        hook = hooks[module.site.name]
         if hook.weights is not None:
             layers[site.name] = LayerAttention(
                 site.name,

@@ -85,7 +85,8 @@ class FirstTokenSums:
         weights: list[FirstTokenWeight] = []
         for site, by_text in self.observed.items():
             observed, uniform = (stack_texts(texts) for texts in (by_text, self.uniform[site]))
-            value, chance = ratio_of_sums(*observed), ratio_of_sums(*uniform)
+            value = ratio_of_sums(*observed)
+            chance = ratio_of_sums(*uniform)
             p = excess_p_values(observed, uniform)
             weights += [
                 FirstTokenWeight(
@@ -155,7 +156,8 @@ def mark_first_token_sinks(
     if len(sample) < 2 or not ordinary:
         return MarkedExamples(chain(sample, texts), ())
     weights = measure_first_token(model, ordinary, streams, sample)
-    notes, sink_streams = list[str](), set[str]()
+    notes = list[str]()
+    sink_streams = set[str]()
     for stream in dict.fromkeys(streams[module.site.name][1] for module in ordinary):
         readers = [weight for weight in weights if streams[weight.site][1] == stream]
         sinks = [one for one in readers if one.score >= MIN_SINK_SCORE and one.p < SIGNIFICANCE]

@@ -119,7 +119,9 @@ def make_dependency_pairs(
                 f"dependency {arc!r} names a word that does not exist: the tokens have {valid}; "
                 "count words from 0"
             )
-        dependent, governor, relation = index_of[arc[0]], index_of[arc[1]], arc[2]
+        dependent = index_of[arc[0]]
+        governor = index_of[arc[1]]
+        relation = arc[2]
         mark = index_of.get(arc[0] + 1) if relation in convention.possessive_relations else None
         query = (
             dependent if mark is None or words.words[mark].strip() not in POSSESSIVE_MARKS else mark
@@ -154,7 +156,8 @@ class DependencyScores:
             raise ValueError(
                 f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}"
             )
-        self.convention, self.min_arcs = ARC_CONVENTIONS[convention], min_arcs
+        self.convention = ARC_CONVENTIONS[convention]
+        self.min_arcs = min_arcs
         self.counts_by_example: list[dict[tuple[str, RelationKey], Array]] = []
         self._words = WordBandMerger(self._add_word_band)
         self._tokens: TokenAnnotations | None = None
@@ -164,7 +167,8 @@ class DependencyScores:
 
     def start_example(self, example: Example) -> None:
         """Read the dependencies of the example."""
-        self._tokens, self._pairs = example.streams.get(example.parsed_stream), None
+        self._tokens = example.streams.get(example.parsed_stream)
+        self._pairs = None
         if example.dependencies:
             if self._tokens is None:
                 raise ValueError(
@@ -208,10 +212,12 @@ class DependencyScores:
         pairs = pairs[
             :, (pairs[0] >= band.first_query) & (pairs[0] < band.first_query + w_HTS.shape[1])
         ]
-        query, target = pairs[0] - band.first_query, pairs[1]
+        query = pairs[0] - band.first_query
+        target = pairs[1]
         if self.convention.counted_arcs == "allowed":
             pairs = pairs[:, allowed[query, target]]
-            query, target = pairs[0] - band.first_query, pairs[1]
+            query = pairs[0] - band.first_query
+            target = pairs[1]
         is_max = w_HTS == w_HTS.amax(-1, keepdim=True)
         self._add_hits(site, pairs, is_max[:, query, target] / is_max.sum(-1)[:, query])
 
@@ -236,7 +242,8 @@ class DependencyScores:
         dependencies = self._pairs
         assert dependencies is not None
         word = dependencies.words.word_index
-        query, target = word[pairs[0]], word[pairs[1]]
+        query = word[pairs[0]]
+        target = word[pairs[1]]
         predicted = (
             query + torch.tensor(self.convention.baseline_offsets, device=word.device)[:, None]
         )
@@ -266,7 +273,9 @@ class DependencyScores:
             (site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)
         }
         self.counts_by_example.append(counts)
-        self._sums, self._best_readers, self._pairs = {}, {}, None
+        self._sums = {}
+        self._best_readers = {}
+        self._pairs = None
         self._words.finish_example()
 
     def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
@@ -320,7 +329,8 @@ def is_relation_measure(measure: str) -> bool:
 def _relation_measures(sums: Array, num_baselines: int, confidence: float) -> list[Measure]:
     """Share of one relation's dependencies, in one direction, that each head finds."""
     shares = Jackknife.of_ratio(sums[:, :-1], sums[:, -1:])
-    values, chance = shares.value[:-num_baselines], shares.value[-num_baselines:].max()
+    values = shares.value[:-num_baselines]
+    chance = shares.value[-num_baselines:].max()
 
     def margin(values: Array) -> Array:
         return values[..., :-num_baselines] - values[..., -num_baselines:].max(-1, keepdims=True)
@@ -495,7 +505,8 @@ def word_attention_maps(
     [heads, words, words].
     """
     stream = example.parsed_stream
-    tokens, bands = example.streams[stream], dict[str, list[Tensor]]()
+    tokens = example.streams[stream]
+    bands = dict[str, list[Tensor]]()
     words = WordBandMerger(
         lambda site, band: bands.setdefault(site, []).append(band.w_HTS.float().cpu())
     )
@@ -540,7 +551,8 @@ def _word_dependencies(example: Example) -> list[tuple[int, int]]:
         for dependent, governor, _ in example.dependencies
         if dependent != governor and governor >= 0
     ]
-    if unknown := [pair for pair in dependencies if not {*pair} <= index_of.keys()]:
+    unknown = [pair for pair in dependencies if not {*pair} <= index_of.keys()]
+    if unknown:
         valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
         raise ValueError(
             f"a dependency joins words {unknown[0]}, but the tokens have {valid}; count words "

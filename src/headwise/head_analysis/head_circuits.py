@@ -99,9 +99,11 @@ def copying_score(
     >>> copying_score(ov), copying_score(LowRankMap(ov.left, -ov.right))
     (1.0, -1.0)
     """
-    left, right = ov.left.double(), ov.right.double()
+    left = ov.left.double()
+    right = ov.right.double()
     if embed is not None and unembed is not None:
-        left, right = embed.double() @ left, right @ unembed.double()
+        left = embed.double() @ left
+        right = right @ unembed.double()
     values = torch.linalg.eigvals(right @ left)
     total = values.abs().sum()
     return float(values.real.sum() / total) if total > 0 else float("nan")
@@ -140,7 +142,8 @@ class AttentionCircuits:
                 "W_Q and W_K"
             )
             raise SpecError(f"cannot get QK circuits: {fact}")
-        q, k = self._head_matrices("q", "q dim model"), self._head_matrices("k", "kv dim source")
+        q = self._head_matrices("q", "q dim model")
+        k = self._head_matrices("k", "kv dim source")
         return LowRankMap(q[head].T, k[heads.kv_head_of_query[head]])
 
     def ov_circuit(self, head: int) -> LowRankMap:
@@ -256,10 +259,12 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
     """
     if circuit not in CIRCUIT_KINDS:
         raise ValueError(f"unknown circuit={circuit!r}; use 'qk' or 'ov'")
-    heads, maps = list[HeadLocation](), list[LowRankMap]()
+    heads = list[HeadLocation]()
+    maps = list[LowRankMap]()
     layer_of_site = {module.site.name: module.site.layer for module in find_attention(model)}
     for circuits in get_circuits(model).values():
-        site, spec = circuits.site, circuits.spec
+        site = circuits.site
+        spec = circuits.spec
         outputs = range(len(spec.score_head_of_output))
         for head in spec.core_score_heads if circuit == "qk" else outputs:
             heads.append(HeadLocation(site, layer_of_site[site], head))
@@ -276,7 +281,8 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
 def _caveats(spec: AttentionSpec) -> Iterator[str]:
     """Computations of the layer that these maps leave out."""
     for _, transform in spec.parts_of(QKTransform):
-        if sides := [side for side in "qkv" if side in transform.transformed_sides(spec)]:
+        sides = [side for side in "qkv" if side in transform.transformed_sides(spec)]
+        if sides:
             yield f"{transform!r} changes {' and '.join(sides)} token by token"
     for _, step in spec.parts_of(OutputStep):
         yield f"{step!r} changes head outputs before the output projection"
@@ -301,7 +307,8 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     A model without a token head gets the transposed embedding instead, with a note.
     """
     native = as_native_model(model)
-    tied_to, state = native.spec.tied_weights(), native.state_dict(keep_vars=True)
+    tied_to = native.spec.tied_weights()
+    state = native.state_dict(keep_vars=True)
 
     def get_tensor(name: str) -> Tensor | None:
         tensor = state.get(tied_to.get(name, name))
@@ -347,7 +354,8 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     native = as_native_model(model)
     stack_name, layer, _ = site.split(".")
     stack = next(stack for stack in native.spec.stacks if stack.name == stack_name)
-    block, last = stack.layers[int(layer)], native.spec.stacks[-1]
+    block = stack.layers[int(layer)]
+    last = native.spec.stacks[-1]
     place = f"{stack_name}.{layer if stack.weights_of == 'each' else 0}"
     state = native.state_dict(keep_vars=True)
 
@@ -369,11 +377,14 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
             table = table - table.mean(axis, keepdim=True)
         return table if axis == 0 else factor * table
 
-    embed, unembed = tables.embed.double(), tables.unembed.double()
-    if (before := NORM_BEFORE.get(block.placement)) is not None:
+    embed = tables.embed.double()
+    unembed = tables.unembed.double()
+    before = NORM_BEFORE.get(block.placement)
+    if before is not None:
         embed = fold(block.norm, f"{place}.{before}", embed, axis=1)
     unembed = fold(last.norm, f"{last.name}.norm", unembed, axis=0)
-    if (after := NORM_AFTER.get(block.placement)) is not None:
+    after = NORM_AFTER.get(block.placement)
+    if after is not None:
         unembed = fold(block.norm, f"{place}.{after}", unembed, axis=0)
     return TokenTables(embed, unembed, tables.note)
 

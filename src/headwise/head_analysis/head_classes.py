@@ -109,17 +109,16 @@ def _candidate_classes(head: HeadMeasures) -> Iterable[ClassCandidate]:
     non_sink = _non_sink_prefix(head)
     for rule in (*CLASS_RULES, *PATCH_CLASS_RULES):
         if rule.measure in head.measures:
-            measure, metric = (
-                head.measures[rule.measure],
-                literature_metrics.get_metric(rule.measure),
-            )
+            measure = head.measures[rule.measure]
+            metric = literature_metrics.get_metric(rule.measure)
             prefix = non_sink if metric.weight_source == "rest" else ""
             baseline = "chance" if metric.compute_chance is None else "random weights"
             yield ClassCandidate(
                 rule.name, measure, prefix + _evidence_sentence(measure, rule.evidence, baseline)
             )
     if "offset" in head.measures and "peak" in head.measures:
-        measure, peak = head.measures["offset"], head.measures["peak"].value
+        measure = head.measures["offset"]
+        peak = head.measures["peak"].value
         if peak == peak and int(peak) not in OFFSET_NAMES:
             template = f"puts its largest weight at distance {int(peak):+d} in {{}} of rows"
             yield ClassCandidate(

@@ -86,11 +86,13 @@ def estimate_importance(
     check_time = make_time_check(options.max_seconds)
     estimator = _resolve_method(method)
     sites = require_ability(model, "ablate")
-    if reason := estimator.unsupported_reason(model):
+    reason = estimator.unsupported_reason(model)
+    if reason:
         raise ValueError(f"cannot use method {estimator.name!r}: {reason}")
     distinct = DistinctExamples(examples)
     sampled, notes = _sample_examples(distinct, options)
-    if (first := next(sampled, None)) is None:
+    first = next(sampled, None)
+    if first is None:
         raise ValueError("cannot estimate importance without texts; give at least two")
     resolved, objective_note = _resolve_objective(model, objective, first, estimator)
     run = ImportanceRun(model, sites, estimator, resolved)
@@ -120,10 +122,14 @@ class ImportanceRun:
         method: ImportanceMethod,
         objective: Objective,
     ) -> None:
-        self.model, self.sites, self.method, self.objective = model, sites, method, objective
+        self.model = model
+        self.sites = sites
+        self.method = method
+        self.objective = objective
         self.sums_by_unit: list[ImportanceSums] = []
         self.num_texts = self.num_without_targets = 0
-        self.time_limit_reached, self.uses_partial_forward = False, True
+        self.time_limit_reached = False
+        self.uses_partial_forward = True
 
     def run(
         self, examples: Iterator[Example], check_time: CheckTime, progress: Callable[[int], object]
@@ -223,7 +229,9 @@ def _sample_examples(
     """
     if options.num_examples is None:
         return iter(examples), []
-    generator, sampled, count = np.random.default_rng(options.seed), dict[int, Example](), 0
+    generator = np.random.default_rng(options.seed)
+    sampled = dict[int, Example]()
+    count = 0
     numbers: list[int] = []  # of the sampled examples; a new example replaces a random one
     for count, example in enumerate(examples, 1):
         slot = (

@@ -30,7 +30,8 @@ from .literature_metrics import get_metric
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums
 from .weight_bands import WeightBand, WordBandMerger, move_annotations, stream_weight_bands
 
-OBSERVED, CHANCE = "own", "chance"
+OBSERVED = "own"
+CHANCE = "chance"
 TextSums = tuple[Array, Array]
 TOKEN_UNITS = ("tokens", "words")
 
@@ -146,7 +147,8 @@ class MetricSums:
         """Store the sums of the example that just ended."""
         for key, totals in self._open.items():
             self.sums_by_example.setdefault(key, []).append(totals)
-        self._open, self._recent_uniform = {}, []
+        self._open = {}
+        self._recent_uniform = []
         self.num_examples += 1
 
     def append(
@@ -242,7 +244,8 @@ def measure_heads(
 def _find_missed_sites(sites: Sequence[SiteModule], metric_sums: MetricSums) -> dict[str, str]:
     """Sites that some texts do not reach, with the reason; raises if these are all sites."""
     num_texts = {site: len(sums) for (site, _, _), sums in metric_sums.sums_by_example.items()}
-    count, names = metric_sums.num_examples, [module.site.name for module in sites]
+    count = metric_sums.num_examples
+    names = [module.site.name for module in sites]
     missed = {
         name: f"{count - num_texts.get(name, 0)} of {count} texts do not reach it"
         for name in names
@@ -357,18 +360,21 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric) -> 
         stack_texts(metric_sums.sums_by_example[site, metric.name, source])
         for source in (OBSERVED, CHANCE)
     )
-    estimate, chance = Jackknife.of_ratio(*observed), ratio_of_sums(*baseline)
+    estimate = Jackknife.of_ratio(*observed)
+    chance = ratio_of_sums(*baseline)
     p = _excess_p_values(metric, observed, baseline)
     rows = observed[1].sum(0)
     if metric.reduce is not None:
-        estimate, chance = estimate.map(partial(_reduce_mean, metric)), _reduce_mean(metric, chance)
+        estimate = estimate.map(partial(_reduce_mean, metric))
+        chance = _reduce_mean(metric, chance)
         rows = rows.max(-1)
     low, high = estimate.interval()
     low = np.where(_is_nonnegative(observed[0], low.ndim), np.maximum(low, 0), low)
     if (
         metric.reduce is select_peak_offset
     ):  # the most frequent distance jumps, so that it has no standard error
-        low, high = np.full_like(low, np.nan), np.full_like(high, np.nan)
+        low = np.full_like(low, np.nan)
+        high = np.full_like(high, np.nan)
     columns = (array.tolist() for array in (estimate.value, low, high, rows, p))
     return [
         Measure(mean, start, stop, float(chance[0]), num_rows, p_value)

@@ -66,9 +66,11 @@ def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
     """Weight of each row on the keys it is paired with; gathered one by one because the pairs are
     few.
     """
-    t, s = t - band.first_query, s - band.first_key
+    t = t - band.first_query
+    s = s - band.first_key
     in_band = (s >= 0) & (s < band.w_HTS.shape[2])
-    t, s = t[in_band], s[in_band]
+    t = t[in_band]
+    s = s[in_band]
     allowed = (band.allowed if band.allowed.dim() == 3 else band.allowed[None])[:, t, s].float()
     rows = band.w_HTS.new_zeros(band.w_HTS.shape[:2]).index_add_(1, t, band.w_HTS[:, t, s])
     has_pair = allowed.new_zeros(len(allowed), rows.shape[1]).index_add_(1, t, allowed) > 0
@@ -238,7 +240,9 @@ def variance_explained_by_offset(mean: Tensor) -> Tensor:
     `mean` holds the means of `offset_variance_sums`.
     """
     groups = 2 * MAX_DISTANCE + 2
-    group_mean, share, square = mean[..., :groups], mean[..., groups:-1], mean[..., -1]
+    group_mean = mean[..., :groups]
+    share = mean[..., groups:-1]
+    square = mean[..., -1]
     group_mean = torch.where(
         share > 0, group_mean, 0
     )  # offsets longer than every text have no pairs
@@ -406,10 +410,8 @@ def patch_distance_sums(band: WeightBand) -> SumAndCount:
 
 def _differences(band: WeightBand) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns from query to key, [T, S] each, and whether both are patches."""
-    queries, keys = (
-        _get_grid(band.query_tokens, band)[band.query_positions],
-        _get_grid(band.key_tokens, band),
-    )
+    queries = _get_grid(band.query_tokens, band)[band.query_positions]
+    keys = _get_grid(band.key_tokens, band)
     keys = band.slice_keys(keys)
     difference = keys[None] - queries[:, None]
     is_patch = (queries[:, None, 0] >= 0) & (keys[None, :, 0] >= 0)

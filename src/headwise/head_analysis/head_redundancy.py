@@ -110,7 +110,8 @@ class DiversitySums:
         self.sites = tuple(dict.fromkeys(head.site for head in heads))
         self.sizes = [sum(head.site == site for head in heads) for site in self.sites]
         layer_of_head = np.array([self.sites.index(head.site) for head in heads])
-        generator, times = np.random.default_rng(seed), permutations if len(self.sites) > 1 else 0
+        generator = np.random.default_rng(seed)
+        times = permutations if len(self.sites) > 1 else 0
         assignments = [layer_of_head, *(generator.permutation(layer_of_head) for _ in range(times))]
         self.sets = torch.cat(
             [_membership(torch.from_numpy(layers), len(self.sites)) for layers in assignments]
@@ -194,8 +195,10 @@ def _studentise(values: Array) -> Array:
     """Each value minus the mean of the others in its row, over the standard deviation of the
     others.
     """
-    count, values = values.shape[1] - 1, values - values.mean(1, keepdims=True)
-    total, squares = values.sum(1, keepdims=True), (values**2).sum(1, keepdims=True)
+    count = values.shape[1] - 1
+    values = values - values.mean(1, keepdims=True)
+    total = values.sum(1, keepdims=True)
+    squares = (values**2).sum(1, keepdims=True)
     mean = (total - values) / count
     variance = np.maximum((squares - values**2) / count - mean**2, 0)
     deviation = np.sqrt(variance * count / max(1, count - 1))
@@ -360,7 +363,8 @@ class ComparableHeads:
     def list_findings(self) -> dict[str, Value]:
         """Return the numbers on which the answer rests, by name."""
         pairs = np.triu_indices(len(self.heads), 1)
-        within, agreement = self.within_layer_test, self.agreement
+        within = self.within_layer_test
+        agreement = self.agreement
         different = sum(layer.p < SIGNIFICANCE for layer in self.layers)
         outliers = [str(one.head) for one in self.outliers if one.p < SIGNIFICANCE]
         return {
@@ -480,9 +484,11 @@ class _RedundancySums:
     """Sums over texts for one group of heads."""
 
     def __init__(self, rows: SampledRows, options: RedundancyOptions) -> None:
-        self.heads, self.options = rows.heads, options
+        self.heads = rows.heads
+        self.options = options
         self.rest, self.whole = _DistanceSums(), _DistanceSums()
-        self.sink_weight, self.num_rows = 0.0, 0.0
+        self.sink_weight = 0.0
+        self.num_rows = 0.0
         self.diversity = DiversitySums(rows.heads, options.num_permutations, options.seed)
 
     def add(self, text_index: int, rows: SampledRows) -> None:
@@ -539,16 +545,19 @@ def measure_redundancy(
     are kept, so that memory does not grow with the data. `progress` is called with the number of
     texts read so far.
     """
-    sites, options = require_ability(model, "observe"), options.validate()
+    sites = require_ability(model, "observe")
+    options = options.validate()
     sites_with_outputs = [module for module in sites if module.site.ablate.possible]
     streams = {
         module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites
     }
     sampling = RowSampling(options.rows_per_text, options.seed)
-    sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()
+    sums = dict[StreamPair, _RedundancySums]()
+    reservoirs = dict[str, OutputReservoir]()
     distinct = DistinctExamples(examples)
     marked = mark_first_token_sinks(model, sites, streams, distinct)
-    reasons, count = dict[str, str](), 0
+    reasons = dict[str, str]()
+    count = 0
     for index, example in enumerate(marked.examples):
         count = index + 1
         groups, unsupported = sample_rows(model, sites, example, streams, sampling, index)
@@ -634,7 +643,8 @@ def _count_similar_pairs(
     sums: _DistanceSums, options: RedundancyOptions, indices: Sequence[int]
 ) -> _SimilarPairs:
     """Compare the distances of these heads with their chance level."""
-    grid, pairs = np.ix_(indices, indices), np.triu_indices(len(indices), 1)
+    grid = np.ix_(indices, indices)
+    pairs = np.triu_indices(len(indices), 1)
     observed, permuted = (
         _distance_intervals(folds, grid) for folds in (sums.distances, sums.chance)
     )
@@ -654,13 +664,15 @@ def _compare_heads(
 
     Return None if fewer than two heads have rows.
     """
-    options, indices = sums.options, sums.comparable_heads()
+    options = sums.options
+    indices = sums.comparable_heads()
     if len(indices) < 2:
         return None
     heads = tuple(sums.heads[n] for n in indices)
     similar = _count_similar_pairs(sums.rest, options, indices)
     whole = _count_similar_pairs(sums.whole, options, range(len(sums.heads)))
-    distances, threshold = similar.intervals.mean, similar.threshold
+    distances = similar.intervals.mean
+    threshold = similar.threshold
     merges = average_linkage(distances)
     outputs = _output_similarity(sums.heads, reservoir, options)
     outputs = None if outputs is None else outputs[np.ix_(indices, indices)]

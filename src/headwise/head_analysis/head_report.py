@@ -172,14 +172,17 @@ def _list_figures(
         "grid": table.class_grid(f"{model}: class of every head, {table.texts}"),
         "entropy": plot_measure_by_layer(table),
     }
-    if pictures := list(_class_pictures(table, maker)):
+    pictures = list(_class_pictures(table, maker))
+    if pictures:
         title = f"{model}: the top head of each class, each on the text that shows it best"
         marks = "the pairs of tokens that the class is about"
         figures["gallery"] = head_gallery(pictures, title, marks)
-    if pictures := list(_relation_pictures(table, maker)):
+    pictures = list(_relation_pictures(table, maker))
+    if pictures:
         title = f"{model}: the top head of each dependency relation"
         figures["relations"] = head_gallery(pictures, title, "the dependencies of the relation")
-    if pair := _choose_pair(table, maker, options.head_pair):
+    pair = _choose_pair(table, maker, options.head_pair)
+    if pair:
         figures["pair"] = head_pair_figure(*pair, f"{model}: attention of two heads")
     for location in options.drawn_heads:
         head = table.head(*location)

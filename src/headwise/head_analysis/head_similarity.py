@@ -73,7 +73,8 @@ def jensen_shannon_divergence(
     for start in range(0, rows, step):
         p, q = (x[:, start : start + step] for x in (weights, second))
         flags_of_chunk = flags[:, start : start + step].double()
-        first_entropy, second_entropy = entropy(p), entropy(q)
+        first_entropy = entropy(p)
+        second_entropy = entropy(q)
         for head in range(heads - 1):
             mean_entropy = entropy((p[head] + q[head + 1 :]) / 2)
             by_row = (mean_entropy - (first_entropy[head] + second_entropy[head + 1 :]) / 2).clamp(
@@ -102,7 +103,8 @@ def spread_of_sets(weights: Tensor, sets: Tensor, counted: Tensor) -> tuple[Tens
     ([1.0, 0.0], [1.0, 0.0])
     """
     _, rows, keys = weights.shape
-    sets, flags_RH = sets.to(weights), counted.T.to(weights)
+    sets = sets.to(weights)
+    flags_RH = counted.T.to(weights)
     sums, counts = (
         torch.zeros(len(sets), dtype=torch.float64, device=weights.device) for _ in range(2)
     )
@@ -217,7 +219,8 @@ class SampledRows(NamedTuple):
         """Permute the weights of each row among the keys that it may read, except for sinks, which
         keep theirs: as sharp as before, with as much on sinks, but unrelated to the text.
         """
-        generator, permuted = np.random.default_rng(seed), self.weights.clone()
+        generator = np.random.default_rng(seed)
+        permuted = self.weights.clone()
         for head, allowed in enumerate(self.allowed & ~self.is_sink):
             keys = torch.from_numpy(generator.random(allowed.shape, dtype=np.float32)).to(
                 allowed.device
@@ -401,7 +404,9 @@ class OutputReservoir:
     """
 
     def __init__(self, max_tokens: int, seed: int = 0) -> None:
-        self.max_tokens, self.seed, self.threshold = max_tokens, seed, 1.0
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.threshold = 1.0
         self.priorities: NDArray[np.float64] = np.empty(0)
         self.outputs: dict[str, Tensor] = {}
 
@@ -483,7 +488,8 @@ def cut_clusters(merges: list[ClusterMerge], max_distance: float) -> tuple[int, 
     cluster_of = list(range(len(merges) + 1))
     for one, other, height in merges:
         if height < max_distance:
-            merged, target = cluster_of[other], cluster_of[one]
+            merged = cluster_of[other]
+            target = cluster_of[one]
             cluster_of = [target if cluster == merged else cluster for cluster in cluster_of]
     numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(cluster_of))}
     return tuple(numbers[cluster] for cluster in cluster_of)
@@ -513,7 +519,8 @@ def embed_in_plane(
     True
     """
     checked = _check_distances(distances)
-    generator, scale = np.random.default_rng(seed), float(checked.max(initial=0.0)) or 1.0
+    generator = np.random.default_rng(seed)
+    scale = float(checked.max(initial=0.0)) or 1.0
     starts = [
         _classical_scaling(checked),
         *(scale * generator.standard_normal((len(checked), 2)) for _ in range(num_starts - 1)),

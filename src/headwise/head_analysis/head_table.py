@@ -292,7 +292,9 @@ def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
     if match is None:
         site, _, head = name.rpartition(":")
         return site, int(head)
-    letter, number, head = match[1], int(match[2]), int(match[3])
+    letter = match[1]
+    number = int(match[2])
+    head = int(match[3])
     sites = [
         layer.name
         for layer in layers

@@ -76,7 +76,9 @@ class RepeatedForward:
     is_partial = False
 
     def __init__(self, model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> None:
-        self.model, self.sites, self.inputs = model, sites, inputs
+        self.model = model
+        self.sites = sites
+        self.inputs = inputs
         self._head_counters = {module.site.name: HeadAblationHook() for module in sites}
         self._baseline: list[Any] = []
 
@@ -134,7 +136,8 @@ class PartialForward(RepeatedForward):
         source_sequence = None
         stack_inputs = _stack_inputs(self.inputs.kwargs)[-len(stacks) :]
         for stack, (ids, tokens) in zip(stacks, stack_inputs, strict=True):
-            name, (x, types) = stack.spec.name, stack.embed(ids)
+            name = stack.spec.name
+            (x, types) = stack.embed(ids)
             sequence = resolve_sequence(x, tokens, None)
             call = LayerInputs(sequence, None, None, source_sequence, self.model_network.probes)
             self.calls[name] = _layer_calls(stack, call, h)
@@ -259,7 +262,8 @@ class ImportanceOptions:
             ("normalisation", NORMALISATIONS),
             ("correction", CORRECTION_METHODS),
         ):
-            if (value := getattr(self, name)) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed:
                 choices = [choice for choice in allowed if choice]
                 raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
         if self.max_seconds is not None and not self.max_seconds > 0:

@@ -239,11 +239,9 @@ def offset_class_name(offset: float) -> str:
 
 # --- Classes --------------------------------------------------------------------------------------
 
-CLARK_BROAD_ENTROPY, CLARK_OFFSET_THRESHOLD, CLARK_TOKEN_THRESHOLD = (
-    3.8,
-    0.5,
-    0.6,
-)  # 1906.04341: nats, and weights
+CLARK_BROAD_ENTROPY = 3.8
+CLARK_OFFSET_THRESHOLD = 0.5
+CLARK_TOKEN_THRESHOLD = 0.6  # 1906.04341: nats, and weights
 VOITA_POSITION_THRESHOLD = 0.9  # 1905.09418: share of rows
 VOITA_CONFIDENCE_THRESHOLD = 0.8  # 1905.09418: largest weight
 VOITA_SYNTAX_MARGIN = 0.1  # 1905.09418: share of dependencies above the best offset
@@ -279,10 +277,8 @@ def voita_classes(head: HeadMeasures) -> list[HeadClass]:
     `DependencyScores`.
     """
     classes = _class_if_above(head, "rare-token", "voita rare", VOITA_RARE_THRESHOLD)
-    position, confidence = (
-        head.measures.get("voita position"),
-        head.measures.get("voita confidence"),
-    )
+    position = head.measures.get("voita position")
+    confidence = head.measures.get("voita confidence")
     if (
         position
         and confidence

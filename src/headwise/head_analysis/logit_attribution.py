@@ -184,9 +184,10 @@ def _check_residual_stream(net: Transformer) -> Any:
         raise SpecError(
             f"cannot attribute logits of {name}: it has {len(stacks)} stacks; give a model with one"
         )
-    if placed := [
+    placed = [
         layer.placement for layer in stacks[0].blocks if layer.placement not in DIRECT_PLACEMENTS
-    ]:
+    ]
+    if placed:
         fact = f"its norms are placed {placed[0]!r}, so that a norm follows the heads of each layer"
         raise SpecError(
             f"cannot attribute logits of {name}: {fact}; use estimate_importance, which needs no "

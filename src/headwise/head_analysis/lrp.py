@@ -137,7 +137,8 @@ class RelevanceTape:
         """Head outputs [T, H, V]: constant weights times values [S, G, V]; head h uses the values
         of `kv_head_of_query[h]`.
         """
-        w_HTS, v_HSV = w_HTS.double(), v.value[:, list(kv_head_of_query)].transpose(0, 1)
+        w_HTS = w_HTS.double()
+        v_HSV = v.value[:, list(kv_head_of_query)].transpose(0, 1)
 
         def back(relevance: Tensor) -> list[Tensor]:
             parts = _attention_read_backward(w_HTS, v_HSV, relevance.transpose(0, 1)).transpose(
@@ -204,7 +205,8 @@ class RelevanceTape:
         for node, inputs, rule in reversed(self.operations):
             if node.received is None:
                 continue
-            shares, total = rule(node.received), node.received.sum()
+            shares = rule(node.received)
+            total = node.received.sum()
             propagated = torch.stack([share.sum() for share in shares]).sum()
             if propagated == 0 and total != 0:
                 raise ValueError("cannot propagate relevance: all inputs of an operation are zero")
@@ -216,7 +218,8 @@ class RelevanceTape:
 
 def _divide_relevance(contributions: Tensor, relevance: Tensor) -> Tensor:
     """Divide relevance along the last axis in proportion to contributions."""
-    positive, negative = contributions.clamp(min=0), contributions.clamp(max=0)
+    positive = contributions.clamp(min=0)
+    negative = contributions.clamp(max=0)
     gain, loss = alpha_beta_shares(
         relevance, positive.sum(-1, keepdim=True), negative.sum(-1, keepdim=True)
     )
@@ -262,16 +265,17 @@ def _attention_core_backward(core: HeadCore, relevance: Tensor) -> tuple[Tensor,
     for t, (q_K, w_S, z_V, r_V) in enumerate(
         zip(core.q_TK, core.w_TS, core.z_TV, relevance, strict=True)
     ):
-        a_SV, b_SK = w_S[:, None] * (core.v_SV - z_V), core.scale * q_K * core.k_SK
-        a_pos, a_neg, b_pos, b_neg = (
-            a_SV.clamp(min=0),
-            a_SV.clamp(max=0),
-            b_SK.clamp(min=0),
-            b_SK.clamp(max=0),
-        )
-        v_pos, v_neg = w_S[:, None] * core.v_SV.clamp(min=0), w_S[:, None] * core.v_SV.clamp(max=0)
+        a_SV = w_S[:, None] * (core.v_SV - z_V)
+        b_SK = core.scale * q_K * core.k_SK
+        a_pos = a_SV.clamp(min=0)
+        a_neg = a_SV.clamp(max=0)
+        b_pos = b_SK.clamp(min=0)
+        b_neg = b_SK.clamp(max=0)
+        v_pos = w_S[:, None] * core.v_SV.clamp(min=0)
+        v_neg = w_S[:, None] * core.v_SV.clamp(max=0)
         of_query = b_SK.T @ a_SV
-        pos_S, neg_S = b_pos.sum(1), b_neg.sum(1)
+        pos_S = b_pos.sum(1)
+        neg_S = b_neg.sum(1)
         positive = v_pos.sum(0) + of_query.clamp(min=0).sum(0) + pos_S @ a_pos + neg_S @ a_neg
         negative = v_neg.sum(0) + of_query.clamp(max=0).sum(0) + pos_S @ a_neg + neg_S @ a_pos
         gain, loss = alpha_beta_shares(r_V, positive, negative)
@@ -288,7 +292,10 @@ def _attention_read_backward(w: Tensor, v: Tensor, relevance: Tensor) -> Tensor:
     """Relevance of the values; sums of the contributions w_ts v_s of either sign are two matrix
     products.
     """
-    w_pos, w_neg, v_pos, v_neg = w.clamp(min=0), w.clamp(max=0), v.clamp(min=0), v.clamp(max=0)
+    w_pos = w.clamp(min=0)
+    w_neg = w.clamp(max=0)
+    v_pos = v.clamp(min=0)
+    v_neg = v.clamp(max=0)
     gain, loss = alpha_beta_shares(
         relevance, w_pos @ v_pos + w_neg @ v_neg, w_pos @ v_neg + w_neg @ v_pos
     )
@@ -415,7 +422,8 @@ class RelevanceForward:
         states: RelevanceNode | None,
     ) -> RelevanceNode:
         """Run a layer with its norms where `placement` has them."""
-        placement, tape = layer.placement, self.tape
+        placement = layer.placement
+        tape = self.tape
         norms = {
             name: child for name, child in layer.named_children() if isinstance(child, NormLayer)
         }
@@ -472,7 +480,8 @@ class RelevanceForward:
         if norm.kind not in ("layer", "unbiased", "bare"):
             return self.tape.identity(x, value)
         deviation = (x.value.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
-        gain, width = norm.get_weight("weight"), x.value.shape[-1]
+        gain = norm.get_weight("weight")
+        width = x.value.shape[-1]
         centring = torch.eye(width, dtype=torch.float64, device=x.value.device) - 1 / width
         weight = centring if gain is None else gain.double()[:, None] * centring
         return self.tape.linear(
@@ -496,7 +505,9 @@ class RelevanceForward:
         nodes: tuple[RelevanceNode, RelevanceNode | None],
         call: LayerInputs,
     ) -> RelevanceNode:
-        attention, (x, states), site = layer.attentions[name], nodes, f"{layer.name}.{name}"
+        attention = layer.attentions[name]
+        (x, states) = nodes
+        site = f"{layer.name}.{name}"
         kv_input = x if name == "attention" or states is None else states
         parameter = next(attention.parameters())
         x_BTM, kv_input_BSM = (node.value[None].to(parameter.dtype) for node in (x, kv_input))
@@ -543,7 +554,8 @@ class RelevanceForward:
         """Logits of the model's first head; sets `top_logits`, the largest one of each position."""
         head = next(iter(self.net.head.values()))
         assert isinstance(head, OutputHead)
-        spec, tape = head.spec, self.tape
+        spec = head.spec
+        tape = self.tape
         if spec.at != "each":
             states = tape.reshape(h, (len(h.value), 1, -1))
             pooled = tape.attention_read(states, _pooling_weights(spec.at, sequence), (0,))
@@ -622,7 +634,8 @@ def _probe_qk_maps(
     """Affine maps from tokens to queries and to keys, measured with one-hot inputs at the positions
     of the text.
     """
-    parameter, spec = next(attention.parameters()), attention.spec
+    parameter = next(attention.parameters())
+    spec = attention.spec
     widths = (spec.model, spec.source or spec.model)
     inputs = [
         torch.zeros(1, length, width).to(parameter)

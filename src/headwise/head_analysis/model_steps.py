@@ -157,9 +157,11 @@ def _run_model(run: Callable[[], object], layer: TransformerLayer, role: str) ->
     if "input" not in recorded:
         raise ValueError(f"{layer.name}.{role} did not run on this text")
     layer_inputs: LayerInputs = recorded["layer_inputs"]
-    source, source_sequence = layer_inputs.source, layer_inputs.source_sequence
+    source = layer_inputs.source
+    source_sequence = layer_inputs.source_sequence
     if role == "attention":  # the tokens themselves are the source
-        source, source_sequence = recorded["input"], layer_inputs.sequence
+        source = recorded["input"]
+        source_sequence = layer_inputs.sequence
     if not isinstance(source, Tensor) or source_sequence is None:
         raise ValueError(
             f"the source of {layer.name}.{role} was projected before, so its states are unknown"
@@ -217,7 +219,8 @@ def _run_query(attention: Attention, call: _LayerCall, query: int) -> _QueryCall
         raise ValueError(f"there is no query {query}; give one in 0..{count - 1}")
     # A single query may run in another form (latent attention), so a second one goes along.
     queries = [query] if count == 1 else [query, query - 1 if query else 1]
-    observed, probe = attention.observed(observe), Probe(*PROBED)
+    observed = attention.observed(observe)
+    probe = Probe(*PROBED)
     if observed.spec.source is None:  # the tokens themselves are the source
         observed.spec = replace(observed.spec, source=observed.spec.model)
         observed.planner = CallPlanner(observed.spec)
@@ -236,7 +239,8 @@ def _take(sequence: SequenceInfo, queries: list[int]) -> SequenceInfo:
 
 def _check_equal(actual: Tensor, expected: Tensor) -> None:
     """Refuse steps that do not lead to the output of the model."""
-    actual, expected = actual.float(), expected.float()
+    actual = actual.float()
+    expected = expected.float()
     error = float((actual - expected).abs().max())
     if not error <= TOLERANCE * max(float(expected.abs().max()), 1e-6):
         raise ValueError(
@@ -260,14 +264,12 @@ class _Walk:
         call: _LayerCall,
         own: _QueryCall,
     ) -> None:
-        self.layer, self.attention, self.role, self.place, self.call, self.own = (
-            layer,
-            attention,
-            role,
-            place,
-            call,
-            own,
-        )
+        self.layer = layer
+        self.attention = attention
+        self.role = role
+        self.place = place
+        self.call = call
+        self.own = own
         spec = attention.spec
         self.spec, core = spec, spec.core_of(spec.projection_form(one=False))
         outputs = spec.score_head_of_output
@@ -279,10 +281,8 @@ class _Walk:
         self.core_head = spec.core_score_heads.index(
             self.score_head
         )  # the head's place in scores and weights
-        self.key_head, self.value_head = (
-            core.key_head_of_query[self.core_head],
-            core.value_head_of_row[place.head],
-        )
+        self.key_head = core.key_head_of_query[self.core_head]
+        self.value_head = core.value_head_of_row[place.head]
         self.weights = as_array(own.probed["weights"][0, place.head, 0])
         self.missing: dict[str, str] = {}
 
@@ -320,7 +320,8 @@ class _Walk:
         return name if name in self.call.norms else ""
 
     def _input_steps(self) -> Iterator[HeadStep]:
-        query, name = self.place.query, self._norm_before()
+        query = self.place.query
+        name = self._norm_before()
         received = self.call.attention_input[0, query]
         x = self.call.norms[name][0][0, query] if name else received
         yield HeadStep("residual", "x, the residual stream of this token", {"out": as_array(x)})
@@ -331,10 +332,12 @@ class _Walk:
         norm = self.layer.get_submodule(name)
         assert isinstance(norm, NormLayer)
         x, n = (tensor[0, query] for tensor in self.call.norms[name])
-        values, facts = as_array(x).astype(np.float64), {"eps": float(norm.eps)}
+        values = as_array(x).astype(np.float64)
+        facts = {"eps": float(norm.eps)}
         arrays = {"in": as_array(x), "out": as_array(n)}
         for key in ("weight", "bias"):
-            if (tensor := norm.get_weight(key)) is not None:
+            tensor = norm.get_weight(key)
+            if tensor is not None:
                 arrays[key] = as_array(tensor) + np.float32(
                     norm.kind == "offset" and key == "weight"
                 )
@@ -421,14 +424,13 @@ class _Walk:
 
     def _scores(self) -> Iterator[HeadStep]:
         """The similarity, and every part that changes scores."""
-        similarity, changes = self.spec.similarity, self._changes("scores")
+        similarity = self.spec.similarity
+        changes = self._changes("scores")
         first = changes[0][1] if changes else self.own.probed["scores"]
         scores = as_array(first[0, self.core_head, 0])
         scale = similarity.score_scale(self.spec.core_of(self.spec.projection_form(one=False)))
-        q, k = (
-            self.own.probed["q"][0, 0, self.score_head],
-            self.own.probed["k"][0, :, self.key_head],
-        )
+        q = self.own.probed["q"][0, 0, self.score_head]
+        k = self.own.probed["k"][0, :, self.key_head]
         products = (
             as_array(k.double() @ q.double()) if q.shape[-1] == k.shape[-1] else scores * np.nan
         )
@@ -456,7 +458,8 @@ class _Walk:
     def _change_step(self, step: str, name: str, before: Tensor, after: Tensor) -> HeadStep:
         """A part that changes scores or weights of this head."""
         part = dict(self.spec.parts())[name]
-        old, new = as_array(before[0, self.core_head, 0]), as_array(after[0, self.core_head, 0])
+        old = as_array(before[0, self.core_head, 0])
+        new = as_array(after[0, self.core_head, 0])
         arrays = {"in": old, "out": new}
         if isinstance(part, ScoreStep) and part.additive:
             arrays["added"] = new - old
@@ -468,7 +471,8 @@ class _Walk:
         return HeadStep(step, describe_part(part), arrays, facts, repr(part))
 
     def _weight_steps(self) -> Iterator[HeadStep]:
-        normaliser, changes = self.spec.normaliser, self._changes("weights")
+        normaliser = self.spec.normaliser
+        changes = self._changes("weights")
         first = changes[0][1] if changes else self.own.probed["weights"]
         weights = as_array(first[0, self.core_head if changes else self.place.head, 0])
         numbers = self.attention.weights["normaliser"].head(self.score_head)
@@ -523,7 +527,9 @@ class _Walk:
         """The sum of all heads and the bias, the norm behind it if there is one, and the new
         residual stream.
         """
-        layer, query, placement = self.layer, self.place.query, self.layer.placement
+        layer = self.layer
+        query = self.place.query
+        placement = self.layer.placement
         heads = self.own.probed["heads"]
         with torch.inference_mode():
             bias = as_array(self.attention.merge_heads(torch.zeros_like(heads))[0, 0])
@@ -532,7 +538,8 @@ class _Walk:
         name = self._norm_before()
         x = as_array((self.call.norms[name][0] if name else self.call.attention_input)[0, query])
         scale = float(layer.scale)
-        arrays, facts = {"in": x, "own": own, "others": others, "bias": bias}, {"scale": scale}
+        arrays = {"in": x, "own": own, "others": others, "bias": bias}
+        facts = {"scale": scale}
         times = "" if scale == 1 else f"{scale:g} · "
         formula = f"x ← x + {times}(c + other heads + b_O)"
         after = {

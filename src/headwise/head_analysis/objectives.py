@@ -76,7 +76,8 @@ def _native_head_objective(net: Transformer) -> str:
     spec = net.spec
     if not spec.heads or not spec.heads[0].outputs:
         return ""
-    head, kind = spec.heads[0], spec.kind
+    head = spec.heads[0]
+    kind = spec.kind
     embedding = spec.stacks[-1].embedding
     predicts_tokens = (
         head.at == "each" and embedding is not None and embedding.tokens == head.outputs
@@ -180,14 +181,16 @@ class TargetLoss(Objective):
             )
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
-        if reason := _other_head(model, self.name):
+        reason = _other_head(model, self.name)
+        if reason:
             return reason
         if self.name == "label" and _get_labels(example) is None:
             return "the texts come without labels"
         return ""
 
     def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
-        inputs, labels = _read_inputs(model, example), _get_labels(example)
+        inputs = _read_inputs(model, example)
+        labels = _get_labels(example)
         if labels is not None:
             return EvaluationInput(inputs, labels.flatten())
         if self.name == "label":
@@ -221,7 +224,8 @@ class MaskedTokenLoss(Objective):
             raise ValueError(f"mask_fraction must be > 0 and <= 1, got {self.mask_fraction!r}")
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
-        if reason := _other_head(model, self.name):
+        reason = _other_head(model, self.name)
+        if reason:
             return reason
         if self.mask_id is None and _get_labels(example) is None and find_mask_id(model) is None:
             return (
@@ -231,7 +235,8 @@ class MaskedTokenLoss(Objective):
         return ""
 
     def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
-        inputs, labels = _read_inputs(model, example), _get_labels(example)
+        inputs = _read_inputs(model, example)
+        labels = _get_labels(example)
         if labels is not None:
             return EvaluationInput(inputs, labels.flatten())
         ids = torch.tensor(_get_ids(model, inputs))
@@ -282,7 +287,8 @@ class OutputDrift(Objective):
             ("representation", ("pooled", "tokens")),
             ("metric", ("cosine", "l2")),
         ):
-            if (value := getattr(self, name)) not in choices:
+            value = getattr(self, name)
+            if value not in choices:
                 raise ValueError(
                     f"unknown OutputDrift({name}={value!r}); {suggest(value, choices)}"
                 )
@@ -332,7 +338,8 @@ def choose_objective(
         if isinstance(requested, str) and requested not in OBJECTIVES:
             raise ValueError(f"unknown objective {requested!r}; {suggest(requested, OBJECTIVES)}")
         objective = OBJECTIVES[requested] if isinstance(requested, str) else requested
-        if reason := objective.unsupported_reason(model, example):
+        reason = objective.unsupported_reason(model, example)
+        if reason:
             fact = f"cannot measure objective {objective.name!r}: {reason}"
             raise ValueError(f"{fact}; objective='drift' works without a head")
         return objective, ""
@@ -343,7 +350,8 @@ def choose_objective(
             f"the objective is drift: {type(model).__name__} has no head whose loss is known",
         )
     objective = OBJECTIVES[own]
-    if reason := objective.unsupported_reason(model, example):
+    reason = objective.unsupported_reason(model, example)
+    if reason:
         return OutputDrift(), f"the objective is drift: {reason}"
     return objective, f"the objective is {objective.name} loss, by the model's own head"
 

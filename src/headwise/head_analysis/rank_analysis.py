@@ -103,7 +103,8 @@ def measure_qk_spectra(
     >>> [head.most for head in spectrum.heads], spectrum.summed.most
     ([4, 4], 8)
     """
-    spectra, reason = list[LayerSpectrum](), ""
+    spectra = list[LayerSpectrum]()
+    reason = ""
     for circuits in get_circuits(model).values():
         try:
             heads = [circuits.qk_circuit(head) for head in circuits.spec.core_score_heads]
@@ -227,7 +228,8 @@ def score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
     queries = slice(0, MAX_QUERIES)
     if isinstance(call, HeadwiseCall):
         return _native_score_stages(call)
-    weights, inputs = call.all_weights(queries), call.attention_inputs
+    weights = call.all_weights(queries)
+    inputs = call.attention_inputs
     if inputs is None:
         return {"weights": weights}
     q = inputs.q_BTHK[:, queries].transpose(1, 2).float()
@@ -241,7 +243,8 @@ def score_stages(call: ObservedCall) -> Mapping[str, Tensor]:
 
 def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
     """Scores, transformed scores and weights of a headwise attention."""
-    inputs, bound = call.inputs, call.steps
+    inputs = call.inputs
+    bound = call.steps
     q = inputs.q[:, :MAX_QUERIES].transpose(1, 2).float()
     k = inputs.k[:, :, list(call.signature.core.key_head_of_query)].transpose(1, 2).float()
     stages = {
@@ -331,7 +334,8 @@ class ForwardVariant:
 
     def __post_init__(self) -> None:
         for name in ("skip", "feed", "norm"):
-            if (value := getattr(self, name)) not in PATH_CHOICES:
+            value = getattr(self, name)
+            if value not in PATH_CHOICES:
                 raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), PATH_CHOICES)}")
 
 
@@ -361,7 +365,8 @@ def measure_rank_collapse(
                 sums.setdefault((stack, layers), FoldedSums()).add(index, values, 1.0)
     rows: list[DepthSimilarity] = []
     for (stack, layers), folds in sums.items():
-        means, first = folds.mean_intervals(), sums[stack, 0].mean
+        means = folds.mean_intervals()
+        first = sums[stack, 0].mean
         rows.append(
             DepthSimilarity(
                 stack,
@@ -435,7 +440,8 @@ def _run_variant(calls: list[RecordedLayerCall], variant: ForwardVariant | None)
 
 def _run_layer_variant(recorded: RecordedLayerCall, x: Tensor, variant: ForwardVariant) -> Tensor:
     """Output of one layer for other inputs, in a variant of the forward pass."""
-    layer, with_norms = recorded.layer, variant.norm == "with"
+    layer = recorded.layer
+    with_norms = variant.norm == "with"
     if layer.placement not in ("pre", "post"):
         fact = f"{layer.name} has norm placement {layer.placement!r}"
         raise ValueError(f"cannot run a variant: {fact}; only 'pre' and 'post' are supported")
@@ -469,7 +475,8 @@ def _run_attention_variant(
     """Output of one attention, with another pattern if it is self-attention; cross-attention keeps
     its own.
     """
-    attention, call = recorded.layer.attentions[name], recorded.call
+    attention = recorded.layer.attentions[name]
+    call = recorded.call
     if name == "attention":
         if pattern is not None:
             attention = Attention(

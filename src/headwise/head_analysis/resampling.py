@@ -84,7 +84,8 @@ class Jackknife:
         matter.
         """
         counts = np.broadcast_to(np.asarray(counts, dtype=np.float64), sums.shape)
-        total, count = sums.sum(0), counts.sum(0)
+        total = sums.sum(0)
+        count = counts.sum(0)
         value = _divide(total, count)
         without = _divide(total - sums, count - counts)
         return Jackknife(value, without, counts.astype(np.bool_), np.abs(value))
@@ -93,7 +94,9 @@ class Jackknife:
         """A function of the statistic, which may change the length of its last
         axis, or reduce it.
         """
-        value, without, is_counted = function(self.value), function(self.without), self.is_counted
+        value = function(self.value)
+        without = function(self.without)
+        is_counted = self.is_counted
         if without.ndim < is_counted.ndim:
             is_counted = np.asarray(is_counted.any(-1))
         elif without.shape != is_counted.shape:
@@ -140,7 +143,8 @@ class Jackknife:
         Both ends are the value where at least `MIN_EQUAL_UNITS` units have no spread, and NaN where
         fewer have none.
         """
-        count, (deviation, skewness) = self.num_units, self._moments()
+        count = self.num_units
+        (deviation, skewness) = self._moments()
         reach = t_quantile(count - 1, (1 + confidence) / 2) / np.sqrt(np.maximum(count, 1))
         shift = skewness / (6 * np.maximum(count, 1))
         low, high = (
@@ -157,7 +161,8 @@ class Jackknife:
         """
         from scipy import special
 
-        count, (deviation, skewness) = self.num_units, self._moments()
+        count = self.num_units
+        (deviation, skewness) = self._moments()
         size = np.divide(self.value, deviation, out=np.zeros_like(deviation), where=deviation > 0)
         cubic = (
             size
@@ -199,7 +204,8 @@ def excess_p_values(observed: tuple[Array, Array], baseline: tuple[Array, Array]
     sums, counts, base_sums, base_counts = (
         np.broadcast_to(array, shape) for array in (*observed, *baseline)
     )
-    own, base = Jackknife.of_ratio(sums, counts), Jackknife.of_ratio(base_sums, base_counts)
+    own = Jackknife.of_ratio(sums, counts)
+    base = Jackknife.of_ratio(base_sums, base_counts)
     excess = own - base
     is_law = (
         ~own.has_spread
@@ -277,12 +283,12 @@ class FoldedSums:
 
     def mean_intervals(self) -> MeanIntervals:
         """Means with 95 % intervals over folds; NaN intervals if there is only one fold."""
-        shape, folds = self._sums[0].shape, len(self._sums)
-        flat, counts = (
-            np.stack(self._sums).reshape(folds, -1),
-            self._stack_counts().reshape(folds, -1),
-        )
-        low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
+        shape = self._sums[0].shape
+        folds = len(self._sums)
+        flat = np.stack(self._sums).reshape(folds, -1)
+        counts = self._stack_counts().reshape(folds, -1)
+        low = np.full(flat.shape[1], np.nan)
+        high = np.full(flat.shape[1], np.nan)
         for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
             columns = slice(start, start + COLUMNS_PER_CHUNK)
             low[columns], high[columns] = Jackknife.of_ratio(
@@ -402,7 +408,8 @@ def class_separation_test(
     >>> class_separation_test(np.abs(line[:, None] - line), [0, 0, 1, 1], 99, 0).value
     -9.0
     """
-    generator, label_array = np.random.default_rng(seed), np.asarray(labels)
+    generator = np.random.default_rng(seed)
+    label_array = np.asarray(labels)
     pairs = np.triu_indices(len(label_array), 1)
     pair_distances = distances[pairs]
 
@@ -424,7 +431,8 @@ def mantel_test(one: Array, other: Array, permutations: int, seed: int) -> Permu
     >>> tuple(round(value, 2) for value in mantel_test(far, 2 * far + 1, 99, 0)[::2])
     (1.0, 0.01)
     """
-    generator, pairs = np.random.default_rng(seed), np.triu_indices(len(one), 1)
+    generator = np.random.default_rng(seed)
+    pairs = np.triu_indices(len(one), 1)
 
     def correlation(order: NDArray[np.int64]) -> float:
         return float(np.corrcoef(one[np.ix_(order, order)][pairs], other[pairs])[0, 1])

@@ -65,7 +65,8 @@ def read_texts(
     notes: tuple[str, ...] = ()
     if len(examples) < len(items):
         reader = examples_from_lines(model, (_to_pair(model, item) for item in items))
-        examples, notes = reader.examples_with_frequencies(), reader.notes
+        examples = reader.examples_with_frequencies()
+        notes = reader.notes
     if len(examples) < min_count:
         reasons = f" ({'; '.join(notes)})" if notes else ""
         raise SpecError(
@@ -172,7 +173,8 @@ def heads(
         pixels = _read_pixels(texts, min_count=2)
         if pixels is not None:
             examples, sites, notes = examples_from_pixels(reader, pixels)
-            kind, notes = "image", (*notes, NOT_FOR_IMAGES)
+            kind = "image"
+            notes = (*notes, NOT_FOR_IMAGES)
             options = options._replace(metrics=IMAGE_METRICS, sites=options.sites or sites)
         else:
             kind = "text"

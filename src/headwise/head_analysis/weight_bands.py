@@ -259,7 +259,10 @@ class WeightBandHook:
     def __init__(
         self, name: str, example: Example, streams: tuple[str, str], add_band: BandCallback
     ) -> None:
-        self.name, self.example, self.streams, self.add_band = name, example, streams, add_band
+        self.name = name
+        self.example = example
+        self.streams = streams
+        self.add_band = add_band
 
     def on_call(self, call: ObservedCall) -> None:
         """Split the rows of an attention call into bands, each with the range of keys that its
@@ -275,7 +278,8 @@ class WeightBandHook:
             raise ValueError(
                 f"{fact}, but {expected}; annotate every token as the model's tokenizer makes them"
             )
-        start, min_rows = 0, max(1, MAX_CELLS // max(1, heads * keys))
+        start = 0
+        min_rows = max(1, MAX_CELLS // max(1, heads * keys))
         num_rows = min_rows
         while start < query_tokens.count:
             rows = slice(start, min(query_tokens.count, start + num_rows))
@@ -444,13 +448,16 @@ class WordBandMerger:
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of tokens and pass on the words that are complete."""
-        queries, keys = self.group_words(band.query_tokens), self.group_words(band.key_tokens)
+        queries = self.group_words(band.query_tokens)
+        keys = self.group_words(band.key_tokens)
         query_words = queries.word_of_token[
             band.first_query : band.first_query + band.w_HTS.shape[1]
         ]
         key_words = band.slice_keys(keys.word_of_token)
-        first_word, last_word = int(query_words[0]), int(query_words[-1])
-        rows, num_tokens = query_words - first_word, torch.bincount(query_words - first_word)
+        first_word = int(query_words[0])
+        last_word = int(query_words[-1])
+        rows = query_words - first_word
+        num_tokens = torch.bincount(query_words - first_word)
 
         def sum_words(grid: Tensor) -> Tensor:
             by_key = _sum_by_word(grid, key_words, -1, keys.tokens.count)
@@ -469,7 +476,9 @@ class WordBandMerger:
             self._unfinished[site] = _UnfinishedWord(
                 w_HTS[:, -1], readable[:, -1], int(num_tokens[-1])
             )
-            w_HTS, readable, num_tokens = w_HTS[:, :-1], readable[:, :-1], num_tokens[:-1]
+            w_HTS = w_HTS[:, :-1]
+            readable = readable[:, :-1]
+            num_tokens = num_tokens[:-1]
         if len(num_tokens):
             allowed = readable > 0
             allowed = allowed[0] if len(allowed) == 1 else allowed
@@ -488,7 +497,8 @@ class WordBandMerger:
 
     def finish_example(self) -> None:
         """Drop the state of the example that just ended."""
-        self._groupings, self._unfinished = {}, {}
+        self._groupings = {}
+        self._unfinished = {}
 
 
 def _sum_by_word(grid: Tensor, word_index: Tensor, axis: int, count: int) -> Tensor:

@@ -61,7 +61,8 @@ class AlignmentScores:
             raise ValueError(
                 f"{fact}; leave alignment_links empty, or use an encoder-decoder model"
             )
-        text, source = example.streams["text"], example.streams["source"]
+        text = example.streams["text"]
+        source = example.streams["source"]
         self._query_tokens = {"input": text, "target": _shift_to_next_token(text)}
         self._gold = _gold_links(example.alignment_links, text, source)
 
@@ -115,7 +116,8 @@ class AlignmentScores:
                 np.stack([links + gold, links, gold]),
             )
         self.ratios_by_example.append(ratios)
-        self._sums, self._gold = {}, None
+        self._sums = {}
+        self._gold = None
         for words in self._words.values():
             words.finish_example()
 
@@ -133,7 +135,8 @@ class AlignmentScores:
             by_text = [ratios.get((site, row), missing) for ratios in self.ratios_by_example]
             sums, counts = (np.stack(arrays) for arrays in zip(*by_text, strict=True))
             scores = Jackknife.of_ratio(sums, counts)
-            value, (low, high) = scores.value, scores.interval()
+            value = scores.value
+            (low, high) = scores.interval()
             for n, suffix in enumerate(MEASURE_SUFFIXES):
                 best = (
                     value.shape[1] - 2 + int(value[n, -2:].argmax())

@@ -86,9 +86,10 @@ def _list_shards(index: Path) -> list[str]:
     """
     weight_map = _read_weight_map(index)
     files = sorted(set(weight_map.values()))
-    if invalid := [
+    invalid = [
         file for file in files if Path(file).name != file or not file.endswith(".safetensors")
-    ]:
+    ]
+    if invalid:
         raise SpecError(
             f"{index} names {invalid[0]!r}; shards must be .safetensors files in the same folder"
         )
@@ -167,18 +168,14 @@ def read_tensors(
     )
     if mismatch:
         raise SpecError(f"{source.path}: {mismatch}")
-    tensors, to_compare = (
-        _allocate(model_spec, plan, infos),
-        list[tuple[str, str, Tensor, Tensor]](),
-    )
+    tensors = _allocate(model_spec, plan, infos)
+    to_compare = list[tuple[str, str, Tensor, Tensor]]()
     for file_name, tensor in note_zero_weights(source.path, source.iter_tensors()):
         name = names.canonical_name(file_name)
         first = plan.tied_names.get(name, name)
         for piece in plan.pieces.get(first, ()):
-            file_tensor, own_tensor = (
-                piece.file_view.view(tensor),
-                piece.own_view.view(tensors[piece.name]),
-            )
+            file_tensor = piece.file_view.view(tensor)
+            own_tensor = piece.own_view.view(tensors[piece.name])
             if name == plan.find_source(first, infos):
                 own_tensor.copy_(file_tensor)
             else:
@@ -205,7 +202,9 @@ def note_zero_weights(
     Then the second half of a matrix is zero, or many matrices are. Embeddings with rows for padding
     are longer than their padding. One row of almost every matrix is read.
     """
-    halves, num_zero, num_matrices = list[str](), 0, 0
+    halves = list[str]()
+    num_zero = 0
+    num_matrices = 0
     for name, tensor in tensors:
         yield name, tensor
         if tensor.dim() < 2 or len(tensor) < MIN_ROWS or tensor.is_meta:
@@ -293,7 +292,8 @@ def _make_constants(
         shapes = spec.shapes()
         for name, param in spec.params().items():
             if not param.trainable:
-                full_name, value = f"{layer_path}.{name}", param.init(shapes[name])
+                full_name = f"{layer_path}.{name}"
+                value = param.init(shapes[name])
                 yield (
                     full_name,
                     _check_constant(full_name, constants[full_name], value)

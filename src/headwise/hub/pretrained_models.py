@@ -65,16 +65,20 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
     record = find_record(folder)
     resized = record if record and record.model else None
     model_spec = resized.model if resized and resized.model else described_by(folder / CONFIG_FILE)
-    if quantized := [note for note in model_spec.notes if note.startswith("quantization_config")]:
+    quantized = [note for note in model_spec.notes if note.startswith("quantization_config")]
+    if quantized:
         raise SpecError(f"{folder}: {quantized[0]}; give a folder with weights in 16 or 32 bits")
-    names, constants, source = get_weight_names(model_spec.name), {}, SafetensorsFolder(folder)
+    names = get_weight_names(model_spec.name)
+    constants = {}
+    source = SafetensorsFolder(folder)
     if resized is None:
         model_spec = describe_checkpoint(
             model_spec, {name: info.shape for name, info in source.infos.items()}
         )
     else:
         _check_files(folder, resized)
-        names, constants = names.with_ignored(resized.unused_tensors), resized.constants
+        names = names.with_ignored(resized.unused_tensors)
+        constants = resized.constants
     net = build_from_weights(model_spec, names, source, dropout, constants)
     net.usage = read_processor(folder, model_spec)
     return net
@@ -102,7 +106,8 @@ def find_pickle(folder: Path) -> str:
 
 
 def _no_weights_message(folder: Path) -> str:
-    if pickle := find_pickle(folder):
+    pickle = find_pickle(folder)
+    if pickle:
         fact = (
             f"{folder} has its weights in {pickle}, a pickle, which can run code when it is loaded"
         )
@@ -153,7 +158,8 @@ def _not_loadable_message(path: Path) -> str:
     kinds = "a folder that hw.save or transformers wrote"
     if not path.is_dir():
         return f"there is no folder {str(path)!r}; give {kinds}"
-    if pickle := find_pickle(path):
+    pickle = find_pickle(path)
+    if pickle:
         return (
             f"{path} contains {pickle}, a pickle, which can run code when it is loaded; give "
             f"{kinds}"
@@ -217,7 +223,8 @@ class LiveTensors:
     """The tensors of a live module, under the names in its checkpoints."""
 
     def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
-        self.path, self._tensors = Path(where), tensors
+        self.path = Path(where)
+        self._tensors = tensors
         dtype_names = {dtype: word for word, dtype in DTYPES.items()}
         self.infos: Mapping[str, TensorInfo] = {
             name: TensorInfo(
@@ -244,13 +251,15 @@ def copy_live_model(model: nn.Module) -> Transformer:
     Traceback (most recent call last):
     headwise.errors.SpecError: Linear has no config with a model_type; give a transformers model, or its folder
     """
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
+    config = getattr(model, "config", None)
     if config is None or getattr(config, "model_type", None) is None:
         raise SpecError(
             f"{name} has no config with a model_type; give a transformers model, or its folder"
         )
     compiled_part = compiled_part_reason(dict(model.named_modules()), "")
-    if reason := unhookable_reason(model, [model]) or compiled_part or unprunable_reason([model]):
+    reason = unhookable_reason(model, [model]) or compiled_part or unprunable_reason([model])
+    if reason:
         raise SpecError(f"{name} cannot be copied: {reason}")
     config_fields: dict[str, Any] = config.to_dict() | {"architectures": [name]}
     model_spec = described_by(config_fields)
@@ -327,7 +336,8 @@ def export(
 def collect_tensors(model: Transformer, family: str) -> dict[str, Tensor]:
     """All tensors of a model with the names and layouts of a family's checkpoints."""
     names = get_weight_names(family)
-    state, tensors = model.state_dict(), dict[str, Tensor]()
+    state = model.state_dict()
+    tensors = dict[str, Tensor]()
     for path, pieces in CheckpointPlan.from_spec(
         model.spec, names, names.prefixes[0]
     ).pieces.items():
@@ -354,7 +364,8 @@ def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
     """Begin and end ids of a text. Null if there is none, because transformers' defaults are for
     other tokenizers.
     """
-    begin, end = usage.before[:1], usage.end
+    begin = usage.before[:1]
+    end = usage.end
     return {
         "bos_token_id": begin[0] if begin else None,
         "eos_token_id": list(end) if len(end) > 1 else (*end, None)[0],
@@ -382,7 +393,8 @@ def _tokenizer_json(usage: ProcessorSpec) -> str:
     token_names = {
         token_id: tokenizer.id_to_token(token_id) for token_id in (*usage.before, *usage.behind)
     }
-    if unknown := [token_id for token_id, name in token_names.items() if name is None]:
+    unknown = [token_id for token_id, name in token_names.items() if name is None]
+    if unknown:
         raise SpecError(
             f"the tokenizer has no token {unknown[0]}, which net.usage puts around every text; "
             "correct net.usage"

@@ -31,7 +31,8 @@ from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
 from ..models.save_load import check_processor
 
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 PROCESSOR_FILE = "preprocessor_config.json"
 WARNINGS_GIVEN = set[str]()  # in this process
 SPECIAL_ID_KEYS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -84,7 +85,8 @@ def read_live_processor(
     `needed` is "required", which raises if there is no tokenizer that fits the model, or "if it
     fits".
     """
-    name, config = Path(type(model).__name__), dict[str, Any]()
+    name = Path(type(model).__name__)
+    config = dict[str, Any]()
     for source in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         as_dict = getattr(source, "to_dict", None)
         config |= (

@@ -71,15 +71,15 @@ def attention_forward(
     fused function, with the heads of a KV group as rows if there is a single query, or a headwise
     kernel where that is faster.
     """
-    if (
-        cache := options.pop("cache", None)
-    ) is not None:  # continuous batching: requests packed into one row
+    cache = options.pop("cache", None)
+    if cache is not None:  # continuous batching: requests packed into one row
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
         )
         options = {name: option for name, option in options.items() if name not in PAGED_OPTIONS}
     inputs = inputs_of_call(BACKEND_NAME, module, (query, key, value, attention_mask), options)
-    queries, keys = query.shape[2], key.shape[2]
+    queries = query.shape[2]
+    keys = key.shape[2]
     if inputs.unsupported:
         raise ValueError(
             f'{type(module).__name__} cannot run on "{BACKEND_NAME}": {inputs.unsupported}; use '
@@ -198,12 +198,16 @@ def _attend_sdpa(
     inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float
 ) -> Tensor:
     q, k, v = qkv
-    group_size, is_single_query = q.shape[1] // k.shape[1], q.shape[2] == 1
-    causal, bias, uniform_rows = inputs.causal, None, None
+    group_size = q.shape[1] // k.shape[1]
+    is_single_query = q.shape[2] == 1
+    causal = inputs.causal
+    bias = None
+    uniform_rows = None
     if inputs.bias is None and _is_causal_mask(inputs.mask):
         causal = not is_single_query
     elif inputs.bias is not None or inputs.mask is not None:
-        causal, bias = False, _score_bias(inputs)
+        causal = False
+        bias = _score_bias(inputs)
     if is_single_query and not dropout and _can_use_kernel(q):
         return _attend_kernel(qkv, bias, inputs.scale)
     if bias is not None and torch.is_grad_enabled():
@@ -222,7 +226,8 @@ def _attend_sdpa(
             1 if bias is None else group_size
         )  # torch's fused CUDA kernels take groups or a bias, not both
         if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+            k = k.repeat_interleave(repeats, 1)
+            v = v.repeat_interleave(repeats, 1)
         has_groups = group_size > repeats
         o = F.scaled_dot_product_attention(
             q, k, v, bias, dropout, causal, scale=inputs.scale, enable_gqa=has_groups
@@ -399,7 +404,8 @@ def _attend(
     module: Any, rotate: Callable[..., tuple[Tensor, Tensor]], arguments: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Forward of FalconAttention; the mask contains the position biases of `alibi` already."""
-    alibi, attention_mask = arguments["alibi"], arguments["attention_mask"]
+    alibi = arguments["alibi"]
+    attention_mask = arguments["attention_mask"]
     q, k, v = _split_heads(module, module.query_key_value(arguments["hidden_states"]))
     if alibi is None:
         q, k = rotate(q, k, *arguments["position_embeddings"])
@@ -408,7 +414,8 @@ def _attend(
     dropout = module.attention_dropout.p if alibi is not None and module.training else 0.0
     if has_hooks():  # the functions that sites trace, with all heads
         repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        k = k.repeat_interleave(repeats, 1)
+        v = v.repeat_interleave(repeats, 1)
         scores = (q @ k.transpose(2, 3) * module.inv_norm_factor).float()
         weights = F.softmax(
             scores if attention_mask is None else scores + attention_mask, dim=-1
@@ -432,5 +439,7 @@ def _split_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = fused.unflatten(
         -1, (kv_heads, group + 2, module.head_dim)
     )  # [B, T, kv_heads, group + 2, dim]
-    q, k, v = rows[..., :group, :].flatten(2, 3), rows[..., group, :], rows[..., group + 1, :]
+    q = rows[..., :group, :].flatten(2, 3)
+    k = rows[..., group, :]
+    v = rows[..., group + 1, :]
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -499,11 +499,13 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     if isinstance(model, Transformer):
         _check_has_tokenizer(model)
         encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
-        before, behind = model.usage.before, model.usage.behind
+        before = model.usage.before
+        behind = model.usage.behind
         start = get_decoder_start_ids(model)
         source = _make_surrounded_row(encoder_tokenizer, before, texts["source"], behind)
         text = _make_surrounded_row(decoder_tokenizer, start, texts["text"], ())
-        source_key, text_key = "source", "x"
+        source_key = "source"
+        text_key = "x"
     else:
         tokenizer = _load_tokenizer(model)
         start_id = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
@@ -515,7 +517,8 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
             ((0, 0), *text.offsets),
             text.text,
         )
-        source_key, text_key = IDS, DECODER_IDS
+        source_key = IDS
+        text_key = DECODER_IDS
     names = {source_key: torch.tensor([source.ids]), text_key: torch.tensor([text.ids])}
     counts = {"source": len(source.ids), "text": len(text.ids)}
     _check_length(model, max(counts.values()))

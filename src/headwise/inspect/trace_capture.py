@@ -239,7 +239,8 @@ class CallRecorder:
                 grids.append(self.store.add_mask(grid if fits else grid[..., :count]))
         keys = self._record_keys(inputs, queries)
         if positions is None:
-            first, places = self._first_position(keys, start + queries), None
+            first = self._first_position(keys, start + queries)
+            places = None
         else:
             first, places = self._record_key_positions(positions)
         self.calls.append(
@@ -372,7 +373,9 @@ def estimate_bytes(
         if found.adapter.visible_tensors(found.module) == "weights":
             numbers += site.heads * queries * keys
             continue
-        heads, kv_heads, dim = site.q, site.kv, site.dim
+        heads = site.q
+        kv_heads = site.kv
+        dim = site.dim
         if site.spec is not None:
             core = site.spec.core_of(site.spec.projection_form(one=False))
             heads = len(core.key_head_of_query)

@@ -119,7 +119,8 @@ class CheckedDataclass:
     def __post_init__(self) -> None:
         field_types = _field_types(type(self))
         for field in fields(self):
-            value, kinds = getattr(self, field.name), field_types[field.name]
+            value = getattr(self, field.name)
+            kinds = field_types[field.name]
             if isinstance(value, float) and not math.isfinite(value):
                 raise SpecError(
                     f"{type(self).__name__}({field.name}={value!r}) is not finite; give a finite "
@@ -151,7 +152,8 @@ class CheckedDataclass:
                     f"{class_name}({name}={value!r}) is out of range; give {low:g} to {high:g}"
                 )
         for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed:
                 raise SpecError(
                     f"{class_name}({name}={value!r}) is unknown; {suggest(value, allowed)}"
                 )

@@ -404,10 +404,8 @@ def _gathered_attention_backward_flops(
 # --- Attention of all queries: plans, work items and the operations -------------------------------
 
 MIN_KEYS_PER_PART = 512  # minimum number of keys in a part of the backward pass
-MAX_KEY_PARTS, TARGET_WORK_ITEMS = (
-    4,
-    16,
-)  # maximum number of parts, made to reach this many work items
+MAX_KEY_PARTS = 4
+TARGET_WORK_ITEMS = 16  # maximum number of parts, made to reach this many work items
 MAX_CACHED_PLANS = 16  # the cache is cleared when it holds this many plans
 
 
@@ -506,10 +504,8 @@ def _forward_work_items(shape: FlashAttentionShape) -> Any:
     first_rows = np.arange(0, rows, QUERY_TILE_ROWS)[::-1]
     work_items = np.zeros((len(first_rows), len(kv_rows), 6), np.int64)
     work_items[..., 0], work_items[..., 1] = kv_rows, kv_rows * rows + first_rows[:, None]
-    work_items[..., 2], work_items[..., 4] = (
-        np.minimum(rows - first_rows, QUERY_TILE_ROWS)[:, None],
-        shape.keys,
-    )
+    work_items[..., 2] = np.minimum(rows - first_rows, QUERY_TILE_ROWS)[:, None]
+    work_items[..., 4] = shape.keys
     return work_items.reshape(-1, 6)
 
 
@@ -526,7 +522,9 @@ def _backward_work_items(shape: FlashAttentionShape) -> Any:
         [*(shape.keys * part // num_parts // 4 * 4 for part in range(num_parts)), shape.keys]
     )  # multiples of the kernel's four-row tiles
     work_items = np.zeros((num_parts, len(kv_rows), 6), np.int64)
-    work_items[..., 0], work_items[..., 1], work_items[..., 2] = kv_rows, kv_rows * rows, rows
+    work_items[..., 0] = kv_rows
+    work_items[..., 1] = kv_rows * rows
+    work_items[..., 2] = rows
     work_items[..., 3], work_items[..., 4], work_items[..., 5] = (
         part_bounds[:-1, None],
         part_bounds[1:, None],

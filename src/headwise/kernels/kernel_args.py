@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 WORD_BYTES = 8
-SCRATCH_WORD, SCRATCH_BYTES_WORD = 3, 4  # in `ParallelKernelArgs`
+SCRATCH_WORD = 3
+SCRATCH_BYTES_WORD = 4  # in `ParallelKernelArgs`
 
 
 class TensorLayout(NamedTuple):

@@ -89,11 +89,10 @@ def run_checked(
     with GUARD_MEMORY.lock:
         table = GUARD_MEMORY.table
         for n, memory in enumerate(ranges):
-            table[FIRST_RANGE_WORD + 2 * n], table[FIRST_RANGE_WORD + 2 * n + 1] = (
-                memory.begin,
-                memory.end,
-            )
-        table[NUM_RANGES_WORD], table[NUM_ERRORS_WORD] = len(ranges), 0
+            table[FIRST_RANGE_WORD + 2 * n] = memory.begin
+            table[FIRST_RANGE_WORD + 2 * n + 1] = memory.end
+        table[NUM_RANGES_WORD] = len(ranges)
+        table[NUM_ERRORS_WORD] = 0
         run()
         num_errors = table[NUM_ERRORS_WORD]
         error = BadAccess(table[ADDRESS_WORD], table[SIZE_WORD], ACCESSES[table[ACCESS_WORD]])

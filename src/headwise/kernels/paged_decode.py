@@ -42,10 +42,8 @@ from .kernel_args import (
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
 from .operand_checks import OperandChecks, check_groups, refuse_operands
 
-KV_BLOCK_SIZE, KV_SPLIT_SIZE = (
-    64,
-    256,
-)  # keys per block; keys per split, the unit of work of a thread
+KV_BLOCK_SIZE = 64
+KV_SPLIT_SIZE = 256  # keys per block; keys per split, the unit of work of a thread
 PLAN_ENTRY_FIELDS = 7  # int64 per entry of the plan
 MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix together
 
@@ -495,11 +493,9 @@ def _check_bounds(q: Tensor, k: Tensor, num_spans: int, option_tensors: Sequence
     """Raise ValueError for options that do not fit; at run time, as a compiled graph only knows the
     sizes then.
     """
-    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = (
-        q.shape,
-        k.shape,
-        option_tensors,
-    )
+    (rows, heads, _) = q.shape
+    (pages, groups, slots, _) = k.shape
+    (bias, sink, *scales) = option_tensors
     full_shape = rows, heads, num_spans * slots
     if bias.numel() and any(
         n not in (1, size) for n, size in zip(bias.shape, full_shape, strict=True)

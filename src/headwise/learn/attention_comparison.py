@@ -41,7 +41,8 @@ def compare_with_recurrence(*, tokens: int = 4096, model: int = 512) -> Outcome:
     layers = {
         layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers
     }
-    attention, gru = layers["self-attention"], layers["GRU"]
+    attention = layers["self-attention"]
+    gru = layers["GRU"]
     numbers = {
         "attention_serial": attention.serial,
         "gru_serial": gru.serial,
@@ -59,7 +60,9 @@ def stream_of_keys(*, rescale: bool = True) -> Outcome:
     The states of a GRU depend on the order; attention does not. `rescale` corrects the sums when
     the maximum grows.
     """
-    q, k, v = sample(1, 5), sample(2, 11, 5), sample(3, 11, 3)
+    q = sample(1, 5)
+    k = sample(2, 11, 5)
+    v = sample(3, 11, 3)
     whole = attend(q[None], k, v)[0][0]
     streamed = largest_difference(_stream(q, k, v, rescale), whole)
     permuted = largest_difference(_stream(q, k.flip(0), v.flip(0), rescale), whole)
@@ -74,13 +77,17 @@ def stream_of_keys(*, rescale: bool = True) -> Outcome:
 
 
 def _stream(q: Tensor, k: Tensor, v: Tensor, rescale: bool) -> Tensor:
-    most, total, mixed = -math.inf, 0.0, torch.zeros_like(v[0])
+    most = -math.inf
+    total = 0.0
+    mixed = torch.zeros_like(v[0])
     for key, value in zip(k, v, strict=True):
         score = float(q @ key) / math.sqrt(len(q))
         larger = max(most, score)
         factor = math.exp(most - larger) if rescale else 1.0
         weight = math.exp(score - larger)
-        total, mixed, most = total * factor + weight, mixed * factor + weight * value, larger
+        total = total * factor + weight
+        mixed = mixed * factor + weight * value
+        most = larger
     return mixed / total
 
 
@@ -88,11 +95,9 @@ def inductive_bias(*, pattern: str = "full()") -> Outcome:
     """Attention commutes with every permutation of the tokens; a convolution commutes with shifts
     alone.
     """
-    layer, x, kernel = (
-        make_layer(design(model=8, heads=2, pattern=pattern)),
-        sample(1, 7, 8),
-        sample(2, 8, 8, 3),
-    )
+    layer = make_layer(design(model=8, heads=2, pattern=pattern))
+    x = sample(1, 7, 8)
+    kernel = sample(2, 8, 8, 3)
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
 
     def convolve(x: Tensor) -> Tensor:
@@ -111,7 +116,8 @@ def shared_by_positions(*, pattern: str = "full()") -> Outcome:
     input.
     """
     spec = design(model=16, heads=2, pattern=pattern)
-    layer, x = make_layer(spec), sample(1, 5, 16)
+    layer = make_layer(spec)
+    x = sample(1, 5, 16)
     jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
     other = float(jacobian[:, 1:].abs().max())
     return judge(other < 1e-12, parameters=costs.count_parameters(spec), other=other)
@@ -136,9 +142,12 @@ def linear_attention(*, spread: float = 1.0) -> Outcome:
 
     `spread` scales queries and keys; at 0 all weights are uniform.
     """
-    q, k, v = sample(1, 9, 8) * spread, sample(2, 9, 8) * spread, sample(3, 9, 4)
+    q = sample(1, 9, 8) * spread
+    k = sample(2, 9, 8) * spread
+    v = sample(3, 9, 4)
     exact = attend(q, k, v)[0]
-    features_q, features_k = F.elu(q / 8**0.25) + 1, F.elu(k / 8**0.25) + 1
+    features_q = F.elu(q / 8**0.25) + 1
+    features_k = F.elu(k / 8**0.25) + 1
     weights = features_q @ features_k.T
     linear = largest_difference(weights / weights.sum(-1, keepdim=True) @ v, exact)
     numbers = {"linear": linear}
@@ -153,7 +162,8 @@ def linear_attention(*, spread: float = 1.0) -> Outcome:
 def _performer(q: Tensor, k: Tensor, v: Tensor, draws: int) -> Tensor:
     """Attention with positive random features exp(w.x - |x|^2 / 2) (2009.14794)."""
     directions = sample(7, draws, q.shape[-1])
-    q, k = q / q.shape[-1] ** 0.25, k / k.shape[-1] ** 0.25
+    q = q / q.shape[-1] ** 0.25
+    k = k / k.shape[-1] ** 0.25
     maps = [torch.exp(x @ directions.T - x.square().sum(-1, keepdim=True) / 2) for x in (q, k)]
     weights = maps[0] @ maps[1].T
     return weights / weights.sum(-1, keepdim=True) @ v
@@ -173,11 +183,13 @@ def performer_errors(*, samples: int = 16, draws: tuple[int, ...] = DRAWS) -> di
     Queries and keys of 32 random tokens have a quarter of the usual scale; at the usual one, means
     of so few features have heavy tails.
     """
-    x, plain = sample(1, 1, 32, 16), make_layer(design(model=16, heads=2))
+    x = sample(1, 1, 32, 16)
+    plain = make_layer(design(model=16, heads=2))
     weights = plain.state_dict()
     weights |= {name: weights[name] / 4 for name in ("project.q", "project.k")}
     plain.load_state_dict(weights)
-    exact, errors = plain.head_outputs(x).detach(), {}
+    exact = plain.head_outputs(x).detach()
+    errors = {}
     for count in draws:
         squares = []
         for seed in range(samples):
@@ -256,12 +268,15 @@ def listing_on_visible_rows(*, fill: float = -1e9, largest: float = 1.0) -> Outc
 
     `largest` scales the queries: scores far below `fill` would show the keys that are masked.
     """
-    q, k, v = sample(1, 2, 7, 5) * largest, sample(2, 2, 11, 5), sample(3, 2, 11, 3)
+    q = sample(1, 2, 7, 5) * largest
+    k = sample(2, 2, 11, 5)
+    v = sample(3, 2, 11, 3)
     mask = sample(4, 2, 7, 11) > 0
     mask[:, :, 0] = True
     equal = largest_difference(_listing(q, k, v, mask, fill)[0], attend(q, k, v, mask)[0])
     mask[0, 1] = False
-    theirs, ours = _listing(q, k, v, mask, fill), attend(q, k, v, mask)[0]
+    theirs = _listing(q, k, v, mask, fill)
+    ours = attend(q, k, v, mask)[0]
     numbers = {
         "visible": equal,
         "weight": float(theirs[1][0, 1, 0]),
@@ -305,7 +320,8 @@ def scale_tensor(*, as_tensor: bool = True) -> Outcome:
     """Tensor operations of the scaling step with a tensor that is made in each call, and with a
     number.
     """
-    scores, calls = sample(1, 7, 7), _CountCalls()
+    scores = sample(1, 7, 7)
+    calls = _CountCalls()
     with calls:
         divided = (
             scores / torch.sqrt(torch.tensor(64, dtype=torch.float32))
@@ -386,7 +402,8 @@ def half_of_the_encoding(*, halves: str = "sine") -> Outcome:
 
 
 def _shift_error(table: Tensor, shift: int = 5) -> float:
-    before, after = table[:-shift], table[shift:]
+    before = table[:-shift]
+    after = table[shift:]
     solution = torch.linalg.lstsq(before, after, rcond=1e-10, driver="gelsd").solution
     return largest_difference(before @ solution, after)
 
@@ -423,7 +440,8 @@ def relative_positions(*, absolute: bool = False) -> Outcome:
     layer = make_layer(
         from_toml(f'model = 16\nheads = {{q = 2, dim = 8}}\npattern = "causal()"\n{modifiers}')
     )
-    x, outputs = sample(1, 1, 9, 16), []
+    x = sample(1, 1, 9, 16)
+    outputs = []
     for start in (0, 100):
         positions = torch.arange(start, start + 9)
         tokens = SequenceInfo(positions[None], torch.zeros(1, 9, dtype=torch.long))

@@ -30,7 +30,8 @@ def content_lookup(*, scale: float = 200.0, repeated_key: bool = False) -> Outco
     """Query a store with its own unit keys: error of the value at the usual scale, and at a large
     scale.
     """
-    keys, values = F.normalize(sample(1, 6, 8), dim=-1), sample(2, 6, 3)
+    keys = F.normalize(sample(1, 6, 8), dim=-1)
+    values = sample(2, 6, 3)
     if repeated_key:
         keys[1] = keys[0]
     usual = largest_difference(attend(keys, keys, values)[0], values)
@@ -66,7 +67,9 @@ def attention_formula(*, power: float = 0.5) -> Outcome:
     """hw.attend against softmax(Q K^T / d_k^power) V written out, with n = 7 queries and m = 13
     keys.
     """
-    q, k, v = sample(1, 7, 5), sample(2, 13, 5), sample(3, 13, 3)
+    q = sample(1, 7, 5)
+    k = sample(2, 13, 5)
+    v = sample(3, 13, 3)
     weights = torch.exp(q @ k.T / 5**power)
     written = weights / weights.sum(-1, keepdim=True) @ v
     ours = attend(q, k, v)[0]
@@ -114,10 +117,12 @@ def causal_mask(*, pattern: str = "causal()", changed: int = 5) -> Outcome:
     """Change of the outputs before and from a position on, when the tokens from there on are
     replaced.
     """
-    layer, x = make_layer(design(model=12, heads=3, pattern=pattern)), sample(2, 1, 9, 12)
+    layer = make_layer(design(model=12, heads=3, pattern=pattern))
+    x = sample(2, 1, 9, 12)
     other = torch.cat([x[:, :changed], sample(3, 1, 9 - changed, 12)], 1)
     difference = (layer(x) - layer(other)).abs().detach()
-    before, after = float(difference[:, :changed].max()), float(difference[:, changed:].max())
+    before = float(difference[:, :changed].max())
+    after = float(difference[:, changed:].max())
     return judge(before < 1e-12 < after, before=before, after=after, position=changed)
 
 
@@ -125,8 +130,12 @@ def multi_head_formula(*, own_projection: bool = True) -> Outcome:
     """Concat(head_1 .. head_h) W^O with W_i^Q, W_i^K, W_i^V per head, against hw.Attention, with
     d_v = 5.
     """
-    model, heads, dim, vdim = 12, 3, 4, 5
-    layer, x = make_layer(design(model=model, heads=heads, dim=dim, vdim=vdim)), sample(1, 7, model)
+    model = 12
+    heads = 3
+    dim = 4
+    vdim = 5
+    layer = make_layer(design(model=model, heads=heads, dim=dim, vdim=vdim))
+    x = sample(1, 7, model)
     state = layer.state_dict()
     outputs = []
     for head in range(heads):
@@ -163,12 +172,14 @@ def additive_attention(*, bias: float = 1.0) -> Outcome:
     `bias` multiplies b.
     """
     spec = from_toml('model = 12\nheads = {q = 3, dim = 4}\nsimilarity = {part = "Additive"}')
-    layer, x = make_layer(spec, scale=0.5), sample(1, 1, 5, 12)
+    layer = make_layer(spec, scale=0.5)
+    x = sample(1, 1, 5, 12)
     state, q, k = (
         layer.state_dict(),
         *(_project(layer.state_dict()[f"project.{side}"], x) for side in "qk"),
     )
-    v, b = state["similarity.v"], state["similarity.bias"] * bias
+    v = state["similarity.v"]
+    b = state["similarity.bias"] * bias
     hidden = torch.tanh(q[:, :, :, None] + k[:, :, None] + b[:, None, None])
     weights = (hidden * v[:, None, None]).sum(-1).softmax(-1)
     values = _project(state["project.v"], x)
@@ -189,7 +200,8 @@ def fixed_vector(*, steps: int = 12, width: int = 4, decoder_steps: int = 12) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gru = nn.GRU(width, width, batch_first=True).double()
-    queries, x = sample(1, decoder_steps, width), sample(2, steps, width)
+    queries = sample(1, decoder_steps, width)
+    x = sample(2, steps, width)
     state = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x)
     contexts = torch.func.jacrev(lambda v: attend(queries, x, v)[0])(x)
     fixed = _rank(state.reshape(width, -1))
@@ -205,7 +217,8 @@ def _rank(matrix: Tensor) -> int:
 
 def gru_steps(gru: nn.GRU, x_TD: Tensor) -> Tensor:
     """All states of a GRU, by its equations, so that derivatives of any order exist."""
-    state, states = x_TD.new_zeros(gru.hidden_size), []
+    state = x_TD.new_zeros(gru.hidden_size)
+    states = []
     parameters = dict(gru.named_parameters())
     for x in x_TD:
         from_input = F.linear(x, parameters["weight_ih_l0"], parameters["bias_ih_l0"]).chunk(3)
@@ -228,7 +241,8 @@ def gradient_by_distance(*, update_bias: float = 0.0, tokens: int = 41) -> Outco
         dict(gru.named_parameters())["bias_ih_l0"][width : 2 * width] += (
             update_bias  # a gate near 1 copies the state
         )
-    layer, x = make_layer(design(model=width, heads=2)), sample(1, tokens, width)
+    layer = make_layer(design(model=width, heads=2))
+    x = sample(1, tokens, width)
     recurrent = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x).norm(dim=(0, 2)).detach()
     attention = torch.func.jacrev(lambda x: layer(x[None])[0, -1])(x).norm(dim=(0, 2)).detach()
     numbers = {
@@ -244,7 +258,8 @@ def parallel_equals_sequential(*, pattern: str = "causal()") -> Outcome:
     """All positions in one call, against one call per position with a KV cache; and the steps that
     a GRU needs.
     """
-    layer, x = make_layer(design(model=12, heads=3, pattern=pattern)), sample(1, 1, 9, 12)
+    layer = make_layer(design(model=12, heads=3, pattern=pattern))
+    x = sample(1, 1, 9, 12)
     whole = layer(x).detach()
     steps = torch.cat([layer(x[:, : t + 1])[:, -1:].detach() for t in range(9)], 1)
     difference = largest_difference(whole, steps)
@@ -278,14 +293,17 @@ def sources_by_step(*, uniform: bool = False) -> Outcome:
 
     With `uniform` weights, every step attends to all of them alike.
     """
-    trace, counts = load_sample_trace(), []
+    trace = load_sample_trace()
+    counts = []
     for layer in trace.layers:
         for head in range(layer.heads) if layer.name.endswith("cross") else ():
             weights = torch.as_tensor(trace.head_weights(layer.name, head))
             rows = torch.full_like(weights, 1 / weights.shape[1]) if uniform else weights
             counts.append(len(set(rows.argmax(-1).tolist())))
             steps, source = weights.shape
-    fewest, most, mean = min(counts), max(counts), sum(counts) / len(counts)
+    fewest = min(counts)
+    most = max(counts)
+    mean = sum(counts) / len(counts)
     return judge(
         fewest > 1,
         fewest=fewest,

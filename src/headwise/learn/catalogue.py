@@ -182,10 +182,12 @@ class Entry:
     def check(self) -> Result:
         """Run the entry; without anything to run, the expected verdict and its reason."""
         outcome = Outcome(self.verdict) if self.run is None else self.run()
-        text, numbers = self.reason_text, outcome.numbers
+        text = self.reason_text
+        numbers = outcome.numbers
         if outcome.verdict != self.verdict:
             listed = ItemList(", ".join(f"{name} = {value}" for name, value in numbers.items()))
-            text, numbers = UNEXPECTED, {"expected": self.verdict.value, "numbers": listed}
+            text = UNEXPECTED
+            numbers = {"expected": self.verdict.value, "numbers": listed}
         return Result(
             outcome.numbers,
             outcome.verdict,
@@ -257,7 +259,8 @@ def read_toml(name: str) -> dict[str, Any]:
 
 def load_documents(ids: Sequence[str] = tuple(MODULES)) -> list[Document]:
     """The documents with these ids, in order."""
-    titles, documents = read_toml("words")["documents"], []
+    titles = read_toml("words")["documents"]
+    documents = []
     for document in ids:
         entries = [
             _read_entry(document, table, import_module(f"{__package__}.{name}"))

@@ -82,7 +82,8 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
     random = build(net.spec, seed=0).double().eval()
     numbers: dict[str, float] = {}
     for name, model in (("trained", net), ("random", random)):
-        shares, cosines = [], []
+        shares = []
+        cosines = []
         for states in _encoder_states(model, inputs):
             unit = states / states.norm(dim=1, keepdim=True)
             shares.append(float(effective_rank(states[None])[0]) / min(states.shape))
@@ -201,21 +202,26 @@ def _distance_correlations(net: Transformer, layer: int, inputs: list[dict[str, 
     """Correlation [head, channel] of q[t] k[s] with |t - s|, over all pairs of
     tokens of all texts.
     """
-    attention, states = net.get_submodule(f"encoder.{layer}.attention"), list[Tensor]()
+    attention = net.get_submodule(f"encoder.{layer}.attention")
+    states = list[Tensor]()
     hook = attention.register_forward_pre_hook(lambda _, args: states.append(args[0]))
     output_log_probs(net, inputs)
     hook.remove()
-    products, distances = [], []
+    products = []
+    distances = []
     for x in states:
         probe = Probe("q", "k")
         with torch.no_grad():
             attention(x, probe=probe)
-        q, k = probe.tensors["q"][0], probe.tensors["k"][0]
+        q = probe.tensors["q"][0]
+        k = probe.tensors["k"][0]
         products.append(torch.einsum("thd,shd->hdts", q, k).flatten(2))
         places = torch.arange(x.shape[1], dtype=torch.float64)
         distances.append((places[:, None] - places).abs().flatten())
-    product, distance = torch.cat(products, -1), torch.cat(distances)
-    product, distance = product - product.mean(-1, keepdim=True), distance - distance.mean()
+    product = torch.cat(products, -1)
+    distance = torch.cat(distances)
+    product = product - product.mean(-1, keepdim=True)
+    distance = distance - distance.mean()
     return (product * distance).sum(-1) / (product.norm(dim=-1) * distance.norm())
 
 
@@ -223,10 +229,14 @@ def gradient_ratio(depth: int, *, cross: bool, scaled: bool, seed: int) -> float
     """Norm of the gradient before the first post-norm layer over that before the last, at the
     start.
     """
-    width, x, memory = 32, sample(seed, 2, 16, 32).requires_grad_(), sample(seed + 50, 2, 4, 32)
-    states, spec = [x], design(model=width, heads=4)
+    width = 32
+    x = sample(seed, 2, 16, 32).requires_grad_()
+    memory = sample(seed + 50, 2, 4, 32)
+    states = [x]
+    spec = design(model=width, heads=4)
     for number in range(1, depth + 1):
-        own, source = Attention(spec).double(), Attention(spec).double()
+        own = Attention(spec).double()
+        source = Attention(spec).double()
         feed = nn.Sequential(
             nn.Linear(width, 128, bias=False), nn.ReLU(), nn.Linear(128, width, bias=False)
         ).double()
@@ -282,10 +292,8 @@ def heads_removed_alone(*, limit: float = 0.1) -> Outcome:
         with ablate(net, heads):
             return mean_divergence(expected, output_log_probs(net, inputs))
 
-    alone, best_single = (
-        list[float](),
-        list[float](),
-    )  # of every head; of the best head of every layer by itself
+    alone = list[float]()
+    best_single = list[float]()  # of every head; of the best head of every layer by itself
     for site in (name for name, module in net.named_modules() if isinstance(module, Attention)):
         heads = [(site, head) for head in range(6)]
         alone += [divergence_without(head) for head in heads]

@@ -155,7 +155,8 @@ class Erratum:
 def _as_sentence(line: str) -> str:
     """A row of cells between bars as `first: second, third`; other lines as they are."""
     cells = [cell.strip() for cell in line.split(" | ")]
-    label, values = [cells[0]] if cells[0] else [], join_items(cells[1:])
+    label = [cells[0]] if cells[0] else []
+    values = join_items(cells[1:])
     return join_clauses([*label, values], ": ") if values else line
 
 

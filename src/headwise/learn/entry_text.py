@@ -193,7 +193,9 @@ def describe_study(study: str, words: Words) -> list[str]:
     """The claims of the last stored run of a study with its folder, or that there is none; and the
     command.
     """
-    title, command, runs = words.label("study"), study_command(study), find_study_runs(study)
+    title = words.label("study")
+    command = study_command(study)
+    runs = find_study_runs(study)
     if not runs:
         return [f"{title}{words.phrase('no_run')} {command}"]
     with use_language(words.language):
@@ -207,7 +209,8 @@ def describe_study(study: str, words: Words) -> list[str]:
 
 def format_list(documents: Sequence[Document], language: str) -> str:
     """One line for each entry: id, expected verdict, topic, rows and the statement."""
-    words, lines = Words(language), []
+    words = Words(language)
+    lines = []
     for document in documents:
         lines += ["", f"{document.id}  {document.title.fill(language, {})}", ""]
         lines += [_list_line(entry, words) for entry in document.entries]

@@ -26,7 +26,9 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
     """
     heads = f"heads = {{q = 3, dim = 4, vdim = {4 + 2 * overlap}}}"
     text = f'model = 12\n{heads}\nproject = {{part = "Overlapping", overlap = {overlap}}}'
-    layer, x, probe = make_layer(from_toml(text)), sample(1, 1, 5, 12), Probe("q")
+    layer = make_layer(from_toml(text))
+    x = sample(1, 1, 5, 12)
+    probe = Probe("q")
     layer(x, probe=probe)
     queries = probe.tensors["q"].detach()
     plain = (x @ layer.state_dict()["project.q"].T)[0]
@@ -108,12 +110,11 @@ def active_heads(*, active: int = 3) -> Outcome:
     `active` chosen.
     """
     text = f'modifiers = [{{part = "Routed", always = 2, active = {active}}}]'
-    layer, x = (
-        make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}")),
-        sample(1, 1, 9, 32),
-    )
+    layer = make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}"))
+    x = sample(1, 1, 9, 32)
     counts = (layer.head_outputs(x).detach().abs().amax(-1) > 0).sum(-1)[0]
-    fewest, most = int(counts.min()), int(counts.max())
+    fewest = int(counts.min())
+    most = int(counts.max())
     return judge(fewest == most < 8, fewest=fewest, most=most, heads=8)
 
 
@@ -147,7 +148,8 @@ def composition_cost(*, dynamic: bool = True) -> Outcome:
         costs.required_flops(s, costs.self_attention_work(s, batch=1, queries=2048))
         for s in (plain, spec)
     ]
-    share, work = counts[1] / counts[0] - 1, flops[1] / flops[0] - 1
+    share = counts[1] / counts[0] - 1
+    work = flops[1] / flops[0] - 1
     return judge(share < 0.02, share=share, flops=work, identity=_without_dynamic_terms())
 
 
@@ -156,7 +158,9 @@ def _without_dynamic_terms() -> float:
     spec = from_toml(
         'model = 12\nheads = {q = 3, dim = 4}\nmodifiers = [{part = "Dynamic", static = "full"}]'
     )
-    layer, plain, x = make_layer(spec), make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    layer = make_layer(spec)
+    plain = make_layer(design(model=12, heads=3))
+    x = sample(1, 1, 7, 12)
     state = {
         name: torch.zeros_like(weight) if name.startswith("dynamic.") else weight
         for name, weight in layer.state_dict().items()
@@ -167,7 +171,8 @@ def _without_dynamic_terms() -> float:
 
 def low_rank_scores(*, mixed: bool = True) -> Outcome:
     """Rank of the scores of 3 heads of 5 channels over 11 tokens, alone and mixed over heads."""
-    q, k = sample(1, 3, 11, 5), sample(2, 3, 11, 5)
+    q = sample(1, 3, 11, 5)
+    k = sample(2, 3, 11, 5)
     scores = q @ k.mT
     mixing = sample(3, 3, 3) if mixed else torch.eye(3, dtype=scores.dtype)
     both = [
@@ -183,11 +188,13 @@ def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
     """
     text = 'modifiers = [{part = "TalkingHeads", on = "weights"}]'
     layer = make_layer(from_toml(f"model = 12\nheads = {{q = 3, dim = 4}}\n{text}"))
-    x, state = sample(1, 7, 12), layer.state_dict()
+    x = sample(1, 7, 12)
+    state = layer.state_dict()
     q, k, v = (
         (x @ state[f"project.{side}"].T).unflatten(-1, (3, 4)).transpose(0, 1) for side in "qkv"
     )
-    weights, blocks = (q @ k.mT / 2).softmax(-1), state["output.o"].split(4, 1)
+    weights = (q @ k.mT / 2).softmax(-1)
+    blocks = state["output.o"].split(4, 1)
     mixing = state["talking_heads.mixing"]
     used = [(i, j) for i in range(3) for j in range(3) if pairs or i == j]
     total = torch.stack([mixing[j, i] * weights[j] @ v[i] @ blocks[i].T for i, j in used]).sum(0)
@@ -197,7 +204,9 @@ def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
 
 def query_key_circuit(*, width: int = 4) -> Outcome:
     """Whether W_Q W_K is defined for matrices of 12 x width, and scores by x W_Q W_K^T x^T."""
-    x, w_q, w_k = sample(1, 7, 12), sample(2, 12, width), sample(3, 12, width)
+    x = sample(1, 7, 12)
+    w_q = sample(2, 12, width)
+    w_k = sample(3, 12, width)
     difference = largest_difference(x @ (w_q @ w_k.T) @ x.T, (x @ w_q) @ (x @ w_k).T)
     try:
         product = " x ".join(map(str, (w_q @ w_k).shape))
@@ -214,8 +223,10 @@ def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:
     distance too.
     """
     circuits = get_circuits(load_sample_model().double())[site]
-    head, x = circuits.qk_circuit(0), sample(1, 7, circuits.spec.model)
-    z, probe = sample(2, 9, circuits.spec.model), Probe("scores")
+    head = circuits.qk_circuit(0)
+    x = sample(1, 7, circuits.spec.model)
+    z = sample(2, 9, circuits.spec.model)
+    probe = Probe("scores")
     other = z if site.endswith("cross") else x
     circuits.layer(x[None], source=z[None] if site.endswith("cross") else None, probe=probe)
     scores = (x @ head.left @ head.right @ other.T).detach() / math.sqrt(circuits.spec.heads.dim)
@@ -233,11 +244,9 @@ def value_output_circuit(*, with_output: bool = True) -> Outcome:
     """The largest error of a head's output against A x W_V W_O; without the output matrix, against
     A x W_V.
     """
-    layer, x, probe = (
-        make_layer(design(model=12, heads=3, vdim=12)),
-        sample(1, 1, 7, 12),
-        Probe("weights"),
-    )
+    layer = make_layer(design(model=12, heads=3, vdim=12))
+    x = sample(1, 1, 7, 12)
+    probe = Probe("weights")
     only_first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)[:, None]
     written = layer.merge_heads(layer.head_outputs(x) * only_first)[0].detach()
     layer(x, probe=probe)
@@ -259,15 +268,19 @@ def exchange_within_a_token(*, step: str = "output") -> Outcome:
 
     With `step` "attention", it is that of the whole layer by its inputs.
     """
-    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 4, 12)
+    layer = make_layer(design(model=12, heads=3))
+    x = sample(1, 1, 4, 12)
     if step == "output":
-        function, start = layer.merge_heads, layer.head_outputs(x).detach()
+        function = layer.merge_heads
+        start = layer.head_outputs(x).detach()
     else:
-        function, start = layer, x
+        function = layer
+        start = x
     slopes = torch.func.jacrev(lambda each: function(each))(start).detach()  # [1, T, D, 1, T, ...]
     sizes = slopes.squeeze(3).squeeze(0).movedim(2, 1).flatten(2).abs().amax(-1)
     same = torch.eye(4, dtype=torch.bool)
-    within, between = float(sizes[same].max()), float(sizes[~same].max())
+    within = float(sizes[same].max())
+    between = float(sizes[~same].max())
     return judge(between < 1e-12 < within, within=within, between=between)
 
 
@@ -278,11 +291,10 @@ def two_stage_routing(*, stages: int = 2) -> Outcome:
     With one of the `stages`, the score of the kind is left out.
     """
     text = 'modifiers = [{part = "Routed", always = 2, active = 3}]'
-    layer, plain = (
-        make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}")),
-        make_layer(design(model=32, heads=8)),
-    )
-    state, x = layer.state_dict(), sample(1, 1, 9, 32)
+    layer = make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}"))
+    plain = make_layer(design(model=32, heads=8))
+    state = layer.state_dict()
+    x = sample(1, 1, 9, 32)
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     plain.requires_grad_(False)
     shared, routed, kind = (

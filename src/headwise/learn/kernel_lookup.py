@@ -93,7 +93,9 @@ def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
     bias = -((query - store[0].T) ** 2) / (2 * width**2)
     value = float(attend(torch.zeros_like(query), store[0], store[1], bias=bias)[0])
     kernel = soft_lookup.look_up("kernel", soft_lookup.gaussian_weights(width)).value
-    q, k, v = sample(1, 5, 4), sample(2, 7, 4), sample(3, 7, 3)
+    q = sample(1, 5, 4)
+    k = sample(2, 7, 4)
+    v = sample(3, 7, 3)
     k = F.normalize(k, dim=-1) if unit else k
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
     dot = largest_difference(weights @ v, attend(q, k, v, scale=1 / width**2)[0])
@@ -107,7 +109,8 @@ def _gaussian_layer_error(width: float) -> float:
         'model = 8\nheads = {q = 2, dim = 4}\nsimilarity = {part = "Gaussian", width = '
         f"{width}}}"
     )
-    layer, x = make_layer(spec), sample(4, 1, 5, 8)
+    layer = make_layer(spec)
+    x = sample(4, 1, 5, 8)
     q, k, v = (_split(x @ layer.state_dict()[f"project.{side}"].T) for side in "qkv")
     weights = (-(torch.cdist(q, k) ** 2) / (2 * width**2)).softmax(-1)
     y = (weights @ v).transpose(1, 2).flatten(2) @ layer.state_dict()["output.o"].T
@@ -136,7 +139,8 @@ def order_of_the_product(*, row_vector: bool = False) -> Outcome:
     """Whether V times alpha has fitting shapes, with V [n, d_v] and alpha [m, n]; a row vector of
     values fits.
     """
-    weights, values = sample(1, 5, 7).softmax(-1), sample(2, 7, 3)
+    weights = sample(1, 5, 7).softmax(-1)
+    values = sample(2, 7, 3)
     values = values.T if row_vector else values
     alpha = weights.T if row_vector else weights
     right = " x ".join(map(str, (weights @ (values.T if row_vector else values)).shape))
@@ -168,7 +172,9 @@ def weight_matrix(*, normaliser: str = "Softmax") -> Outcome:
     spec = from_toml(
         f'model = 8\nheads = {{q = 1, dim = 8}}\nnormaliser = {{part = "{normaliser}"}}'
     )
-    layer, x, source = make_layer(spec), sample(1, 1, 3, 8), sample(2, 1, 4, 8)
+    layer = make_layer(spec)
+    x = sample(1, 1, 3, 8)
+    source = sample(2, 1, 4, 8)
     ones = layer.head_outputs(x, source=source)
     state = layer.state_dict()
     values = source @ state["project.v"].T
@@ -181,7 +187,8 @@ def one_source_or_two(*, other_source: bool = False) -> Outcome:
     """Self-attention: queries, keys and values from one X, against the layer
     with X as its source.
     """
-    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 5, 12)
+    layer = make_layer(design(model=12, heads=3))
+    x = sample(1, 1, 5, 12)
     source = sample(2, 1, 5, 12) if other_source else x
     difference = largest_difference(layer(x).detach(), layer(x, source=source).detach())
     return judge(difference < 1e-12, difference=difference)
@@ -192,8 +199,10 @@ def cross_attention(*, cut: bool = False) -> Outcome:
 
     With `cut`, the keys do not depend on the source.
     """
-    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 5, 12)
-    one, other = sample(2, 1, 7, 12), sample(3, 1, 7, 12)
+    layer = make_layer(design(model=12, heads=3))
+    x = sample(1, 1, 5, 12)
+    one = sample(2, 1, 7, 12)
+    other = sample(3, 1, 7, 12)
     outputs = [layer(x, source=one if cut else source).detach() for source in (one, other)]
     change = largest_difference(*outputs)
     return judge(change > 1e-6, shape=" x ".join(map(str, outputs[0].shape[1:])), change=change)
@@ -202,7 +211,8 @@ def cross_attention(*, cut: bool = False) -> Outcome:
 def learned_maps(*, steps: int = 60, rate: float = 0.1) -> Outcome:
     """Training W_Q, W_K and W_V to look up a value by content: loss before and after."""
     layer = make_layer(design(model=8, heads=1, dim=8), scale=0.3)
-    x, target_of = sample(1, 16, 4, 8), sample(2, 8, 8) / math.sqrt(8)
+    x = sample(1, 16, 4, 8)
+    target_of = sample(2, 8, 8) / math.sqrt(8)
     target = (x @ target_of).softmax(-1)
     optimizer = torch.optim.Adam(layer.parameters(), lr=rate)
     losses = []

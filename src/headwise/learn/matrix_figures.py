@@ -13,9 +13,14 @@ from ..escaping import escape_svg as escape
 from ..report.text import text_width
 from .language import join_items, localise
 
-CELL_WIDTH, CELL_HEIGHT, GAP, TOP, LEFT = 40, 26, 24, 26, 34
+CELL_WIDTH = 40
+CELL_HEIGHT = 26
+GAP = 24
+TOP = 26
+LEFT = 34
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
-PANEL_WIDTH, ROW_HEIGHT = 270, 20
+PANEL_WIDTH = 270
+ROW_HEIGHT = 20
 COLORS = (
     "#009e73",
     "#d55e00",
@@ -31,7 +36,10 @@ CLASS_COLORS = {
     "broad": ("B", "#f0e442"),
     "punctuation": ("T", "#d55e00"),
 }
-COLUMN_WIDTH, COLUMN_HEIGHT, BOX_WIDTH, BOX_HEIGHT = 40, 220, 220, 92
+COLUMN_WIDTH = 40
+COLUMN_HEIGHT = 220
+BOX_WIDTH = 220
+BOX_HEIGHT = 92
 
 Matrix = Sequence[Sequence[float]]
 
@@ -163,9 +171,11 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
     3
     """
     names = [name for name in CLASS_COLORS if any(name in column for column in columns)]
-    most, parts = max(sum(column.values()) for column in columns), list[str]()
+    most = max(sum(column.values()) for column in columns)
+    parts = list[str]()
     for number, column in enumerate(columns):
-        x, y = 4 + COLUMN_WIDTH * number, float(TOP + COLUMN_HEIGHT)
+        x = 4 + COLUMN_WIDTH * number
+        y = float(TOP + COLUMN_HEIGHT)
         for name in (name for name in names if column.get(name)):
             letter, color = CLASS_COLORS[name]
             height = COLUMN_HEIGHT * column[name] / most
@@ -190,7 +200,8 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
         f'<text x="4" y="{TOP + COLUMN_HEIGHT + 36}" '
         f'font-style="italic">{escape(localise(axis))}</text>'
     )
-    width, height = COLUMN_WIDTH * len(columns) + 8, TOP + COLUMN_HEIGHT + 44
+    width = COLUMN_WIDTH * len(columns) + 8
+    height = TOP + COLUMN_HEIGHT + 44
     return _svg(max(width, 300), height, escape(localise(axis)), parts) + _draw_legend(names)
 
 
@@ -218,17 +229,19 @@ def draw_curves(curves: Sequence[tuple[str, Mapping[int, float]]], x_axis: str, 
     """
     xs = [math.log(x) for x in curves[0][1]]
     ys = [math.log(y) for _, curve in curves for y in curve.values()]
-    parts, width, height, top = list[str](), 300, 200, TOP + 16  # below the name of the axis
+    parts = list[str]()
+    width = 300
+    height = 200
+    top = TOP + 16  # below the name of the axis
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across, up = (
-            (math.log(x) - xs[0]) / (xs[-1] - xs[0]),
-            (math.log(y) - min(ys)) / (max(ys) - min(ys)),
-        )
+        across = (math.log(x) - xs[0]) / (xs[-1] - xs[0])
+        up = (math.log(y) - min(ys)) / (max(ys) - min(ys))
         return LEFT + width * across, top + height * (1 - up)
 
     for number, (name, curve) in enumerate(curves):
-        points, color = [place(x, y) for x, y in curve.items()], COLORS[number]
+        points = [place(x, y) for x, y in curve.items()]
+        color = COLORS[number]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dash = ' stroke-dasharray="6 4"' if number else ""
         parts.append(
@@ -268,7 +281,8 @@ def draw_boxes(boxes: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 def _draw_box(title: str, lines: Sequence[str], number: int) -> str:
     """One box, after an arrow if it is not the first."""
-    x, color = 28 if number else 2, COLORS[(number + 1) % len(COLORS)]
+    x = 28 if number else 2
+    color = COLORS[(number + 1) % len(COLORS)]
     frame = f'x="{x}" y="8" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" fill="none" stroke="{color}"'
     parts = [f'<rect {frame} stroke-width="2" stroke-dasharray="6 4" rx="4"/>']
     parts.append(f'<text x="{x + 10}" y="30" font-weight="600">{escape(title)}</text>')

@@ -53,10 +53,16 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
 
 
-TOKENS, LENGTHS = 64, (512, 1024)
+TOKENS = 64
+LENGTHS = (512, 1024)
 ROUNDS = 5  # of timing: the range shows whether another process ran beside them
-SHORT, LONG, VALUES, WIDTH = 16, 64, 4, 16  # lengths and sizes of the task of `_train`
-STEPS, BATCH, EVALUATED = 200, 64, 512
+SHORT = 16
+LONG = 64
+VALUES = 4
+WIDTH = 16  # lengths and sizes of the task of `_train`
+STEPS = 200
+BATCH = 64
+EVALUATED = 512
 # A name of `complexity` for each name of `layer_reach.LAYERS`.
 NAMES = {"attention": "self-attention", "GRU": "GRU", "LSTM": "LSTM", "convolution": "convolution"}
 
@@ -141,7 +147,8 @@ def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
     `local` is the layer that the claim of local dependencies is tested on.
     """
     layers = _measure_reach()
-    attention, gru = layers["attention"], layers["GRU"]
+    attention = layers["attention"]
+    gru = layers["GRU"]
     holds = (
         attention.receptive_field == TOKENS
         and layers[local].receptive_field < TOKENS
@@ -157,7 +164,8 @@ def table_beside_convolution(*, positions: bool = False) -> Outcome:
 
     Attention has one if it commutes with every permutation; with `positions` it gets sinusoids.
     """
-    layer, x = make_layer(design(model=WIDTH, heads=2)), sample(1, TOKENS, WIDTH)
+    layer = make_layer(design(model=WIDTH, heads=2))
+    x = sample(1, TOKENS, WIDTH)
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     errors = [
         largest_difference(
@@ -196,7 +204,8 @@ def _make_float_layer(name: str) -> nn.Module:
 
 def _train(name: str, steps: int, marked_last: bool) -> dict[str, float]:
     layer = _make_float_layer(name)
-    embed, head = nn.Linear(VALUES + 1, WIDTH), nn.Linear(WIDTH, VALUES)
+    embed = nn.Linear(VALUES + 1, WIDTH)
+    head = nn.Linear(WIDTH, VALUES)
 
     def predict(x_BTC: Tensor) -> Tensor:
         x_BTD = embed(x_BTC)

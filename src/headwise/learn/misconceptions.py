@@ -39,7 +39,8 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     """Entropy of weights at a scale near 0 (an average), 1/sqrt(d_k), and `sharp` (a look-up), over
     8 keys.
     """
-    q, k = sample(1, 5, 4), sample(2, 8, 4)
+    q = sample(1, 5, 4)
+    k = sample(2, 8, 4)
     scales = (("average", 1e-12), ("soft", None), ("hard", sharp))
     weights = {name: _weights(q, k, scale) for name, scale in scales}
     entropies = {name: float(entropy(rows).mean()) for name, rows in weights.items()}
@@ -89,7 +90,8 @@ def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
     """
     periods = 2 * math.pi * 10000 ** (torch.arange(0, model, 2, dtype=torch.float64) / model)
     table = sinusoidal_table(torch.arange(2 * trained), model)
-    trained_rows, beyond = table[:trained], table[trained:]
+    trained_rows = table[:trained]
+    beyond = table[trained:]
     nearest = torch.cdist(beyond, trained_rows).amin(-1)
     spacing = float((table[1] - table[0]).norm())
     unseen = int((periods > trained).sum())
@@ -105,7 +107,8 @@ def cheaper_than_recurrence(*, tokens: int = 512, model: int = 512) -> Outcome:
     layers = {
         layer.name: layer for layer in ComplexityTable.from_sizes(LayerSizes(tokens, model)).layers
     }
-    attention, gru = layers["self-attention"], layers["GRU"]
+    attention = layers["self-attention"]
+    gru = layers["GRU"]
     numbers = {
         "attention": attention.flops,
         "gru": gru.flops,
@@ -123,7 +126,8 @@ def redundant_heads(*, trace_heads: bool = True) -> Outcome:
     attend to another token.
     """
     layers = _translator_weights() if trace_heads else [torch.eye(6, dtype=torch.float64)[:, None]]
-    pairs, chance = [], []
+    pairs = []
+    chance = []
     for heads in layers:
         for number, one in enumerate(heads):
             for other in heads[number + 1 :]:
@@ -132,7 +136,8 @@ def redundant_heads(*, trace_heads: bool = True) -> Outcome:
                     other.shape[-1], generator=torch.Generator().manual_seed(len(pairs))
                 )
                 chance.append(_divergence(one, other[:, order]))
-    mean, by_chance = sum(pairs) / len(pairs), sum(chance) / len(chance)
+    mean = sum(pairs) / len(pairs)
+    by_chance = sum(chance) / len(chance)
     return judge(
         mean < 0.9 * by_chance, closest=min(pairs), mean=mean, chance=by_chance, pairs=len(pairs)
     )
@@ -199,13 +204,16 @@ def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
     spec = from_toml(
         f'model = 8\nheads = {{q = 2, dim = 4}}\nnormaliser = {{part = "{normaliser}"}}'
     )
-    layer, source = make_layer(spec), sample(2, 1, 6, 8)
-    one, other = sample(3, 1, 4, 8), sample(4, 1, 4, 8)
+    layer = make_layer(spec)
+    source = sample(2, 1, 6, 8)
+    one = sample(3, 1, 4, 8)
+    other = sample(4, 1, 4, 8)
     weights = [_layer_weights(layer, x, source) for x in (one, other)]
     values = (source[0] @ layer.state_dict()["project.v"].T).unflatten(-1, (2, 4))
     outputs = layer.head_outputs(one, source=source).detach()[0]
     outside = torch.maximum(outputs - values.amax(0), values.amin(0) - outputs).amax()
-    changed, row_sum = largest_difference(*weights), float(weights[0].sum(-1).max())
+    changed = largest_difference(*weights)
+    row_sum = float(weights[0].sum(-1).max())
     inside = float(outside) <= 1e-12 and abs(row_sum - 1) < 1e-9
     return judge(
         changed > 1e-6 and not inside, changed=changed, row_sum=row_sum, outside=float(outside)
@@ -224,7 +232,8 @@ def not_an_ensemble(*, independent: bool = False) -> Outcome:
 
     An ensemble would train each head alone: with `independent`, each head has a loss of its own.
     """
-    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    layer = make_layer(design(model=12, heads=3))
+    x = sample(1, 1, 7, 12)
     o = layer.head_outputs(x).detach()
     blocks = layer.state_dict()["output.o"].split(4, 1)
     parts = [o[:, :, head] @ block.T for head, block in enumerate(blocks)]
@@ -369,7 +378,8 @@ def width_for_each_head(*, heads: int = 64) -> Outcome:
     """Rank of the scores of one head over 50 tokens of width 512, for 1 head, 8
     heads and `heads`.
     """
-    x, numbers = sample(1, 50, 512), {}
+    x = sample(1, 50, 512)
+    numbers = {}
     for name, count in (("h1", 1), ("h8", 8), ("many", heads)):
         w_q, w_k = (sample(seed, 512, 512 // count) for seed in (2, 3))
         numbers[name] = int(torch.linalg.matrix_rank((x @ w_q) @ (x @ w_k).T, rtol=1e-9))

@@ -60,7 +60,8 @@ def batching_and_compute(*, batch: int = 512) -> Outcome:
     H200.
     """
     device = Device.from_name("h200")
-    ridge, tokens = device.ridge_point("bf16"), device.compute_bound_tokens("bf16")
+    ridge = device.ridge_point("bf16")
+    tokens = device.compute_bound_tokens("bf16")
     intensity = {size: 2 * size / 2 for size in (64, batch)}
     cores = [_decode_intensity(rows) for rows in (1, batch)]
     numbers = {
@@ -100,7 +101,8 @@ def share_of_cores(*, pattern: str = "causal()") -> Outcome:
     """Share of scores and values in the FLOPs of a decode step at d = 4096, by length of the
     context.
     """
-    spec, numbers = design(model=4096, heads=32, pattern=pattern), dict[str, float]()
+    spec = design(model=4096, heads=32, pattern=pattern)
+    numbers = dict[str, float]()
     for tokens in (512, 4096, 32768):
         work = costs.self_attention_work(spec, batch=1, queries=1, past=tokens - 1)
         flops = costs.required_flops(spec, work)
@@ -246,7 +248,8 @@ def heads_by_width(*, heads: int | None = None) -> Outcome:
 def _rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
     """Spearman's correlation; equal values have their mean rank. 0 if one side is constant."""
     values = torch.tensor([first, second], dtype=torch.float64)
-    lower, equal = (values[:, None] < values[..., None]), (values[:, None] == values[..., None])
+    lower = values[:, None] < values[..., None]
+    equal = values[:, None] == values[..., None]
     ranks = lower.sum(-1) + equal.sum(-1) / 2
     centred = ranks - ranks.mean(-1, keepdim=True)
     norms = centred.norm(dim=-1)
@@ -263,11 +266,9 @@ def few_heads_attend_to_themselves(*, tied: bool = False) -> Outcome:
 
 def _self_weight(heads: int, tied: bool) -> float:
     dim = 64 // heads
-    x, w_q, w_k = (
-        sample(1, 20, 1, 32, 64),
-        sample(2, heads, 64, dim) / 8,
-        sample(3, heads, 64, dim) / 8,
-    )
+    x = sample(1, 20, 1, 32, 64)
+    w_q = sample(2, heads, 64, dim) / 8
+    w_k = sample(3, heads, 64, dim) / 8
     scores = (x @ w_q) @ (x @ (w_q if tied else w_k)).mT / math.sqrt(dim)
     return float(scores.softmax(-1).diagonal(0, -2, -1).mean())
 
@@ -319,7 +320,8 @@ def diversity_by_depth(*, reverse: bool = False) -> Outcome:
     """Generalised Jensen-Shannon divergence of the heads of each encoder layer, over log h;
     `reverse` swaps layers.
     """
-    trace, layers = load_sample_trace(), []
+    trace = load_sample_trace()
+    layers = []
     for number in range(3):
         site = f"encoder.{number}.attention"
         count = trace.get_layer(site).heads
@@ -374,7 +376,8 @@ def heads_that_remain(*, remaining: int = 17, heads: int = 48) -> Outcome:
 
 def gate_and_prune(*, gate: float = 0.0) -> Outcome:
     """A head gated by this factor, against the layer without that head."""
-    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    layer = make_layer(design(model=12, heads=3))
+    x = sample(1, 1, 7, 12)
     factors = torch.tensor([1.0, gate, 1.0], dtype=torch.float64)[:, None]
     gated = layer.merge_heads(layer.head_outputs(x) * factors).detach()
     spec, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
@@ -423,7 +426,8 @@ def third_tokens(*, layers: int = 2) -> Outcome:
     the last layer.
     """
     first, second = (make_layer(design(model=12, heads=1), seed=seed) for seed in (1, 2))
-    x, changes = sample(1, 1, 5, 12), []
+    x = sample(1, 1, 5, 12)
+    changes = []
     other = x.clone()
     other[:, 3] = sample(2, 12)
     for layer, inputs in ((first, (x, other)), (second, (x, other))):

@@ -40,7 +40,8 @@ class HarvardAttention(nn.Module):
 
     def __init__(self, heads: int, model: int) -> None:
         super().__init__()
-        self.heads, self.dim = heads, model // heads
+        self.heads = heads
+        self.dim = model // heads
         self.linears = nn.ModuleList(nn.Linear(model, model) for _ in range(4))
         self.double()
 
@@ -50,7 +51,8 @@ class HarvardAttention(nn.Module):
         """The output [batch, seq_len, d_model]; the mask [batch, 1 or T, S] is
         alike for all heads.
         """
-        batch, inputs = query.shape[0], (query, key, value)
+        batch = query.shape[0]
+        inputs = (query, key, value)
         q, k, v = (
             linear(x).view(batch, -1, self.heads, self.dim).transpose(1, 2)
             for linear, x in zip(list(self.linears)[:3], inputs, strict=True)
@@ -82,7 +84,8 @@ def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         listing = HarvardAttention(heads, 12)
-    layer, x = _same_weights(listing, ours), sample(1, 2, 7, 12)
+    layer = _same_weights(listing, ours)
+    x = sample(1, 2, 7, 12)
     mask = sample(2, 2, 7, 7) > 0
     mask[:, :, 0] = True
     equal = largest_difference(listing(x, x, x, mask).detach(), layer(x, x, x, mask).detach())
@@ -104,11 +107,13 @@ def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
         (5, 10, 8, 64),
         (5, 10, 512),
     ]
-    num_matched, place = 0, 0
+    num_matched = 0
+    place = 0
     for shape in claimed:
         later = [number for number in range(place, len(shapes)) if shapes[number] == shape]
         if later:
-            num_matched, place = num_matched + 1, later[0] + 1
+            num_matched = num_matched + 1
+            place = later[0] + 1
     numbers = {"found": num_matched, "claimed": len(claimed), "operations": len(shapes)}
     outcome = judge(num_matched == len(claimed), **numbers)
     return Outcome(outcome.verdict, outcome.numbers, _walk_figure())
@@ -116,7 +121,8 @@ def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
 
 def _walk_figure() -> str:
     """The eight steps of 3 tokens of width 4 with 2 heads, with their numbers."""
-    layer, x = make_layer(design(model=4, heads=2)), sample(5, 3, 4)
+    layer = make_layer(design(model=4, heads=2))
+    x = sample(5, 3, 4)
     state = layer.state_dict()
     q, k, v = (x @ state[f"project.{side}"].T for side in "qkv")
     named: list[tuple[str, Tensor]] = [("X", x), ("1 X W_Q", q)]
@@ -139,7 +145,8 @@ def three_or_many_matrices(*, blocks: str = "columns") -> Outcome:
     """Queries by one large matrix and view, and by one small matrix per head; `blocks` says how it
     is cut.
     """
-    x, w_q = sample(1, 7, 12), sample(2, 12, 12)
+    x = sample(1, 7, 12)
+    w_q = sample(2, 12, 12)
     large = (x @ w_q).view(7, 3, 4)
     columns = (
         list(range(12))
@@ -197,7 +204,8 @@ def shape_of_the_mask(*, width: int = 12) -> Outcome:
     """Whether a mask [B, T, d_model] fits the scores [B, h, T, S] of 5 tokens, and one of [B, 1,
     S].
     """
-    layer, x = MultiHeadAttention(12, 3).double(), sample(1, 2, 5, 12)
+    layer = MultiHeadAttention(12, 3).double()
+    x = sample(1, 2, 5, 12)
     shape = layer(x, x, x, torch.ones(2, 1, 5)).shape
     try:
         layer(x, x, x, torch.ones(2, 5, width))
@@ -232,7 +240,8 @@ def output_shape(*, with_output: bool = True) -> Outcome:
     """Shapes of input, concatenated heads and output of a layer with d_v = 5; without W_O the heads
     are the output.
     """
-    layer, x = make_layer(design(model=12, heads=3, vdim=5)), sample(1, 2, 5, 12)
+    layer = make_layer(design(model=12, heads=3, vdim=5))
+    x = sample(1, 2, 5, 12)
     heads = layer.head_outputs(x).flatten(-2).detach()
     output = layer(x).detach() if with_output else heads
     shapes = {
@@ -263,7 +272,8 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
         expected = at_once()
     with _CountedProducts() as loop:
         difference = largest_difference(expected, in_a_loop())
-    ratio, products = _time_ratio(in_a_loop, at_once), loop.count / whole.count
+    ratio = _time_ratio(in_a_loop, at_once)
+    products = loop.count / whole.count
     return judge(
         products > 1 and ratio > 1,
         ratio=ratio,
@@ -322,7 +332,8 @@ def places_of_attention(*, model: str = "transformer-base") -> Outcome:
         [sum(each is not None for each in (b.attention, b.cross)) for b in stack.layers]
         for stack in spec.stacks
     ]
-    encoder, decoder = counts[0][0], counts[-1][0]
+    encoder = counts[0][0]
+    decoder = counts[-1][0]
     return judge(
         (encoder, decoder) == (1, 2), encoder=encoder, decoder=decoder, all=sum(map(sum, counts))
     )

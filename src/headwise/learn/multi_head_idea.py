@@ -56,7 +56,8 @@ def large_diagonal(*, tied: bool = False) -> Outcome:
 
 
 def _diagonal(tied: bool) -> dict[str, float]:
-    x, width = sample(1, 200, 64, 64), 64
+    x = sample(1, 200, 64, 64)
+    width = 64
     w_q = sample(2, 64, width) / 8
     w_k = w_q if tied else sample(3, 64, width) / 8
     scores = (x @ w_q) @ (x @ w_k).mT / math.sqrt(width)
@@ -88,7 +89,10 @@ def llama_listing(*, bias: str = "") -> Outcome:
     """Parameters of the attention of Llama 3 8B by the shapes of the listing, against the layer of
     headwise.
     """
-    dim, heads, kv, width = 4096, 32, 8, 128
+    dim = 4096
+    heads = 32
+    kv = 8
+    width = 128
     listed = 2 * dim * heads * width + 2 * dim * kv * width
     spec = design(model=dim, heads=heads, kv=kv, bias=bias)
     counted = costs.count_parameters(spec)
@@ -128,7 +132,8 @@ def equal_importance(*, equal: bool = False) -> Outcome:
 
     With `equal`, all heads have equal weights.
     """
-    layer, x = make_layer(design(model=16, heads=4)), sample(1, 1, 7, 16)
+    layer = make_layer(design(model=16, heads=4))
+    x = sample(1, 1, 7, 16)
     if equal:
         state = layer.state_dict()
         names = [f"project.{side}" for side in "qkv"]
@@ -159,7 +164,8 @@ def larger_block_of_w_o(*, side: str = "o") -> Outcome:
     """A head's block of W_O times 2 against its output gated by 2; `side` "q" scales its queries
     instead.
     """
-    layer, x = make_layer(design(model=12, heads=3)), sample(1, 1, 7, 12)
+    layer = make_layer(design(model=12, heads=3))
+    x = sample(1, 1, 7, 12)
     o = layer.head_outputs(x).detach()
     gated = layer.merge_heads(o * torch.tensor([2.0, 1.0, 1.0], dtype=o.dtype)[:, None]).detach()
     state = {name: weight.clone() for name, weight in layer.state_dict().items()}
@@ -176,7 +182,8 @@ def convolution_by_heads(*, heads: int = 3) -> Outcome:
     """A convolution of 3 tokens against heads that each attend to one offset, with the kernel's
     slices as W_V W_O.
     """
-    x, kernel = sample(1, 9, 4), sample(2, 5, 4, 3)
+    x = sample(1, 9, 4)
+    kernel = sample(2, 5, 4, 3)
     convolved = F.conv1d(x.T[None], kernel, padding=1)[0].T
     summed = torch.zeros_like(convolved)
     for head in range(heads):
@@ -200,7 +207,8 @@ def sparse_rows(*, weights: str = "translator") -> Outcome:
 
     `weights` "uniform" replaces them by uniform rows.
     """
-    shares, chance = [], []
+    shares = []
+    chance = []
     trace = load_sample_trace()
     for layer in trace.layers:
         causal = layer.calls[0].causal
@@ -210,7 +218,8 @@ def sparse_rows(*, weights: str = "translator") -> Outcome:
             uniform = visible / visible.sum(-1, keepdim=True)
             shares.append(_support(uniform if weights == "uniform" else rows, visible))
             chance.append(_support(uniform, visible))
-    mean, by_chance = sum(shares) / len(shares), sum(chance) / len(chance)
+    mean = sum(shares) / len(shares)
+    by_chance = sum(chance) / len(chance)
     return judge(mean < by_chance / 2, support=mean, uniform=by_chance, heads=len(shares))
 
 
@@ -234,9 +243,12 @@ def messages_over_edges(*, missing: int = 0) -> Outcome:
 
     `missing` edges are left out.
     """
-    q, k, v = sample(1, 5, 4), sample(2, 5, 4), sample(3, 5, 3)
+    q = sample(1, 5, 4)
+    k = sample(2, 5, 4)
+    v = sample(3, 5, 3)
     edges = [(sender, receiver) for sender in range(5) for receiver in range(5)][missing:]
-    sums, totals = torch.zeros_like(v), torch.zeros(5, dtype=v.dtype)
+    sums = torch.zeros_like(v)
+    totals = torch.zeros(5, dtype=v.dtype)
     for sender, receiver in edges:
         weight = torch.exp(q[receiver] @ k[sender] / 2)
         sums[receiver] += weight * v[sender]

@@ -17,7 +17,8 @@ from .catalogue import Outcome, judge, judge_condition
 from .measured_layers import entropy, largest_difference, make_layer, sample
 
 KEY_WIDTHS = (4, 16, 64, 256, 1024)
-NUM_KEYS, NUM_ROWS = 16, 512
+NUM_KEYS = 16
+NUM_ROWS = 512
 
 
 def sample_scores(width: int, spread: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -81,7 +82,8 @@ def scaling_and_the_mean(*, mean: float = 0.0) -> Outcome:
     """Mean and variance of scores before and after division by sqrt(d_k), for components with this
     mean.
     """
-    scores, width = sample_scores(256, mean=mean), 256
+    scores = sample_scores(256, mean=mean)
+    width = 256
     numbers = {
         "mean_raw": float(scores.mean()),
         "mean_scaled": float((scores / math.sqrt(width)).mean()),
@@ -96,7 +98,8 @@ def normalisation_is_not_scaling(*, stretch: float = 3.0) -> Outcome:
     """Whether division by sqrt(d_k) undoes a change of the input's scale, as layer normalisation
     does.
     """
-    queries, keys = sample(3, 64, 256), sample(4, 64, 256)
+    queries = sample(3, 64, 256)
+    keys = sample(4, 64, 256)
     scaled = float(((stretch * queries) @ keys.T / 16).std() / (queries @ keys.T / 16).std())
     normed = torch.nn.functional.layer_norm(stretch * queries, (256,)).std()
     normed_ratio = float(normed / torch.nn.functional.layer_norm(queries, (256,)).std())
@@ -161,9 +164,11 @@ def different_patterns(*, tied: bool = False) -> Outcome:
     """Mean Jensen-Shannon divergence between the weights of 4 heads; `tied` gives all heads one
     projection.
     """
-    q, k = sample(1, 4, 12, 16), sample(2, 4, 12, 16)
+    q = sample(1, 4, 12, 16)
+    k = sample(2, 4, 12, 16)
     if tied:
-        q, k = q[:1].expand_as(q), k[:1].expand_as(k)
+        q = q[:1].expand_as(q)
+        k = k[:1].expand_as(k)
     _, weights = attend(q, k, q, need_weights=True)
     assert weights is not None
     mean = weights.mean(0)
@@ -200,7 +205,9 @@ def four_axis_listing(*, scale_power: float = 0.5) -> Outcome:
     """softmax(Q K^T / d_k^0.5) V on [batch, h, seq_len, d_k], as the listing writes it, against
     hw.attend.
     """
-    q, k, v = sample(1, 2, 3, 7, 5), sample(2, 2, 3, 7, 5), sample(3, 2, 3, 7, 5)
+    q = sample(1, 2, 3, 7, 5)
+    k = sample(2, 2, 3, 7, 5)
+    v = sample(3, 2, 3, 7, 5)
     scores = torch.matmul(q, k.transpose(-1, -2)) / 5**scale_power
     listed = torch.matmul(torch.softmax(scores, dim=-1), v)
     difference = largest_difference(listed, attend(q, k, v)[0])
@@ -209,10 +216,13 @@ def four_axis_listing(*, scale_power: float = 0.5) -> Outcome:
 
 def self_attention_formula(*, shared_input: bool = True) -> Outcome:
     """Q = X W_Q, K = X W_K, V = X W_V and the formula, against the layer of headwise."""
-    layer, x = make_layer(design(model=12, heads=1, dim=12)), sample(7, 1, 5, 12)
+    layer = make_layer(design(model=12, heads=1, dim=12))
+    x = sample(7, 1, 5, 12)
     state = layer.state_dict()
     z = x if shared_input else sample(8, 1, 5, 12)
-    q, k, v = x @ state["project.q"].T, z @ state["project.k"].T, z @ state["project.v"].T
+    q = x @ state["project.q"].T
+    k = z @ state["project.k"].T
+    v = z @ state["project.v"].T
     y = (q @ k.mT / math.sqrt(12)).softmax(-1) @ v @ state["output.o"].T
     difference = largest_difference(y, layer(x).detach())
     return judge(difference < 1e-12, difference=difference)
@@ -228,14 +238,17 @@ def robust_to_corrupted_heads(
     """
     numbers = {}
     for count in (4, heads):
-        layer, x = make_layer(design(model=64, heads=count)), sample(5, 4, 9, 64)
+        layer = make_layer(design(model=64, heads=count))
+        x = sample(5, 4, 9, 64)
         o = layer.head_outputs(x).detach()
         bad = 1 if fixed else round(corrupted * count)
         noise = sample(6, *o.shape) * o.std()
         changed = torch.cat([noise[:, :, :bad], o[:, :, bad:]], 2)
-        before, after = layer.merge_heads(o), layer.merge_heads(changed)
+        before = layer.merge_heads(o)
+        after = layer.merge_heads(changed)
         numbers[f"h{count}"] = float((after - before).norm().detach() / before.norm().detach())
-    first, last = numbers["h4"], numbers[f"h{heads}"]
+    first = numbers["h4"]
+    last = numbers[f"h{heads}"]
     return judge(last < 0.8 * first, few=first, many=last)
 
 
@@ -262,7 +275,8 @@ def near_and_far_heads(*, uniform: bool = False) -> Outcome:
 
     `uniform` replaces the weights.
     """
-    trace, site = load_sample_trace(), "encoder.2.attention"
+    trace = load_sample_trace()
+    site = "encoder.2.attention"
     distances = []
     for head in range(trace.get_layer(site).heads):
         weights = torch.as_tensor(trace.head_weights(site, head)).double()

@@ -83,7 +83,8 @@ def several_heads_read_several_values(*, targets: int = 2) -> Outcome:
     numbers = {}
     for count in (1, targets):
         values = sample(1, 200, targets, 3)
-        averaged, separate = values.mean(1), values.flatten(1)
+        averaged = values.mean(1)
+        separate = values.flatten(1)
         goal = values[:, :count].flatten(1) if count > 1 else values.flatten(1)[:, :3]
         one_head = averaged if count > 1 else values[:, 0]
         numbers[f"one_head_{count}"] = _readout_error(one_head, goal)
@@ -126,7 +127,8 @@ def parallel_convolution(*, layer: str = "convolution") -> Outcome:
     """Sequential operations of a layer over 4,096 tokens, and a convolution computed one position
     at a time.
     """
-    x, kernel = sample(1, 4, 11), sample(2, 5, 4, 3)
+    x = sample(1, 4, 11)
+    kernel = sample(2, 5, 4, 3)
     whole = F.conv1d(x[None], kernel)[0]
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0)).tolist()
     single = torch.empty_like(whole)
@@ -143,8 +145,10 @@ def no_decay(*, positions: str = "") -> Outcome:
     Of 8 heads, the one that decays most. Also the mean weight at 16 and at 1,024 tokens, which is
     1/n.
     """
-    plain, alibi = _decay(positions), _decay('modifiers = [{part = "Alibi"}]')
-    layer, shares = make_layer(design(model=8, heads=1)), {}
+    plain = _decay(positions)
+    alibi = _decay('modifiers = [{part = "Alibi"}]')
+    layer = make_layer(design(model=8, heads=1))
+    shares = {}
     for tokens in (16, 1024):
         shares[f"weight_{tokens}"] = float(_weights_of(layer, sample(1, 1, tokens, 8)).mean())
     return judge_condition(plain > 0.05, alibi > 0.05, plain=plain, alibi=alibi, **shares)
@@ -172,7 +176,8 @@ def heads_share_weights(*, kv: int = 3) -> Outcome:
     """Heads whose output changes when the first key head's W_K changes; with kv = 1, all heads have
     that one.
     """
-    layer, x = make_layer(design(model=12, heads=3, kv=kv)), sample(1, 1, 5, 12)
+    layer = make_layer(design(model=12, heads=3, kv=kv))
+    x = sample(1, 1, 5, 12)
     before = layer.head_outputs(x).detach()
     parameters = dict(layer.named_parameters())
     with torch.no_grad():
@@ -189,7 +194,8 @@ def dot_product_as_similarity(*, unit: bool = False) -> Outcome:
     """Share of queries whose highest dot product is with the nearest key: with unit keys, and with
     random keys.
     """
-    q, k = sample(1, 500, 8), sample(2, 20, 8)
+    q = sample(1, 500, 8)
+    k = sample(2, 20, 8)
     units = F.normalize(k, dim=-1)
     shares = {}
     for name, keys in (("unit", units), ("random", units if unit else k)):
@@ -270,7 +276,9 @@ def one_bias(*, normaliser: str = "Softmax") -> Outcome:
     """
     text = 'model = 12\nheads = {q = 3, dim = 4}\nproject = {part = "Direct", bias = "qkv"}\n'
     layer = make_layer(from_toml(text + f'normaliser = {{part = "{normaliser}"}}'))
-    x, changes, spread = sample(1, 1, 5, 12), {}, 0.0
+    x = sample(1, 1, 5, 12)
+    changes = {}
+    spread = 0.0
     before = layer(x).detach()
     for side in "qkv":
         bias = dict(layer.named_parameters())[f"project.{side}_bias"]
@@ -292,8 +300,11 @@ def projection_listing(*, qkv_bias: bool = True) -> Outcome:
     """Three nn.Linear with a bias, against queries, keys and values of the layer of headwise with
     biases.
     """
-    layer, x = make_layer(design(model=12, heads=3, dim=5, bias="qkv")), sample(1, 1, 7, 12)
-    state, probe, largest = layer.state_dict(), Probe("q", "k", "v"), 0.0
+    layer = make_layer(design(model=12, heads=3, dim=5, bias="qkv"))
+    x = sample(1, 1, 7, 12)
+    state = layer.state_dict()
+    probe = Probe("q", "k", "v")
+    largest = 0.0
     layer(x, probe=probe)
     for side in "qkv":
         linear = nn.Linear(12, 15, bias=qkv_bias).double()
@@ -348,9 +359,11 @@ def names_of_attention(*, similarity: str = "Additive") -> Outcome:
     products with a source.
     """
     text = f'model = 12\nheads = {{q = 3, dim = 4}}\nsimilarity = {{part = "{similarity}"}}'
-    layer, plain = make_layer(from_toml(text)), make_layer(design(model=12, heads=3))
+    layer = make_layer(from_toml(text))
+    plain = make_layer(design(model=12, heads=3))
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
-    x, probe = sample(1, 1, 5, 12), Probe("weights")
+    x = sample(1, 1, 5, 12)
+    probe = Probe("weights")
     change = largest_difference(_weights_of(layer, x), _weights_of(plain, x))
     plain(x, source=sample(2, 1, 7, 12), probe=probe)
     return judge(
@@ -368,7 +381,8 @@ def learned_weights_are_linear(*, kind: str = "random") -> Outcome:
         "learned": make_layer(from_toml(LEARNED.format(f'length = 7, kind = "{kind}"'))),
         "attention": make_layer(design(model=16, heads=2)),
     }
-    x, z = sample(1, 1, 7, 16), sample(2, 1, 7, 16)
+    x = sample(1, 1, 7, 16)
+    z = sample(2, 1, 7, 16)
     errors = {
         name: largest_difference(
             layer(2 * x + 3 * z).detach(), (2 * layer(x) + 3 * layer(z)).detach()

@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-KEYS, VALUES, QUERY = (51.0, 56.0, 58.0), (40.0, 43.0, 48.0), 57.0
+KEYS = (51.0, 56.0, 58.0)
+VALUES = (40.0, 43.0, 48.0)
+QUERY = 57.0
 KERNEL_WIDTHS = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 WeightFunction = Callable[[float, Sequence[float]], list[float]]
@@ -59,7 +61,8 @@ def linear_interpolation_weights(query: float, keys: Sequence[float]) -> list[fl
     [0.0, 0.75, 0.25]
     """
     above = next(n for n, key in enumerate(keys) if key >= query and n > 0)
-    lower, upper = keys[above - 1], keys[above]
+    lower = keys[above - 1]
+    upper = keys[above]
     share = (query - lower) / (upper - lower)
     return [1 - share if n == above - 1 else share if n == above else 0.0 for n in range(len(keys))]
 

@@ -30,7 +30,9 @@ from .key_intervals import (
 )
 
 MAX_DRAWN_CELLS = 64  # a mask this wide leaves 16 of a terminal's 80 columns for the row index
-FULL, PART, NONE = "█", "▒", "·"
+FULL = "█"
+PART = "▒"
+NONE = "·"
 ASCII = str.maketrans({FULL: "#", PART: "+", NONE: "."})
 
 
@@ -126,7 +128,8 @@ def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
     if min(queries, keys) < 1:
         raise SpecError(f"cannot draw {queries} queries and {keys} keys; use at least 1 of each")
     side = -(-max(queries, keys) // MAX_DRAWN_CELLS)
-    tops, lefts = range(0, queries, side), range(0, keys, side)
+    tops = range(0, queries, side)
+    lefts = range(0, keys, side)
     margin = max(len(str(tops[-1])), 4)
     title = pattern.text if len(pattern.text) <= 80 else pattern.text[:77] + "..."
     # Every eighth column has a label, so that labels of up to seven digits fit.
@@ -553,7 +556,8 @@ def _count_fast(pattern: Pattern, queries: range, keys: range) -> int:
     if not queries or not keys or len(boundary_rows(pattern, queries, keys)) <= len(queries):
         return pattern.pairs(queries, keys)
     _, columns, diagonals = pattern.lines(queries, keys)
-    low, high = min(diagonals, default=0), max(diagonals, default=0) + COUNTED_ROWS
+    low = min(diagonals, default=0)
+    high = max(diagonals, default=0) + COUNTED_ROWS
     width = min(high - low, len(keys)) + len(columns)
     if width * len(queries) > MAX_COUNTED_CELLS:
         fact = f"cannot count {len(queries):,} tokens under the pattern {pattern.text[:60]}"

@@ -224,7 +224,8 @@ class BigBird(LineCountedPattern):
             yield chosen + [-1] * (self.random - len(chosen))
 
     def allows(self, i: Any, j: Any) -> Any:
-        r, c = i // self.block, j // self.block
+        r = i // self.block
+        c = j // self.block
         in_window = (c >= r - self.window // 2) & (c <= r + self.window // 2)
         sampled = [c == lookup_clamped(column, r) for column in self.sampled_blocks]
         return any_true(in_window, c < self.globals, r < self.globals, *sampled)

@@ -80,7 +80,8 @@ class SequenceInfo:
         in each row, padded on the side `pad`. `segments` [B, T] gives a segment id for each token,
         with -1 for padding; the positions of a segment count from 0 at its first token in the row.
         """
-        batch, count = x.shape[0], x.shape[1]
+        batch = x.shape[0]
+        count = x.shape[1]
         if lengths is not None and segments is not None:
             raise ValueError(
                 "got both lengths and segments; give segments alone, with -1 for padding"
@@ -148,7 +149,8 @@ class SequenceInfo:
 
     def to(self, device: torch.device | str) -> SequenceInfo:
         """A copy on another device."""
-        position, segment = self.position.to(device), self.segment.to(device)
+        position = self.position.to(device)
+        segment = self.segment.to(device)
         return SequenceInfo(position, segment, self.start, checked=True, lengths=self.lengths)
 
     def rows(self, own: slice) -> SequenceInfo:
@@ -190,7 +192,10 @@ class AttentionMask:
         pattern: Pattern,
         mask: Tensor | None = None,
     ) -> None:
-        self.queries, self.keys, self.pattern, self.mask = queries, keys, pattern, mask
+        self.queries = queries
+        self.keys = keys
+        self.pattern = pattern
+        self.mask = mask
         self._allowed: Tensor | None = None
         self._shape = ""
 
@@ -222,10 +227,8 @@ class AttentionMask:
                 if self.differs_by_head
                 else filled
             )
-        query_segment, key_segment = (
-            self.queries.segment[:, None, :, None],
-            self.keys.segment[:, None, None, :],
-        )
+        query_segment = self.queries.segment[:, None, :, None]
+        key_segment = self.keys.segment[:, None, None, :]
         allowed = (
             (query_segment == key_segment)
             & (key_segment >= 0)
@@ -249,7 +252,8 @@ class AttentionMask:
         return self._shape
 
     def _classify_shape(self) -> str:
-        query_start, key_start = self.queries.start, self.keys.start
+        query_start = self.queries.start
+        key_start = self.keys.start
         if self.differs_by_head:
             return "any"
         if self.mask is None and self.keys.num_visible == self.keys.count:

@@ -97,11 +97,12 @@ class BlockSpec(SpecNode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if invalid := [
+        invalid = [
             name
             for name in self.constant_sublayers
             if name not in ATTENTION_SUBLAYERS or name in self.attention_specs
-        ]:
+        ]
+        if invalid:
             fact = (
                 f"BlockSpec(constant_sublayers={self.constant_sublayers!r}) cannot hold "
                 f"{invalid[0]!r}"
@@ -150,7 +151,8 @@ class BlockSpec(SpecNode):
         """Return this block at one depth of a stack: schedules become numbers."""
         if not self.parts_with_schedule(layer, layers):
             return self
-        own, cross = self.attention, self.cross
+        own = self.attention
+        cross = self.cross
         if isinstance(own, ApproximateAttention):
             own = replace(own, like=own.like.at_depth(layer, layers))
         else:
@@ -462,7 +464,8 @@ class ModelSpec(SpecNode):
         names = Counter(
             [stack.name for stack in self.stacks] + [f"head {head.name}" for head in self.heads]
         )
-        if twice := [name for name, times in names.items() if times > 1]:
+        twice = [name for name, times in names.items() if times > 1]
+        if twice:
             raise SpecError(f"{self.name} names {twice[0]!r} twice; give each its own name")
         for reader, table, tokens, width in self._tied_readers():
             self._check_table(reader, table, (tokens, width))
@@ -495,7 +498,8 @@ class ModelSpec(SpecNode):
                 else "no stack owns one; leave table out"
             )
             raise SpecError(f"{self.name}: {reader} reads the table of {table!r}; {remedy}")
-        embedding, model = owners[table].embedding, owners[table].model
+        embedding = owners[table].embedding
+        model = owners[table].model
         if embedding and (embedding.tokens, model) != expected:
             raise SpecError(
                 f"{self.name}: {reader} of {expected[0]} x {expected[1]} cannot be the table of "

@@ -149,7 +149,8 @@ def is_linear(weight: WeightSpec) -> bool:
 
 
 def _begins_with(name: str, pattern: str) -> bool:
-    words, pattern_words = name.split("."), pattern.split(".")
+    words = name.split(".")
+    pattern_words = pattern.split(".")
     return len(words) >= len(pattern_words) and all(
         pattern_word in ("*", word)
         for pattern_word, word in zip(pattern_words, words, strict=False)

@@ -85,9 +85,8 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
     if fitting[0] is AttentionSpec:
         return serialization.from_dict(table, defaults)
     hints = get_type_hints(fitting[0])
-    if missing := [
-        f.name for f in fields(fitting[0]) if f.default is MISSING and f.name not in table
-    ]:
+    missing = [f.name for f in fields(fitting[0]) if f.default is MISSING and f.name not in table]
+    if missing:
         raise SpecError(f"{where} lacks {missing[0]}; add {missing[0]} = ...")
     return fitting[0](
         **{
@@ -99,7 +98,9 @@ def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: S
 
 # --- The manifest of a saved model ----------------------------------------------------------------
 
-MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "headwise.toml", "model.safetensors", "tokenizer.json"
+MANIFEST_FILE = "headwise.toml"
+WEIGHTS_FILE = "model.safetensors"
+TOKENIZER_FILE = "tokenizer.json"
 CHECKED_FILES = (WEIGHTS_FILE, *(f"{name}.json" for name in TOKENIZER_FIELDS))
 MANIFEST_FORMAT = 1  # version of the folder format; readers refuse other versions
 TOML_REMEDY = "give a file as hw.save or to_toml writes it"
@@ -192,7 +193,8 @@ def _as_rows(value: Any) -> list[Any]:
 
 def _read_checksum(row: Any, where: str) -> tuple[str, str]:
     table = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
-    name, checksum = table.get("name"), table.get("sha256")
+    name = table.get("name")
+    checksum = table.get("sha256")
     if name not in CHECKED_FILES or not isinstance(checksum, str):
         raise SpecError(
             f"{where}: files = {row!r} is none of {', '.join(CHECKED_FILES)} with a checksum; "
@@ -249,7 +251,8 @@ class SurgeryRecord(NamedTuple):
             name: _read_table(path, table, name)
             for name in ("change", "source", "files", "constants")
         }
-        unused_tensors, described = table.get("unused_tensors", []), table.get("model")
+        unused_tensors = table.get("unused_tensors", [])
+        described = table.get("model")
         if not isinstance(unused_tensors, list) or (described is None) != (
             table["kind"] != "resized"
         ):

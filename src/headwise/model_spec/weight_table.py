@@ -14,7 +14,8 @@ from .components import WeightSpec
 from .model import ApproximateAttention, BlockSpec, ModelSpec, StackSpec, find_repeats
 
 PAGE_WIDTH = 80
-NAME_COLUMN, AXES_COLUMN = 31, 18  # columns of a tensor's name and of its axes
+NAME_COLUMN = 31
+AXES_COLUMN = 18  # columns of a tensor's name and of its axes
 
 
 class WeightRow(NamedTuple):
@@ -84,7 +85,8 @@ class ModelTable:
     @property
     def to_dict(self) -> dict[str, Any]:
         """Stacks with their repeated layers, heads and tied weights, as plain values."""
-        model, rows = self.model, _group_by_place(self.model.weights())
+        model = self.model
+        rows = _group_by_place(self.model.weights())
         all_rows = [row for place_rows in rows.values() for row in place_rows]
         return {
             "name": model.name,
@@ -227,7 +229,8 @@ def _row_lines(prefix: str, rows: Iterable[WeightRow], indent: int) -> Iterator[
     for row in rows:
         name = " " * indent + (f"{prefix}.{row.name}" if prefix else row.name)
         shape = " x ".join(map(str, row.shape)) + ("" if row.learned else ", constant")
-        line, count = f"{name:<{NAME_COLUMN}} {row.axes:<{AXES_COLUMN}} {shape}", f"  {row.numel:,}"
+        line = f"{name:<{NAME_COLUMN}} {row.axes:<{AXES_COLUMN}} {shape}"
+        count = f"  {row.numel:,}"
         if len(line) + len(count) > PAGE_WIDTH:
             yield name
             line = f"{'':<{indent + 4}}{row.axes}  {shape}"

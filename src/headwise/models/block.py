@@ -83,12 +83,13 @@ class TransformerLayer(nn.Module):
             raise SpecError(
                 f"cannot build {name}.attention: {described.attention.reason}; change its spec"
             )
-        self.spec, self.name, self.dropout = described, name, dropout
-        self.placement, self.scale = described.placement, described.scale
-        self.sublayers, self.constant_sublayers = (
-            described.sublayer_names,
-            described.constant_sublayers,
-        )
+        self.spec = described
+        self.name = name
+        self.dropout = dropout
+        self.placement = described.placement
+        self.scale = described.scale
+        self.sublayers = described.sublayer_names
+        self.constant_sublayers = described.constant_sublayers
         self._merged: tuple[
             MergedAttention, ...
         ] = ()  # in a tuple: its parts are saved and moved as the layer's own
@@ -113,7 +114,9 @@ class TransformerLayer(nn.Module):
         shares = {name: owners[key] for name, key in tied.items() if key in owners}
         if form == "merged":
             merged = MergedAttention(spec, shared=shares)
-            self.cross, self.average, self._merged = merged.cross, merged.average, (merged,)
+            self.cross = merged.cross
+            self.average = merged.average
+            self._merged = (merged,)
         else:
             self.add_module(role, Attention(spec, shared=shares))
         for name, key in tied.items():
@@ -267,7 +270,8 @@ class LayerStack(nn.Module):
                 if isinstance(x, Tensor)
                 else f"of type {type(x).__name__}"
             )
-            name, model = self.spec.name, self.spec.model
+            name = self.spec.name
+            model = self.spec.model
             raise ValueError(
                 f"{name} has no embedding and takes vectors, but x is {actual}; give [batch, "
                 f"tokens, {model}]"
@@ -394,7 +398,8 @@ class CausalConvolution(SequenceMixer):
 
     def __init__(self, spec: ConvolutionSpec, width: int) -> None:
         super().__init__(spec, width)
-        self.reach, self.dilation = spec.reach, spec.dilation
+        self.reach = spec.reach
+        self.dilation = spec.dilation
 
     def initial_state(self, x_BTD: Tensor, source_state: Tensor | None) -> Tensor:
         """Return zeros, [B, R, D]."""

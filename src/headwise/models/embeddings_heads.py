@@ -39,7 +39,8 @@ class EmbeddingLayer(SpecModule):
                 f"first={spec.first} needs patches; to begin a text with a special token, use its "
                 "id"
             )
-        self.spec, self.dropout = spec, dropout
+        self.spec = spec
+        self.dropout = dropout
         # A tuple hides the owner of a shared table from nn.Module, so that only its own stack saves
         # and moves it.
         self._owner: tuple[EmbeddingLayer, ...] = ()
@@ -154,7 +155,8 @@ def _check_image(x: Tensor, spec: PatchSpec) -> Tensor:
     """
     if isinstance(x, Tensor) and x.dim() == 3 and spec.channels == 1:
         x = x[:, None]
-    high, wide = spec.rows * spec.high, spec.columns * spec.wide
+    high = spec.rows * spec.high
+    wide = spec.columns * spec.wide
     if (
         not isinstance(x, Tensor)
         or x.dim() != 4

@@ -41,7 +41,8 @@ def initialise_weight(weight: WeightSpec) -> Tensor:
     ... )  # sqrt(6 / (2 + 4))
     (True, torch.Size([2, 4]))
     """
-    shape, axes = weight.shape, weight.layout.axes
+    shape = weight.shape
+    axes = weight.layout.axes
     if weight.name.endswith("bias"):
         return zeros_init(shape)
     if axes[0] in TABLE_AXES:
@@ -100,13 +101,15 @@ def make_hidden_activation(spec: FeedForwardSpec) -> Callable[[ProjectionLookup]
 
 
 def _swiglu(project: ProjectionLookup) -> Tensor:
-    gate, up = project("gate"), project("up")
+    gate = project("gate")
+    up = project("up")
     return F.silu(gate) * up
 
 
 def _bounded_silu_glu(gain: float, limit: float) -> Callable[[ProjectionLookup], Tensor]:
     def bounded_silu(project: ProjectionLookup) -> Tensor:
-        gate, up = project("gate").clamp(max=limit), project("up").clamp(-limit, limit)
+        gate = project("gate").clamp(max=limit)
+        up = project("up").clamp(-limit, limit)
         return gate * torch.sigmoid(gain * gate) * (up + 1)
 
     return bounded_silu
@@ -152,9 +155,12 @@ class NormLayer(SpecModule):
 
     def __init__(self, spec: NormSpec, width: int) -> None:
         super().__init__()
-        self.kind, self.eps, self.shape = spec.kind, spec.eps, (width,)
+        self.kind = spec.kind
+        self.eps = spec.eps
+        self.shape = (width,)
         self.register_weights(spec.weights(width))
-        if (weight := self.get_weight("weight")) is not None:
+        weight = self.get_weight("weight")
+        if weight is not None:
             with torch.no_grad():
                 weight.fill_(0.0 if self.kind == "offset" else 1.0)
 
@@ -182,7 +188,8 @@ class FeedForward(HasParallelContext, SpecModule):
 
     def __init__(self, spec: FeedForwardSpec, width: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.join, self.dropout = make_hidden_activation(spec), dropout
+        self.join = make_hidden_activation(spec)
+        self.dropout = dropout
         self.register_weights(spec.weights(width))
         bias_free = spec.form == "gated" and not set("gu") & set(spec.bias)
         self._fused_names = ("gate", "up") if bias_free else ()  # projections computed in one call
@@ -214,7 +221,8 @@ class ExpertFeedForwards(HasParallelContext, SpecModule):
         self, spec: FeedForwardSpec, width: int, num_experts: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.join, self.dropout = make_hidden_activation(spec), dropout
+        self.join = make_hidden_activation(spec)
+        self.dropout = dropout
         self.register_weights(spec.weights(width, num_experts))
 
     def forward(self, x: Tensor, expert: int | slice = slice(None)) -> Tensor:
@@ -262,7 +270,8 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
 
     def route(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices of the chosen experts, both [tokens, active]."""
-        spec, dtype = self.spec, torch.promote_types(flat.dtype, torch.float32)
+        spec = self.spec
+        dtype = torch.promote_types(flat.dtype, torch.float32)
         bias = cast("Tensor | None", self.get_weight("router_bias"))
         learned = bias.to(dtype) if bias is not None and spec.bias == "learned" else None
         logits = F.linear(flat.to(dtype), cast(Tensor, self.router).to(dtype), learned)

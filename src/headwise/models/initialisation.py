@@ -36,7 +36,8 @@ def _keep_part_init(net: nn.Module, stacks: Stacks) -> None:
 def _scale_by_depth(net: nn.Module, stacks: Stacks) -> None:
     for layers in stacks.values():
         for depth, layer in enumerate(layers.blocks, 1):
-            if attentions := list(layer.attentions.values()):
+            attentions = list(layer.attentions.values())
+            if attentions:
                 depth_scaled_init(attentions, depth=depth)
             for _, matrix in _feed_matrices(layer):
                 matrix.mul_(depth**-0.5)  # already Xavier-uniform

@@ -46,9 +46,11 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
     headwise.errors.SpecError: end=(11,) is out of range for gpt2, whose vocabulary has 11 tokens; give ids in 0..10
     """
     for name in TOKENIZER_FIELDS:
-        if (document := getattr(processor, name)) is not None:
+        document = getattr(processor, name)
+        if document is not None:
             _check_tokenizer(spec, document, f"{file_prefix}{name}.json" if file_prefix else name)
-    first, last = _vocab_size(spec.stacks[0]), _vocab_size(spec.stacks[-1])
+    first = _vocab_size(spec.stacks[0])
+    last = _vocab_size(spec.stacks[-1])
     sizes = {"before": first, "behind": first, "begin": last, "end": last}
     ids_by_field = {name: getattr(processor, name) for name in sizes} | {
         "mask": () if processor.mask is None else (processor.mask,)
@@ -253,7 +255,8 @@ def _back_up_files(folder: Path) -> None:
     if not (folder / MANIFEST_FILE).is_file():
         return
     for name, checksum in _read_manifest(folder).checksums.items():
-        path, backup = folder / name, _backup_path(folder, name)
+        path = folder / name
+        backup = _backup_path(folder, name)
         if backup.is_file() and sha256(backup) == checksum:
             continue  # an earlier save failed half-way, so this backup is still needed
         if path.is_file():
@@ -285,7 +288,8 @@ def _read_file(folder: Path, manifest: ModelManifest, name: str) -> bytes:
     """Return the file that matches its checksum: the file itself, or its backup if a later save
     failed half-way.
     """
-    checksum, actual = manifest.checksums[name], ""
+    checksum = manifest.checksums[name]
+    actual = ""
     for path in (folder / name, _backup_path(folder, name)):
         if not path.is_file():
             continue
@@ -318,7 +322,8 @@ def _check_tensors(net: Transformer, tensors: Mapping[str, Tensor], path: Path) 
     """Refuse tensors whose names or shapes differ from the model's, and parameters of more than one
     dtype.
     """
-    if mismatch := next(_tensor_mismatches(net, tensors), None):
+    mismatch = next(_tensor_mismatches(net, tensors), None)
+    if mismatch:
         raise SpecError(
             f"{path}: {mismatch}; the file belongs to another model, save the model again"
         )

@@ -200,7 +200,8 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: ModelSpec, dropout: float = 0.0) -> None:
         super().__init__()
-        self.spec, self.dropout = spec, dropout
+        self.spec = spec
+        self.dropout = dropout
         self.usage = ProcessorSpec()
         self._checkpointing, self._probes = "none", dict[str, Probe]()
         _check_names("stack", [stack.name for stack in spec.stacks], dir(self))
@@ -213,7 +214,8 @@ class Transformer(nn.Module):
             if stack.embedding is not None
         }
         for embedding in owners.values():
-            if table := embedding.spec.table:
+            table = embedding.spec.table
+            if table:
                 embedding.share(owners[table])
         last = spec.stacks[-1].model
         heads = {
@@ -252,7 +254,8 @@ class Transformer(nn.Module):
     @probes.setter
     def probes(self, probes: Mapping[str, Probe]) -> None:
         attentions = [name for name, _ in self.spec.attention_specs()]
-        if unknown := [name for name in probes if name not in attentions]:
+        unknown = [name for name in probes if name not in attentions]
+        if unknown:
             raise ValueError(
                 f"no attention is called {unknown[0]!r}; {suggest(unknown[0], attentions)}"
             )
@@ -449,7 +452,8 @@ def resolve_sequence(
 
 def _check_names(kind: str, names: list[str], reserved: list[str]) -> None:
     """Refuse names that are attributes of every module."""
-    if conflicts := [name for name in names if name in reserved]:
+    conflicts = [name for name in names if name in reserved]
+    if conflicts:
         raise SpecError(
             f"a {kind} cannot be called {conflicts[0]!r}: every model has this attribute; choose "
             "another name"

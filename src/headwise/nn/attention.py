@@ -93,7 +93,8 @@ class Attention(HasParallelContext, nn.Module):
             )
         backends.check_backend_name(backend)
         check_shared(spec, shared)
-        self.spec, self.backend_name = spec, backend
+        self.spec = spec
+        self.backend_name = backend
         for name, part in spec.parts():
             if name not in shared:
                 self.add_module(name, PartWeights(spec, part, shared_within(shared, name)))
@@ -149,14 +150,18 @@ class Attention(HasParallelContext, nn.Module):
         module's docstring.
         """
         call = self.planner.prepare(arguments, self._state)  # raises before a cache changes
-        parts, plan, probe = self.parts, call.plan, call.probe
+        parts = self.parts
+        plan = call.plan
+        probe = call.probe
         x_BTD = self.parallel.copy_to_heads(call.x)
 
         # 1 project, 2 transform
         q_BTHK, kv_entry, kv_sequence, kv_by_heads = self.project_queries_and_kv(x_BTD, call)
         kv_transforms = parts.qk_transforms(kv_sequence.position)
         k_BSGK, v_BSGV = plan.project.expand_kv(kv_entry, kv_transforms, self.weights["project"])
-        q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
+        q_BTHK = probe("q", q_BTHK)
+        k_BSGK = probe("k", k_BSGK)
+        v_BSGV = probe("v", v_BSGV)
 
         # 3 to 8, the core; it receives the values of the gates, so that a backend can skip closed
         # heads
@@ -165,7 +170,8 @@ class Attention(HasParallelContext, nn.Module):
         attention_mask = AttentionMask(call.sequence, kv_sequence, self.spec.core_pattern, mask)
         with self.parallel.head_local_rng(self.training):
             gates = parts.gate_values(context, self.parallel.aux_losses(probe.aux_losses))
-            q, k = parts.feature_map(core_q_BTHK, "q"), parts.feature_map(k_BSGK, "k")
+            q = parts.feature_map(core_q_BTHK, "q")
+            k = parts.feature_map(k_BSGK, "k")
             core_context = QueryContext(x_BTD, core_q_BTHK, plan.scale, call.sequence)
             inputs = CoreInputs(
                 q, k, v_BSGV, core_context, kv_entry, call.recurrent_state, gates, kv_by_heads
@@ -189,7 +195,8 @@ class Attention(HasParallelContext, nn.Module):
         If groups of heads cache different tokens, the entry is that of the first group, and all
         groups follow.
         """
-        project, transforms = call.plan.project, self.parts.qk_transforms(call.sequence.position)
+        project = call.plan.project
+        transforms = self.parts.qk_transforms(call.sequence.position)
         if call.source is None:
             q_BTHK, kv_entry = self.parts.project_qkv(project, x_BTD, transforms)
             if call.reads_cache_by_heads:
@@ -261,7 +268,8 @@ class Attention(HasParallelContext, nn.Module):
 
     def merge_heads(self, o_BTOV: Tensor) -> Tensor:
         """y [B, T, model] from head outputs, summed over tensor-parallel ranks."""
-        merge, p = self.spec.merge, self.weights["output"]
+        merge = self.spec.merge
+        p = self.weights["output"]
         y_BTD = merge.merge(o_BTOV, p)
         if (
             not self.parallel.adds_output_bias
@@ -312,7 +320,8 @@ class Attention(HasParallelContext, nn.Module):
         [('softcap', 'scores')]
         """
         layer = copy.copy(self)
-        layer.parts, layer.backend_name = self.parts.observed(observe), "dense"
+        layer.parts = self.parts.observed(observe)
+        layer.backend_name = "dense"
         return layer
 
     @property

@@ -40,10 +40,8 @@ def check_shared(spec: AttentionSpec, shares: Mapping[str, PartWeights]) -> None
         for key, param in (
             declared.items() if not tensor_name else [(tensor_name, declared[tensor_name])]
         ):
-            expected, actual = (
-                param.layout.shape(sizes),
-                tuple(owner[key].shape) if key in owner else None,
-            )
+            expected = param.layout.shape(sizes)
+            actual = tuple(owner[key].shape) if key in owner else None
             if actual != expected:
                 raise SpecError(
                     f"cannot share {name}.{key}: it is {list(expected)} in this layer and "
@@ -171,7 +169,9 @@ class QKTransforms:
         position_BT: Tensor,
         observe: StepObserver = observe_nothing,
     ) -> None:
-        self.transforms, self.position_BT, self.observe = transforms, position_BT, observe
+        self.transforms = transforms
+        self.position_BT = position_BT
+        self.observe = observe
         self._precomputed: dict[str, Any] = {}
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
@@ -206,10 +206,8 @@ class BoundParts:
             (name, part, weights[name]) for name, part in spec.parts_of(OutputStep)
         ]
         self._gates = [(name, part, weights[name]) for name, part in spec.parts_of(Gate)]
-        self.score_head_of_row, self._core_score_heads = (
-            spec.score_head_of_row,
-            spec.core_score_heads,
-        )
+        self.score_head_of_row = spec.score_head_of_row
+        self._core_score_heads = spec.core_score_heads
         self._observe: StepObserver = observe_nothing
 
     def observed(self, observe: StepObserver) -> BoundParts:

@@ -54,7 +54,8 @@ class MergedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.cross = Attention(spec, backend=backend, shared=shared)
-        if reasons := list(_conflicts(spec)):
+        reasons = list(_conflicts(spec))
+        if reasons:
             raise SpecError("; ".join(reasons))
         weights = self.cross.weights
         self.average = Attention(
@@ -196,10 +197,11 @@ class LongformerAttention(nn.Module):
         is_global_BT = at.is_real & is_listed((-1, *self.positions), at.position)
         # A rank with a shard of the tokens joins the collectives even if its shard has no global
         # token.
-        if count := max(
+        count = max(
             self._max_global_tokens(at, is_global_BT),
             int(self.overall.parallel.num_token_shards > 1),
-        ):
+        )
+        if count:
             index, queries = self._global_queries(x, at, is_global_BT, count)
             global_o_BNOV = self.overall.head_outputs(
                 x[index], source=self.overall.project_source(x, sequence=at), sequence=queries

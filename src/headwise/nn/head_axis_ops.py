@@ -114,10 +114,8 @@ class KeptHeads:
         read_v = {
             heads.value_head_of_row[row] for row in (compared if heads.rows == heads.q else rows)
         }
-        kv, v = (
-            tuple(sorted(read_k if heads.value_heads else read_k | read_v)),
-            tuple(sorted(read_v)),
-        )
+        kv = tuple(sorted(read_k if heads.value_heads else read_k | read_v))
+        v = tuple(sorted(read_v))
         smaller = Heads(
             q=len(q),
             kv=len(kv),

@@ -103,7 +103,8 @@ def _matrices(modules: Iterable[nn.Module]) -> Iterator[Sequence[Tensor]]:
 
 
 def _grouped(layer: Attention) -> Iterator[Sequence[Tensor]]:
-    declared, groups = layer.spec.params(), dict[str, list[Tensor]]()
+    declared = layer.spec.params()
+    groups = dict[str, list[Tensor]]()
     for name, tensor in layer.named_parameters():
         if declared[name].applied is not None and declared[name].init is xavier_uniform:
             side = ONE_INPUT.get(name, name)

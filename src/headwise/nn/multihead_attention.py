@@ -42,7 +42,9 @@ class MultiHeadAttention(nn.Module):
                 f"d_model={d_model}, heads={heads}, kv_heads={kv_heads}: heads must divide "
                 "d_model, and kv_heads heads"
             )
-        self.heads, self.kv_heads, self.dropout = heads, kv_heads, dropout
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.dropout = dropout
         kv_width = d_model // heads * kv_heads
         self.query = nn.Linear(d_model, d_model, bias)
         self.key, self.value = (nn.Linear(d_model, kv_width, bias) for _ in range(2))

@@ -114,7 +114,8 @@ class OperationTrace:
         ]
         wide = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         wide[1] = min(wide[1], max(WIDTH - sum(wide) + wide[1] - 2 * len(wide), 12))
-        lines, before = _line(head, wide), ""
+        lines = _line(head, wide)
+        before = ""
         for step, row in zip(self.steps, cells, strict=True):
             if step.memory != MEMORY_OF_INPUTS and step.where != before:
                 lines += ["", step.where]
@@ -192,7 +193,8 @@ class _Recorder(TorchFunctionMode):
         if func in RESHAPES and not _shares_storage(func(*args, **kwargs), operands[:1]):
             copy = args[0].contiguous()
             self._record(method, part, "contiguous", operands, copy)
-            args, operands = (copy, *args[1:]), [copy]
+            args = (copy, *args[1:])
+            operands = [copy]
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func)).strip("_").replace("getitem", "index")
         for tensor in _tensors([out]):
@@ -247,9 +249,11 @@ def _current_part_method() -> tuple[str, str]:
         frame = frame.f_back
     if frame is None:
         return "layer", ""
-    owner, method = frame.f_locals["self"], ""
+    owner = frame.f_locals["self"]
+    method = ""
     while frame is not None:
-        name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
+        name = frame.f_code.co_name
+        ours = frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
         if frame.f_locals.get("self") is owner:
             if name not in COMBINING_METHODS or not method:
                 method = name  # the outermost method of the part, not a helper that it calls
@@ -307,7 +311,8 @@ STEP_NAMES = {
     7: "join the heads",
     8: "multiply by W_O",
 }
-SPLITS, EXCHANGES = ("view", "unflatten"), ("transpose", "permute")
+SPLITS = ("view", "unflatten")
+EXCHANGES = ("transpose", "permute")
 # Tensors that methods of the core return, by the symbols of the Transformer paper.
 CORE_RESULTS = {"scores": "Q K^T", "score": "Q K^T", "normalise": "weights"}
 MERGE_STEPS = {
@@ -369,7 +374,8 @@ class AttentionSteps:
         }
 
     def __str__(self) -> str:
-        heads, spec = self.trace.spec.heads, self.trace.spec
+        heads = self.trace.spec.heads
+        spec = self.trace.spec
         kv = "" if heads.kv == heads.q else f" on {pluralise(heads.kv, 'key-value head')}"
         lines = [
             f"{pluralise(self.trace.batch, 'row')} of {pluralise(self.trace.tokens, 'token')}, "

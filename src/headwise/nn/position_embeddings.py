@@ -50,7 +50,9 @@ class SinusoidalPositions(nn.Module):
     def __init__(self, model: int, *, layout: str = "interleaved", base: float = 10_000.0) -> None:
         super().__init__()
         sinusoidal_table(torch.zeros(1), model, layout, base)
-        self.model, self.layout, self.base = model, layout, base
+        self.model = model
+        self.layout = layout
+        self.base = base
 
     def forward(self, x: Tensor, *, sequence: SequenceInfo | None = None) -> Tensor:
         """x plus the sinusoids of each token's position."""

@@ -47,16 +47,15 @@ def reference_attention(
             f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give "
             "[B, 1, T, S]"
         )
-    spec, p = layer.spec, layer.weights
+    spec = layer.spec
+    p = layer.weights
     queries = tokens or SequenceInfo.contiguous(0, x_BTD.shape[1], x_BTD.device)
     z_BSE = x_BTD if source is None else source
     keys = source_tokens or (
         queries if source is None else SequenceInfo.contiguous(0, z_BSE.shape[1], x_BTD.device)
     )
-    query_transforms, key_transforms = (
-        _ReferenceTransforms(spec, p, queries),
-        _ReferenceTransforms(spec, p, keys),
-    )
+    query_transforms = _ReferenceTransforms(spec, p, queries)
+    key_transforms = _ReferenceTransforms(spec, p, keys)
     q = spec.project.project_query(x_BTD, query_transforms, p["project"])
     kv_entry = spec.project.project_kv(z_BSE, key_transforms, p["project"])
     k, v = spec.project.expand_kv(kv_entry, key_transforms, p["project"])
@@ -106,7 +105,8 @@ def _visible_keys(
     """The indices of the keys that query t may attend to: same segment, allowed by the pattern, and
     not masked.
     """
-    query_row, key_row = _row_of(queries, b), _row_of(keys, b)
+    query_row = _row_of(queries, b)
+    key_row = _row_of(keys, b)
     segment = int(query_row.segment[t])
     return [
         s
@@ -136,7 +136,10 @@ class _SingleQueryAttention:
     def __init__(
         self, spec: AttentionSpec, p: Mapping[str, PartParams], context: QueryContext, z_BSE: Tensor
     ) -> None:
-        self.spec, self.core, self.p, self.context = spec, spec.core, p, context
+        self.spec = spec
+        self.core = spec.core
+        self.p = p
+        self.context = context
         self.factors = {
             name: step.query_factors(context, p[name]) for name, step in spec.parts_of(ScoreStep)
         }
@@ -171,7 +174,8 @@ class _SingleQueryAttention:
             return v.new_zeros(len(self.core.value_head_of_row), v.shape[-1])
         pairs = [(s, QueryKeyPair(rows[0].position[t], rows[1].position[s])) for s in keys]
         s_NH = torch.stack([self._score(b, t, s, pair, k) for s, pair in pairs])
-        i, j_N = int(rows[0].position[t]), [int(rows[1].position[s]) for s in keys]
+        i = int(rows[0].position[t])
+        j_N = [int(rows[1].position[s]) for s in keys]
         w_NH = torch.stack(
             [self._normalised(s_NH[:, h], h, i, j_N) for h in range(s_NH.shape[1])], 1
         )
@@ -208,7 +212,8 @@ class _SingleQueryAttention:
             if isinstance(step, Mix):
                 s_H = self._mixed(name, step, s_H, b, t, s)
             elif isinstance(step, ScoreStep):
-                factors, p = self.factors[name], self.p[name]
+                factors = self.factors[name]
+                p = self.p[name]
                 own_factors = None if factors is None else factors[b, t]
                 s_H = step.score(
                     s_H, pair, own_factors, {key: p[key] for key in step.params(self.spec)}

@@ -57,11 +57,9 @@ def attend(
     """
     _check_tensors(query, key, value)
     _check_options(options)
-    dims, causal, need_weights = (
-        query.dim(),
-        options.get("causal", False),
-        options.get("need_weights", False),
-    )
+    dims = query.dim()
+    causal = options.get("causal", False)
+    need_weights = options.get("need_weights", False)
     choices = CoreChoices(
         causal, options.get("scale"), _dropout_probability(options.get("dropout"))
     )
@@ -125,7 +123,8 @@ def _find_plan(sizes: CoreSizes, choices: CoreChoices, signature: dict[str, obje
     weights = {
         name: PartWeights(spec, part).train(choices.dropout > 0) for name, part in parts.items()
     }
-    steps, scale = CoreSteps.from_spec(spec, weights), spec.similarity.score_scale(call.core)
+    steps = CoreSteps.from_spec(spec, weights)
+    scale = spec.similarity.score_scale(call.core)
     plan = CorePlan(spec, backends.make_dispatch(call), steps, scale)
     if not call.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
         if len(_plans) >= MAX_PLANS:
@@ -156,7 +155,8 @@ def _run_core(
 ) -> Tensor:
     """Head outputs o [B, T, H, V] of q, k and v [B, heads, tokens, channels]."""
     q_BTHK, k_BSGK, v_BSGV = (tensor.transpose(1, 2) for tensor in tensors)
-    num_queries, num_keys = q_BTHK.shape[1], k_BSGK.shape[1]
+    num_queries = q_BTHK.shape[1]
+    num_keys = k_BSGK.shape[1]
     queries = SequenceInfo.contiguous(max(num_keys - num_queries, 0), num_queries, q_BTHK.device)
     keys = SequenceInfo.contiguous(0, num_keys, q_BTHK.device)
     x_BTD = q_BTHK[:, :, 0]  # there is no layer input, and no part of these specs reads one
@@ -199,7 +199,8 @@ def _without_heads(tensor: Tensor, dims: int) -> Tensor:
 
 
 def _check_options(options: AttendOptions) -> None:
-    if unknown := sorted(set(options) - set(AttendOptions.__annotations__)):
+    unknown = sorted(set(options) - set(AttendOptions.__annotations__))
+    if unknown:
         raise TypeError(
             f"attend has no {unknown[0]!r}; {suggest(unknown[0], AttendOptions.__annotations__)}"
         )

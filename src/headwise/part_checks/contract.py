@@ -31,7 +31,8 @@ from .layer_cases import count_torch_flops, decode_in_chunks, layer_gradients
 
 # Errors are relative to |expected| + ERROR_OFFSET, so that values near zero are compared by their
 # absolute error.
-MAX_ERROR, ERROR_OFFSET = 1e-10, 0.1
+MAX_ERROR = 1e-10
+ERROR_OFFSET = 0.1
 MAX_FAILURES = 8  # printed for each check
 
 
@@ -96,7 +97,8 @@ def measure_error(actual: Tensor, expected: Tensor) -> float:
     """
     if not actual.numel():
         return 0.0
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual = actual.detach().double()
+    expected = expected.detach().double()
     errors = (actual - expected).abs() / (expected.abs() + ERROR_OFFSET)
     equal = torch.where(actual == expected, torch.zeros_like(errors), errors)
     return torch.where(equal.isnan(), torch.full_like(equal, torch.inf), equal).max().item()

@@ -25,7 +25,10 @@ from ..nn.attention import Attention
 from ..presets import design
 from ..spec.attention_spec import SLOTS, AttentionSpec
 
-BATCH, TOKENS, SOURCE, WIDTH = 3, 7, 11, 13
+BATCH = 3
+TOKENS = 7
+SOURCE = 11
+WIDTH = 13
 CAPACITY = 9  # slots of a cache that all tokens fit in
 # Layers around a part that is checked.
 SURROUNDINGS: dict[str, dict[str, Any]] = {
@@ -176,7 +179,8 @@ def decode_in_chunks(
     layer: Attention, x: Tensor, chunks: Iterable[int], cache: KVCache, **call: Any
 ) -> Tensor:
     """Output of a layer whose input arrives in chunks through a cache."""
-    outputs, start = list[Tensor](), 0
+    outputs = list[Tensor]()
+    start = 0
     for count in chunks:
         outputs.append(layer(x[:, start : start + count], cache=cache, **call))
         start += count

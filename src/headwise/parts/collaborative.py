@@ -113,11 +113,12 @@ def factorise_least_squares(
         # Convergence is slow along valleys: a longer step is taken where it helps, so errors still
         # never grow.
         extrapolated = _extrapolate_step(factors, candidate, math.sqrt(sweep + 1))
-        if (
-            extrapolated_error := _relative_error_of_products(form, extrapolated)
-        ) < candidate_error:
-            candidate, candidate_error = extrapolated, extrapolated_error
-        gain, error = error - candidate_error, candidate_error
+        extrapolated_error = _relative_error_of_products(form, extrapolated)
+        if extrapolated_error < candidate_error:
+            candidate = extrapolated
+            candidate_error = extrapolated_error
+        gain = error - candidate_error
+        error = candidate_error
         factors = _balance_norms(candidate)
         if gain <= tolerance * (error + gain) or error < 1e-8:  # smaller errors are rounding
             return sweep + 1, factors
@@ -136,10 +137,12 @@ def factorise_truncated_svd(form: BilinearForm, rank: int) -> TrilinearFactors:
     """The largest singular triples over all heads: the best approximation whose vectors each belong
     to one head.
     """
-    (uq, rq), (uk, rk) = torch.linalg.qr(form.q.mT), torch.linalg.qr(form.k.mT)
+    (uq, rq) = torch.linalg.qr(form.q.mT)
+    (uk, rk) = torch.linalg.qr(form.k.mT)
     x, sizes, y = torch.linalg.svd(rq @ rk.mT, full_matrices=False)
     root = sizes.sqrt()[..., None]
-    q, k = ((uq @ x).mT * root).flatten(0, 1), ((uk @ y.mT).mT * root).flatten(0, 1)
+    q = ((uq @ x).mT * root).flatten(0, 1)
+    k = ((uk @ y.mT).mT * root).flatten(0, 1)
     largest = sizes.flatten().sort(descending=True, stable=True).indices[:rank]
     mixing = F.one_hot(largest // sizes.shape[1], len(form.q)).T.to(q)
     padding = rank - len(
@@ -156,7 +159,8 @@ def relative_error(form: BilinearForm, factors: TrilinearFactors) -> float:
     """||T - T'|| / ||T||, computed head by head from the difference of the forms, so that nothing
     large cancels.
     """
-    squared_error, squared_norm = 0.0, 0.0
+    squared_error = 0.0
+    squared_norm = 0.0
     for q, k, mixing in zip(form.q, form.k, factors.mixing, strict=True):
         exact = q.T @ k
         squared_error += (exact - factors.q.T @ (mixing[:, None] * factors.k)).square().sum().item()
@@ -171,7 +175,8 @@ def _relative_error_of_products(form: BilinearForm, factors: TrilinearFactors) -
     ||T - T'||^2 = <T, T> - 2 <T, T'> + <T', T'>.
     """
     squared_norm = ((form.q @ form.q.mT) * (form.k @ form.k.mT)).sum()
-    q, k = _project_vectors(factors.q, form.q), _project_vectors(factors.k, form.k)
+    q = _project_vectors(factors.q, form.q)
+    k = _project_vectors(factors.k, form.k)
     cross = (factors.mixing.T * (q * k).sum(-1)).sum()
     approximated = (
         (factors.mixing.T @ factors.mixing) * (factors.q @ factors.q.T) * (factors.k @ factors.k.T)
@@ -190,7 +195,8 @@ def _als_sweep(form: BilinearForm, factors: TrilinearFactors) -> TrilinearFactor
     optimum for the other two.
     """
     q, mixing, k = factors
-    by_q, by_k = _project_vectors(q, form.q), _project_vectors(k, form.k)
+    by_q = _project_vectors(q, form.q)
+    by_k = _project_vectors(k, form.k)
     mixing = _solve_regularised((q @ q.T) * (k @ k.T), (by_q * by_k).sum(-1), mixing.T).T
     cross = (mixing.T[..., None] * by_k).flatten(1) @ form.q.flatten(0, 1)
     q = _solve_regularised((mixing.T @ mixing) * (k @ k.T), cross, q)
@@ -398,10 +404,12 @@ def convert_to_collaborative(
     if reasons:
         raise SpecError("; ".join(reasons))
     assert isinstance(spec.project, Direct)
-    form, bias = _bilinear_form(spec, weights), spec.project.bias
+    form = _bilinear_form(spec, weights)
+    bias = spec.project.bias
     scaled_form, size = normalise_form_scale(form)
     if width == spec.heads.q * spec.heads.dim:
-        sweeps, scaled_factors = 0, factorise_exact(scaled_form)
+        sweeps = 0
+        scaled_factors = factorise_exact(scaled_form)
         factors = factorise_exact(form)
     else:
         sweeps, scaled_factors = factorise_least_squares(scaled_form, width, max_sweeps, tolerance)
@@ -451,7 +459,8 @@ def _conversion_obstacles(
             "project Direct"
         )
         return
-    if missing := [name for name in spec.shapes() if name not in weights]:
+    missing = [name for name in spec.shapes() if name not in weights]
+    if missing:
         yield f"weights lack {', '.join(missing)}; give the state_dict of a layer of this spec"
     full = spec.heads.q * spec.heads.dim
     if not 1 <= width <= full:

@@ -136,7 +136,8 @@ class ContinuousBias(ScoreStep):
         self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]
     ) -> Tensor:
         assert factors is not None
-        last_row, last_column = self.rows - 1, self.columns - 1
+        last_row = self.rows - 1
+        last_column = self.columns - 1
         down = (position.i // self.columns - position.j // self.columns).clamp(-last_row, last_row)
         right = (position.i % self.columns - position.j % self.columns).clamp(
             -last_column, last_column

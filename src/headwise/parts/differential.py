@@ -129,10 +129,8 @@ class Differential(HeadPairs):
 
     def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         exact = torch.promote_types(o_BTRV.dtype, torch.float32)
-        up, down = (
-            (p["a1"] * p["b1"]).sum(dtype=exact).exp(),
-            (p["a2"] * p["b2"]).sum(dtype=exact).exp(),
-        )
+        up = (p["a1"] * p["b1"]).sum(dtype=exact).exp()
+        down = (p["a2"] * p["b2"]).sum(dtype=exact).exp()
         noise = (up - down + self.initial_lambda).to(o_BTRV.dtype)
         difference = o_BTRV[..., ::2, :] - noise * o_BTRV[..., 1::2, :]
         weight = p["norm"].to(difference.dtype)
@@ -169,7 +167,8 @@ class DifferentialV2(HeadPairs):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
-        if pairing_errors := list(self.pairing_errors(heads)):
+        pairing_errors = list(self.pairing_errors(heads))
+        if pairing_errors:
             yield from pairing_errors
             return
         if not spec.project.supports_grouping:
@@ -180,7 +179,8 @@ class DifferentialV2(HeadPairs):
             )
             return
         kv_heads = list(zip(heads.kv_head_of_query, heads.value_head_of_row, strict=True))
-        if mismatched := [i for i in range(0, heads.q, 2) if kv_heads[i] != kv_heads[i + 1]]:
+        mismatched = [i for i in range(0, heads.q, 2) if kv_heads[i] != kv_heads[i + 1]]
+        if mismatched:
             first = mismatched[0]
             yield (
                 f"DifferentialV2 subtracts heads {first} and {first + 1}, which use different "

@@ -125,15 +125,15 @@ class Dynamic(Mix):
         return self.members or max(1, heads // max(1, self.groups))
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        group_size, unit = (
-            self._group_size(spec.heads.q),
-            2 * max(1, self.rank),
-        )  # called before conflicts are checked
+        group_size = self._group_size(spec.heads.q)
+        unit = 2 * max(1, self.rank)  # called before conflicts are checked
         return {"rank": self.rank, "unit": unit, "hidden": unit * group_size, "member": group_size}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         sizes = spec.sizes_of(self)
-        heads, hidden, target = sizes["member"], sizes["hidden"], self._target
+        heads = sizes["member"]
+        hidden = sizes["hidden"]
+        target = self._target
         second = normal_with_std(0.02 / (math.sqrt(hidden) * (heads + self.rank)))
         params: dict[str, Param] = {}
         for side in self._sides:
@@ -170,7 +170,8 @@ class Dynamic(Mix):
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         if "key" not in self._sides:
             return {}
-        source, target = AxisLayout.parse("rank q"), AxisLayout.parse(f"rank {self._target}")
+        source = AxisLayout.parse("rank q")
+        target = AxisLayout.parse(f"rank {self._target}")
         return {"source": source, "target": target, "gate": AxisLayout.parse(self._target)}
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
@@ -268,7 +269,8 @@ class Dynamic(Mix):
     ) -> Tensor:
         if not composing.can_use_kernels(a_BHTS):
             return self.mix(a_BHTS, from_query, from_key, p)
-        heads, on_weights = a_BHTS.shape[1], self.on == "weights"
+        heads = a_BHTS.shape[1]
+        on_weights = self.on == "weights"
         all_heads = torch.arange(heads, device=a_BHTS.device)
         outputs = torch.searchsorted(p["name"], p["own"]) if on_weights else all_heads
         targets = outputs if self._target == "out" else all_heads

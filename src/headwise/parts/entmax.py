@@ -179,7 +179,8 @@ def _entmax15_by_sorting(s_S: Tensor) -> Tensor:
     x_S = (s_S - s_S.max()) / 2
     ordered = x_S.detach().sort(descending=True).values
     count = torch.ones_like(ordered).cumsum(0)
-    mean, square = ordered.cumsum(0) / count, ordered.square().cumsum(0) / count
+    mean = ordered.cumsum(0) / count
+    square = ordered.square().cumsum(0) / count
     tau = mean - (1 / count - square + mean.square()).clamp(min=0).sqrt()
     num_nonzero = int((tau <= ordered).sum())
     top = x_S.topk(num_nonzero).values
@@ -194,9 +195,11 @@ def _entmax_by_bisection(s_S: Tensor, alpha: Tensor | float) -> Tensor:
     """Any alpha: tau by bisection without gradient, then one Newton step that
     carries the gradient.
     """
-    x_S, power = (alpha - 1) * (s_S - s_S.max()), 1 / (alpha - 1)
+    x_S = (alpha - 1) * (s_S - s_S.max())
+    power = 1 / (alpha - 1)
     with torch.no_grad():
-        tau, width = torch.full_like(x_S[0], -1.0), 1.0
+        tau = torch.full_like(x_S[0], -1.0)
+        width = 1.0
         for _ in range(80):
             width /= 2
             tau = torch.where(((x_S - tau - width).relu() ** power).sum() >= 1, tau + width, tau)
@@ -313,7 +316,8 @@ def _solve_tau_bisection(x_BHTS: Tensor, alpha: float) -> Tensor:
     """tau by bisection, for alpha > 2, where the order is below 1 and Newton's
     method may diverge.
     """
-    tau, width = torch.full_like(x_BHTS[..., :1], -1.0), 1.0
+    tau = torch.full_like(x_BHTS[..., :1], -1.0)
+    width = 1.0
     for _ in range(70 if tau.dtype == torch.float64 else 40):
         width /= 2
         total = ((x_BHTS - tau - width).clamp_(min=0) ** (1 / (alpha - 1))).sum(-1, keepdim=True)

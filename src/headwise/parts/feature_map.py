@@ -199,7 +199,9 @@ class FeatureMap(Similarity):
             return ((F.elu(q_K) + 1) * (F.elu(k_K) + 1)).sum(-1)
         if self.kind == "relu":
             return (q_K.clamp(min=0) * k_K.clamp(min=0)).sum(-1)
-        q, k, directions = q_K / len(q_K) ** 0.25, k_K / len(k_K) ** 0.25, p_h["directions"]
+        q = q_K / len(q_K) ** 0.25
+        k = k_K / len(k_K) ** 0.25
+        directions = p_h["directions"]
         q_exponents = (directions * q).sum(-1)
         k_exponents = (
             (directions * k).sum(-1) - k.square().sum() / 2 - key_exponent_offset(directions)
@@ -217,7 +219,8 @@ class FeatureMap(Similarity):
             return F.elu(x_BTHK) + 1
         if self.kind == "relu":
             return F.relu(x_BTHK)
-        x, directions = to_at_least_float32(x_BTHK) * x_BTHK.shape[-1] ** -0.25, p["directions"]
+        x = to_at_least_float32(x_BTHK) * x_BTHK.shape[-1] ** -0.25
+        directions = p["directions"]
         with without_autocast(x):
             projections = F.linear(x, directions.to(x.dtype))
         # Factors common to all features of a query cancel when weights are divided by their sum, so

@@ -79,7 +79,8 @@ class Knocking(QKTransform):
         return {side: Param(AxisLayout.parse(axes[side]), identity_init) for side in self.sides}
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        heads, matrices = spec.heads, 3 if self.kind == "mlp" else 1
+        heads = spec.heads
+        matrices = 3 if self.kind == "mlp" else 1
         elements = {
             "q": work.queries * heads.q * heads.dim**2,
             "k": work.new_tokens * heads.kv * heads.dim**2,

@@ -147,7 +147,8 @@ class Latent(Project):
         return absorb_matrix_per_head(weights, ["v_up"], matrix) if side == "v" else {}
 
     def core(self, spec: AttentionSpec) -> CoreShape:
-        heads, scale = spec.heads, (spec.heads.dim + self.rope) ** -0.5
+        heads = spec.heads
+        scale = (spec.heads.dim + self.rope) ** -0.5
         if self.form == "expanded":
             return CoreShape(
                 heads.kv_head_of_query,
@@ -194,7 +195,8 @@ class Latent(Project):
     def expand_kv(
         self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
     ) -> tuple[Tensor, Tensor]:
-        c, r = entry["c"], entry["r"]
+        c = entry["c"]
+        r = entry["r"]
         if self.form == "absorbed":
             return torch.cat([c, r], -1)[..., None, :], c[..., None, :]
         own = F.linear(c, p["k_up"]).unflatten(-1, (p.sizes["kv"], p.sizes["dim"]))
@@ -293,9 +295,8 @@ def _other_part_weights(
     key-value heads.
     """
     shapes = {key: shape for key, shape in latent_spec.shapes().items() if key not in new_weights}
-    if changed := [
-        key for key, shape in shapes.items() if tuple(weights[key].shape) != tuple(shape)
-    ]:
+    changed = [key for key, shape in shapes.items() if tuple(weights[key].shape) != tuple(shape)]
+    if changed:
         part = changed[0].partition(".")[0]
         raise SpecError(
             f"{part} has parameters per key-value head, but Latent has one key-value head per "
@@ -362,7 +363,8 @@ def _merged_projection_weights(
     )
 
     def merge_kv(k: Tensor, v: Tensor) -> Tensor:
-        k, v = k.unflatten(0, (heads.kv, heads.dim)), v.unflatten(0, (heads.kv, heads.vdim))
+        k = k.unflatten(0, (heads.kv, heads.dim))
+        v = v.unflatten(0, (heads.kv, heads.vdim))
         return torch.cat(
             [k[:, other_channels].flatten(0, 1), v.flatten(0, 1), k[rotary_head, rotary_channel]]
         )

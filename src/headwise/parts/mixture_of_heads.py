@@ -144,7 +144,8 @@ class Routed(Gate):
         return {"shared": self.always, "routed": heads - self.always, "kind": 2}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        sizes, score_heads = self.sizes(spec), spec.score_head_of_output
+        sizes = self.sizes(spec)
+        score_heads = spec.score_head_of_output
         count = len(score_heads)
         params = {
             "slot": Param(AxisLayout.parse("out"), fixed_values(range(count)), trainable=False)
@@ -165,7 +166,8 @@ class Routed(Gate):
         return params
 
     def open_fractions(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
-        routed, num_outputs = self.sizes(spec)["routed"], len(spec.score_head_of_output)
+        routed = self.sizes(spec)["routed"]
+        num_outputs = len(spec.score_head_of_output)
         if self.active == routed:
             return None
         if (

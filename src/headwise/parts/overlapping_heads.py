@@ -143,7 +143,8 @@ class Overlapping(Project):
         return {"k": AxisLayout.parse("channel"), "v": AxisLayout.parse("channel")}
 
     def core(self, spec: AttentionSpec) -> CoreShape:
-        heads, width = spec.heads, self.transformed_dims(spec)
+        heads = spec.heads
+        width = self.transformed_dims(spec)
         return CoreShape(
             heads.kv_head_of_query, spec.score_head_of_row, width, width, heads.dim**-0.5
         )

@@ -126,7 +126,8 @@ class Gaussian(Similarity):
         return -(q_K - k_K).square().sum(-1) / (2 * self.width**2)
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
-        q, k = to_at_least_float32(q_BHTK), to_at_least_float32(k_BHSK)
+        q = to_at_least_float32(q_BHTK)
+        k = to_at_least_float32(k_BHSK)
         with without_autocast(q):
             blocks = [self._block_scores(block, k) for block in _split_queries(q, k)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)

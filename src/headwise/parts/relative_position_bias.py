@@ -127,7 +127,8 @@ class T5Bias(ScoreStep):
         """The bucket of a key at this position relative to its query (negative:
         before the query).
         """
-        buckets, exact = self._buckets_per_side, self._exact
+        buckets = self._buckets_per_side
+        exact = self._exact
         offset = (relative_position > 0) * buckets if self.looking == "both" else 0
         distance = (
             relative_position.abs() if self.looking == "both" else (-relative_position).clamp(min=0)

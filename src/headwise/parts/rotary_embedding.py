@@ -153,10 +153,13 @@ class YaRN(RotaryScaling):
         def index(rotations: float) -> float:
             return dims * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-        first, last = index(self.fast), index(self.slow)
+        first = index(self.fast)
+        last = index(self.slow)
         if self.ramp == "code":
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, dims - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, dims - 1)
         last = last + 0.001 if first == last else last
         return [1 - _interpolate(c, first, last) for c in range(len(plain))]
 
@@ -225,9 +228,11 @@ class RotaryAngles:
             # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up
             # to half a rotation.
             angle = self.position_BT.view(*self.position_BT.shape, 1, 1) * self.frequency
-            cos, sin = angle.cos(), angle.sin()
+            cos = angle.cos()
+            sin = angle.sin()
             if self.attention_factor != 1:
-                cos, sin = cos * self.attention_factor, sin * self.attention_factor
+                cos = cos * self.attention_factor
+                sin = sin * self.attention_factor
             self._cos_sin = cos.to(self.angle_dtype), sin.to(self.angle_dtype)
         return self._cos_sin
 
@@ -335,7 +340,8 @@ class Rotary(QKTransform):
     ) -> Tensor:
         cos, sin = precomputed.cos_sin
         if cos.dtype != x_BTHK.dtype:
-            cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
+            cos = cos.to(x_BTHK.dtype)
+            sin = sin.to(x_BTHK.dtype)
         rotary_dims = 2 * cos.shape[-1]
         x = x_BTHK if rotary_dims == x_BTHK.shape[-1] else x_BTHK[..., :rotary_dims]
         halves = self.pairs == "half"

@@ -99,11 +99,13 @@ class AttentionSpec:
                 "keep only one of them"
             )
             return
-        if reasons := [reason for step in combining for reason in step.conflicts(self)]:
+        reasons = [reason for step in combining for reason in step.conflicts(self)]
+        if reasons:
             # the number of rows, which the other checks need, is only defined without conflicts
             yield from reasons
             return
-        if (rows := self.num_heads_after(Phase.WEIGHTS)) != self.heads.rows:
+        rows = self.num_heads_after(Phase.WEIGHTS)
+        if rows != self.heads.rows:
             yield (
                 f"there are {rows} rows of attention weights, but heads has {self.heads.rows}; "
                 f"use values= for {rows}"
@@ -121,7 +123,8 @@ class AttentionSpec:
                 "output heads; keep only one"
             )
         if isinstance(self.pattern, PerHead):
-            listed, masked = len(self.pattern.pattern_of_head), self.num_heads_after(Phase.SCORES)
+            listed = len(self.pattern.pattern_of_head)
+            masked = self.num_heads_after(Phase.SCORES)
             if listed != masked:
                 yield (
                     f"pattern_of_head lists {listed} heads, but {masked} heads are masked; give "
@@ -254,7 +257,8 @@ class AttentionSpec:
         )
 
     def _find_core_score_heads(self) -> tuple[int, ...]:
-        heads, every = self.heads, tuple(range(self.heads.q))
+        heads = self.heads
+        every = tuple(range(self.heads.q))
         if heads.rows != heads.q or self.parts_of(Mix) or self._makes_scores_from_input:
             return every
         core = tuple(sorted(self._required_heads(self.score_head_of_row, self._parts_of_scores)))
@@ -353,7 +357,8 @@ class AttentionSpec:
         return rows
 
     def _required_heads(self, rows: tuple[int, ...], parts: Sequence[Part]) -> frozenset[int]:
-        heads, needed = frozenset[int](), frozenset(rows)
+        heads = frozenset[int]()
+        needed = frozenset(rows)
         while (
             heads != needed
         ):  # repeated because each part may add heads that another part's requirements depend on
@@ -408,7 +413,8 @@ class AttentionSpec:
         even groups, unless they are given too.
         """
         field_names = {f.name for f in fields(Heads)}
-        if unknown := sorted(set(changes) - field_names):
+        unknown = sorted(set(changes) - field_names)
+        if unknown:
             raise SpecError(f"heads have no {unknown[0]!r}; {suggest(unknown[0], field_names)}")
         resets: dict[str, Any] = dict.fromkeys(HEAD_MAPS, ()) if {"q", "kv"} & set(changes) else {}
         if "dim" in changes and self.heads.vdim == self.heads.dim:
@@ -426,7 +432,8 @@ class AttentionSpec:
         parts = {
             slot: getattr(self, slot).at_depth(layer, layers) for slot in SLOTS if slot != "pattern"
         }
-        modifiers, heads = tuple(m.at_depth(layer, layers) for m in self.modifiers), self.heads
+        modifiers = tuple(m.at_depth(layer, layers) for m in self.modifiers)
+        heads = self.heads
         for part in (*parts.values(), *modifiers):
             heads = part.widen_heads(heads)
         return replace(self, heads=heads, **parts, modifiers=modifiers)

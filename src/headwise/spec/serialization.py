@@ -40,7 +40,8 @@ def from_dict(data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
     field_names = [f.name for f in fields(AttentionSpec)]
     _check_keys("a spec", data, field_names)
     values = dict(defaults or {}) | {name: _slot_value(name, value) for name, value in data.items()}
-    if missing := [name for name in ("model", "heads", *SLOTS) if name not in values]:
+    missing = [name for name in ("model", "heads", *SLOTS) if name not in values]
+    if missing:
         raise SpecError(f"the spec lacks {', '.join(missing)}; add {missing[0]} = ...")
     return AttentionSpec(**values)
 
@@ -123,7 +124,8 @@ def _field_value(where: str, value: Any) -> Any:
 
 def _heads(table: dict[str, Any]) -> Heads:
     _check_keys("heads", table, [f.name for f in fields(Heads)])
-    if missing := [name for name in ("q", "dim") if name not in table]:
+    missing = [name for name in ("q", "dim") if name not in table]
+    if missing:
         raise SpecError(f"heads lack {missing[0]}; add {missing[0]} = ...")
     head_maps: dict[str, Any] = {
         name: tuple(_list(f"heads.{name}", table[name])) for name in HEAD_MAPS if name in table

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from ..training import TrainingResult
 
 RESULT_FILE = "result.json"
-RUN_FOLDER, EDIT_FOLDER, LOG_FILE = "run", "edits", "metrics.jsonl"
+RUN_FOLDER = "run"
+EDIT_FOLDER = "edits"
+LOG_FILE = "metrics.jsonl"
 TEST_BATCHES = 4  # batches of each further test
 
 
@@ -38,7 +40,8 @@ def run_cell(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     of metrics.
     """
     path = Path(folder)
-    if (stored := read_result(path)) is not None:
+    stored = read_result(path)
+    if stored is not None:
         return stored
     path.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()

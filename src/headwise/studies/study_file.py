@@ -25,7 +25,8 @@ from ..training.recipe import Recipe
 from .cell_heads import HEAD_MEASURES
 from .model_edits import ModelEdit
 
-CHANGE, LEARNING = "change", "learning"
+CHANGE = "change"
+LEARNING = "learning"
 OTHER_HEAD_NUMBERS = (
     "diversity",
     "support",

@@ -147,7 +147,8 @@ def _predict_seconds(grid: CellGrid, key: tuple[str, str], timing: Mapping[str, 
     """Processor seconds of a whole cell: the trial's, with its steps and its evaluation repeated as
     often as the recipe says.
     """
-    recipe, step = grid.recipes[key], timing["step"]
+    recipe = grid.recipes[key]
+    step = timing["step"]
     evaluations = -(-recipe.steps // recipe.evaluate_every)
     evaluation = recipe.evaluate_batches * step * FORWARD_SHARE
     fixed = max(0.0, timing["processor"] - TRIAL_STEPS * step - evaluation)

@@ -36,7 +36,9 @@ from .study_file import OTHER_HEAD_NUMBERS, StudyTask
 from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults
 
 REPORT_FOLDER = "report"
-REPORT_FILE, PAGE_FILE, TABLE_FILE = "report.md", "report.html", "results.csv"
+REPORT_FILE = "report.md"
+PAGE_FILE = "report.html"
+TABLE_FILE = "results.csv"
 ENVIRONMENT_FILE = "environment.json"
 STUDY_REPORT = FolderKind(
     "report of a study", (REPORT_FILE,), lambda _: (REPORT_FILE, PAGE_FILE, TABLE_FILE)

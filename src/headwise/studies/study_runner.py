@@ -21,9 +21,12 @@ from .run_cell import read_result
 from .study_file import Study
 
 CELLS_FOLDER = "cells"
-RESULTS_FILE, TIMINGS_FILE, STUDY_FILE = "results.jsonl", "timings.jsonl", "study.json"
+RESULTS_FILE = "results.jsonl"
+TIMINGS_FILE = "timings.jsonl"
+STUDY_FILE = "study.json"
 STUDY_FOLDER = FolderKind("study", (STUDY_FILE,))
-TUNE, REPORT = "tune", "report"
+TUNE = "tune"
+REPORT = "report"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     with torch.device("meta"):
         new = build(spec, dropout=net.dropout)
     new.load_state_dict(dict(_tensors(net, spec, resolved)), assign=True)
-    new.usage, new.checkpointing = net.usage, net.checkpointing
+    new.usage = net.usage
+    new.checkpointing = net.checkpointing
     _check_shared(new, resolved)
     return new.train(net.training)
 
@@ -119,7 +120,8 @@ def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> 
     for stack in model.stacks:
         blocks = list[BlockSpec]()
         for depth, block in enumerate(stack.layers):
-            specs, constants = dict[str, AttentionSpec | None](), list[str]()
+            specs = dict[str, AttentionSpec | None]()
+            constants = list[str]()
             for role in ATTENTION_SUBLAYERS:
                 change = changes.get(f"{stack.name}.{depth}.{role}")
                 specs[role] = getattr(block, role) if change is None else change.spec
@@ -136,7 +138,8 @@ def _tensors(
     """Yield a copy of every tensor of the new model; a shared one has the name of its first use."""
     old_tensors = net.state_dict()
     for name in spec.shapes():
-        site, inner = ".".join(name.split(".")[:3]), ".".join(name.split(".")[3:])
+        site = ".".join(name.split(".")[:3])
+        inner = ".".join(name.split(".")[3:])
         if site in changes:
             tensor = changes[site].weights[inner]
         elif name in old_tensors:
@@ -207,7 +210,8 @@ def remove_heads(
 def _shrink_attention(
     net: Transformer, site: str, heads: Sequence[int], constant: Tensor | None
 ) -> AttentionChange:
-    spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+    spec = get_attention(net, site).spec
+    weights = get_attention_parameters(net, site)
     check_heads(site, heads, len(spec.score_head_of_output))
     stack, depth, _ = site.split(".")
     if net.stacks[stack].blocks[int(depth)].spec.form == "merged":

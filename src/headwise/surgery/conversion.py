@@ -172,7 +172,8 @@ class Pool(AttentionConversion):
             similarity = compute_similarity(statistics["v"], symmetry, kind=self.score)
             groups = group_similar_heads(similarity, self.kv, seed=self.seed)
         spec.with_heads(kv=self.kv)  # raises before alignment if parts need more key-value heads
-        alignment, sides = AlignmentResult(dict(weights), {}, {}), ALIGN_SIDES[self.align]
+        alignment = AlignmentResult(dict(weights), {}, {})
+        sides = ALIGN_SIDES[self.align]
         if sides:
             assert statistics is not None
             alignment = align_heads(spec, weights, groups, statistics, sides=sides)
@@ -490,7 +491,8 @@ def _convert_layers(
     log: Callable[[str], Any],
 ) -> dict[str, ConvertedLayer]:
     batches = [example.model_inputs for example in examples]
-    ranking, layers = conversion.importance_ranking, dict[str, ConvertedLayer]()
+    ranking = conversion.importance_ranking
+    layers = dict[str, ConvertedLayer]()
     scores = {} if ranking is None else score_heads(net, examples, ranking, log).scores
     for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
         statistics = dict[str, dict[str, CrossProducts]]()
@@ -500,7 +502,8 @@ def _convert_layers(
             counted = count_items(batches, log, "collecting keys and values", "texts")
             statistics = collect_kv_statistics(net.eval(), counted, group)
         for site in group:
-            spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+            spec = get_attention(net, site).spec
+            weights = get_attention_parameters(net, site)
             for name, weight in weights.items():
                 if weight.is_floating_point():
                     weights[name] = weight.to(full_precision(weight.dtype))
@@ -520,7 +523,8 @@ def _batch_sites(net: Transformer, sites: Sequence[str]) -> list[list[str]]:
     """Split sites into consecutive lists whose cross products take at most
     MAX_STATISTICS numbers.
     """
-    batches, used = [list[str]()], 0
+    batches = [list[str]()]
+    used = 0
     for site in sites:
         heads = get_attention(net, site).spec.heads
         size = 2 * heads.kv**2 * (heads.dim**2 + heads.vdim**2)

@@ -94,7 +94,8 @@ def assess_group_survival(
     """
     from scipy.stats import hypergeom
 
-    sizes, results = Counter(groups.values()), list[GroupSurvival]()
+    sizes = Counter(groups.values())
+    results = list[GroupSurvival]()
     for heads in kept_heads:
         kept_counts = Counter(groups[head] for head in heads)
         for group, size in sizes.items():
@@ -141,7 +142,8 @@ def _harmless_table(curves: PruningCurves) -> Table:
 
 def _order_table(curves: PruningCurves) -> Table:
     """Compare the first order with each other one, over all counts that both have."""
-    part, first = next(iter(curves.parts)), curves.orders[0]
+    part = next(iter(curves.parts))
+    first = curves.orders[0]
     rows = list[Sequence[Any]]()
     own = _points_by_count(curves.select_curves(part, first))
     for other in curves.orders[1:]:
@@ -315,7 +317,8 @@ def _make_figure(curves: PruningCurves, name: str, is_loss: bool) -> Figure:
 
 # --- Report ---------------------------------------------------------------------------------------
 
-CURVES_JSON, CURVES_PAGE = "curves.json", "CURVES.md"
+CURVES_JSON = "curves.json"
+CURVES_PAGE = "CURVES.md"
 THEMES = ("light", "dark")
 CURVES_FOLDER = FolderKind(
     "report of pruning curves",
@@ -363,7 +366,8 @@ def make_report(curves: PruningCurves) -> Page:
 
 def render_terminal(curves: PruningCurves) -> str:
     """Return the first tables for a terminal: plain text, 80 columns."""
-    first, name = next(iter(curves.parts)), curves.metric_names[0]
+    first = next(iter(curves.parts))
+    name = curves.metric_names[0]
     values = _value_table(curves, first, name, lambda change: f"{change.value:+.3f}")
     shown = [_harmless_table(curves), values, _order_table(curves), _part_table(curves)]
     setup = f"{curves.model}: {_describe_setup(curves)}"

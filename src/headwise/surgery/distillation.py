@@ -101,7 +101,8 @@ class DistillationBatch(NamedTuple):
         """Return the distance of hidden states from the teacher's, per text: 1 - cosine, or mean
         square for "l2".
         """
-        states, teacher_states = to_at_least_float32(outputs), to_at_least_float32(teacher_outputs)
+        states = to_at_least_float32(outputs)
+        teacher_states = to_at_least_float32(teacher_outputs)
         per_position = (
             1 - F.cosine_similarity(states, teacher_states, dim=-1)
             if metric == "cosine"
@@ -137,7 +138,8 @@ class DistillationTexts:
             )
         if not examples:
             raise SpecError("no texts to train on; give at least one example")
-        self.net, self.examples = net, examples
+        self.net = net
+        self.examples = examples
         self.objective, note = choose_objective(net, objective, examples[0])
         questions = [self._question(number) for number in range(len(examples))]
         self.has_loss = questions[0].labels is not None
@@ -178,7 +180,8 @@ class DistillationTexts:
 def _check_labels(
     net: Transformer, all_labels: Tensor, inputs: Mapping[str, Any], number: int
 ) -> None:
-    num_positions, num_classes = _count_positions(net, inputs), net.spec.heads[0].outputs
+    num_positions = _count_positions(net, inputs)
+    num_classes = net.spec.heads[0].outputs
     if len(all_labels) != num_positions:
         raise SpecError(
             f"text {number} has {num_positions} output positions and {len(all_labels)} labels; "
@@ -226,11 +229,13 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
     for stream, argument in STREAM_ARGUMENTS.items():
         if stream not in names:
             continue
-        stack, rows = stacks[stream], [question.inputs.kwargs[stream] for question in questions]
+        stack = stacks[stream]
+        rows = [question.inputs.kwargs[stream] for question in questions]
         inputs[stream] = _stack_rows(rows)
         sequences = list[SequenceInfo]()
         for question, row in zip(questions, rows, strict=True):
-            own, ids = question.inputs.kwargs.get(argument), _ids(row)
+            own = question.inputs.kwargs.get(argument)
+            ids = _ids(row)
             if own is None:
                 own = SequenceInfo.contiguous(0, _count_stack_tokens(stack, ids), ids.device)
             sequences.append(own)
@@ -365,7 +370,8 @@ class DistillationLoader:
         shuffled = [
             texts.numbers[n] for n in make_rng(options.seed, HELD_OUT_STREAM).permutation(count)
         ]
-        self.texts, self.options = texts, options
+        self.texts = texts
+        self.options = options
         self.held_out_ids = sorted(shuffled[:num_held_out])
         self.train_ids = sorted(shuffled[num_held_out:])
         self._order = EpochOrder(len(self.train_ids))
@@ -444,8 +450,12 @@ class Retraining:
         progress: PointCallback = no_progress,
         keep: str = "last",
     ) -> None:
-        self.net, self.teacher, self.loader, self.options = net, teacher, loader, loader.options
-        self.progress, self._keep = progress, keep
+        self.net = net
+        self.teacher = teacher
+        self.loader = loader
+        self.options = loader.options
+        self.progress = progress
+        self._keep = keep
         self.auxiliary: AuxiliaryTraining | None = None
         has_loss = loader.texts.has_loss
         if teacher is None and not has_loss:
@@ -493,7 +503,8 @@ class Retraining:
 
     def held_out_loss(self, net: Transformer) -> float:
         """Return the loss on the held-out texts, of this model or one derived from it."""
-        total, num_texts = 0.0, 0
+        total = 0.0
+        num_texts = 0
         with eval_mode(net):
             for batch, count in self.loader.iter_held_out():
                 total += float(self.loss(net, batch)) * count
@@ -502,7 +513,8 @@ class Retraining:
 
     def run(self) -> None:
         """Train for all steps or until interrupted, then load the saved weights."""
-        options, stopped = self.options, False
+        options = self.options
+        stopped = False
         try:
             with InterruptGuard() as interrupts, fork_rng(options.seed):
                 self._evaluate()
@@ -622,7 +634,8 @@ def uptrain(
     training = Retraining(net, teacher, loader, trainable, progress, options.keep)
     training.run()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
-    curve, notes = tuple(training.curve), loader.texts.notes
+    curve = tuple(training.curve)
+    notes = loader.texts.notes
     return UptrainingResult(net, curve, training.saved_step, training.stop_reason, notes)
 
 

@@ -16,7 +16,8 @@ from ..interfaces.core_types import SymmetryGroup
 from ..nn.attention import Attention
 from ..spec.attention_spec import AttentionSpec
 
-MAX_ROUNDS, MIN_GAIN = 100, 1e-10
+MAX_ROUNDS = 100
+MIN_GAIN = 1e-10
 
 
 def solve_procrustes(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
@@ -111,7 +112,8 @@ def _iterate_maps(products: Tensor, symmetry: SymmetryGroup, maps: Tensor) -> Te
         for head in range(len(maps)):
             mapped = products[head] @ maps.mT
             maps[head] = solve_procrustes(mapped.sum(0) - mapped[head], symmetry)
-        previous, objective = objective, squared_norm_of_sum(products, maps)
+        previous = objective
+        objective = squared_norm_of_sum(products, maps)
         if objective - previous <= MIN_GAIN * objective.abs():
             break
     return maps
@@ -199,7 +201,8 @@ def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
     ... )
     True
     """
-    project, p = attention.spec.project, attention.weights["project"]
+    project = attention.spec.project
+    p = attention.weights["project"]
     with torch.no_grad():
         k_BSGK, v_BSGV = project.expand_kv(
             project.project_kv(z, _before_qk_transform, p), _before_qk_transform, p
@@ -285,11 +288,9 @@ def align_heads(
     ({}, True)
     """
     _check_alignment(spec, groups, products, sides)
-    aligned, skip_reasons, errors = (
-        dict(weights),
-        dict[str, str](),
-        dict[str, tuple[float, float]](),
-    )
+    aligned = dict(weights)
+    skip_reasons = dict[str, str]()
+    errors = dict[str, tuple[float, float]]()
     for side in sides:
         symmetry, reason = find_symmetry(spec, aligned, side)
         maps = compute_maps(groups, products[side], symmetry)
@@ -325,7 +326,8 @@ def find_symmetry(
     ).items():
         if not absorbed:
             return SymmetryGroup(), f"{name} cannot absorb a matrix per head of {SIDE_NAMES[side]}"
-    symmetry, limiting = SymmetryGroup.full(len(identity)), list[str]()
+    symmetry = SymmetryGroup.full(len(identity))
+    limiting = list[str]()
     for name, part in spec.parts():
         part_weights = {
             key.removeprefix(f"{name}."): weight
@@ -365,9 +367,11 @@ def _absorb_maps(
     """Return the weights that absorb the maps, by part: the projection, and the part that undoes
     the maps.
     """
-    exact, heads = {name: tensor.detach().double() for name, tensor in weights.items()}, spec.heads
+    exact = {name: tensor.detach().double() for name, tensor in weights.items()}
+    heads = spec.heads
     maps = maps.to(next(iter(exact.values())).device)
-    project, merge = type(spec.project).__name__, type(spec.merge).__name__
+    project = type(spec.project).__name__
+    merge = type(spec.merge).__name__
     absorbed = {project: spec.project.absorb_matrix(spec, exact, side, maps)}
     if side == "k":
         query_weights = spec.project.absorb_matrix(

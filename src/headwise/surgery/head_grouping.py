@@ -67,7 +67,8 @@ def collect_kv_statistics(
     ):
         for batch in batches:
             model(**batch) if isinstance(batch, Mapping) else model(batch)
-    if empty := [site for site, collector in collectors.items() if not collector.statistics]:
+    empty = [site for site, collector in collectors.items() if not collector.statistics]
+    if empty:
         raise ValueError(f"no tokens reached {empty[0]}; give at least one batch that does")
     return {site: collector.statistics for site, collector in collectors.items()}
 
@@ -252,7 +253,8 @@ def _iter_groupings(heads: tuple[int, ...], size: int) -> Iterator[HeadGroups]:
     if not heads:
         yield ()
         return
-    first, rest = heads[0], heads[1:]
+    first = heads[0]
+    rest = heads[1:]
     for partners in (
         torch.combinations(torch.tensor(rest, dtype=torch.int64), size - 1).tolist()
         if size > 1
@@ -337,11 +339,12 @@ def permute_heads(
     if heads.value_heads:
         raise SpecError(f"cannot reorder heads: keys and values are grouped separately ({heads})")
     rows_per_output = len(spec.score_head_of_row) // len(spec.score_head_of_output)
-    if mixed := [
+    mixed = [
         out
         for out in range(len(spec.score_head_of_output))
         if len(spec.required_score_heads(out)) > rows_per_output
-    ]:
+    ]
+    if mixed:
         needed = sorted(spec.required_score_heads(mixed[0]))
         raise SpecError(
             f"cannot reorder heads: output head {mixed[0]} uses score heads {needed} at fixed "

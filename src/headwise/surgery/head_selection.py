@@ -42,7 +42,8 @@ from .pruning_plan import (
 from .verification.efficiency import TimingOptions, compare_speed
 from .verification.quality_metrics import measure_quality
 
-RANDOM, BEST = "random", "best"
+RANDOM = "random"
+BEST = "best"
 RANKING_METHODS = (*IMPORTANCE_METHODS, RANDOM, BEST)
 
 
@@ -328,7 +329,8 @@ class DropClasses(HeadSelection):
         log("classifying heads")
         table = classify_heads(measure_heads(net, examples))
         class_names = sorted({label.name for head in table.heads for label in head.classes})
-        if wrong := [name for name in self.classes if name not in class_names]:
+        wrong = [name for name in self.classes if name not in class_names]
+        if wrong:
             raise SpecError(
                 f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], class_names)}"
             )
@@ -361,7 +363,8 @@ class KeepOnePerCluster(HeadSelection):
         redundancy = measure_redundancy(net, examples, options=options)
         log("ranking heads")
         scores = score_heads(net, examples, self.ranking, log)
-        keep, num_clusters = dict[str, list[int]](), 0
+        keep = dict[str, list[int]]()
+        num_clusters = 0
         for same_input in redundancy.readers:
             singles = [(head,) for head in same_input.without_rest]
             for members in (*same_input.cluster_members, *singles):
@@ -395,7 +398,8 @@ def select_top_units(
     ... ]
     ['a', 'b']
     """
-    selected, others = list[HeadUnit](), list[HeadUnit]()
+    selected = list[HeadUnit]()
+    others = list[HeadUnit]()
     for units in units_by_site.values():
         ranked = sorted(units, key=scores.unit_score, reverse=True)
         selected += ranked[:min_units]
@@ -476,7 +480,8 @@ class PruneToBudget(HeadSelection):
             raise SpecError(f"rescore_every must be an int >= 1 or None, got {every!r}")
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        budget, search = self.budget, _BudgetSearch(self, net, examples)
+        budget = self.budget
+        search = _BudgetSearch(self, net, examples)
         is_loss = budget.kind == "loss"
         if is_loss and len(examples) < 2:
             raise SpecError(f"cannot measure the loss on {len(examples)} examples. Give at least 2")
@@ -516,7 +521,9 @@ class _BudgetSearch:
     def __init__(
         self, selection: PruneToBudget, net: Transformer, examples: Sequence[Example]
     ) -> None:
-        self.selection, self.net, self.examples = selection, net, examples
+        self.selection = selection
+        self.net = net
+        self.examples = examples
         self.units = [
             u for of_site in list_units(net.spec, selection.unit).values() for u in of_site
         ]
@@ -592,7 +599,8 @@ class _BudgetSearch:
                 f"cannot resume from {path}: it belongs to another model or selection. Delete the "
                 "file to start again"
             )
-        self.removed, self.notes = removed, notes
+        self.removed = removed
+        self.notes = notes
 
     def save_state(self) -> None:
         """Write the units removed so far to the file of the selection, if it names one."""

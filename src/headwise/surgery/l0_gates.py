@@ -281,7 +281,10 @@ class GateCountConstraint(AuxiliaryTraining):
         target: int,
         options: GateTrainingOptions,
     ) -> None:
-        self.net, self.units, self.target, self.options = net, units, target, options
+        self.net = net
+        self.units = units
+        self.target = target
+        self.options = options
         self.num_units = sum(map(len, units.values()))
         self.multiplier = 0.0
         gate_weights = [
@@ -339,12 +342,14 @@ def _gate_names(net: Transformer, site: str) -> list[str]:
 
 
 def _add_gate(net: Transformer, site: str, options: GateTrainingOptions) -> AttentionChange:
-    spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+    spec = get_attention(net, site).spec
+    weights = get_attention_parameters(net, site)
     try:
         gated_spec = with_gates(spec, per=options.unit, start=options.start)
     except SpecError as error:
         raise SpecError(f"{site}: {error}") from None
-    like, shapes = next(net.parameters()), gated_spec.shapes()
+    like = next(net.parameters())
+    shapes = gated_spec.shapes()
     for name, param in gated_spec.params().items():
         if name not in weights:
             fresh = param.init(shapes[name])

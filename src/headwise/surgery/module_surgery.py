@@ -102,7 +102,8 @@ class HeadChange:
         """For each projection, its number of blocks of rows, and the blocks that each new one
         averages.
         """
-        site, kv = self.site, self.site.num_kv_heads
+        site = self.site
+        kv = self.site.num_kv_heads
         if not site.is_fused:
             return {site.q: (site.heads, self.q), site.k: (kv, self.kv), site.v: (kv, self.kv)}
         if site.fused == "by head":
@@ -164,7 +165,8 @@ def prune_module(model: nn.Module, heads: Iterable[HeadRef], example: Any) -> Mo
     choices = {name: list(list_projections(model, sites[name])) for name in removed}
     for name, proposed in choices.items():
         check_unshared(model, sites, name, proposed[0])
-    inputs, paths = prepare_inputs(model, example, 0), sorted(sites[name].path for name in removed)
+    inputs = prepare_inputs(model, example, 0)
+    paths = sorted(sites[name].path for name in removed)
     with ablate(model, names):
         expected = run_and_record(model, inputs, paths)
     remedy = (
@@ -235,12 +237,15 @@ def convert_module(
             f"{type(model).__name__} has no {what} that headwise finds; hw.sites(model) lists it"
         )
     inputs = prepare_inputs(model, example, 0)
-    after, equal_heads, groups = copy_declared(model), dict[str, Tensor](), dict[str, HeadGroups]()
+    after = copy_declared(model)
+    equal_heads = dict[str, Tensor]()
+    groups = dict[str, HeadGroups]()
     for name, site in chosen.items():
         proposed = list(list_projections(model, site))
         check_unshared(model, sites, name, proposed[0])
         projections = _find_projections(model, site, proposed, inputs)
-        kv, heads = projections.num_kv_heads, projections.heads
+        kv = projections.num_kv_heads
+        heads = projections.heads
         try:
             groups[name] = (
                 group_adjacent_heads(kv, strategy.kv)
@@ -416,7 +421,8 @@ def _is_affine_in_values(
     all_heads = tuple((head,) for head in range(site.heads))
     kv_heads = all_heads[: site.num_kv_heads]
     if site.fused == "by head":
-        num_blocks, rows = 3 * site.heads, [3 * head + 2 for head in range(site.heads)]
+        num_blocks = 3 * site.heads
+        rows = [3 * head + 2 for head in range(site.heads)]
     else:
         num_blocks, blocks = HeadChange(site, all_heads, kv_heads).rows()[site.q]
         rows = [row for (row,) in blocks[-site.num_kv_heads :]]
@@ -435,7 +441,8 @@ def _row_tensors(model: nn.Module, path: str, projection: str) -> list[str]:
     """Names of the parameters of a model whose rows are those of one projection of the module at
     `path`.
     """
-    prefix, module = f"{path}." if path else "", model.get_submodule(path)
+    prefix = f"{path}." if path else ""
+    module = model.get_submodule(path)
     if isinstance(module, nn.MultiheadAttention):
         has_bias = projection == "in_proj_weight" and module.in_proj_bias is not None
         return [prefix + name for name in (projection, *(["in_proj_bias"] if has_bias else []))]
@@ -448,7 +455,8 @@ def _row_tensors(model: nn.Module, path: str, projection: str) -> list[str]:
 
 def _resize(module: nn.Module, change: HeadChange) -> None:
     """Give a module the parameters and sizes of its new heads, and declare it again."""
-    site, kept = change.site, change.kept
+    site = change.site
+    kept = change.kept
     for name, (num_blocks, groups) in change.rows().items():
         linear = cast(nn.Linear, module.get_submodule(name))
         for tensor_name, tensor in list(linear.named_parameters(recurse=False)):
@@ -462,7 +470,8 @@ def _resize(module: nn.Module, change: HeadChange) -> None:
         owner, _, tensor_name = name.rpartition(".")
         _keep_blocks(module.get_submodule(owner), tensor_name, axis, site.heads, kept)
     out.in_features = out.weight.shape[1]
-    heads, kv_heads = len(kept), len(change.kv)
+    heads = len(kept)
+    kv_heads = len(change.kv)
     query_rows = 0 if site.is_fused else get_output_width(module.get_submodule(site.q))
     query_width = query_rows // heads or width
     counts = {"heads": heads, "kv_heads": kv_heads, "q": heads * query_width}
@@ -666,8 +675,10 @@ class SplitMultiheadAttention(nn.Module):
                 "cannot prune nn.MultiheadAttention with bias_kv or add_zero_attn; build it "
                 "without them"
             )
-        self.embed_dim, self.num_heads = original.embed_dim, original.num_heads
-        self.batch_first, self.dropout = original.batch_first, original.dropout
+        self.embed_dim = original.embed_dim
+        self.num_heads = original.num_heads
+        self.batch_first = original.batch_first
+        self.dropout = original.dropout
         weights = (
             original.in_proj_weight.chunk(3)
             if original.in_proj_weight is not None

@@ -71,7 +71,8 @@ def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
     """Return the value bias of each removed head, if it can be folded into the output bias."""
     head_outputs = dict[HeadId, Tensor]()
     for site, head in plan.removed_heads:
-        spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+        spec = get_attention(net, site).spec
+        weights = get_attention_parameters(net, site)
         shift_OV = spec.project.constant_biases(spec, weights).get("v")
         if shift_OV is None:
             continue
@@ -89,7 +90,8 @@ def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
 
 def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Tensor]) -> Tensor:
     """Return what the given constant head outputs add to the output of a site, [model]."""
-    spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+    spec = get_attention(net, site).spec
+    weights = get_attention_parameters(net, site)
     like = next(net.parameters())
     shape = (1, 1, len(spec.score_head_of_output), spec.heads.vdim)
     outputs_BTOV = torch.zeros(shape, dtype=torch.float64, device=like.device)

@@ -108,7 +108,8 @@ class ModelEvaluator:
         before = [] if is_drift else self.baseline.after
         tally = QualityTally(self.objective, list(self.baseline.notes), before=before)
         if after is self.net:
-            tally.after, tally.num_unscored = self.baseline.after, self.baseline.num_unscored
+            tally.after = self.baseline.after
+            tally.num_unscored = self.baseline.num_unscored
             return tally.report, tuple(tally.after)
         with eval_mode(after):
             for question, output in zip(self.questions, self._outputs, strict=True):
@@ -135,7 +136,8 @@ class ModelEvaluator:
 
 GATE_ORDER = "gates"
 REMOVAL_ORDERS = (*RANKING_METHODS, GATE_ORDER)
-DEFAULT_METHOD, GRADIENT_METHOD = "leave-one-out", "michel"
+DEFAULT_METHOD = "leave-one-out"
+GRADIENT_METHOD = "michel"
 ALL_PARTS = "all"
 DEFAULT_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 LogFunction = Callable[[str], object]
@@ -492,7 +494,8 @@ def _list_parts(net: Transformer, names: Sequence[str]) -> dict[str, dict[str, i
         stack, _, kind = site.split(".")
         parts.setdefault(stack if kind == "attention" else kind, {})[site] = heads
     parts = {ALL_PARTS: head_counts} | (parts if len(parts) > 1 else {})
-    if wrong := [part for part in names if part not in parts]:
+    wrong = [part for part in names if part not in parts]
+    if wrong:
         raise SpecError(f"{net.spec.name} has no part {wrong[0]!r}; {suggest(wrong[0], parts)}")
     return {part: sites for part, sites in parts.items() if not names or part in names}
 

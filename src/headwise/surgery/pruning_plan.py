@@ -51,7 +51,8 @@ class PruningPlan:
         keep all their heads.
         """
         head_counts = count_heads(model_spec)
-        if wrong := [site for site in keep if site not in head_counts]:
+        wrong = [site for site in keep if site not in head_counts]
+        if wrong:
             raise SpecError(
                 f"{model_spec.name} has no attention {wrong[0]!r}; {suggest(wrong[0], head_counts)}"
             )
@@ -157,7 +158,8 @@ def count_heads(model_spec: ModelSpec) -> dict[str, int]:
 
 def check_heads(site: str, heads: Sequence[int], head_count: int) -> None:
     """Raise SpecError if a head does not exist or is listed twice."""
-    if wrong := [head for head in heads if type(head) is not int or not 0 <= head < head_count]:
+    wrong = [head for head in heads if type(head) is not int or not 0 <= head < head_count]
+    if wrong:
         raise SpecError(f"{site} has no head {wrong[0]!r}; its heads are 0..{head_count - 1}")
     if len(set(heads)) < len(heads):
         twice = next(head for head in heads if list(heads).count(head) > 1)

@@ -110,7 +110,8 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
     >>> folded.spec.modifiers[1], folded.reasons_kept["knocking.q"]
     (Knocking(sides='q'), 'rotary transforms q before it')
     """
-    folded_weights, reasons_kept = dict(weights), dict[str, str]()
+    folded_weights = dict(weights)
+    reasons_kept = dict[str, str]()
     folded_sides = dict[str, frozenset[str]]()
     for side in "qkv":
         blocked_by = ""

@@ -110,7 +110,8 @@ def _continues_word(tokens: TokenRow, place: int, has_marks: bool) -> bool:
     if word.startswith(CONTINUATION) and len(word) > len(CONTINUATION):
         return True
     if tokens.offsets and tokens.text:
-        (_, end), (start, stop) = tokens.offsets[place - 1], tokens.offsets[place]
+        (_, end) = tokens.offsets[place - 1]
+        (start, stop) = tokens.offsets[place]
         return (
             start == end
             and 0 < start < stop

@@ -180,7 +180,8 @@ def sum_batch_metrics(
     batches at most.
     """
     batch_size, max_batches = sizes
-    forward, available = BatchForward(net).eval(), task.batches(batch_size, split)
+    forward = BatchForward(net).eval()
+    available = task.batches(batch_size, split)
     device = next(net.parameters()).device
     sums: list[MetricSums] = []
     for index in range(max_batches if available is None else min(max_batches, available)):

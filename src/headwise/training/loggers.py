@@ -81,7 +81,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records = read_lines(path)
     for number, values in enumerate(records, 1):
         record = record_types.Record(f"{path}: line {number}", values, "delete the line")
-        event, numbers = record.read_text("event"), dict[str, Any]()
+        event = record.read_text("event")
+        numbers = dict[str, Any]()
         record.read_int("step", default=0)
         if event == "step":
             numbers = {name: record.get(name) for name in ("loss", "rate")}
@@ -194,7 +195,8 @@ class ConsoleLogger:
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Print a line about the run; on a terminal, also show a progress bar."""
-        steps, first_step = config["recipe"]["steps"], config["step"]
+        steps = config["recipe"]["steps"]
+        first_step = config["step"]
         extent = f"from step {first_step} on" if first_step else pluralise(steps, "step")
         self._print_line(
             f"{config['task']['name']} into {folder}, {extent}, {config['parameters']:,} parameters"

@@ -49,7 +49,8 @@ def group_parameters(
     """Parameters by group; a group is named after role and weight decay, such as "feed, decayed" or
     "norm, kept".
     """
-    weights, groups = model_spec.params(), ParameterGroups()
+    weights = model_spec.params()
+    groups = ParameterGroups()
     for name, parameter in parameters.items():
         weight = weights[name]
         kind = "decayed" if has_weight_decay(weight, rule) else "kept"

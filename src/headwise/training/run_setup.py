@@ -249,7 +249,8 @@ def _fit_embedding(own: StackSpec, like: StackSpec, first: StackSpec) -> Embeddi
     if own.embedding is None or like.embedding is None:
         return like.embedding
     if not (own.embedding.tokens and like.embedding.tokens):
-        positions, patches = own.embedding.positions, like.embedding.patches
+        positions = own.embedding.positions
+        patches = like.embedding.patches
         if like.embedding.positions or positions is None or patches is None:
             return like.embedding
         length = positions.length and like.embedding.first + patches.num_patches

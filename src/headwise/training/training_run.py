@@ -70,7 +70,8 @@ class CheckpointFolder:
     """A folder of checkpoints that keeps the last `keep` and the best one."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self.keep = folder, keep
+        self.folder = folder
+        self.keep = keep
 
     @property
     def paths(self) -> list[Path]:
@@ -234,7 +235,8 @@ def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
 
 def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:
     """Number of tokens in the inputs of a model, padding left out."""
-    first, last = model_spec.stacks[0], model_spec.stacks[-1]
+    first = model_spec.stacks[0]
+    last = model_spec.stacks[-1]
     count = _count_valid_tokens(
         batch.tokens, len(batch.labels), count_stack_tokens(last, batch.x.shape)
     )
@@ -264,9 +266,8 @@ def find_first_non_finite(
     """
     group_of_name = {name: group for group, named in groups.items() for name in named}
     first = sharded_model.world.first
-    if name := first(
-        next((n for n, p in sharded_model.own.items() if not p.isfinite().all()), None)
-    ):
+    name = first(next((n for n, p in sharded_model.own.items() if not p.isfinite().all()), None))
+    if name:
         return f"the weight {name[0]} ({group_of_name[name[0]]}) holds NaN or inf{name[1]}"
     with torch.no_grad():
         module = first(_find_first_output(sharded_model.net, forward))
@@ -281,7 +282,8 @@ def find_first_non_finite(
         for name, p in sharded_model.own.items()
         if p.grad is not None and not p.grad.isfinite().all()
     ]
-    if not (name := first(gradients[-1] if gradients else None)):
+    name = first(gradients[-1] if gradients else None)
+    if not name:
         return "all weights, outputs and gradients are finite, but the gradient norm overflows"
     return (
         f"the gradient of {name[0]} ({group_of_name[name[0]]}) is the first with NaN or "

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 24  # of the texts that are compared
 HALF_TOLERANCE_STEPS = 16  # epsilons of the largest output, within which outputs of 16 bits agree
-MIN_TEXTS, MAX_TEXTS = 2, 256  # an interval needs two; more than 256 take long
+MIN_TEXTS = 2
+MAX_TEXTS = 256  # an interval needs two; more than 256 take long
 
 
 def unchecked(reason: str) -> dict[str, Any]:

@@ -41,7 +41,8 @@ DEFAULT_NEW_TOKENS = 64  # default of --max-new-tokens
 
 def answer(model: Transformer, args: Any) -> int:
     """Generate for TEXT, printed as it is decoded, or for every line of stdin."""
-    decoding, max_new_tokens = parse_decoding(args), parse_length(args)
+    decoding = parse_decoding(args)
+    max_new_tokens = parse_length(args)
     notices = CompileNotices()
     on_decision = ignore_decision if args.compile is None else notices.print_once
     generator = TextGenerator.of(
@@ -50,10 +51,8 @@ def answer(model: Transformer, args: Any) -> int:
     seed = RandomStream(
         secrets.randbits(63) if args.seed is None else args.seed
     ).seed  # shared by all lines
-    form, scores = (
-        "document" if args.json else "lines",
-        TranslationScores.from_file(args.score, args.score_tokenize),
-    )
+    form = "document" if args.json else "lines"
+    scores = TranslationScores.from_file(args.score, args.score_tokenize)
     writer = AnswerWriter(generator, seed, form, scores, notices, args.logprobs)
     read = partial(encode_prompt, model, max_new_tokens=max_new_tokens, window=decoding.window)
     if args.text is not None:
@@ -345,7 +344,8 @@ def answer_classes(model: Transformer, args: Any) -> int:
             f"--top-k {args.top_k} is not between 1 and the {len(names)} classes; give "
             f"1..{len(names)}"
         )
-    inputs, answered = make_input_reader(model), list[InputLine[Any]]()
+    inputs = make_input_reader(model)
+    answered = list[InputLine[Any]]()
     if args.text is not None:
         predictions = classify(model, *inputs.collate([inputs.read(args.text)]))[0][
             : args.top_k or MAX_CLASSES_SHOWN
@@ -400,7 +400,8 @@ def answer_masks(model: Transformer, args: Any) -> int:
         line = InputLine(1, args.text, filled)
         print_page(to_json(_masks_to_dict(model, [line])) if args.json else _format_masks(filled))
         return 0
-    lines, answered = InputLines(args.batch), list[InputLine[Any]]()
+    lines = InputLines(args.batch)
+    answered = list[InputLine[Any]]()
     for batch in lines:
         lines.read(batch, lambda text: fill_masks(model, [text], top=top)[0])
         answered += batch if args.json else []

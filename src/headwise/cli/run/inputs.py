@@ -53,10 +53,8 @@ class InputLines:
     num_failed: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[list[InputLine[Any]]]:
-        stdin_lines, size = (
-            enumerate(_read_stdin_lines(), 1),
-            1 if sys.stdin.isatty() else self.batch_size,
-        )
+        stdin_lines = enumerate(_read_stdin_lines(), 1)
+        size = 1 if sys.stdin.isatty() else self.batch_size
         while batch := [_decode_line(number, raw) for number, raw in islice(stdin_lines, size)]:
             yield batch
 
@@ -145,7 +143,8 @@ class ImageReader(InputReader):
     """Reads image files, resized to the size and channels of the training images."""
 
     def read(self, line: str) -> Tensor:
-        path, (height, width) = existing_file(line), self.net.usage.size
+        path = existing_file(line)
+        (height, width) = self.net.usage.size
         shape = height, width, len(self.net.usage.mean)
         if path.suffix == ".npy":
             store = ArrayImages(_check_image(open_npy(path), line)[None], line)

@@ -105,7 +105,8 @@ def check_load(
     transformers.
     """
     reloaded = load_transformers_folder(folder)
-    if changed := _find_changed_tensor(reloaded, form):
+    changed = _find_changed_tensor(reloaded, form)
+    if changed:
         raise SpecError(f"{changed} differs after reading the folder back")
     on_cpu = net if next(net.parameters()).device.type == "cpu" else copy.deepcopy(net).cpu()
     expected = _sample_inputs_and_outputs(
@@ -122,7 +123,8 @@ def check_load(
             False, 0, "transformers is not installed, so the folder was not tested", is_skipped=True
         )
     with tempfile.TemporaryDirectory() as temporary:
-        data, options = f"{temporary}/data.safetensors", Path(temporary, "options.json")
+        data = f"{temporary}/data.safetensors"
+        options = Path(temporary, "options.json")
         Path(data).write_bytes(save(expected))
         options.write_text(json.dumps({"modules": list(candidates), "tolerance": OUTPUT_TOLERANCE}))
         return _run_loader(
@@ -179,7 +181,8 @@ def _find_changed_tensor(reloaded: Transformer, form: CanonicalForm) -> str:
 def _sample_inputs_and_outputs(net: Transformer) -> dict[str, Tensor]:
     """Return sample inputs under the names of transformers, and the model's outputs for them."""
     generator = torch.Generator().manual_seed(0)
-    first, last = net.spec.stacks[0], net.spec.stacks[-1]
+    first = net.spec.stacks[0]
+    last = net.spec.stacks[-1]
     x = _sample_input(first, net, generator)
     name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
     tensors = {f"in.{name}": x}
@@ -202,7 +205,8 @@ def _sample_input(stack: StackSpec, net: Transformer, generator: torch.Generator
         raise ValueError(
             f"cannot make a sample input: {stack.name} takes neither token ids nor pixels"
         )
-    if patches := embedding.patches:
+    patches = embedding.patches
+    if patches:
         size = (1, patches.channels, patches.rows * patches.high, patches.columns * patches.wide)
         return torch.randn(size, generator=generator)
     max_length = (

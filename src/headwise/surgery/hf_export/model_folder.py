@@ -106,7 +106,8 @@ def _candidate_configs(
     specs = dict(model_spec.attention_specs())
     if not specs:
         return
-    updated, last_heads = dict(config), list(specs.values())[-1].heads
+    updated = dict(config)
+    last_heads = list(specs.values())[-1].heads
     for name in HEAD_COUNT_KEYS:
         if name in config:
             own = [s for site, s in specs.items() if name.startswith(site.partition(".")[0])]
@@ -114,7 +115,8 @@ def _candidate_configs(
     updated |= {name: last_heads.kv for name in KV_COUNT_KEYS if config.get(name) is not None}
     yield updated
     # Keys that have a derived default if the config does not set them.
-    head_dim, kv_heads = {"head_dim": last_heads.dim}, {KV_COUNT_KEYS[0]: last_heads.kv}
+    head_dim = {"head_dim": last_heads.dim}
+    kv_heads = {KV_COUNT_KEYS[0]: last_heads.kv}
     for extra in (head_dim, kv_heads, head_dim | kv_heads):
         if not any(config.get(name) is not None for name in extra):
             yield updated | extra
@@ -294,7 +296,8 @@ def _write_first_kind(
         return write_native("because the model was built in memory")
     if not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
         return write_native("like its source")
-    form, described = to_canonical_form(net), read_model_spec(source)
+    form = to_canonical_form(net)
+    described = read_model_spec(source)
     missing = find_unnamed_weight(form.model_spec, get_weight_names(described.name))
     if missing:
         return write_native(f"because a checkpoint of {described.name} has no tensor for {missing}")

@@ -81,9 +81,11 @@ def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChang
         changes.setdefault(module, {}).setdefault("shapes", {})[leaf] = list(shape)
     for host, columns in _table_columns(rewrite, names, locations):
         changes[host]["columns"] = columns
-    modules, repeats = dict(model.named_modules()), dict[str, dict[str, int]]()
+    modules = dict(model.named_modules())
+    repeats = dict[str, dict[str, int]]()
     for location in locations:
-        own, module = changes[location.module_path], modules[location.module_path]
+        own = changes[location.module_path]
+        module = modules[location.module_path]
         own |= _forward_changes(module, location, rewrite, has_columns="columns" in own)
         if location.repeats:
             repeats |= dict.fromkeys(location.kv_paths, location.repeats)
@@ -139,7 +141,9 @@ def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> tuple[dict[str, str]
             "5.0 or later"
         ) from None
 
-    model_tensors, names, converted_names = model.state_dict(), dict[str, str](), set[str]()
+    model_tensors = model.state_dict()
+    names = dict[str, str]()
+    converted_names = set[str]()
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
@@ -202,7 +206,8 @@ def _locate_attentions(
         if not projections or output_path is None:
             raise SpecError(f"{site} has no weight matrices of its own in these files")
         module_path = _common_module(projections)
-        layer_path, tensor_paths = _layer_path(module_path), {*paths.values()}
+        layer_path = _layer_path(module_path)
+        tensor_paths = {*paths.values()}
         inner_paths = {module_path}
         for path in tensor_paths:
             inner_paths |= {one for one in _parent_paths(path) if len(one) > len(layer_path)}
@@ -373,7 +378,8 @@ def _config_values(
     """Numbers of heads that the forward of a module reads from the config of the model, with their
     new values.
     """
-    config, names = getattr(module, "config", None), _names_read_from_config(type(module))
+    config = getattr(module, "config", None)
+    names = _names_read_from_config(type(module))
     counts = dict.fromkeys(HEAD_COUNT_KEYS, (location.before.heads.q, after.heads.q))
     counts |= dict.fromkeys(KV_COUNT_KEYS, (location.before.heads.kv, after.heads.kv))
     values = {

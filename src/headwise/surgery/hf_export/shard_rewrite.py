@@ -116,11 +116,13 @@ def _site_tensors(form: CanonicalForm, site: str, spec: AttentionSpec) -> dict[s
 
 def _sort_heads(form: CanonicalForm) -> CanonicalForm:
     """Sort query heads by their key-value head, and key-value heads by their first query head."""
-    specs, tensors = dict(form.model_spec.attention_specs()), dict(form.tensors)
+    specs = dict(form.model_spec.attention_specs())
+    tensors = dict(form.tensors)
     if form.model_spec.approximation_reasons():
         return form
     for site, spec in specs.items():
-        heads, weights = spec.heads, _site_tensors(form, site, spec)
+        heads = spec.heads
+        weights = _site_tensors(form, site, spec)
         if heads.value_heads or spec.score_head_of_output != tuple(range(heads.q)):
             continue
         columns = next(
@@ -168,7 +170,8 @@ def list_index_constants(spec: AttentionSpec) -> Iterator[tuple[str, str, str]]:
 
 def _narrow_tables(form: CanonicalForm) -> CanonicalForm:
     """Drop the unused columns of a table if all layers of a stack use the same ones."""
-    specs, tensors = dict(form.model_spec.attention_specs()), dict(form.tensors)
+    specs = dict(form.model_spec.attention_specs())
+    tensors = dict(form.tensors)
     for stack in form.model_spec.stacks:
         stack_specs = {
             site: spec for site, spec in specs.items() if site.startswith(f"{stack.name}.")
@@ -238,7 +241,8 @@ def _simplify_spec(spec: AttentionSpec) -> AttentionSpec:
                 and new_part.with_fixed_sizes(spec) == part.with_fixed_sizes(spec)
                 and new_part != part
             ):
-                spec, part = _replace_part(spec, name, new_part), new_part
+                spec = _replace_part(spec, name, new_part)
+                part = new_part
     return spec
 
 
@@ -279,7 +283,8 @@ class ShardRewrite(NamedTuple):
     @staticmethod
     def of(source: Path, described: ModelSpec, form: CanonicalForm) -> ShardRewrite:
         """Return the rewrite of a folder with model spec `described` into `form`."""
-        stored, names = SafetensorsFolder(source), get_weight_names(described.name)
+        stored = SafetensorsFolder(source)
+        names = get_weight_names(described.name)
         trunk = names.find_prefix(names.canonical_name(name) for name in stored.infos)
         old, new = (
             CheckpointPlan.from_spec(model, names, trunk) for model in (described, form.model_spec)
@@ -384,12 +389,15 @@ def write_shards(rewrite: ShardRewrite, folder: Path) -> list[Path]:
     """Write the shards into a folder one at a time, and their index if the source has one; return
     the paths.
     """
-    new_by_neighbour, file_of_tensor = dict[str, list[str]](), dict[str, str]()
+    new_by_neighbour = dict[str, list[str]]()
+    file_of_tensor = dict[str, str]()
     for path, neighbour in rewrite.new_tensors.items():
         new_by_neighbour.setdefault(neighbour, []).append(path)
-    written, size = list[Path](), 0
+    written = list[Path]()
+    size = 0
     for file in rewrite.source_tensors.files:
-        tensors, metadata = dict[str, Tensor](), dict[str, str]()
+        tensors = dict[str, Tensor]()
+        metadata = dict[str, str]()
         for name, tensor in _iter_tensors(file, metadata):
             tensors[name] = rewrite.rewrite_tensor(name, tensor).contiguous()
             tensors |= {

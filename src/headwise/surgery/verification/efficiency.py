@@ -191,7 +191,8 @@ def default_workload(net: Transformer, length: int | None, source_length: int | 
 
 def _iter_costs(nets: Mapping[str, Transformer], estimates: CostReport) -> Iterator[CostPair]:
     """Yield the costs of both models; bytes are those of their own dtypes."""
-    old, new = estimates["before"], estimates["after"]
+    old = estimates["before"]
+    new = estimates["after"]
     sizes = [next(net.parameters()).element_size() for net in nets.values()]
     counts = [old.parameters.total, new.parameters.total]
     yield CostPair("parameters", "", *counts)
@@ -268,7 +269,8 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
     Traceback (most recent call last):
     ValueError: 2000 prompt tokens and 16 decode steps exceed the 1024 positions of gpt2; give length=1008
     """
-    spec, limits = net.spec, max_lengths(net.spec)
+    spec = net.spec
+    limits = max_lengths(net.spec)
     if spec.kind == "vision":
         return image_tokens(spec)[-1] or 1, timing.steps
     has_source = len(spec.stacks) > 1
@@ -292,7 +294,8 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
 def make_timing_input(net: Transformer, batch: int, length: int) -> Tensor:
     """Return random input for the first stack: token ids, or noise for images and vectors."""
     stack = net.spec.stacks[0]
-    embedding, weight = stack.embedding, next(net.parameters())
+    embedding = stack.embedding
+    weight = next(net.parameters())
     generator = torch.Generator().manual_seed(0)
     if embedding is not None and embedding.tokens:
         return torch.randint(0, embedding.tokens, (batch, length), generator=generator).to(
@@ -314,7 +317,8 @@ def list_phases(
     net: Transformer, inputs: Tensor, timing: TimingOptions, length: int, notes: list[str]
 ) -> Iterator[TimedPhase]:
     """Yield the phases of this kind of model; phases that cannot be timed are added to `notes`."""
-    kind, batch = net.spec.kind, timing.batch
+    kind = net.spec.kind
+    batch = timing.batch
     unit, count = ("images/s", batch) if kind == "vision" else ("tokens/s", batch * length)
     if any(net.spec.attention_specs()):
         run_attentions = partial(_prepare_attentions, batch, length)
@@ -339,13 +343,15 @@ def list_phases(
 
 def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[], object]:
     """Prepare a run of all attention layers of a model on random inputs."""
-    weight, generator = next(net.parameters()), torch.Generator().manual_seed(0)
+    weight = next(net.parameters())
+    generator = torch.Generator().manual_seed(0)
     inputs = dict[str, Tensor]()
     for stack in net.spec.stacks:
         count = min(length, known(stack) or length)
         shape = (batch, count, stack.model)
         inputs[stack.name] = torch.randn(shape, generator=generator).to(weight)
-    source, calls = next(iter(inputs.values())), list[Callable[[], object]]()
+    source = next(iter(inputs.values()))
+    calls = list[Callable[[], object]]()
     for name, stack in net.stacks.items():
         for layer in stack.blocks:
             for role, attention in layer.attentions.items():
@@ -366,11 +372,14 @@ def _prepare_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[]
     All steps take one token id, because its value does not affect the time.
     """
     if len(net.spec.stacks) > 1:
-        past, memory = 0, net.encode(inputs)
+        past = 0
+        memory = net.encode(inputs)
         token = torch.zeros(len(inputs), 1, dtype=torch.int64, device=inputs.device)
         cache = _make_cache(net, len(inputs), steps)
     else:
-        past, memory, token = inputs.shape[1], None, inputs[:, :1]
+        past = inputs.shape[1]
+        memory = None
+        token = inputs[:, :1]
         _, cache = _prefill(net, inputs, past + steps)
 
     def decode() -> Tensor:
@@ -449,7 +458,8 @@ def measure_peak_bytes(run: Callable[[], object]) -> int:
 
 # --- Speed of two models, measured alternately ----------------------------------------------------
 
-MIN_ROUNDS, MAX_ROUNDS = 5, 31  # rounds; each runs both models once
+MIN_ROUNDS = 5
+MAX_ROUNDS = 31  # rounds; each runs both models once
 MAX_SPREAD = 0.2  # relative spread above which there is no verdict
 
 
@@ -529,7 +539,8 @@ def compare_speed(
     """
     length, steps = fit_lengths(before, timing)
     timing = replace(timing, steps=steps)
-    inputs, notes = make_timing_input(before, timing.batch, length), list[str]()
+    inputs = make_timing_input(before, timing.batch, length)
+    notes = list[str]()
     phases = list(list_phases(before, inputs, timing, length, notes))
     if not any(after.spec.attention_specs()):
         phases = [phase for phase in phases if phase.name != ATTENTION_PHASE]
@@ -555,7 +566,8 @@ def _measure_phase(
     peak_bytes = tuple(measure_peak_bytes(lambda net=net: phase.prepare(net)()) for net in nets)
     for net in nets:
         _time_run(phase, net)
-    deadline, rounds = time.perf_counter() + seconds, list[list[float]]()
+    deadline = time.perf_counter() + seconds
+    rounds = list[list[float]]()
     while len(rounds) < MAX_ROUNDS and (not rounds or time.perf_counter() < deadline):
         order = nets if len(rounds) % 2 == 0 else nets[::-1]
         times = [_time_run(phase, net) for net in order]

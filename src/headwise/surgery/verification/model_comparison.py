@@ -188,7 +188,8 @@ MAX_DOUBLE_PARAMETERS = (
 )  # largest number of parameters for a comparison in double precision
 MAX_DOUBLE_TEXTS = 16  # texts compared in double precision
 # Tolerated difference in float32 and in float64, relative to the largest output.
-OUTPUT_TOLERANCE, DOUBLE_TOLERANCE = 1e-4, 1e-10
+OUTPUT_TOLERANCE = 1e-4
+DOUBLE_TOLERANCE = 1e-10
 ModelCall = Callable[..., Any]  # any model that takes the arguments of the headwise model
 Patches = Mapping[HeadRef, HeadPatch | Tensor]
 NO_PATCHES: Patches = {}
@@ -342,7 +343,8 @@ def compare_weights(what: str, after: Transformer, exact: Transformer) -> Output
     The difference of each tensor is relative to its largest value and within one machine epsilon if
     it was rounded.
     """
-    dtype, difference = parameter_dtype(after), 0.0
+    dtype = parameter_dtype(after)
+    difference = 0.0
     expected = {name: parameter.detach() for name, parameter in exact.named_parameters()}
     for name, parameter in after.named_parameters():
         wide = expected[name]
@@ -372,7 +374,8 @@ def build_ablations(
         if site not in specs:
             raise ValueError(f"the model has no attention {site!r}; {suggest(site, specs)}")
         count = len(specs[site].score_head_of_output)
-        if wrong := [head for head in kept_heads if not 0 <= head < count]:
+        wrong = [head for head in kept_heads if not 0 <= head < count]
+        if wrong:
             raise ValueError(f"{site} has no head {wrong[0]} to keep; give heads in 0..{count - 1}")
         removed = [(site, head) for head in range(count) if head not in kept_heads]
         patches |= {ref: replacements.get(ref, ScaledOutput(0.0)) for ref in removed}
@@ -419,9 +422,12 @@ def _max_difference(
     call_second: Callable[[ModelInputs], Tensor],
 ) -> tuple[float, float, int]:
     """Return the largest difference, the largest absolute output, and the number of texts."""
-    difference, largest, count = 0.0, 0.0, 0
+    difference = 0.0
+    largest = 0.0
+    count = 0
     for count, inputs in enumerate(inputs_of_texts, 1):
-        first, second = call_first(inputs), call_second(inputs)
+        first = call_first(inputs)
+        second = call_second(inputs)
         if first.shape != second.shape:
             shapes = f"{list(first.shape)} and {list(second.shape)}"
             raise ValueError(

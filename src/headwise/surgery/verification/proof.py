@@ -105,14 +105,18 @@ def format_example(
     rows = change.question.inputs.token_rows
     ids = rows["text"][0].ids if "text" in rows else None
     read = f"input {change.number}" if ids is None else spell_source(ids)
-    target, outputs = "", ["", ""]
+    target = ""
+    outputs = ["", ""]
     if objective == "next-token" and ids is not None:
         half = max(1, len(ids) // 2)
-        read, target = spell(ids[:half]), spell(ids[half:])
+        read = spell(ids[:half])
+        target = spell(ids[half:])
         outputs = _generate(nets, ids[:half], MAX_CONTINUATION_TOKENS, half - 1)
     elif objective == "translation" and ids is not None:
-        begin, source = len(net.usage.begin), rows["source"][0].ids
-        read, target = spell_source(source), spell(ids[begin:])
+        begin = len(net.usage.begin)
+        source = rows["source"][0].ids
+        read = spell_source(source)
+        target = spell(ids[begin:])
         outputs = _generate(nets, source, MAX_TRANSLATION_TOKENS, begin) if begin else outputs
     elif objective in ("masked-token", "label"):
         labels = change.question.labels
@@ -154,7 +158,8 @@ def _make_speller(net: Transformer, which: int) -> Callable[[Sequence[int]], str
 # --- Results --------------------------------------------------------------------------------------
 
 PROOF_VERSION = 1  # of the JSON document
-PROOF_JSON, PROOF_PAGE = "proof.json", "PROOF.md"
+PROOF_JSON = "proof.json"
+PROOF_PAGE = "PROOF.md"
 
 
 @dataclass(frozen=True)
@@ -353,7 +358,8 @@ def check_surgery(
     dtype = parameter_dtype(full)
     is_rounded = dtype != full_precision(dtype)
     exact = options.exact_change() if options.exact_change and is_rounded else None
-    equal, rounding = list[OutputDifference](), list[OutputDifference]()
+    equal = list[OutputDifference]()
+    rounding = list[OutputDifference]()
     in_own_dtype = f"same comparison in {str(dtype).removeprefix('torch.')}"
     if options.keep:
         equal += compare_ablated(full, exact or changed, texts, options.keep, options.replacements)
@@ -411,7 +417,8 @@ def _add_generation_scores(
     """Return the report with scores of generated answers, if the model can
     generate any, and notes.
     """
-    rows, notes = list(report.rows), list[str]()
+    rows = list(report.rows)
+    notes = list[str]()
     if options.task is not None:
         rows += [
             row

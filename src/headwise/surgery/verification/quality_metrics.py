@@ -28,7 +28,9 @@ from ...head_analysis.resampling import CONFIDENCE, ROUNDING, SHARES, Array, Jac
 from ...models import Transformer
 from .model_comparison import compute_output
 
-LOSS, PERPLEXITY, ACCURACY = "loss", "perplexity", "accuracy"
+LOSS = "loss"
+PERPLEXITY = "perplexity"
+ACCURACY = "accuracy"
 
 
 class IntervalEstimate(NamedTuple):
@@ -118,7 +120,8 @@ def measure_quality(
     """
     distinct = DistinctExamples(examples)
     texts = iter(distinct)
-    if (first_example := next(texts, None)) is None:
+    first_example = next(texts, None)
+    if first_example is None:
         raise ValueError("no texts to measure; give at least 2")
     resolved, note = choose_objective(net, objective, first_example)
     check_drift_baseline(resolved, baseline)
@@ -194,14 +197,16 @@ class QualityTally:
         loss = float(self.objective.value(output, baseline, question))
         sums = {LOSS: loss * question.num_targets}
         if question.labels is not None:
-            flat, labels = output.reshape(-1, output.shape[-1]), question.labels.to(output.device)
+            flat = output.reshape(-1, output.shape[-1])
+            labels = question.labels.to(output.device)
             sums[ACCURACY] = float(((flat.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum())
         return TextCounts(sums, question.num_targets)
 
     @property
     def report(self) -> QualityReport:
         """The metrics of all texts added so far."""
-        count, name = len(self.after), self.objective.name
+        count = len(self.after)
+        name = self.objective.name
         check_min_count(count, "texts with targets")
         notes = list(self.notes)
         if self.num_unscored:
@@ -241,10 +246,8 @@ def build_metric_row(
     [2.17, 0.58, 3.75]
     """
     after = _mean_over_positions(counts[0], sum_name)
-    better, largest = (
-        "lower" if sum_name == LOSS else "higher",
-        1.0 if name.startswith(SHARES) else math.inf,
-    )
+    better = "lower" if sum_name == LOSS else "higher"
+    largest = 1.0 if name.startswith(SHARES) else math.inf
     estimate = _estimate_mean(after, transform).clip(0, largest)
     if counts[1] is None:
         return MetricRow(name, better, estimate)
@@ -293,7 +296,8 @@ def describe_change(row: MetricRow) -> str:
     ... )
     'undecided, too few texts'
     """
-    change, before = row.change, row.before
+    change = row.change
+    before = row.before
     if change is None or before is None or math.isnan(change.value):
         return "not compared"
     scale = max(abs(before.value), abs(row.after.value))
@@ -313,7 +317,8 @@ def describe_change(row: MetricRow) -> str:
 
 SCORING_BATCH_SIZE = 32
 DEFAULT_NUM_EXAMPLES = 100  # of a task, generated and scored
-BLEU, EXACT_MATCH = "BLEU", "exact_match"
+BLEU = "BLEU"
+EXACT_MATCH = "exact_match"
 MAX_ANSWER_TOKENS = 64  # per translation
 
 
@@ -364,15 +369,15 @@ def compare_tallies(before: Sequence[Any], after: Sequence[Any]) -> list[MetricR
 
 def score_task(net: Transformer, task: Task, num_examples: int) -> Iterator[Any]:
     """Yield the task's tally of every example, of generated answers if the task has any."""
-    device, num_batches, index = (
-        next(net.parameters()).device,
-        task.batches(SCORING_BATCH_SIZE, "valid"),
-        0,
-    )
+    device = next(net.parameters()).device
+    num_batches = task.batches(SCORING_BATCH_SIZE, "valid")
+    index = 0
     while num_examples and (num_batches is None or index < num_batches):
         batch = task.batch(index, SCORING_BATCH_SIZE, "valid")
         rows = min(num_examples, len(batch.labels))
-        batch, index, num_examples = batch.rows(slice(0, rows)), index + 1, num_examples - rows
+        batch = batch.rows(slice(0, rows))
+        index = index + 1
+        num_examples = num_examples - rows
         with torch.inference_mode():
             outputs: Any = (
                 _generate_answers(net, task, batch, device)
@@ -380,7 +385,8 @@ def score_task(net: Transformer, task: Task, num_examples: int) -> Iterator[Any]
                 else _compute_logits(net, batch, device)
             )
         for number in range(rows):
-            example, output = batch.rows(slice(number, number + 1)), outputs[number : number + 1]
+            example = batch.rows(slice(number, number + 1))
+            output = outputs[number : number + 1]
             yield task.score(output, example) if task.answers else task.measure(output, example)
 
 
@@ -421,7 +427,8 @@ def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any
 
 def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list[TranslationPair]:
     """Return the source ids and reference translation of every example."""
-    tokenizer, num_begin = load_tokenizers(net)[1], len(net.usage.begin)
+    tokenizer = load_tokenizers(net)[1]
+    num_begin = len(net.usage.begin)
     return [
         TranslationPair(
             example.streams["source"].ids.tolist(),
@@ -495,7 +502,8 @@ def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> lis
         MAX_ANSWER_TOKENS,
         MAX_ANSWER_TOKENS if max_length is None else max(1, max_length - len(net.usage.begin)),
     )
-    tokenizer, translations = load_tokenizers(net)[1], list[str]()
+    tokenizer = load_tokenizers(net)[1]
+    translations = list[str]()
     for start in range(0, len(pairs), SCORING_BATCH_SIZE):
         outputs = generate(
             net,
