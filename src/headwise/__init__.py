@@ -12,7 +12,7 @@ counts it. Of models: `model_spec`, `families`, `models` and `hub`; `data`, `tra
 `distributed` and `studies`; `generation`. Of heads: `inspect`, `traces`,
 `head_analysis` and `surgery`. To look at and compare: `viewer`, `learn`, `demo`,
 `part_checks` and `cli`. Helpers: `errors`, `escaping`, `files`, `output_paths`, `progress`,
-`size_limits`, `machine` and `translation`.
+`size_limits`, `report` and `machine`.
 
 >>> import headwise as hw
 >>> hw.design(model=512, heads=8, kv=2).heads

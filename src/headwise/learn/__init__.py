@@ -9,6 +9,7 @@ The runs of each document are one module, or several, each with its texts in a .
 `self_attention_basics` (000), `parameters_and_scaling` (001), `multi_head_idea`,
 `multi_head_analysis`, `multi_head_code`, `head_variants` and `cited_papers` (002),
 `attention_mechanism`, `attention_comparison` and `misconceptions` (003), and `kernel_lookup` (004).
-`measured_layers` makes the random inputs and layers of the runs, and has those of the comparison
+`soft_lookup` computes the look-up of 004 with a table of its own, and `language` holds the language
+of the texts. `measured_layers` makes the random inputs and layers of the runs, and has those of the comparison
 tables of 000 and 003.
 """

@@ -1,8 +1,8 @@
 """Results as data, and every way to show them. This room knows no capability.
 
-A capability returns `Estimate`, `Table`, `Figure` or `Page`; `headwise.report.render` turns these into
-text, Markdown, HTML, JSON and CSV, `headwise.report.plots` into SVG, PNG and PDF. Numbers are formatted
-by `headwise.report.numbers`, text is aligned by its width on a terminal by `headwise.report.text`.
+A capability returns an `Estimate`, `Table`, `Figure` or `Page` of `data`. `render` turns these into
+text, Markdown, HTML, JSON and CSV, `plots` into SVG, PNG and PDF. `numbers` formats numbers, and
+`text` aligns text by its width on a terminal.
 
 >>> from headwise.report.data import Table
 >>> from headwise.report.render import to_text

@@ -120,15 +120,15 @@ def estimate_mean(values: Sequence[float], metric: str = "") -> Estimate:
     no p, and fewer than 6 of them no interval.
 
     >>> [round(number, 4) for number in estimate_mean([1.0, 2.0, 3.0])]
-    [2.0, -0.4841, 4.4841, nan, 0.0742, 3]
+    [2.0, -0.4841, 4.4841, nan, 3, 0.0742]
     """
     if not len(values):
-        return Estimate(math.nan, n=0)
+        return Estimate(math.nan, rows=0)
     mean = Jackknife.of_ratio(np.asarray(values, dtype=np.float64))
     low, high = (float(end) for end in mean.interval())
     if metric.startswith(SHARES):
         low, high = np.clip((low, high), 0.0, 1.0).tolist()
-    return Estimate(float(mean.value), low, high, p=float(mean.p_values()), n=len(values))
+    return Estimate(float(mean.value), low, high, rows=len(values), p=float(mean.p_values()))
 
 
 def mean_test(results: StudyResults, variant: str, task: StudyTask, test: str) -> Estimate:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import models
-from ...errors import SpecError
+from ...errors import SpecError, pluralise
 from ...families import get_weight_names, read_model_spec, write_config
 from ...families.config_reader import HEAD_COUNT_KEYS, KV_COUNT_KEYS
 from ...families.config_writer import find_differences
@@ -88,14 +88,12 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
                 return f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left"
             for role, spec in block.attention_specs.items():
                 first_depth, heads = first.setdefault(role, (depth, spec.heads))
-                for kind, count, first_count in (
-                    ("head", spec.heads.q, heads.q),
-                    ("key-value head", spec.heads.kv, heads.kv),
-                ):
-                    if count != first_count:
-                        kept = f"{count} {kind}{'s' * (count > 1)}"
-                        other = f"layer {first_depth} {first_count}"
-                        return f"{prefix}layer {depth} keeps {kept} and {other}"
+                if spec.heads.q != heads.q:
+                    kept = pluralise(spec.heads.q, "head")
+                    return f"{prefix}layer {depth} keeps {kept} and layer {first_depth} {heads.q}"
+                if spec.heads.kv != heads.kv:
+                    kept = pluralise(spec.heads.kv, "key-value head")
+                    return f"{prefix}layer {depth} keeps {kept} and layer {first_depth} {heads.kv}"
     return ""
 
 
