@@ -367,8 +367,8 @@ def _find_projections(
                 "add_bias_kv"
             )
         fused = "in_proj_weight" if module.in_proj_weight is not None else ""
-        names = [fused or f"{side}_proj_weight" for side in "qkv"]
-        return AttentionSite(*names, "out_proj", heads=module.num_heads)
+        q, k, v = (fused or f"{side}_proj_weight" for side in "qkv")
+        return AttentionSite(q, k, v, "out_proj", heads=module.num_heads)
     for projections in proposed:
         tensors = _scramble_first_group(model, site.path, projections)
         changed = [run_and_record(model, inputs, [site.path], new) for new in (tensors, NO_TENSORS)]

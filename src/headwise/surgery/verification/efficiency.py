@@ -603,7 +603,16 @@ def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int
     low, high = np.quantile(seconds, (0.25, 0.75), axis=0)
     spread = float(((high - low) / median).max())
     before, after = (phase.count / float(median_seconds) for median_seconds in median)
-    gains = np.quantile(seconds[:, 0] / seconds[:, 1], (0.5, 0.25, 0.75)).tolist()
+    gain, lowest, highest = np.quantile(seconds[:, 0] / seconds[:, 1], (0.5, 0.25, 0.75)).tolist()
     return PhaseSpeed(
-        phase.name, phase.unit, before, after, *gains, spread, len(seconds), peak_bytes
+        phase.name,
+        phase.unit,
+        before,
+        after,
+        gain,
+        lowest,
+        highest,
+        spread,
+        len(seconds),
+        peak_bytes,
     )
