@@ -117,6 +117,7 @@ def _scaling(measured: list[dict[str, Any]]) -> str:
         "time per step",
         "predicted lower limit",
         "tokens per second",
+        "predicted upper limit",
     ]
     return "Decode steps of all rows:\n\n" + _table(head, rows)
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import headwise as hw
 from headwise import backends
-from headwise.backends import CallSignature, bf16_matmul, dense, varlen
+from headwise.backends import CallSignature, bf16_matmul, dense
 from headwise.backends.backend_report import why
 from headwise.nn import attention_call
 from support.layer_cases import base, check_close
@@ -290,15 +290,6 @@ def test_unsupported_calls_have_reasons(words, state, value):
     spec = hw.design(model=12, heads=4, **words)
     refused = bf16_matmul.unsupported_reasons(CallSignature(spec, spec.core, **state))
     assert any(value in one for one in refused), refused
-
-
-def test_packed_texts_stay_with_their_kernel(monkeypatch: pytest.MonkeyPatch):
-    layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal")).to(BF16)
-    sequence = hw.SequenceInfo.packed([[3, 4]])
-    calls = []
-    monkeypatch.setattr(varlen, "attend_varlen", lambda qkv, *rest: calls.append(1) or qkv[2])
-    layer(torch.randn(1, 7, 8).to(BF16), sequence=sequence)
-    assert calls == [1]
 
 
 def test_a_second_derivative_is_refused():

@@ -333,8 +333,8 @@ def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyP
     assert engine.memory.reading == PagedSupport(2, {})
     assert rows == [3] * 2
     assert gathered == 0
-    assert "layers that read pages in place, all layers" in str(engine.report())
-    assert str(engine.report()).splitlines()[-1].endswith(" 2, 2")
+    assert engine.report().data["layers"] == 2
+    assert engine.report().data["gathers"] == {}
 
 
 def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
@@ -353,10 +353,6 @@ def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
     report = engine.report()
     assert report.data["layers"] == 3
     assert report.data["gathers"] == gathers
-    assert str(report).splitlines()[-2:] == [
-        "  1 layer gathers its pages: needs softmax, not Entmax",
-        "  1 layer gathers its pages: the layer sets backend='dense'",
-    ]
 
 
 def test_reach_is_computed_again_for_longer_rows():
