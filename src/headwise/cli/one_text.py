@@ -14,7 +14,6 @@ from .text_arguments import attach_named_tokenizer
 if TYPE_CHECKING:
     from ..head_analysis.attention_maps import AttentionMaps
     from ..traces import Trace
-    from .heads import HeadsOptions
 
 VIEWS = ("weights", "norms", "rollout", "logits", "points")
 MATRICES = ("weights", "norms")
@@ -27,7 +26,7 @@ USES = {  # views that an option is for, by its field
 }
 
 
-def check_one_text(args: HeadsOptions) -> None:
+def check_one_text(args: Any) -> None:
     """Refuse what cannot work before the model is loaded."""
     from ..head_analysis.head_table import check_head_name
 

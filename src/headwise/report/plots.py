@@ -24,8 +24,7 @@ from ..files import write_atomically
 from ..output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
 from .data import Axis, Bars, Dendrogram, Figure, HeatMap, Links, Panel, Plot, Series
 from .numbers import format_count
-from .render import is_light
-from .text import spread_labels
+from .text import is_light, spread_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

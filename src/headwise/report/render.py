@@ -15,7 +15,7 @@ from typing import Any
 from ..escaping import escape_markdown, make_visible
 from .data import Column, Estimate, Figure, HeatMap, Item, Page, Section, Table, Value
 from .numbers import NOT_MEASURED, format_interval, format_numbers
-from .text import TERMINAL_WIDTH, align_columns, pad, text_width, wrap
+from .text import TERMINAL_WIDTH, align_columns, is_light, pad, text_width, wrap
 
 SHADES = " ·░▒▓█"  # weight 0 .. 1
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -143,16 +143,6 @@ def _cell(panel: HeatMap, row: int, column: int, size: int, colour: bool) -> str
     strength = round(panel.values[row][column] * (len(SHADES) - 1) + 0.3)
     mark = "[" if (row, column) in panel.marked else " "
     return pad(mark + SHADES[min(max(strength, 0), len(SHADES) - 1)], size)
-
-
-def is_light(colour: str) -> bool:
-    """Return True if black is easier to read than white on "#rrggbb"."""
-    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    ]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return luminance > 0.179  # where both have the same contrast
 
 
 def colour_text(text: str, colour: str) -> str:

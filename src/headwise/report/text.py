@@ -166,3 +166,13 @@ def spread_labels(
     for rank, n in enumerate(order):
         positions[n] = round(starts[rank] + rank * gap, 9)
     return positions
+
+
+def is_light(colour: str) -> bool:
+    """Return True if black is easier to read than white on "#rrggbb"."""
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return luminance > 0.179  # where both have the same contrast
