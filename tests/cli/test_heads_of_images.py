@@ -213,7 +213,7 @@ REFUSED = {
     "criteria": ("vit", "images", ("--criteria", "voita"), "is defined on texts"),
     "importance": ("vit", "images", ("--importance", "michel"), "needs texts or labels"),
     "tokenizer": ("vit", "images", ("--tokenizer", "bytes"), "is for texts"),
-    "two sources": ("vit", "images", ("--data", "lines.txt"), "give exactly one source"),
+    "two sources": ("vit", "images", ("--data", __file__), "give exactly one source"),
 }
 
 

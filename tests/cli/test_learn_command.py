@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
-from headwise.head_analysis import head_figures
 from headwise.learn import document_page
 from headwise.learn.catalogue import load_documents, load_entries
 from headwise.learn.language import use_language
+from headwise.report import plots
 
 WITH_FIGURES = {
     "000-1.2.3",
@@ -138,9 +138,7 @@ def test_a_missing_chinese_font_is_named_in_both_languages(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(
-        head_figures, "FALLBACK_FONTS", fonts
-    )  # none of them has Chinese characters
+    monkeypatch.setattr(plots, "FALLBACK_FONTS", fonts)  # none of them has Chinese characters
     assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
     page = (tmp_path / "004.html").read_text()
     for note in (

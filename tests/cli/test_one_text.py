@@ -274,7 +274,7 @@ def test_python_takes_a_text_for_a_logit(folder: Path):
     assert by_text.words == (chr(by_text.token),)
     lines = str(by_text).splitlines()
     assert lines[0].startswith(
-        f"the logit of token {by_text.token} ({chr(by_text.token)!r}) at position {len(TEXT) - 1}:"
+        f"logit of token {by_text.token} {chr(by_text.token)!r} at position {len(TEXT) - 1}"
     )
     assert len([line for line in lines if line.startswith("decoder.")]) == LAYERS * HEADS
 
