@@ -315,7 +315,6 @@ LOADERS = re.compile(r"\b(?:from_pretrained|_?from_config|for_model)\(")
 ALLOWED = {
     "hub/transformers_loading.py": 4,
     "head_analysis/random_baseline.py": 1,  # of a model in memory
-    "bench/cases/whole_models.py": 1,  # of a folder that the benchmark wrote
     "surgery/hf_export/load_check.py": 2,
     "inspect/attention_sites.py": 3,  # of headwise
 }
@@ -334,7 +333,7 @@ def test_scripts_without_headwise_have_the_same_arguments():
     for text in (
         load_check.DRIVER,
         script,
-        (SOURCE / "bench" / "cases" / "whole_models.py").read_text(),
+        (SOURCE.parents[1] / "benchmarks" / "whole_models.py").read_text(),
     ):
         assert '"trust_remote_code": False' in text
         assert '"use_safetensors": True' in text

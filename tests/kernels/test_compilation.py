@@ -302,7 +302,7 @@ def test_kernels_are_kept_in_the_users_cache_folder_and_not_in_the_package(tmp_p
     kept, _ = sorted(
         (tmp_path / "headwise").iterdir(), key=lambda folder: len(folder.name), reverse=True
     )
-    assert [path.suffix for path in list_files(kept, "*run_gemv*")] == [".nbc", ".nbi"]
+    assert [path.suffix for path in list_files(kept, "*gemv*")] == [".nbc", ".nbi"]
     assert not (tmp_path / "headwise" / "headwise-kernels-0").exists()
 
 
@@ -407,7 +407,7 @@ def test_each_task_names_one_set_of_kernels():
     from headwise.kernels.__main__ import find_kernel_sets
 
     tasks = [kernels.task_name(dtype) for kernels in find_kernel_sets() for dtype in kernels.dtypes]
-    assert len(set(tasks)) == len(tasks) > 15
+    assert len(set(tasks)) == len(tasks) > 10
     assert all(isinstance(kernels, KernelSet) for kernels in find_kernel_sets())
 
 

@@ -126,16 +126,18 @@ class OperandChecks:
         for operand, tensor in zip(operands, tensors, strict=True):
             if tensor is None:
                 continue
-            name = f"{operand.name} {list(tensor.shape)}"
             if not tensor.is_cpu:
-                refuse_operands(
-                    self.operation, f"{name} is on {tensor.device}", "give a tensor on the CPU"
-                )
-            size = tensor.untyped_storage().nbytes()
-            needed = _end_in_storage(tensor)
-            if size < needed:
-                fact = f"{name} needs {needed} bytes of a storage of {size}"
-                refuse_operands(self.operation, fact, "give a tensor whose storage was not resized")
+                fact = f"{operand.name} {list(tensor.shape)} is on {tensor.device}"
+                refuse_operands(self.operation, fact, "give a tensor on the CPU")
+            self.check_memory(operand.name, tensor)
+
+    def check_memory(self, name: str, tensor: Tensor) -> None:
+        """Raise ValueError if the storage of a tensor is too small for it."""
+        size = tensor.untyped_storage().nbytes()
+        needed = _end_in_storage(tensor)
+        if size < needed:
+            fact = f"{name} {list(tensor.shape)} needs {needed} bytes of a storage of {size}"
+            refuse_operands(self.operation, fact, "give a tensor whose storage was not resized")
 
 
 def _generate_check(

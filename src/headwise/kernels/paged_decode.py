@@ -301,6 +301,8 @@ def attend_paged(
         if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *option_tensors, *table)
         else _attend_paged_op
     )
+    if run is _launch_paged_decode:
+        CHECKS.check_memory("q", q_BHK)  # torch's product would read behind it
     q = q_BHK.to(compute_dtype) * scale
     o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, option_tensors, options.softcap)
     return o.to(q_BHK.dtype), lse

@@ -131,7 +131,10 @@ def masked_entmax(
     _check_entmax_operands(s, allowed, alpha, v, value_heads)
     args = _entmax_args(s, allowed, alpha, v, value_heads)
     row_state = s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
-    output = s.new_empty(*s.shape[:3], s.shape[3] if v is None else args.value_dim)
+    width = s.shape[3] if v is None else args.value_dim
+    output = s.new_empty(*s.shape[:3], width)
+    if not s.shape[3]:
+        output.zero_()  # values without keys have no memory, which the kernel takes for no values
     ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=row_state))
     return output if v is None else _unpad_channels(output, v), row_state
 
