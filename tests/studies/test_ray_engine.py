@@ -137,7 +137,7 @@ def test_heads_refusals(
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     for wrong, words in [
         (["--address", "host:6379"], "--address host:6379 belongs to --engine ray"),
-        (["--engine", "mpi"], "'mpi' is unknown; give one of 'local', 'ray'"),
+        (["--engine", "mpi"], "'mpi' is unknown; use one of local, ray"),
     ]:
         assert main([*command, *wrong]) == 2
         assert words in capsys.readouterr().err
@@ -179,7 +179,8 @@ def test_heads_of_lost_tasks_are_refused_in_one_line(name: str, monkeypatch: pyt
         remote=lambda **_: lambda _: task,
         get=lose_task,
     )
-    monkeypatch.setattr(ray_engine, "_import_ray", lambda: ray)
+    modules = {"ray": ray, "ray.exceptions": ray.exceptions}
+    monkeypatch.setattr(ray_engine.importlib, "import_module", modules.__getitem__)
     net, examples = make_heads()
     with pytest.raises(
         SpecError, match=r"the node has too little memory[)]; use --engine local"
@@ -199,7 +200,7 @@ def test_refusals(
     for wrong, words in [
         (["--address", "host:6379"], "--address host:6379 belongs to --engine ray"),
         (["--engine", "ray", "--jobs", "0"], "give 1 or more"),
-        (["--engine", "mpi"], "'mpi' is unknown; give one of 'local', 'ray'"),
+        (["--engine", "mpi"], "'mpi' is unknown; use one of local, ray"),
     ]:
         assert main(["study", str(file), "--out", str(tmp_path / "out"), *wrong]) == 2
         assert words in capsys.readouterr().err

@@ -124,18 +124,31 @@ def align_columns(
     to_left: Sequence[bool],
     width: int = TERMINAL_WIDTH,
 ) -> list[str]:
-    """Return a header and rows as lines with aligned columns, each cut to this width.
+    """Return a header and rows as lines with aligned columns.
+
+    Columns that do not fit the width follow below, each time after the first column. A line is cut
+    only if the first column and one more do not fit.
 
     >>> align_columns(["键", "n"], [["keys", "22"]], [True, False])
     ['键     n', 'keys  22']
+    >>> align_columns(["key", "n", "m"], [["a", "1", "2"]], [True, False, False], width=7)
+    ['key  n', 'a    1', '', 'key  m', 'a    2']
     """
-    lines = [header, *rows]
-    widths = [max(map(text_width, column)) for column in zip(*lines, strict=True)]
+    columns = list(zip(header, *rows, strict=True))
+    padded: list[list[str]] = []
+    for column, left in zip(columns, to_left, strict=True):
+        size = max(map(text_width, column))
+        padded.append([pad(cell, size) if left else pad_left(cell, size) for cell in column])
     aligned: list[str] = []
-    for line in lines:
-        cells = zip(line, widths, to_left, strict=True)
-        padded = [pad(cell, size) if left else pad_left(cell, size) for cell, size, left in cells]
-        aligned.append(cut("  ".join(padded).rstrip(), width))
+    rest = padded[1:]
+    while rest or not aligned:
+        part = padded[:1]
+        used = text_width(part[0][0]) if part else 0
+        while rest and (len(part) == 1 or used + 2 + text_width(rest[0][0]) <= width):
+            used += 2 + text_width(rest[0][0])
+            part.append(rest.pop(0))
+        aligned += [""] if aligned else []
+        aligned += [cut("  ".join(cells).rstrip(), width) for cells in zip(*part, strict=True)]
     return aligned
 
 
