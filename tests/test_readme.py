@@ -26,7 +26,7 @@ EXAMPLES = {
     if path.suffix != ".ipynb"
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MAX_STORY_LINES = 12
+MAX_STORY_LINES = 20
 # What each story writes, and a part of what it prints.
 RESULTS = {
     "see_heads.py": ("heads.html", "previous token; chance"),
