@@ -6,8 +6,6 @@ each name that was renamed, replaced or deleted: what became of it. All other na
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import tomllib
@@ -15,28 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import headwise as hw
-from headwise import cli
 from headwise.learn.catalogue import load_entries
 from headwise.parts import REGISTRY
 from headwise.presets import PRESETS
+from support.command_help import list_commands, printed
 
 HERE = Path(__file__).parent
 NAMES = HERE / "ledger.json"
 CHANGES = HERE / "ledger.toml"
 FEATURES = HERE.parents[1] / "tools" / "feature_comparison.toml"
-
-
-def printed(arguments: list[str]) -> str:
-    """Return what a command prints."""
-    stream = io.StringIO()
-    with contextlib.redirect_stdout(stream), contextlib.suppress(SystemExit):
-        cli.main(arguments)
-    return stream.getvalue()
-
-
-def list_commands() -> list[str]:
-    section = printed(["--help"]).split("commands:")[1].split("\n\n")[0]
-    return re.findall(r"^  ([a-z]+) ", section, re.MULTILINE)
 
 
 def list_options() -> list[str]:
