@@ -37,7 +37,7 @@ TEXTS = ["a, b", "two to", "two x", "is it", "no one", "nine"]
 IDS = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(0))
 BYTES = GPT2 | {"vocab_size": 256}
 FEW = MeasureOptions()
-PADDED_TASK = hw.data.make_task("listops", longest=12)
+PADDED_TASK = hw.data.make_task("copy")
 
 
 def numbers(value: Any) -> list[float]:
