@@ -252,7 +252,7 @@ def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_texts_leave_no_interval(count: int):
-    with pytest.raises(ValueError, match=f"confidence intervals from {count} texts; give at least two"):
+    with pytest.raises(ValueError, match=f"confidence intervals from {count} texts?; give at least two"):
         measure_heads(handmade.decoder(), handmade.texts(count))
 
 

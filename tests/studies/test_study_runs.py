@@ -116,7 +116,7 @@ def test_kill_and_resume_give_the_same_bytes(
     ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
     cells = tmp_path / "out" / "cells"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while len(list(cells.glob("*/result.json"))) < 2 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
