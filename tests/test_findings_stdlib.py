@@ -145,7 +145,7 @@ def test_tests_find_what_is_there_and_nothing_else(parts: Any):
     rise = {("head", 0, 10, "repeated", "induction", 4), ("head", 0, 20, "repeated", "induction", 4)}
     assert {key for key, one in found.items() if one.is_above_chance} == rise | {("change", 0, 10, "induction")}
     assert len(found) == 2 * 2 * 2 * 6 + 2 * 4
-    assert 0 < found["head", 0, 10, "repeated", "induction", 4].p < 1e-20  # 0.3 is 190 standard errors
+    assert 0 < found["head", 0, 10, "repeated", "induction", 4].p < 1e-20  # 0.3 is 134 standard errors of a difference
     nothing = parts.curves.tests(make_findings(parts, 0.0))
     assert not any(one.is_above_chance for one in nothing.values())
 
