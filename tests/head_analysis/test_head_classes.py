@@ -250,9 +250,9 @@ def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
         decoder.head(FIRST, 3)
 
 
-@pytest.mark.parametrize(("count", "texts"), [(0, "0 texts"), (1, "1 text")])
-def test_fewer_than_two_texts_leave_no_interval(count: int, texts: str):
-    with pytest.raises(ValueError, match=f"confidence intervals from {texts}; give at least two"):
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_than_two_texts_leave_no_interval(count: int):
+    with pytest.raises(ValueError, match=f"confidence intervals from {count} texts; give at least two"):
         measure_heads(handmade.decoder(), handmade.texts(count))
 
 

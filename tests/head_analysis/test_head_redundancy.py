@@ -594,7 +594,7 @@ def test_weights_that_do_not_sum_to_one_are_skipped_and_reported():
 
 def test_incomparable_heads_are_refused():
     net = small_gpt2()
-    with pytest.raises(ValueError, match="confidence intervals from 1 text; give at least two"):
+    with pytest.raises(ValueError, match="confidence intervals from 1 texts; give at least two"):
         measure_redundancy(net, make_examples(1), options=LIGHT)
     with pytest.raises(ValueError, match="unknown cka_estimator='cca'; use 'unbiased' or 'linear'"):
         measure_redundancy(net, make_examples(2), options=RedundancyOptions(cka_estimator="cca"))
