@@ -48,10 +48,10 @@ class DistinctExamples:
         """Raise ValueError if there were fewer than `minimum` distinct examples."""
         if self.num_distinct < minimum:
             if self.num_repeated:
-                given = self.num_distinct + self.num_repeated
+                num_texts = self.num_distinct + self.num_repeated
                 raise ValueError(
                     "cannot compute confidence intervals from equal texts "
-                    f"(different: {self.num_distinct} of {given}); give different texts"
+                    f"(different: {self.num_distinct} of {num_texts}); give different texts"
                 )
             raise ValueError(f"cannot compute confidence intervals from {self.num_distinct} texts; give at least two")
 
