@@ -129,7 +129,7 @@ def test_repeated_texts_are_no_further_evidence():
     assert once.texts == often.texts == "5 texts"
     assert "left out 4 texts that repeat an earlier one" in often.notes
     with pytest.raises(
-        ValueError, match="from 1 text and 1 repetition of earlier ones; give different texts"
+        ValueError, match="from equal texts \\(different: 1 of 2\\); give different texts"
     ):
         measure_heads(net, [texts[0]] * 2)
     one = measure_heads(net, [texts[0]] * 2, options=MeasureOptions(min_texts=1))

@@ -15,8 +15,9 @@ from torch import nn
 
 import headwise as hw
 from headwise.data.vocabulary import ByteVocabulary
-from headwise.head_analysis.annotated_examples import examples_from_lines
+from headwise.head_analysis.annotated_examples import Example, examples_from_lines
 from headwise.surgery import DropHeads, HeadRanking, KeepTop, Pool, ToMixtureOfHeads
+from headwise.surgery.model_and_texts import split_examples
 from support.transformers_models import ZOO, without_columns
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -178,6 +179,17 @@ def test_a_transformers_model_is_converted_by_strings(conversion: Any, tmp_path:
     torch.testing.assert_close(
         hw.load(tmp_path / "new")(IDS), converted.after(IDS), rtol=1e-5, atol=1e-5
     )
+
+
+def test_no_text_is_on_both_sides_of_a_split():
+    examples = [Example({"x": number % 9}, {}) for number in range(18)]
+    chosen, proof, notes = split_examples(examples, ["heads were ranked"])
+    assert [one.inputs["x"] for one in chosen] == [0, 2, 4, 6, 8]
+    assert [one.inputs["x"] for one in proof] == [1, 3, 5, 7]
+    assert notes == [
+        "heads were ranked with 5 texts that the proof does not use",
+        "left out 9 texts that repeat an earlier one",
+    ]
 
 
 def test_skipped_texts_are_named():

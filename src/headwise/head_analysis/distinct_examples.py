@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import pluralise
 from .annotated_examples import Example
 
 
@@ -49,13 +48,16 @@ class DistinctExamples:
     def check_min_count(self, minimum: int = 2) -> None:
         """Raise ValueError if there were fewer than `minimum` distinct examples."""
         if self.num_distinct < minimum:
-            fact = (
-                f"cannot compute confidence intervals from {pluralise(self.num_distinct, 'text')}"
-            )
             if self.num_repeated:
-                repeated = pluralise(self.num_repeated, "repetition")
-                raise ValueError(f"{fact} and {repeated} of earlier ones; give different texts")
-            raise ValueError(f"{fact}; give at least two")
+                num_texts = self.num_distinct + self.num_repeated
+                raise ValueError(
+                    "cannot compute confidence intervals from equal texts "
+                    f"(different: {self.num_distinct} of {num_texts}); give different texts"
+                )
+            num_texts = pluralise(self.num_distinct, "text")
+            raise ValueError(
+                f"cannot compute confidence intervals from {num_texts}; give at least two"
+            )
 
 
 def _describe(inputs: Any) -> Iterator[str]:
