@@ -5,6 +5,7 @@ behind on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 import headwise as hw
 from headwise.head_analysis.annotated_examples import (
+    LABELS_INPUT,
     examples_from_lines,
     examples_from_sentences,
     examples_from_task,
@@ -25,6 +27,7 @@ from headwise.head_analysis.head_importance import IMPORTANCE_METHODS
 from headwise.head_analysis.head_measurement import MeasureOptions
 from headwise.inspect.model_inputs import get_device
 from headwise.inspect.model_tokenizer import use_tokenizer
+from headwise.masking.sequence_info import SequenceInfo
 from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import OpenModel
@@ -37,7 +40,7 @@ TEXTS = ["a, b", "two to", "two x", "is it", "no one", "nine"]
 IDS = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(0))
 BYTES = GPT2 | {"vocab_size": 256}
 FEW = MeasureOptions()
-PADDED_TASK = hw.data.make_task("copy")
+TASK = hw.data.make_task("copy")
 
 
 def numbers(value: Any) -> list[float]:
@@ -53,10 +56,17 @@ def numbers(value: Any) -> list[float]:
 
 
 def list_examples(model: nn.Module, count: int = 3) -> list[Any]:
-    """Padded examples of a task."""
-    reader = examples_from_task(model, PADDED_TASK, count)
-    assert all("sequence" in example.inputs for example in reader.examples)
-    return list(reader.examples_with_frequencies())
+    """Examples of a task whose last three tokens are padding."""
+    reader = examples_from_task(model, TASK, count)
+    examples = []
+    for example in reader.examples_with_frequencies():
+        inputs = dict(example.inputs)
+        length = inputs["x"].shape[1] - 3
+        inputs["sequence"] = SequenceInfo.from_batch(inputs["x"], lengths=[length])
+        inputs[LABELS_INPUT] = inputs[LABELS_INPUT].clone()
+        inputs[LABELS_INPUT][:, length:] = hw.data.IGNORE_INDEX
+        examples.append(replace(example, inputs=inputs))
+    return examples
 
 
 def byte_examples(model: Any) -> list[Any]:
@@ -124,7 +134,7 @@ def small_model() -> nn.Module:
 
 
 def task_model() -> nn.Module:
-    return hw.build(PADDED_TASK.model(), seed=0).eval().double()
+    return hw.build(TASK.model(), seed=0).eval().double()
 
 
 def attention_of_torch() -> nn.Module:
@@ -169,7 +179,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         task_model,
         lambda m: ratings(hw.importance(m, list_examples(m))),
     ),
-    "evaluate": (task_model, lambda m: hw.evaluate(m, PADDED_TASK, batches=1).metrics),
+    "evaluate": (task_model, lambda m: hw.evaluate(m, TASK, batches=1).metrics),
     "redundancy": (byte_model, lambda m: hw.measure_redundancy(m, byte_examples(m)).data),
     "prune": (byte_model, lambda m: logits(hw.prune(m, 0.5, TEXTS, tokenizer="bytes").after)),
     "convert": (byte_model, lambda m: logits(hw.convert(m, 1).after)),

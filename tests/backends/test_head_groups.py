@@ -13,9 +13,8 @@ import headwise as hw
 from headwise import backends, costs
 from headwise.backends import CallSignature, HeadGroupDispatch
 from headwise.backends.dispatch import take_heads
+from headwise.costs.components import AttentionComponent, ExecutionTarget, ForwardCall
 from headwise.costs.cost_report import estimate_cost
-from headwise.costs.components import AttentionComponent
-from headwise.costs.flops import ExecutionTarget, ForwardCall
 from headwise.costs.pairs_per_head import patterns_of_kv_heads
 from headwise.nn import head_axis_ops, reference
 from headwise.part_checks import contract

@@ -12,12 +12,8 @@ import pytest
 import torch
 
 from headwise.traces.attention_trace import aggregate_heads, roll_out_attention
-from headwise.viewer.binary_answers import (
-    decode_arrays,
-    encode_aggregate,
-    encode_products,
-    encode_written,
-)
+from headwise.viewer.answers import ask
+from headwise.viewer.binary_answers import decode_arrays
 from headwise.viewer.lab_runs import find_token_decoder, id_inputs
 from support.page_browser import sample_model, served, wait_until
 
@@ -128,13 +124,14 @@ def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
     )
     logits = table @ (normed * state["decoder.norm.weight"])
     wanted = logits - logits.mean()
-    fields, arrays = decode_arrays(encode_written(model, "decoder.2.cross", 1, 9))
+    site = [layer.name for layer in trace.layers].index("decoder.2.cross")
+    answer = ask(model, f"/api/written?site={site}&head=1&query=9")
+    fields, arrays = decode_arrays(answer)
     assert arrays["effects"] == pytest.approx(
         wanted[torch.from_numpy(arrays["ids"].copy()).long()].numpy(), rel=2e-3
     )
     assert arrays["effects"][0] == pytest.approx(wanted.max().item(), rel=2e-3)
     assert fields["words"][0] == find_token_decoder(net)(int(wanted.argmax()))
-    site = [layer.name for layer in trace.layers].index("decoder.2.cross")
     with served(model) as url:
         open_screen(page, url, f"head?site={site}&head=1&position=9")
         page.get_by_role("button", name="Show", exact=True).click()
@@ -147,11 +144,10 @@ def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
 
 def test_answers_refuse_what_they_cannot_give():
     model = sample_model(with_model=False)
+    site = [layer.name for layer in model.get_trace().layers].index("decoder.2.cross")
     with pytest.raises(ValueError, match="only a trace is open"):
-        encode_written(model, "decoder.2.cross", 1, 9)
+        ask(model, f"/api/written?site={site}&head=1&query=9")
     with pytest.raises(ValueError, match="choose self-attention"):
-        encode_aggregate(model, "decoder.2.cross", "rollout", "layer")
-    assert (
-        "has no head 9"
-        in decode_arrays(encode_products(model, "decoder.2.cross", 9, 9))[0]["reason"]
-    )
+        ask(model, f"/api/aggregate?site={site}&how=rollout")
+    with pytest.raises(ValueError, match="head=9 is out of range"):
+        ask(model, f"/api/products?site={site}&head=9&query=9")

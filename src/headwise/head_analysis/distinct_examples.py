@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import pluralise
 from .annotated_examples import Example
 
 

