@@ -14,9 +14,14 @@ import headwise as hw
 from headwise.head_analysis.annotated_examples import Example
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.quality_metrics import measure_quality
-from headwise.viewer import lab_checks
-from headwise.viewer.lab_actions import compute_effect
-from headwise.viewer.lab_checks import MAX_TEXTS, check_by_removal, continue_text, evaluate_texts
+from headwise.viewer import lab_actions
+from headwise.viewer.lab_actions import (
+    MAX_TEXTS,
+    check_by_removal,
+    compute_effect,
+    continue_text,
+    evaluate_texts,
+)
 from headwise.viewer.lab_runs import Ablation, LabRuns
 from headwise.viewer.open_model import AblatedHead, OpenModel
 from support.page_browser import sample_model, served
@@ -172,7 +177,7 @@ def model_of_lines(monkeypatch: pytest.MonkeyPatch) -> tuple[OpenModel, Any, lis
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 40, (1, length), generator=generator) for length in (17, 9, 12, 20)]
     examples = [Example({"x": ids}, {}) for ids in rows]
-    monkeypatch.setattr(lab_checks, "make_examples", lambda *_: examples)
+    monkeypatch.setattr(lab_actions, "make_examples", lambda *_: examples)
     return OpenModel(hw.trace(net, rows[0], log=lambda _: None), net), net, examples
 
 

@@ -15,10 +15,10 @@ In reading order:
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and
   cancellation.
 - `action_fields`: what jobs are asked for, one table of fields for each.
-- `model_actions`, `lab_actions`, `lab_checks`, `head_actions`, `comparison_actions`,
+- `model_actions`, `lab_actions`, `head_actions`, `comparison_actions`,
   `surgery_actions`: the jobs: capture a text, measure and compare heads, ablate them and continue
   the text, compare two runs, compute the cost, prune and convert.
-- `lab_runs`: runs of the open text with some heads ablated, and the Python lines that repeat them.
+- `lab_runs`: runs of the open text with some heads ablated.
 - `answers`: what is answered at once, by address: pictures, exact rows, marginals, steps.
 - `export_files`: weights, measures and the trace as files, and a single HTML file of what is open.
 - `http_security`: which requests are answered, and the headers of every answer.

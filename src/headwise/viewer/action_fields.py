@@ -161,12 +161,6 @@ def _read_tokens(model: OpenModel, name: str, value: Any) -> dict[str, tuple[int
     return tokens
 
 
-def _read_sites(model: OpenModel, name: str, value: Any) -> set[str]:
-    if not isinstance(value, list) or any(type(number) is not int for number in value):
-        raise ValueError(f"{name} must be a list of site numbers; give for example [0]")
-    return {model.site_name(number) for number in value}
-
-
 def _read_classes(model: OpenModel, name: str, value: Any) -> dict[Pair, str]:
     shape = [int, int, str]
     if not isinstance(value, list) or any(
@@ -188,6 +182,5 @@ MOST = 10**6  # of a number without a limit of its own
 LINES = Field(_read_lines, ())  # lines of text, without empty ones
 HEADS = Field(_read_heads, ())  # ablated heads: [site number, head, mode, scale], the last two free
 TOKENS = Field(_read_tokens, {})  # {stream: [positions]} where heads are ablated; none: everywhere
-SITES = Field(_read_sites, frozenset())  # numbers of sites; none: all
 CLASSES = Field(_read_classes, {})  # [site number, head, name] for each head with a class
 SEED = integer(0, MAX_SEED, 0)

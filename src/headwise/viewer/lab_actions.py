@@ -1,53 +1,47 @@
-"""The jobs of the Lab: what the model does with some heads ablated, beside what it does with all of
-them.
-"""
+"""The jobs of the Lab: compare the model with and without some heads."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .action_fields import MOST, SEED, SITES, TOKENS, Pair, action, choice, integer, number, text
-from .lab_checks import check_by_removal
+from ..errors import pluralise
+from .action_fields import LINES, Pair, action, integer
+from .binary_answers import MAX_COPIED_PARAMS, get_native_copy
 from .lab_runs import (
     ABLATION_FIELDS,
     Ablation,
     LabRuns,
     Outputs,
-    describe_recipe,
     find_token_decoder,
+    format_prune_command,
+    id_inputs,
     open_inputs,
     position_changes,
 )
-from .model_actions import check_token_counts
+from .model_actions import check_token_counts, make_examples
 from .model_worker import JobProgress
-from .open_model import ABLATION_MODES, CAPTURE_BUDGET, AblatedHead, OpenModel
+from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel
 
 if TYPE_CHECKING:
-    from ..head_analysis.importance_methods import ImportanceInput
+    from torch import Tensor
+
+    from ..inspect.model_inputs import ModelInputs
+    from ..models import Transformer
 
 TOP_TOKENS = 12  # rows of the table of next tokens
 LAST_POSITIONS = 128  # positions with a table of next tokens
 MAX_RANDOM_SETS = 20
-MAX_CURVE_SECONDS = 300.0  # a sweep or a curve that would take longer leaves heads out
-RANDOM_ORDERS = 3
-RANDOM_POINTS = 16  # of the curve in random order
-TIMED_RUNS = 3
-RANKINGS = ("once", "every")
 MAX_NEW_TOKENS = 64
-LIMIT = integer(1, MOST, None)
+COMPARED_TOKENS = 24  # of the texts that go on with and without heads
+HALF_TOLERANCE_STEPS = 16  # epsilons of the largest output, within which outputs of 16 bits agree
+MIN_TEXTS = 2
+MAX_TEXTS = 256  # an interval needs two; more than 256 take long
 
 
 # --- Some heads ablated ---------------------------------------------------------------------------
-
-
-def describe_ablation(count: int) -> str:
-    """The message of progress for a run without some heads."""
-    return "one head ablated" if count == 1 else f"{count} heads ablated"
 
 
 @action("ablate", random=integer(0, MAX_RANDOM_SETS, 0), **ABLATION_FIELDS)
@@ -66,11 +60,11 @@ def compute_effect(
     runs = LabRuns(model)
     progress(0, 2 + random, "all heads")
     before = runs.all_heads()
-    progress(1, 2 + random, describe_ablation(len(heads)))
+    progress(1, 2 + random, f"{pluralise(len(heads), 'head')} ablated")
     after = runs.without(ablation)
     result = compare_outputs(model, before, after)
     result["check"] = check_by_removal(model, ablation, after)
-    result["recipe"] = describe_recipe(model, ablation)
+    result["command"] = format_prune_command(model, ablation)
     result["random"] = []
     for count, chosen in enumerate(sample_heads(runs.heads, heads, random)):
         progress(2 + count, 2 + random, f"random heads {count + 1}")
@@ -114,10 +108,8 @@ def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[s
         "kl": changes.mean().item(),
         "klByPosition": changes.tolist(),
         "outputs": _quantity(before),
-        "next": tables[-1] if tables else [],
         "nextAt": tables,
         "nextFrom": len(changes) - len(tables),
-        "notes": [],
     }
 
 
@@ -177,204 +169,33 @@ def _next_tokens(
     return tables
 
 
-# --- Every head alone, and one more head at a time ------------------------------------------------
+# --- Every head alone -----------------------------------------------------------------------------
 
 
-@action("lab-plan", sites=SITES)
-def plan_curves(model: OpenModel, progress: JobProgress, sites: Collection[str]) -> dict[str, Any]:
-    """How long a sweep and a cumulative curve take, from one timed run, and how many heads fit into
-    the time limit.
-    """
-    runs = LabRuns(model)
-    progress(0, 2, "all heads")
-    runs.all_heads()
-    heads = choose_heads(runs, sites)
-    if not heads:
-        raise ValueError("no head of these layers can be ablated; choose other layers")
-    progress(1, 2, "one head ablated")
-    seconds = math.inf
-    for _ in range(TIMED_RUNS):  # the first one is slower than those that follow
-        begin = time.perf_counter()
-        runs.without(Ablation([AblatedHead(*heads[0])]))
-        seconds = min(seconds, time.perf_counter() - begin)
-    fits = max(2, int(MAX_CURVE_SECONDS / max(seconds, 1e-6)))
-    plans: dict[str, dict[str, float]] = {}
-    for name in ("sweep", *RANKINGS):
-        counts = range(len(heads), 1, -1)
-        count = next((count for count in counts if count_runs(count, name) <= fits), 1)
-        plans[name] = {"heads": count, "seconds": count_runs(count, name) * seconds}
-    return {
-        "heads": len(heads),
-        "secondsPerRun": seconds,
-        "limit": MAX_CURVE_SECONDS,
-        "plans": plans,
-    }
-
-
-def count_runs(heads: int, name: str) -> int:
-    """The number of runs of a sweep or of a cumulative curve over so many heads, with the curve in
-    random order.
-    """
-    if name == "sweep":
-        return heads
-    ranked = heads if name == "once" else heads * (heads + 1) // 2 - heads
-    return ranked + heads + RANDOM_ORDERS * min(RANDOM_POINTS, heads)
-
-
-def choose_heads(runs: LabRuns, sites: Collection[str], limit: int | None = None) -> list[Pair]:
-    """The heads of a sweep or a curve: those of some sites (all by default), at most `limit`.
-
-    A limit takes head 0 of every layer, then head 1, so that no layer is left out.
-    """
-    heads = [key for key in runs.heads if not sites or key[0] in sites]
-    return sorted(sorted(heads, key=lambda key: key[1])[:limit], key=heads.index)
-
-
-@action(
-    "sweep",
-    sites=SITES,
-    limit=LIMIT,
-    mode=choice(ABLATION_MODES, "zero"),
-    scale=number(0.0),
-    tokens=TOKENS,
-    resample_text=text(key="resampleText"),
-    seed=SEED,
-)
-def sweep_heads(
-    model: OpenModel,
-    progress: JobProgress,
-    sites: Collection[str],
-    limit: int | None,
-    mode: str,
-    scale: float,
-    **fields: Any,
-) -> dict[str, Any]:
-    """Ablate every head alone; returns [site number, head, change, change of the loss] for each,
-    layer by layer.
-    """
+@action("sweep")
+def sweep_heads(model: OpenModel, progress: JobProgress) -> dict[str, Any]:
+    """Ablate every head alone; return [site number, head, change, change of the loss] for each."""
     runs = LabRuns(model)
     progress(0, 0, "all heads")
     before = runs.all_heads()
-    chosen = choose_heads(runs, sites, limit)
-    ablation = Ablation([AblatedHead(*key, mode, float(scale)) for key in chosen], **fields)
-    patches = runs.make_patches(ablation)
     loss = _loss(model, before)
     names = [layer.name for layer in model.get_recorded().layers]
     changes: list[list[Any]] = []
-    for count, (site, head) in enumerate(chosen):
-        progress(count, len(chosen), f"{site} {head}")
-        after = runs.patched({(site, head): patches[site, head]}, ablation.tokens)
+    for count, (site, head) in enumerate(runs.heads):
+        progress(count, len(runs.heads), f"{site} {head}")
+        after = runs.without(Ablation([AblatedHead(site, head)]))
         rise = None if loss is None else (_loss(model, after) or 0.0) - loss
         change = float(position_changes(before, after).mean())
         changes.append([names.index(site), head, change, rise])
-    return {
-        "heads": changes,
-        "quantity": _quantity(before),
-        "loss": loss,
-        "notes": [f"{len(changes)} of {len(model.heads)} heads"],
-    }
-
-
-@action("greedy", sites=SITES, limit=LIMIT, ranking=choice(RANKINGS, "once"))
-def remove_greedily(
-    model: OpenModel, progress: JobProgress, sites: Collection[str], limit: int | None, ranking: str
-) -> dict[str, Any]:
-    """Ablate one more head at a time, the one with the lowest loss first, and beside it in random
-    orders.
-
-    `ranking` "once" ranks the heads by the loss without each alone; "every" ranks them again after
-    each head.
-    """
-    from ..head_analysis.annotated_examples import Example
-    from ..head_analysis.importance_methods import ImportanceInput, make_forward
-    from ..head_analysis.objectives import choose_objective
-
-    runs = LabRuns(model)
-    example = Example(dict(runs.inputs.kwargs), {})
-    objective, note = choose_objective(runs.net, None, example)
-    question = objective.prepare_input(runs.net, example, 0)
-    if question.inputs.kwargs is not runs.inputs.kwargs:  # masked tokens are another input
-        runs.forward = make_forward(runs.net, runs.modules, question.inputs)
-    example_run = ImportanceInput(0, runs.forward, question, objective)
-    heads = choose_heads(runs, sites, limit)
-    curve = _CumulativeCurve(example_run, count_runs(len(heads), ranking), progress)
-    order = curve.rank_once(heads) if ranking == "once" else curve.rank_every_time(heads)
-    names = [layer.name for layer in model.get_recorded().layers]
-    return {
-        "objective": objective.name,
-        "baseline": float(example_run.value(example_run.run.baseline_outputs)),
-        "order": [[names.index(site), head, value] for (site, head), value in order],
-        "random": curve.in_random_orders(heads),
-        "heads": len(model.heads),
-        "notes": [note] if note else [],
-    }
-
-
-class _CumulativeCurve:
-    """The objective of one text with more and more heads ablated."""
-
-    def __init__(self, run: ImportanceInput, num_runs: int, progress: JobProgress) -> None:
-        self.run = run
-        self.num_runs = num_runs
-        self.progress = progress
-        self.done = 0
-
-    def value(self, heads: Sequence[Pair], note: str) -> float:
-        """The objective without these heads."""
-        self.progress(self.done, self.num_runs, note)
-        self.done += 1
-        by_site: dict[str, list[int]] = {}
-        for site, head in heads:
-            by_site.setdefault(site, []).append(head)
-        return self.run.value_without(by_site)
-
-    def rank_once(self, heads: Sequence[Pair]) -> list[tuple[Pair, float]]:
-        """Heads in the order of the objective without each alone, with the objective after each
-        removal.
-        """
-        alone = {head: self.value([head], "ranking the heads") for head in heads}
-        order = sorted(heads, key=lambda head: alone[head])
-        counts = range(1, len(order) + 1)
-        values = [self.value(order[:count], describe_ablation(count)) for count in counts]
-        return list(zip(order, values, strict=True))
-
-    def rank_every_time(self, heads: Sequence[Pair]) -> list[tuple[Pair, float]]:
-        """In every step the head whose removal leaves the lowest objective, with that objective."""
-        removed: dict[Pair, float] = {}
-        for number_removed in range(len(heads)):
-            note = f"head {number_removed + 1}"
-            left = [head for head in heads if head not in removed]
-            values = {head: self.value([*removed, head], note) for head in left}
-            best = min(left, key=lambda head: values[head])
-            removed[best] = values[best]
-        return list(removed.items())
-
-    def in_random_orders(self, heads: Sequence[Pair]) -> list[dict[str, Any]]:
-        """Mean, lowest and highest objective over random orders, at some numbers of heads."""
-        steps = np.linspace(1, len(heads), min(RANDOM_POINTS, len(heads)))
-        orders = [
-            np.random.default_rng(seed).permutation(len(heads)).tolist()
-            for seed in range(RANDOM_ORDERS)
-        ]
-        points: list[dict[str, Any]] = []
-        for count in np.unique(steps.round().astype(int)).tolist():
-            note = f"random order, {describe_ablation(count)}"
-            chosen = [[heads[place] for place in order[:count]] for order in orders]
-            values = [self.value(some, note) for some in chosen]
-            mean = float(np.mean(values))
-            points.append({"heads": count, "mean": mean, "low": min(values), "high": max(values)})
-        return points
+    return {"heads": changes, "quantity": _quantity(before), "loss": loss}
 
 
 # --- The open text goes on ------------------------------------------------------------------------
 
 
-@action("generate", count=integer(1, MAX_NEW_TOKENS, 16), prompt=text(key="text"))
-def generate_text(
-    model: OpenModel, progress: JobProgress, count: int, prompt: str
-) -> dict[str, Any]:
-    """Continue `text` (the open text by default) by `count` tokens of greedy decoding, and show the
-    new trace.
+@action("generate", count=integer(1, MAX_NEW_TOKENS, 16))
+def generate_text(model: OpenModel, progress: JobProgress, count: int) -> dict[str, Any]:
+    """Continue the open text by `count` tokens of greedy decoding, and show the new trace.
 
     Returns the position of the first new token `first` and the number of new tokens `count`.
     """
@@ -387,7 +208,7 @@ def generate_text(
         raise ValueError(
             "only a decoder that predicts next tokens can continue a text; open such a model"
         )
-    inputs: Any = [prompt] if prompt.strip() else dict(open_inputs(model).kwargs)
+    inputs: Any = dict(open_inputs(model).kwargs)
     first = (prepare_inputs(net, inputs, count).token_counts or {}).get("text", 0)
     check_token_counts({"text": first + count}, model.max_tokens)
     progress(0, 2, "generating one token" if count == 1 else f"generating {count} tokens")
@@ -402,3 +223,207 @@ def generate_text(
     model.set_trace(captured.with_thumbnails())
     generated = len(captured.streams["text"][0].ids) - first
     return {"revision": model.revision, "first": first, "count": generated}
+
+
+# --- The outputs, by a copy of the model without the weights of the ablated heads -----------------
+
+
+def unchecked(reason: str) -> dict[str, Any]:
+    """The answer of a check that is not possible."""
+    return {"possible": False, "reason": reason}
+
+
+def check_by_removal(model: OpenModel, ablation: Ablation, after: Outputs) -> dict[str, Any]:
+    """Compare the outputs with ablated heads to those of a copy of the model without the weights of
+    these heads.
+
+    Returns the largest difference of any output (a logit, if the model has some), the largest
+    output, and whether the difference is within rounding; or the reason why the heads cannot be
+    removed from a copy.
+    """
+    if not ablation.removes_heads:
+        return unchecked(
+            "removing weights equals zero ablation at all tokens, and no other ablation"
+        )
+    try:
+        native, smaller = _copy_without_weights(model, ablation.heads)
+        values = _run_open_text(model, smaller)
+    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+        return unchecked(str(error))
+    if values.shape != after.values.shape:
+        return unchecked("the copy without these heads has outputs of another shape")
+    return {"possible": True, "reason": "", "areLogits": after.are_logits} | _compare(
+        model, native, smaller, ablation.heads, float((values - after.values).abs().max()), after
+    )
+
+
+def _compare(
+    model: OpenModel,
+    native: Transformer,
+    smaller: Transformer,
+    heads: Sequence[AblatedHead],
+    difference: float,
+    after: Outputs,
+) -> dict[str, Any]:
+    """Compare the outputs of both ways; if models of 16 bits agree within their rounding, compare
+    in float32.
+    """
+    import torch
+
+    from ..head_analysis.annotated_examples import Example
+    from ..inspect.ablation import ScaledOutput
+    from ..surgery.verification import model_comparison as compare
+
+    dtype = compare.parameter_dtype(native)
+    is_rounded = dtype != compare.full_precision(dtype)
+    tolerance = compare.OUTPUT_TOLERANCE
+    if is_rounded:
+        tolerance = HALF_TOLERANCE_STEPS * torch.finfo(dtype).eps
+    largest = float(after.values.abs().max())
+    name = str(dtype).removeprefix("torch.")
+    found = compare.OutputDifference("", difference, largest, 1, name, tolerance)
+    if is_rounded and found.same:
+        example = Example(dict(id_inputs(native, model.get_recorded())), {})
+        patches: dict[Any, Any] = {(head.site, head.head): ScaledOutput(0.0) for head in heads}
+        found = compare.compare_outputs(compare.ABLATION, (native, smaller), [example], patches)
+    return dict(found.data)
+
+
+def _copy_without_weights(
+    model: OpenModel, heads: Sequence[AblatedHead]
+) -> tuple[Transformer, Transformer]:
+    """The model as a headwise model, and a copy of it without these heads."""
+    from ..surgery.attention_replacement import remove_heads
+
+    native = get_native_copy(model.get_model())
+    if sum(parameter.numel() for parameter in native.parameters()) > MAX_COPIED_PARAMS:
+        raise ValueError(
+            f"only models up to {MAX_COPIED_PARAMS / 1e6:,.0f} M parameters are copied; use the "
+            "screen Prune"
+        )
+    specs = dict(native.spec.attention_specs())
+    keep = {
+        site: list(range(len(specs[site].score_head_of_output)))
+        for site in dict.fromkeys(head.site for head in heads)
+    }
+    for head in heads:
+        keep[head.site].remove(head.head)
+    return native, remove_heads(native, keep).eval()
+
+
+def _run_open_text(model: OpenModel, net: Transformer) -> Tensor:
+    """The outputs of a headwise model for the first text, in float64."""
+    import torch
+
+    from ..head_analysis.objectives import get_output_tensor
+
+    with torch.inference_mode():
+        values = get_output_tensor(net(**id_inputs(net, model.get_recorded())))
+    return (values[0] if values.dim() == 3 else values[:1]).double().cpu()
+
+
+# --- How the text goes on -------------------------------------------------------------------------
+
+
+@action("continue", **ABLATION_FIELDS)
+def continue_text(model: OpenModel, progress: JobProgress, **fields: Any) -> dict[str, Any]:
+    """The text that the model writes after the open one (an encoder-decoder: for its source), with
+    and without heads. The ablated heads of the model do not change.
+
+    Greedy decoding. Returns the tokens `before` and `after`, or the reason why there are none.
+    """
+    ablation = Ablation(**fields)
+    model.check_ablated(ablation.heads)
+    progress(0, 2, "continuing the text")
+    runs = LabRuns(model)
+    if not ablation.fits_other_texts:
+        return unchecked(
+            "a text is continued with heads that are ablated at all tokens by zero, mean or noise"
+        )
+    try:
+        inputs, first = _prompt(runs)
+        before = _generate(runs, inputs, first, {})
+        after = _generate(runs, inputs, first, runs.make_patches(ablation))
+    except (ValueError, KeyError, NotImplementedError, AttributeError) as error:
+        return unchecked(str(error))
+    return {"possible": True, "reason": "", "before": before, "after": after}
+
+
+def _prompt(runs: LabRuns) -> tuple[ModelInputs, int]:
+    """The inputs to continue, and the position of the first new token in the answer."""
+    from ..head_analysis.objectives import detect_head_objective
+    from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
+
+    net = runs.net
+    streams = runs.trace.streams
+    if detect_head_objective(net) not in ("next-token", "translation"):
+        raise ValueError("the model predicts no next tokens")
+    if not is_encoder_decoder(net):
+        ids = id_inputs(net, runs.trace)
+        return prepare_inputs(net, ids, COMPARED_TOKENS), len(streams["text"][0].ids)
+    source = streams["source"][0].text
+    if not source:
+        raise ValueError("the source has no text to translate again; enter one on the page")
+    return prepare_inputs(net, [source], COMPARED_TOKENS), 0
+
+
+def _generate(
+    runs: LabRuns, inputs: ModelInputs, first: int, patches: Mapping[Any, Any]
+) -> list[str]:
+    """The new tokens, as texts."""
+    import torch
+
+    from ..inspect.hooks import ModelRun
+
+    run = ModelRun(runs.net, inputs, COMPARED_TOKENS)
+    output = run.run_with_hooks(runs.modules, runs.make_hooks(patches))
+    ids = list((output.tolist() if isinstance(output, torch.Tensor) else output)[0])
+    prompt = list(inputs.prompt_ids[0]) if inputs.prompt_ids else []
+    new = ids[len(prompt) :] if first and ids[: len(prompt)] == prompt else ids
+    decode = find_token_decoder(runs.net)
+    return [decode(token) for token in new[:COMPARED_TOKENS]]
+
+
+# --- Several texts --------------------------------------------------------------------------------
+
+
+@action("evaluate", texts=LINES, **ABLATION_FIELDS)
+def evaluate_texts(
+    model: OpenModel, progress: JobProgress, texts: list[str], **fields: Any
+) -> dict[str, Any]:
+    """Loss, perplexity and accuracy over the texts of the job, before and after, with intervals
+    over texts.
+
+    Means and the moments of noise are those over the open text, as in its own effect. The ablated
+    heads of the model do not change.
+    """
+    from ..head_analysis.importance_methods import make_forward
+    from ..head_analysis.objectives import choose_objective, get_output_tensor
+    from ..surgery.verification.quality_metrics import QualityTally
+
+    ablation = Ablation(**fields)
+    if not MIN_TEXTS <= len(texts) <= MAX_TEXTS:
+        raise ValueError(
+            f"cannot evaluate on {pluralise(len(texts), 'text')}; give {MIN_TEXTS} to "
+            f"{MAX_TEXTS}, one a line"
+        )
+    if not ablation.heads:
+        raise ValueError("no head is ablated, so nothing would differ; ablate some heads first")
+    if not ablation.fits_other_texts:
+        raise ValueError(
+            "other texts have other tokens; ablate at all tokens, by zero, mean or noise"
+        )
+    model.check_ablated(ablation.heads)
+    examples = make_examples(model, texts)
+    runs = LabRuns(model)
+    hooks = runs.make_hooks(runs.make_patches(ablation))
+    objective, note = choose_objective(runs.net, None, examples[0])
+    tally = QualityTally(objective, [note] if note else [])
+    for number, example in enumerate(examples):
+        progress(number, len(examples), "reading texts")
+        question = objective.prepare_input(runs.net, example, number)
+        forward = make_forward(runs.net, runs.modules, question.inputs)
+        before = get_output_tensor(forward.baseline_outputs)
+        after = get_output_tensor(forward.run_with_hooks(hooks))
+        tally.add_pair(question, after, before)
+    return tally.report.data

@@ -1,11 +1,7 @@
-"""Runs of the open model on the open text with some heads ablated, for the jobs of the Lab.
-
-A recipe repeats a run: which heads are ablated and how, as JSON, as Python lines, and as a command.
-"""
+"""Runs of the open model on the open text with some heads ablated, for the jobs of the Lab."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -258,25 +254,6 @@ def position_changes(before: Outputs, after: Outputs) -> Tensor:
     return (old.exp() * (old - new)).sum(-1).clamp(min=0)
 
 
-# --- Recipes --------------------------------------------------------------------------------------
-
-
-def describe_recipe(model: OpenModel, ablation: Ablation) -> dict[str, Any]:
-    """The recipe with the Python lines that repeat it, and the command that removes the heads, ""
-    if none does.
-    """
-    return {
-        "version": 1,
-        "model": model.name,
-        "heads": [head._asdict() for head in ablation.heads],
-        "tokens": {stream: list(positions) for stream, positions in ablation.tokens.items()},
-        "resampleText": ablation.resample_text,
-        "seed": ablation.seed,
-        "python": format_python(model, ablation),
-        "command": format_prune_command(model, ablation),
-    }
-
-
 def format_prune_command(model: OpenModel, ablation: Ablation) -> str:
     """`headwise prune` of these heads; "" unless all of them are ablated by zero, whole, and at all
     tokens.
@@ -287,80 +264,3 @@ def format_prune_command(model: OpenModel, ablation: Ablation) -> str:
     target = model.target or UNKNOWN_MODEL
     options = ["--heads", *named, "--data", "texts.txt", "--out", "pruned"]
     return shlex.join(["headwise", "prune", target, *options])
-
-
-def format_python(model: OpenModel, ablation: Ablation) -> str:
-    """Lines of Python that run the model on the open text, before and after the ablation."""
-    from ..models import Transformer
-
-    if not ablation.heads:
-        return ""
-    net = model.get_model()
-    target = json.dumps(model.target or UNKNOWN_MODEL)
-    lines = ["import torch", "import headwise as hw"]
-    if any(head.mode == "zero" for head in ablation.heads):
-        lines.append("from headwise.inspect.ablation import ScaledOutput")
-    if isinstance(net, Transformer):
-        lines.append(f"net = hw.load({target})")
-    else:
-        lines.append("from headwise.viewer.model_targets import load_target")
-        lines.append(f"net = load_target({target})")
-    rows = id_rows(net, model.get_recorded()).items()
-    ids = ", ".join(f"{json.dumps(name)}: torch.tensor([{row}])" for name, row in rows)
-    lines.append(f"ids = {{{ids}}}")
-    if any(head.mode == "resample" for head in ablation.heads):
-        lines += _format_resample_ids(ablation)
-    contexts: list[str] = []
-    for number, (tokens, group) in enumerate(_group_by_tokens(model, ablation).items()):
-        lines += ["", f"patches_{number} = {{}}"]
-        lines += [f"patches_{number} |= {part}" for part in _format_patches(group, ablation.seed)]
-        chosen = f", tokens={list(tokens)}" if tokens else ""
-        contexts.append(f"hw.patch(net, patches_{number}{chosen})")
-    lines += ["", "with torch.inference_mode():", "    before = net(**ids)"]
-    lines += [f"    with {', '.join(contexts)}:", "        after = net(**ids)", ""]
-    return "\n".join(lines)
-
-
-def _format_resample_ids(ablation: Ablation) -> list[str]:
-    """The lines that make the ids of "resample"."""
-    if not ablation.resample_text:
-        return [
-            f"generator = torch.Generator().manual_seed({ablation.seed})",
-            "other = {n: x[:, torch.randperm(x.shape[1], generator=generator)] "
-            "for n, x in ids.items()}",
-        ]
-    text_rows = f"prepare_inputs(net, [{json.dumps(ablation.resample_text)}], 0).token_rows"
-    return [
-        "from headwise.inspect.model_inputs import prepare_inputs",
-        f"row = {text_rows}['text'][0].ids",
-        "other = {name: torch.tensor([list(row[: ids[name].shape[1]])]) for name in ids}",
-    ]
-
-
-def _format_patches(heads: Sequence[AblatedHead], seed: int) -> list[str]:
-    """The expressions of the patches of some heads."""
-    scaled = [head for head in heads if head.mode == "zero"]
-    items = [f"({head.site!r}, {head.head}): ScaledOutput({head.scale})" for head in scaled]
-    lines = [f"{{{', '.join(items)}}}"] if items else []
-    calls = {
-        "mean": "hw.head_means(net, [ids], {})",
-        "noise": f"hw.head_noise(net, [ids], {{}}, seed={seed})",
-        "resample": "hw.head_outputs(net, other, {})",
-    }
-    for mode, call in calls.items():
-        refs = [(head.site, head.head) for head in heads if head.mode == mode]
-        if refs:
-            lines.append(call.format(refs))
-    return lines
-
-
-def _group_by_tokens(
-    model: OpenModel, ablation: Ablation
-) -> dict[tuple[int, ...], list[AblatedHead]]:
-    """The heads by the tokens at which they are ablated; () is all tokens."""
-    trace = model.get_recorded()
-    groups: dict[tuple[int, ...], list[AblatedHead]] = {}
-    for head in ablation.heads:
-        tokens = ablation.tokens.get(trace.get_layer(head.site).query_stream, ())
-        groups.setdefault(tokens, []).append(head)
-    return groups

@@ -1,11 +1,9 @@
-// What the Lab is about to compute: modes, tokens, recipes; and the jobs that compute it.
+// What the Lab is about to compute: modes and tokens; and the jobs that compute it.
 
 import { batch, computed, signal } from "@preact/signals";
 import { setAblated } from "./actions";
-import { t } from "./i18n";
 import type { Quality } from "./screens/prune_result";
-import type { AblatedHead } from "./source";
-import { doc, jobError, runJob, sites, source } from "./state";
+import { doc, runJob, source } from "./state";
 import { between, keepInUrl, oneOf, readRanges, toList, toText, urlSignal, writeRanges } from "./url_state";
 
 export const MODES = ["zero", "mean", "resample", "noise"] as const;
@@ -49,14 +47,12 @@ export interface Effect {
   lossByPosition: { before: number[]; after: number[] };
   kl: number | null;
   klByPosition: (number | null)[];
-  next: NextToken[];
   nextAt: NextToken[][];
   nextFrom: number;
   outputs: string;
   random: { change: number; loss: number | null }[];
-  recipe: { python: string; command: string };
+  command: string; // that removes these heads, or ""
   check: Check;
-  notes: string[];
 }
 
 /** Whether a copy of the model without the weights of these heads gives the same outputs. Mirrors `check_by_removal`. */
@@ -72,15 +68,6 @@ export interface Evaluation extends Quality {
   notes: string[];
 }
 
-/** The answer of the job sweep: site, head, change, and change of the loss of every head alone. */
-export interface Sweep {
-  text: string;
-  mode: string;
-  heads: [number, number, number, number | null][];
-  quantity: string;
-}
-
-export const sweep = signal<Sweep | null>(null);
 export const continued = signal<Continued | null>(null);
 
 export const effect = signal<Effect | null>(null);
@@ -149,72 +136,8 @@ export function modeFields(): { mode: Mode; scale: number } {
   return { mode: mode.value, scale: mode.value === "zero" ? factor.value : 0 };
 }
 
-/** The mode, scale and tokens of a sweep, to tell whether the ablated heads were swept in the same way. */
-export function sweepKey(fields: { mode: string; scale: number } = modeFields()): string {
-  return JSON.stringify([fields.mode, fields.scale, openTokens(), resampleText.value]);
-}
-
 export function toggleToken(stream: string, index: number): void {
   const before = chosenTokens.value[stream] ?? [];
   const after = before.includes(index) ? before.filter((place) => place !== index) : [...before, index].sort((a, b) => a - b);
   chosenTokens.value = { ...chosenTokens.value, [stream]: after };
-}
-
-// --- recipes -------------------------------------------------------------------------------------------
-
-interface Recipe {
-  version: 1;
-  model: string;
-  heads: { site: string; head: number; mode: string; scale: number }[];
-  tokens: Record<string, number[]>;
-  resampleText: string;
-}
-
-/** What is chosen now, as JSON with the names of the layers. */
-export function recipeText(): string {
-  const recipe: Recipe = {
-    version: 1,
-    model: String(doc.value?.model["name"] ?? ""),
-    heads: (doc.value?.ablated ?? []).map(({ site, ...rest }) => ({ site: sites.value[site]?.name ?? "", ...rest })),
-    tokens: openTokens(),
-    resampleText: resampleText.value,
-  };
-  return JSON.stringify(recipe, null, 1);
-}
-
-/** Show the heads of a recipe; a recipe that does not fit this model is refused, and nothing changes. */
-export function loadRecipe(text: string): boolean {
-  try {
-    const recipe = JSON.parse(text) as Recipe;
-    if (recipe.version !== 1 || !Array.isArray(recipe.heads)) throw new Error(t("lab.recipeForm"));
-    const heads = recipe.heads.map(readHead);
-    const twice = heads.find((one, place) => heads.findIndex((other) => other.site === one.site && other.head === one.head) !== place);
-    if (twice) throw new Error(t("lab.recipeTwice", { site: sites.value[twice.site]!.name, head: twice.head }));
-    batch(() => {
-      setAblated(heads);
-      chosenTokens.value = readTokens(recipe.tokens);
-      resampleText.value = typeof recipe.resampleText === "string" ? recipe.resampleText : "";
-      const first = heads[0];
-      if (first) [mode.value, factor.value] = [first.mode as Mode, first.mode === "zero" ? first.scale : 0];
-      jobError.value = null;
-    });
-    return true;
-  } catch (error) {
-    jobError.value = { fact: t("lab.recipeRefused"), remedy: error instanceof SyntaxError ? t("lab.recipeForm") : (error as Error).message };
-    return false;
-  }
-}
-
-function readHead(entry: Recipe["heads"][number]): AblatedHead {
-  const number = sites.value.findIndex((item) => item.name === entry?.site);
-  const isThere = number >= 0 && Number.isInteger(entry.head) && entry.head >= 0 && entry.head < sites.value[number]!.heads;
-  if (!isThere) throw new Error(t("lab.recipeHead", { site: String(entry?.site), head: String(entry?.head) }));
-  if (!MODES.includes(entry.mode as Mode) || !Number.isFinite(entry.scale)) throw new Error(t("lab.recipeMode", { mode: String(entry.mode) }));
-  return { site: number, head: entry.head, mode: entry.mode, scale: entry.scale };
-}
-
-function readTokens(tokens: unknown): Record<string, number[]> {
-  const entries = Object.entries((tokens ?? {}) as Record<string, unknown>);
-  const isList = (value: unknown): value is number[] => Array.isArray(value) && value.every((place) => Number.isInteger(place) && place >= 0);
-  return Object.fromEntries(entries.filter((entry): entry is [string, number[]] => entry[0] in (doc.value?.streams ?? {}) && isList(entry[1])));
 }

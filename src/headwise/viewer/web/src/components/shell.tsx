@@ -2,7 +2,7 @@
 
 import type { ComponentChildren, JSX } from "preact";
 import { measureHeads } from "../actions";
-import { say, t, type TextKey } from "../i18n";
+import { isTextKey, say, t, type TextKey } from "../i18n";
 import { doc, headCount, job, jobError, language, overlay, screen, sites, source, theme, type ScreenId } from "../state";
 import { ErrorNote, Icon } from "./basics";
 import { Inspector } from "./inspector";
@@ -114,39 +114,18 @@ function Rail({ screens }: { screens: readonly ScreenId[] }): JSX.Element {
   );
 }
 
-const JOB_TEXTS: Record<string, TextKey> = {
-  text: "job.text",
-  measure: "job.measure",
-  similarity: "job.similarity",
-  evidence: "job.evidence",
-  syntax: "job.syntax",
-  ablate: "job.ablate",
-  evaluate: "job.evaluate",
-  sweep: "job.sweep",
-  greedy: "job.greedy",
-  generate: "job.generate",
-  continue: "job.generate",
-  "lab-plan": "job.labPlan",
-  compare: "job.compare",
-  group: "job.group",
-  cost: "job.cost",
-  prune: "job.prune",
-  convert: "job.convert",
-  surgery: "job.surgery",
-  "plan-pruning": "job.plan",
-  "plan-conversion": "job.plan",
-};
-
 /** Progress of the running job with its cancel button, and the error of the last one. */
 function JobNotes(): JSX.Element {
   const running = job.value;
   const { done = 0, total = 0, note = "" } = running?.event ?? {};
+  const key = `job.${running?.kind}`;
+  const name = t(isTextKey(key) ? key : "job.other");
   return (
     <div class="jobs" aria-live="polite">
       {running && (
         <div class="note">
-          <span class="b">{t(JOB_TEXTS[running.kind] ?? "job.other")}</span>
-          <progress max={total || undefined} value={total ? done : undefined} aria-label={t(JOB_TEXTS[running.kind] ?? "job.other")} />
+          <span class="b">{name}</span>
+          <progress max={total || undefined} value={total ? done : undefined} aria-label={name} />
           <span class="t2 clip">{running.event.state === "queued" ? t("job.queued") : total ? `${done} / ${total} ${say(note)}` : say(note)}</span>
           <span class="grow" />
           <button class="btn" type="button" onClick={() => running.abort.abort()}>

@@ -4,13 +4,12 @@ import { useComputed } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import type { JSX } from "preact";
 import { ablateReason, canRedo, canUndo, redoAblation, setAblated, toggleAblated, undoAblation } from "../actions";
-import { CopyButton, CopyCode, downloadText, Panel, Segmented } from "../components/basics";
+import { Panel, Segmented } from "../components/basics";
 import { streamWords, visibleToken } from "../components/tokens";
 import { say, t, type TextKey } from "../i18n";
-import { changeMode, chosenTokens, computeEffect, effect, evaluate, evaluation, evaluationKey, evaluationLines, evaluationText, factor, loadRecipe, mode, modeFields, MODES, openTokens, randomSets, recipeText, requestKey, resampleText, toggleToken } from "../lab_state";
+import { changeMode, chosenTokens, computeEffect, effect, evaluate, evaluation, evaluationKey, evaluationLines, evaluationText, factor, mode, modeFields, MODES, openTokens, randomSets, requestKey, resampleText, toggleToken } from "../lab_state";
 import type { Site } from "../source";
 import { doc, headCount, headName, isAblated, job, selectHead, selectedHead, selectedSite, sites, source } from "../state";
-import { CurvesPanel } from "./lab_curves";
 import { EffectPanel } from "./lab_effect";
 import { QualityTable } from "./prune_result";
 
@@ -45,13 +44,11 @@ export function LabScreen(): JSX.Element {
       <div class="lab-lay">
         <div class="stack">
           <HeadsPanel />
-          <RecipePanel isStale={isStale} />
         </div>
         <div class="stack">
           <EffectPanel isStale={isStale} />
           <EvaluationPanel />
         </div>
-        <CurvesPanel />
       </div>
     </>
   );
@@ -188,46 +185,6 @@ function EvaluationPanel(): JSX.Element | null {
             ))}
           </div>
         )}
-      </div>
-    </Panel>
-  );
-}
-
-function RecipePanel({ isStale }: { isStale: boolean }): JSX.Element {
-  const file = useRef<HTMLInputElement>(null);
-  const recipe = isStale ? undefined : effect.value?.recipe;
-  const load = async (input: HTMLInputElement) => {
-    const text = await input.files?.[0]?.text();
-    if (text !== undefined) loadRecipe(text);
-    input.value = "";
-  };
-  return (
-    <Panel title={t("lab.recipe")}>
-      <div class="stack">
-        <p class="t3 sm">{t("lab.recipeHint")}</p>
-        <div class="row wrap">
-          <CopyButton text={recipeText()} label={t("lab.copyJson")} />
-          <button class="btn" type="button" onClick={() => downloadText("recipe.json", "application/json", recipeText())}>
-            {t("lab.download")}
-          </button>
-          <button class="btn" type="button" onClick={() => file.current?.click()}>
-            {t("lab.load")}
-          </button>
-          <input ref={file} class="vh" type="file" accept=".json,application/json" aria-label={t("lab.load")} tabIndex={-1} onChange={(event) => void load(event.currentTarget)} />
-        </div>
-        {recipe?.command && (
-          <>
-            <h3>{t("lab.command")}</h3>
-            <CopyCode text={recipe.command} testId="recipe-command" />
-          </>
-        )}
-        {recipe?.python && (
-          <details>
-            <summary>{t("lab.python")}</summary>
-            <CopyCode text={recipe.python} testId="recipe-python" />
-          </details>
-        )}
-        {!recipe && <p class="t3 sm">{t("lab.recipeLater")}</p>}
       </div>
     </Panel>
   );

@@ -4,11 +4,11 @@ import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { cssRamp, themeVersion } from "../canvas/colors";
-import { Meter, Panel, Ramp, TableButton, type Column } from "../components/basics";
+import { CopyCode, Meter, Panel, Ramp, TableButton, type Column } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { streamWords, visibleToken } from "../components/tokens";
 import { format, say, t } from "../i18n";
-import { computeEffect, continued, continueText, effect, requestKey, sweep, sweepKey, textKey, type Check, type Effect, type NextToken } from "../lab_state";
+import { computeEffect, continued, continueText, effect, requestKey, type Check, type Effect, type NextToken } from "../lab_state";
 import { doc, job, showsTable } from "../state";
 
 const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
@@ -49,7 +49,6 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
         </dd>
       </dl>
       <CheckView check={found.check} />
-      <SinglesView found={found} />
       {found.random.length > 0 && <RandomView found={found} />}
       <h3>{t("lab.byPosition")}</h3>
       {showsTable.value ? <PositionTable found={found} words={words} /> : <PositionChips found={found} words={words} position={position} onChoose={(index) => (chosen.value = index)} />}
@@ -61,11 +60,12 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
       )}
       {found.nextAt.length > 0 && !next && <p class="t3 sm">{t("lab.nextFrom", { position: found.nextFrom })}</p>}
       <ContinuedView />
-      {found.notes.map((note) => (
-        <p key={note} class="t3 sm">
-          {say(note)}
-        </p>
-      ))}
+      {found.command && (
+        <div>
+          <h3>{t("lab.command")}</h3>
+          <CopyCode text={found.command} testId="lab-command" />
+        </div>
+      )}
     </div>
   );
 }
@@ -78,21 +78,6 @@ function CheckView({ check }: { check: Check }): JSX.Element {
     <p class={`sm${check.same ? "" : " warn-text"}`} data-testid="check">
       <span class={`tag ${check.same ? "ok" : "bad"}`}>{t("check.title")}</span> {t(check.same ? "check.same" : "check.differs", values)}{" "}
       {check.areLogits && <span class="t3">{t("check.logits", { largest: format(check.largest) })}</span>}
-    </p>
-  );
-}
-
-/** The sum of the effects of the same heads, each alone, if they were swept on this text in the same way. */
-function SinglesView({ found }: { found: Effect }): JSX.Element | null {
-  const ablated = doc.value?.ablated ?? [];
-  const known = sweep.value;
-  const isSwept = known?.text === textKey.value && ablated.every((item) => sweepKey(item) === known.mode);
-  const singles = isSwept ? ablated.map((item) => known.heads.find(([site, head]) => site === item.site && head === item.head)) : [];
-  if (!singles.length || found.request !== requestKey.value || singles.some((one) => !one)) return null;
-  const alone = singles.reduce((sum, one) => sum + one![2], 0);
-  return (
-    <p class="sm" data-testid="singles">
-      {t("lab.sumOfSingle", { count: singles.length })}: {say(found.outputs)} {t("lab.predicted", { alone: format(alone), together: number(found.kl) })}
     </p>
   );
 }
