@@ -6,8 +6,8 @@ In reading order:
 - `config_reader` reads config.json key by key, and has the registry `FAMILIES`; `config_writer`
   writes one.
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
-- `decoders` reads families of decoders from a table each, `decoder_families`, `gpt_families` and `deepseek`
-  hold the tables.
+- `decoders` reads families of decoders from their tables in families.toml, which `family_tables`
+  loads; `decoder_families` has functions for what the tables cannot express.
 - `encoders`, `vision` and `encoder_decoders` do so for other architectures.
 - `published_models` names a few models of the literature, with the keys of their config.json.
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
@@ -28,7 +28,7 @@ from ..errors import SpecError
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from ..presets import DEFAULT_CHOICES
-from . import decoder_families, deepseek, encoder_decoders, gpt_families, vision
+from . import decoder_families, encoder_decoders, vision
 from .config_reader import FAMILIES, TransformersConfig, read_config
 from .config_writer import WRITERS, write_config
 from .encoders import with_collaborative_heads
@@ -37,7 +37,7 @@ from .quantization_config import with_quantization
 from .weight_names import WeightNames, read_weight_names
 
 # Importing these modules registers their families.
-READERS = (decoder_families, deepseek, encoder_decoders, gpt_families, vision)
+READERS = (decoder_families, encoder_decoders, vision)
 WEIGHT_NAMES = read_weight_names()
 
 __all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_config"]

@@ -1,5 +1,5 @@
-"""Decoders: a family is a table of config keys, defaults and choices, with a function for what a
-table cannot express.
+"""Decoders: a family is a table of config keys, defaults and choices in families.toml, with a
+function for what a table cannot express.
 """
 
 from __future__ import annotations
@@ -25,43 +25,11 @@ from ..parts.rms_norms import QKNorm
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from .attention_config import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig, read_layer_patterns
-from .config_reader import (
-    TransformersConfig,
-    assemble_model,
-    read_num_labels,
-    register_family,
-    select_heads,
-)
+from .config_reader import TransformersConfig, assemble_model, read_num_labels, select_heads
+from .family_tables import Switch, family_function, read_switch, refuse_keys
 
 LayerAttention = AttentionSpec | ApproximateAttention
 LayerFeed = FeedForwardSpec | ExpertsSpec
-
-
-class Switch(NamedTuple):
-    """A choice by a key that is true or false."""
-
-    key: str
-    default: bool
-    on: str
-    off: str = ""
-
-    def read(self, config: TransformersConfig) -> str:
-        """Return the choice of a config."""
-        return self.on if config.read_bool(self.key, self.default) else self.off
-
-
-def read_choice(config: TransformersConfig, choice: str | Switch) -> str:
-    """Return a fixed choice, or that of a switch."""
-    return choice.read(config) if isinstance(choice, Switch) else choice
-
-
-BIASED = Switch("attention_bias", False, "qkvo")
-NO_CROSS_ATTENTION: dict[str, tuple[Any, str]] = {
-    "add_cross_attention": (
-        False,
-        "adds cross-attention to a second model, which is not described",
-    )
-}
 
 
 class Sizes(NamedTuple):
@@ -108,6 +76,7 @@ class Extras:
 
 
 LayerReader = Callable[[TransformersConfig, Sizes], Sequence[LayerKind]]
+FeedReader = Callable[[TransformersConfig, Sizes, FeedForwardSpec], Sequence[LayerFeed]]
 
 
 @dataclass(frozen=True)
@@ -118,7 +87,6 @@ class Decoder:
       head, `hidden` None four times the model width.
     - `keys` are other names of the keys of these sizes, and of the activation `act` and the
       epsilon `eps` of the norms; "" means that the size is fixed.
-    - `refused` are keys that must have a default value: the value, and the reason.
     - `bias` and `feed_bias` are the projections with biases, `placement` that of the norms.
     - `rope` are further arguments of `RopeConfig`; None means no RoPE. `ropes` makes one for each
       type of layer. `pairs` is the order of rotated channels.
@@ -138,7 +106,7 @@ class Decoder:
     kv: int | Callable[[TransformersConfig, int], int] | None = None
     dim: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
-    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict[str, tuple[Any, str]])
+    refused: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     act: str = "silu"
     eps: float = 1e-6
     norm: str = "rms"
@@ -154,9 +122,7 @@ class Decoder:
     positions: Mapping[str, Any] | None = None
     qk_norm: Mapping[str, Any] | None = None
     layers_of: LayerReader | None = None
-    feeds_of: Callable[[TransformersConfig, Sizes, FeedForwardSpec], Sequence[LayerFeed]] | None = (
-        None
-    )
+    feeds_of: FeedReader | None = None
     extras: Callable[[TransformersConfig, Sizes], Extras] | None = None
     default_task: str = "ForCausalLM"
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -173,47 +139,24 @@ KEYS = {
     "act": "hidden_act",
     "eps": "rms_norm_eps",
 }
-LAYER_NORM = {"eps": "layer_norm_eps"}
-GPT_KEYS = {
-    "model": "n_embd hidden_size",
-    "heads": "n_head num_attention_heads",
-    "kv": "",
-    "dim": "",
-    "layers": "n_layer num_hidden_layers",
-    "hidden": "n_inner",
-    "length": "n_positions max_position_embeddings",
-    "act": "activation_function",
-    "eps": "layer_norm_epsilon",
-}
-
-
-def register_decoders(families: Mapping[str, Decoder]) -> None:
-    """Register the readers of families by their model_type."""
-    for name, family in families.items():
-
-        def read(config: TransformersConfig, task: str, family: Decoder = family) -> ModelSpec:
-            return build_decoder(config, task, family)
-
-        register_family(name, family.prefix, family.default_task)(read)
 
 
 def build_decoder(config: TransformersConfig, task: str, family: Decoder) -> ModelSpec:
     """Return the model of a config of this family."""
-    for name, (value, reason) in family.refused.items():
-        config.require_default(name, value, reason)
+    refuse_keys(config, family.refused)
     keys = {name: text.split() for name, text in (KEYS | dict(family.keys)).items()}
     sizes = _read_sizes(config, family, keys)
     extras = family.extras(config, sizes) if family.extras else Extras()
     act = config.read_activation(keys["act"][0], family.act) if keys["act"] else family.act
     hidden = _read_hidden(config, family, keys["hidden"]) or 4 * sizes.model
-    feed = FeedForwardSpec(hidden, act, family.form, read_choice(config, family.feed_bias))
+    feed = FeedForwardSpec(hidden, act, family.form, read_switch(config, family.feed_bias))
     feeds: Sequence[LayerFeed] = [feed] * sizes.layers
     if family.feeds_of:
         feeds = family.feeds_of(config, sizes, feed)
     attentions = _make_attentions(config, family, sizes, extras)
     block_args: dict[str, Any] = {
         "norm": sizes.norm,
-        "placement": read_choice(config, family.placement),
+        "placement": read_switch(config, family.placement),
     }
     blocks = [
         BlockSpec(attention, feed=layer_feed, **(block_args | extras.blocks))
@@ -277,7 +220,7 @@ def _make_attentions(
         "heads": sizes.heads,
         "kv": sizes.kv,
         "dim": sizes.dim,
-        "bias": read_choice(config, family.bias),
+        "bias": read_switch(config, family.bias),
     }
     norms = () if family.qk_norm is None else (QKNorm(**family.qk_norm, eps=sizes.norm.eps),)
     of_kind = dict[LayerKind, LayerAttention]()
@@ -315,6 +258,7 @@ def select_decoder_heads(
 # --- Readers of the kinds of layers ---------------------------------------------------------------
 
 
+@family_function
 def one_window(default: int | None = None, switch: str = "") -> LayerReader:
     """All layers have the sliding window of the key sliding_window, if `switch` is true or ""."""
 
@@ -327,15 +271,21 @@ def one_window(default: int | None = None, switch: str = "") -> LayerReader:
     return read
 
 
+@family_function
 def by_layer_type(
-    default_types: Callable[[TransformersConfig, int], list[str]],
-    window: int = 4096,
-    without_rope: str = "",
+    every: int, key: str = "", window: int = 4096, without_rope: str = ""
 ) -> LayerReader:
-    """Layers have a sliding window or attend to all tokens before, by the key layer_types."""
+    """Layers have a sliding window or attend to all tokens before, by the key layer_types.
+
+    Without it, every n-th layer attends to all, n by another key unless that is "".
+    """
 
     def read(config: TransformersConfig, sizes: Sizes) -> list[LayerKind]:
-        types = default_types(config, sizes.layers)
+        period = config.read_int(key, default=every) if key else every
+        types = [
+            SLIDING_ATTENTION if layer % period else FULL_ATTENTION
+            for layer in range(1, sizes.layers + 1)
+        ]
         size = config.read_optional_int("sliding_window", default=window)
         kinds = make_layer_kinds(config, types, size)
         return [kind._replace(rope="") if kind.rope == without_rope else kind for kind in kinds]
@@ -352,23 +302,3 @@ def make_layer_kinds(
         LayerKind(pattern, FULL_ATTENTION if pattern == "causal()" else SLIDING_ATTENTION)
         for pattern in patterns
     ]
-
-
-def alternate(config: TransformersConfig, layers: int) -> list[str]:
-    """Sliding and full attention in turn, sliding first."""
-    types = (SLIDING_ATTENTION, FULL_ATTENTION)
-    return [types[layer % 2] for layer in range(layers)]
-
-
-def full_every(
-    default: int, key: str = "sliding_window_pattern"
-) -> Callable[[TransformersConfig, int], list[str]]:
-    """Full attention in every n-th layer, n by a key unless it is ""; a window in the others."""
-
-    def list_types(config: TransformersConfig, layers: int) -> list[str]:
-        every = config.read_int(key, default=default) if key else default
-        return [
-            SLIDING_ATTENTION if (layer + 1) % every else FULL_ATTENTION for layer in range(layers)
-        ]
-
-    return list_types

@@ -4,6 +4,7 @@ and T5.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from .config_reader import (
     register_family,
     select_heads,
 )
+from .family_tables import read_base, register_families
 
 # --- BART (1910.13461) and its relatives ----------------------------------------------------------
 
@@ -40,17 +42,17 @@ class BartFamily:
     and last layer, biases.
 
     `layers` are those of the encoder and of the decoder. `positions` are "learned", "halves"
-    (first all sines, then all cosines) or "none"; `skipped` rows precede the first position.
+    (first all sines, then all cosines) or None; `skipped` rows precede the first position.
     """
 
     prefix: str
     tokens: int
     placement: str = "post"
-    positions: str = "learned"
+    positions: str | None = "learned"
     skipped: int = 0
-    embedding_norm: NormSpec | None = None
-    final_norm: NormSpec | None = None
-    layers: tuple[int, int] = (12, 12)
+    embedding_norm: bool = False
+    final_norm: bool = False
+    layers: Sequence[int] = (12, 12)
     heads: int = 16
     hidden: int = 4096
     model: int = 1024
@@ -60,59 +62,24 @@ class BartFamily:
     head_bias: str = "constant"
     is_scaled: bool = False
     default_task: str = "ForConditionalGeneration"
-    unsupported: tuple[UnsupportedPart, ...] = ()
+    unsupported: str = ""
 
 
-BART = BartFamily("Bart", 50265, skipped=2, embedding_norm=NormSpec())
-PEGASUS = BartFamily("Pegasus", 50265, "pre", "halves", final_norm=NormSpec())
-MARIAN = BartFamily("Marian", 58101, positions="halves", default_task="MTModel")
-M2M_POSITIONS = (
-    "positions count from 2 and are sinusoids with 1 / 10,000 as the last frequency, "
-    "which PositionSpec lacks"
-)
-BART_FAMILIES = {
-    "bart": BART,
-    "mbart": replace(BART, prefix="MBart", placement="pre", final_norm=NormSpec()),
-    "pegasus": PEGASUS,
-    "blenderbot": replace(
-        PEGASUS,
-        prefix="Blenderbot",
-        tokens=8008,
-        positions="learned",
-        layers=(2, 24),
-        heads=32,
-        hidden=10240,
-        model=2560,
-        length=128,
-    ),
-    "m2m_100": replace(
-        PEGASUS,
-        prefix="M2M100",
-        tokens=128112,
-        positions="none",
-        activation="relu",
-        head_bias="",
-        is_scaled=True,
-        unsupported=(UnsupportedPart(M2M_POSITIONS),),
-    ),
-}
 UNTIED_REASON = "would create four embedding matrices, one of them not used"
 OWN_HEAD_REASON = "gives the output head its own matrix, which is not described"
 WIDTH_KEYS = ("d_model", "hidden_size")
 
 
-def _register_barts() -> None:
-    for name, family in BART_FAMILIES.items():
-
-        def read(config: TransformersConfig, task: str, family: BartFamily = family) -> ModelSpec:
-            config.require_default("tie_word_embeddings", True, UNTIED_REASON)
-            tokens = config.read_int("vocab_size", default=family.tokens)
-            return _build_bart(config, task, family, (tokens, tokens))
-
-        register_family(name, family.prefix, family.default_task)(read)
+def build_bart(config: TransformersConfig, task: str, family: BartFamily) -> ModelSpec:
+    """Build a model with one table of token embeddings."""
+    config.require_default("tie_word_embeddings", True, UNTIED_REASON)
+    tokens = config.read_int("vocab_size", default=family.tokens)
+    return _build_bart(config, task, family, (tokens, tokens))
 
 
-_register_barts()
+register_families("encoder_decoders", BartFamily, build_bart)
+MARIAN = read_base("marian", BartFamily)
+WHISPER = read_base("whisper", BartFamily)
 
 
 @register_family("marian", "Marian", default_task="MTModel")
@@ -144,12 +111,12 @@ def _build_bart(
     positions = {
         "learned": PositionSpec("learned", length, skipped=family.skipped),
         "halves": PositionSpec("sinusoidal", length, layout="halves"),
-        "none": None,
+        None: None,
     }
     is_scaled = config.read_bool("scale_embedding", family.is_scaled)
     embedding_args: dict[str, Any] = {
         "positions": positions[family.positions],
-        "norm": family.embedding_norm,
+        "norm": NormSpec() if family.embedding_norm else None,
         "scale": model**0.5 if is_scaled else 1.0,
     }
     shared = "encoder" if table == "encoder" else ""
@@ -172,7 +139,8 @@ def _build_bart(
         "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
     }
     heads = select_heads(config, task, heads_by_task)
-    return assemble_model(config, "encoder-decoder", stacks, heads, family.unsupported)
+    unsupported = (UnsupportedPart(family.unsupported),) if family.unsupported else ()
+    return assemble_model(config, "encoder-decoder", stacks, heads, unsupported)
 
 
 def _make_stack(
@@ -198,22 +166,15 @@ def _make_stack(
     if not is_encoder:
         block = replace(block, attention=causal, cross=full)
     return StackSpec.from_blocks(
-        name, model, [block] * layers, embedding=embedding, norm=family.final_norm
+        name,
+        model,
+        [block] * layers,
+        embedding=embedding,
+        norm=NormSpec() if family.final_norm else None,
     )
 
 
 # --- Whisper --------------------------------------------------------------------------------------
-
-WHISPER = BartFamily(
-    "Whisper",
-    51865,
-    "pre",
-    final_norm=NormSpec(),
-    layers=(4, 4),
-    heads=6,
-    hidden=1536,
-    bias="qvo",
-)
 
 
 @register_family("whisper", "Whisper", default_task="ForConditionalGeneration")

@@ -31,10 +31,10 @@ from .config_reader import (
     assemble_model,
     read_num_labels,
     read_tied_stack,
-    register_family,
     select_heads,
 )
-from .decoders import NO_CROSS_ATTENTION, LayerAttention, Switch, read_choice
+from .decoders import LayerAttention
+from .family_tables import Switch, family_function, read_switch, refuse_keys, register_families
 
 # --- The table of a family ------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Encoder:
     act: str = "gelu"
     eps: float = 1e-12
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
-    refused: Mapping[str, tuple[Any, str]] = field(default_factory=lambda: NO_CROSS_ATTENTION)
+    refused: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     pattern: str | Switch = "full()"
     types: int | None = 2
     fewest_types: int = 1
@@ -109,24 +109,13 @@ class Encoder:
     extras: Callable[[TransformersConfig, str, EncoderSizes], Extras] | None = None
 
 
-def register_encoders(families: Mapping[str, Encoder]) -> None:
-    """Register the readers of families by their model_type."""
-    for name, family in families.items():
-
-        def read(config: TransformersConfig, task: str, family: Encoder = family) -> ModelSpec:
-            return build_encoder(config, task, family)
-
-        register_family(name, family.prefix, family.default_task)(read)
-
-
 def read_encoder_sizes(config: TransformersConfig, family: Encoder) -> EncoderSizes:
     """Return the sizes of a config of this family."""
     keys = {name: text.split() for name, text in (KEYS | dict(family.keys)).items()}
     model = config.read_int(*keys["model"], default=family.model)
     heads = config.read_num_heads(*keys["heads"], default=family.heads)
     config.resolve_head_dim(model, heads)
-    for name, (value, reason) in family.refused.items():
-        config.require_default(name, value, reason)
+    refuse_keys(config, family.refused)
     hidden = family.hidden
     if keys["hidden"]:
         hidden = config.read_int(*keys["hidden"], default=family.hidden)
@@ -144,7 +133,7 @@ def build_encoder(config: TransformersConfig, task: str, family: Encoder) -> Mod
     extras = family.extras(config, task, sizes) if family.extras else Extras()
     attentions = extras.attentions
     if attentions is None:
-        pattern = read_choice(config, family.pattern)
+        pattern = read_switch(config, family.pattern)
         spec = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")
         attentions = [spec] * sizes.layers
     blocks = [
@@ -209,7 +198,9 @@ def make_masked_head(
 # --- BERT (1810.04805), and BERT with collaborative heads -----------------------------------------
 
 
-def _bert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+@family_function
+def bert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+    """Heads of pretraining."""
     masked = make_masked_head(config, sizes, sizes.feed.activation)
     if not masked.table:
         config.add_note(
@@ -253,7 +244,8 @@ def with_collaborative_heads(model: ModelSpec, shapes: Mapping[str, tuple[int, .
 # --- MPNet, Longformer ----------------------------------------------------------------------------
 
 
-def _mpnet(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+@family_function
+def mpnet(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
     """Relative position biases as in T5."""
     bias = T5Bias(32, 128, "both")
     spec = design(model=sizes.model, heads=sizes.heads, bias="qkvo", modifiers=(bias,))
@@ -265,7 +257,8 @@ GLOBAL_TOKENS_REASON = (
 )
 
 
-def _longformer(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+@family_function
+def longformer(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
     """A spec without global tokens; hw.LongformerAttention runs the full layer."""
     setting = config.values.get("attention_window", 512)
     windows: list[Any] = [setting] * sizes.layers
@@ -317,7 +310,8 @@ def _narrow_head(config: TransformersConfig, sizes: EncoderSizes, narrow: int) -
     return UnsupportedPart("the masked-LM head uses the narrow embeddings", tuple(own))
 
 
-def _electra(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+@family_function
+def electra(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
     """The pretraining head detects replaced tokens."""
     narrow = config.read_int("embedding_size", default=128)
     extras = Extras()
@@ -333,7 +327,8 @@ def _electra(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extr
     return extras
 
 
-def _albert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+@family_function
+def albert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
     """All layers share the weights of the first."""
     narrow = config.read_int("embedding_size", default=128)
     if narrow == sizes.model:
@@ -349,8 +344,6 @@ def _albert(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extra
     return extras
 
 
-SEVERAL_GROUPS = (1, "uses several layers in turn, which is not described")
-
 # --- DeBERTa 2 and 3: content and relative positions are scored separately (2006.03654) -----------
 
 DISENTANGLED_REASON = (
@@ -358,7 +351,8 @@ DISENTANGLED_REASON = (
 )
 
 
-def _deberta(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
+@family_function
+def deberta(config: TransformersConfig, task: str, sizes: EncoderSizes) -> Extras:
     """Without relative_attention the layers are BERT's."""
     config.require_default(
         "embedding_size",
@@ -422,89 +416,4 @@ def _deberta_parts(
     return tuple(parts)
 
 
-# --- All families, by their model_type ------------------------------------------------------------
-
-IS_DECODER = Switch("is_decoder", False, "causal()", "full()")
-ROBERTA = Encoder(
-    "Roberta",
-    tokens=50265,
-    pattern=IS_DECODER,
-    fewest_types=0,
-    offset="pad",
-    masked_act="gelu",  # the exact GELU, whatever the layers use
-)
-
-register_encoders(
-    {
-        "bert": Encoder(
-            "Bert",
-            refused=NO_CROSS_ATTENTION
-            | {"position_embedding_type": ("absolute", "is not described")},
-            pattern=IS_DECODER,
-            masked_tasks=("ForMaskedLM", "LMHeadModel"),
-            extras=_bert,
-        ),
-        "distilbert": Encoder(
-            "DistilBert",
-            layers=6,
-            keys={
-                "model": "dim hidden_size",
-                "heads": "n_heads num_attention_heads",
-                "layers": "n_layers num_hidden_layers",
-                "hidden": "hidden_dim",
-                "act": "activation",
-                "eps": "",
-            },
-            refused={
-                "sinusoidal_pos_embds": (
-                    False,
-                    "makes the positions constant sinusoids, which is not described",
-                )
-            },
-            types=None,
-            pooler_act="relu",
-            pools_base=False,
-        ),
-        "mpnet": Encoder(
-            "MPNet",
-            tokens=30527,
-            refused=NO_CROSS_ATTENTION
-            | {"relative_attention_num_buckets": (32, "is not the number that transformers uses")},
-            types=None,
-            offset="1",  # transformers uses 1 in every MPNet and ignores pad_token_id
-            masked_act="gelu",
-            extras=_mpnet,
-        ),
-        "roberta": ROBERTA,
-        "camembert": replace(ROBERTA, prefix="Camembert", tokens=30522),
-        "xlm-roberta": replace(ROBERTA, prefix="XLMRoberta", tokens=30522),
-        "longformer": replace(ROBERTA, prefix="Longformer", tokens=30522, extras=_longformer),
-        "electra": Encoder(
-            "Electra",
-            model=256,
-            heads=4,
-            hidden=1024,
-            pattern=IS_DECODER,
-            pooler_act="gelu",
-            pools_base=False,
-            default_task="ForPreTraining",
-            extras=_electra,
-        ),
-        "albert": Encoder(
-            "Albert",
-            *(4096, 64, 12, 30000, 16384, "gelu_new"),
-            refused=NO_CROSS_ATTENTION
-            | {"num_hidden_groups": SEVERAL_GROUPS, "inner_group_num": SEVERAL_GROUPS},
-            extras=_albert,
-        ),
-        "deberta-v2": Encoder(
-            "DebertaV2",
-            *(1536, 24, 24, 128100, 6144),
-            eps=1e-7,
-            refused=NO_CROSS_ATTENTION
-            | {"legacy": (True, "has another head over tokens, which is not described")},
-            pools_base=False,
-            extras=_deberta,
-        ),
-    }
-)
+register_families("encoders", Encoder, build_encoder)

@@ -73,7 +73,7 @@ def _embed_patches(
 
 # --- ViT (2010.11929), DeiT (2012.12877) and DINOv2 (2304.07193) ----------------------------------
 
-VIT = Encoder("", tokens=0, refused={})
+VIT = Encoder("", tokens=0)
 
 
 def _design_args(config: TransformersConfig, sizes: EncoderSizes) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
 
 # --- CLIP (2103.00020) and SigLIP (2303.15343) ----------------------------------------------------
 
-CLIP_TEXT = Encoder("", 512, 8, tokens=49408, hidden=2048, act="quick_gelu", eps=1e-5, refused={})
-CLIP_VISION = Encoder("", tokens=0, act="quick_gelu", eps=1e-5, refused={})
-SIGLIP = Encoder("", tokens=32000, act="gelu_pytorch_tanh", eps=1e-6, refused={})
+CLIP_TEXT = Encoder("", 512, 8, tokens=49408, hidden=2048, act="quick_gelu", eps=1e-5)
+CLIP_VISION = Encoder("", tokens=0, act="quick_gelu", eps=1e-5)
+SIGLIP = Encoder("", tokens=32000, act="gelu_pytorch_tanh", eps=1e-6)
 
 
 def _embed_tokens(config: TransformersConfig, sizes: EncoderSizes, length: int) -> EmbeddingSpec:
